@@ -1,7 +1,8 @@
-"""`tltlab audit`: is this engine's speculative decoding lossless?"""
+"""`tltlab audit`: is this engine's speculative decoding lossless, and does it pass vLLM's own tests?"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,8 +11,19 @@ from tltlab.config import json_or_text
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
 
+audit = typer.Typer(
+    help="Sample a real engine and hold the samples against the exact distribution of its model, case by case.",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
-def audit(
+
+@audit.callback()
+def _sample(
+    context: typer.Context,
     fast: Annotated[bool, typer.Option("--fast", help="Every value of every factor once, not every pair.")] = False,
     drafter: Annotated[
         list[str] | None, typer.Option(help="Audit this drafter only: ngram, suffix, eagle, ... Repeatable.")
@@ -48,6 +60,8 @@ def audit(
 
     Example: tltlab audit --fast --vllm max_num_seqs=64
     """
+    if context.invoked_subcommand is not None:
+        return
     # vLLM takes seconds to import: --help should not wait for it.
     from tltlab.runtime.audit.run import run_audit, text
 
@@ -62,6 +76,32 @@ def audit(
         seed=seed,
         progress=progress,
     )
+    emit(report, as_json=json, text=text(report))
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+@audit.command("vllm-tests")
+def vllm_tests(
+    source: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="What the sdist of the installed version of vLLM unpacks to.")
+    ],
+    test: Annotated[
+        list[str] | None, typer.Option(help="A file or folder of tests in FOLDER, in place of the default. Repeatable.")
+    ] = None,
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds that the tests may take, each time they run.")] = 3600,
+    json: Json = False,
+) -> None:
+    """Run vLLM's own tests of scheduling and sampling with vLLM as it is, and with ours in its place, and compare.
+
+    They run three times: as they are, with our schedulers and plugin, and with a policy that always drafts. Nothing is
+    fetched; what the tests need from elsewhere fails each time. Exit code 1 for a difference that is not explained.
+
+    Example: tltlab audit vllm-tests vllm-0.32.0
+    """
+    from tltlab.runtime.audit.vllm_tests import TESTS, run_vllm_tests, text
+
+    report = run_vllm_tests(source, tests=test or TESTS, limit_s=limit_s, progress=progress)
     emit(report, as_json=json, text=text(report))
     if not report["passed"]:
         raise typer.Exit(1)

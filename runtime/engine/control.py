@@ -110,7 +110,7 @@ class Control:
     `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
 
     A policy that raises, whatever it is doing, is logged once and asked no more: the engine decodes plainly, and
-    `failure` has the sentence until another policy is set. `counted` iterations are in `metrics`.
+    `failure` has the sentence until another policy is set. A `tally` counts iterations for `metrics`.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Control:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-        counted: bool = False,
+        tally: Tally | None = None,
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
         self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
-        self._tally = Tally() if counted else NullTally()
+        self._tally = tally or NullTally()
         self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock, over=self._tally.add)
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
@@ -202,6 +202,7 @@ class Control:
             newest=self._tally.newest,
             seconds=self.seconds,
             changes=changes or {},
+            by=self._tally.by,
         )
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:

@@ -13,11 +13,12 @@ as `str` writes it, "ngram:4" or "none":
 | `tltlab:drafts_total`, `tltlab:draft_tokens_total`, `tltlab:accepted_tokens_total` | by `arm` |
 | `tltlab:draft_tokens_per_position_total`, `tltlab:accepted_tokens_per_position_total` | by `arm` and `position` |
 | `tltlab:gained_seconds` | by `arm`: what plain decoding would have taken more; below 0 where it is faster |
-| `tltlab:compared_seconds_total` | by `arm`: the seconds of the iterations which that was said of |
+| `tltlab:compared_seconds_total` | by `arm`: the seconds of the iterations which that was said of; both say `by` what |
 | `tltlab:own_seconds_total` | spent beside the engine, by `part`: policy, drafters, rest |
 
-What plain decoding takes is measured: the median of the last 32 plain iterations of the same batch size, between known
-sizes interpolated (`tltlab.policies.reward`). A policy that never decodes plainly is compared with nothing.
+What plain decoding takes is what a cost model says of the same batch and context (`by` is "costs"), where the engine
+was given one. Else it is "measured": the median of the last 32 plain iterations of the same batch size, between known
+sizes interpolated (`tltlab.policies.reward`); a policy that never decodes plainly is then compared with nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tltlab.costs.base import CostModel
 from tltlab.policies.reward import Reward
+from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .ledger import Iteration
@@ -61,7 +64,10 @@ class ArmCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """All that is shown of one engine. `seconds` are spent in all, of these by the policy, and beside by drafters."""
+    """All that is shown of one engine. `seconds` are spent in all, of these by the policy, and beside by drafters.
+
+    `by` says what plain decoding was told from.
+    """
 
     selector: str
     digest: str
@@ -70,16 +76,24 @@ class Metrics:
     arms: Mapping[Strategy, ArmCounts]
     seconds: tuple[float, float, float]
     changes: Mapping[str, int]
+    by: str
 
 
 class Tally:
-    """Counts iterations by arm; what it holds grows with arms and draft depths, not with iterations."""
+    """Counts iterations by arm; what it holds grows with arms and draft depths, not with iterations.
 
-    def __init__(self) -> None:
+    Plain decoding is told from `costs`, or from what is measured. Where something cannot be counted it says so once and
+    counts no more: the engine has others to serve.
+    """
+
+    def __init__(self, costs: CostModel | None = None) -> None:
         self.newest = NO_SPECULATION
+        self.by = "measured" if costs is None else "costs"
+        self._plain = None if costs is None else costs.iteration(NO_SPECULATION)
         self._arms: dict[Strategy, ArmCounts] = {}
         self._relative = Reward("relative")
         self._new: list[Iteration] = []
+        self._failed = False
 
     def add(self, iteration: Iteration) -> None:
         """An iteration has ended."""
@@ -94,7 +108,18 @@ class Tally:
         return self._arms
 
     def _count(self) -> None:
-        for iteration in self._new:
+        new, self._new = self._new, []
+        if not new or self._failed:
+            return
+        try:
+            self._count_all(new)
+        except Exception as error:  # a cost model may be anybody's
+            self._failed = True
+            logger.error("iterations are not counted any more: %s: %s", type(error).__name__, error)
+        self.newest = new[-1].verified.strategy
+
+    def _count_all(self, new: Sequence[Iteration]) -> None:
+        for iteration in new:
             strategy, outcome = iteration.verified.strategy, iteration.outcome
             counts = self._arms.setdefault(strategy, ArmCounts())
             counts.iterations += 1
@@ -106,13 +131,19 @@ class Tally:
             counts.drafts.update(zip(iteration.drafted, iteration.accepted, strict=True))
             # Who was drafted nothing.
             del counts.drafts[0, 0]
-            speed_up = self._relative(strategy, outcome)
+            speed_up = self._speed_up(iteration, outcome)
             if speed_up is not None:
                 counts.gained_s += (speed_up - 1.0) * outcome.elapsed_s
                 counts.compared_s += outcome.elapsed_s
-        if self._new:
-            self.newest = self._new[-1].verified.strategy
-            self._new.clear()
+
+    def _speed_up(self, iteration: Iteration, outcome: StepOutcome) -> float | None:
+        """Over plain decoding; None where that cannot be told, as of an iteration that prefilled."""
+        if self._plain is None:
+            return self._relative(iteration.verified.strategy, outcome)
+        if outcome.had_prefill or outcome.elapsed_s <= 0.0:
+            return None
+        plain_s = self._plain.seconds(outcome.batch, iteration.context_tokens)
+        return outcome.accept_length * plain_s / outcome.elapsed_s
 
 
 class NullTally(Tally):
@@ -162,6 +193,10 @@ def _of_arms(read: Callable[[ArmCounts], float]) -> Callable[[Metrics], Samples]
     return lambda metrics: [((str(arm),), read(counts)) for arm, counts in metrics.arms.items()]
 
 
+def _compared(read: Callable[[ArmCounts], float]) -> Callable[[Metrics], Samples]:
+    return lambda metrics: [((str(arm), metrics.by), read(counts)) for arm, counts in metrics.arms.items()]
+
+
 def _by_position(which: int) -> Callable[[Metrics], Samples]:
     return lambda metrics: [
         ((str(arm), str(position)), times)
@@ -197,8 +232,8 @@ _FAMILIES: Sequence[tuple[str, str, tuple[str, ...], Callable[[Metrics], Samples
     ("accepted_tokens_total", "Tokens of these that were kept.", ("arm",), _of_arms(lambda c: sum(c.by_position(1)))),
     ("draft_tokens_per_position_total", "Drafts with a token here.", ("arm", "position"), _by_position(0)),
     ("accepted_tokens_per_position_total", "Drafts kept up to here.", ("arm", "position"), _by_position(1)),
-    ("gained_seconds", "What plain decoding, measured here, had taken more.", ("arm",), _of_arms(lambda c: c.gained_s)),
-    ("compared_seconds_total", "Seconds that were compared with it.", ("arm",), _of_arms(lambda c: c.compared_s)),
+    ("gained_seconds", "What plain decoding had taken more.", ("arm", "by"), _compared(lambda c: c.gained_s)),
+    ("compared_seconds_total", "Seconds compared with it.", ("arm", "by"), _compared(lambda c: c.compared_s)),
     ("own_seconds_total", "Seconds spent beside the engine.", ("part",), _own_seconds),
 )
 """Of each metric its name, what it is, its labels, and where it comes from."""

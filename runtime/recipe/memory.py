@@ -51,9 +51,8 @@ STORE, REWARDS, RAY = "Ray's object store", "reward process", "Ray"
 HOST_RUNTIME = {WORKER: 0.85e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.75e9, REWARDS: 0.35e9, RAY: 0.6e9}
 """Resident bytes of a process before it holds anything: Python, torch, vLLM, and what glibc keeps of freed tensors."""
 
-_VLLM_UTILIZATION = 0.92
-_CPU_KV_BYTES = 256 << 20
-_BATCHED_TOKENS = 8192
+_VLLM_UTILIZATION, _CPU_KV_BYTES, _BATCHED_TOKENS = 0.92, 256 << 20, 8192
+"""vLLM's own, where the recipe has none: a share of a GPU, bytes on a CPU, tokens of an iteration."""
 _TREE_BYTES = {"suffix": TREE_BYTES_PER_TOKEN, "ngram": 500}
 """Of a running response's token, by kind of drafter."""
 _VLLM_TEXT_BYTES = 160
@@ -272,8 +271,7 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
     if kv_bytes is not None:
         kv, formula = float(kv_bytes), "kv_cache_memory_bytes"
     elif sizes.gpu is None:
-        formula = "2 x layers x KV heads x head size x tokens x requests"
-        kv = float(sizes.running * tokens * per_token)
+        kv, formula = float(sizes.running * tokens * per_token), "2 x layers x KV heads x head size x tokens x requests"
     else:
         share = rollout.vllm.get("gpu_memory_utilization", _VLLM_UTILIZATION)
         kv = sizes.gpu.memory_bytes * share - sum(part.num_bytes for part in held.of("GPU", "rollout"))
@@ -301,9 +299,8 @@ def _engine_host(sizes: Sizes, held: Holdings) -> None:
     recipe, tokens, running = sizes.recipe, sizes.tokens, sizes.running
     tp = recipe.rollout.tensor_parallel_size
     processes = 1 + tp if tp > 1 else 1
-    held.add(
-        "rollout worker runtime", processes * HOST_RUNTIME[WORKER], f"measured, x {processes} processes", device="host"
-    )
+    formula = f"measured, x {processes} processes"
+    held.add("rollout worker runtime", processes * HOST_RUNTIME[WORKER], formula, device="host")
     text = _VLLM_TEXT_BYTES * running * tokens
     formula = f"{_VLLM_TEXT_BYTES} bytes x {running} running responses x {tokens} tokens"
     held.add("texts", text, formula, GENERATING, device="host")
@@ -441,9 +438,8 @@ def drafter_memory(sizes: Sizes) -> Holdings:
     buffer = min(config.buffer.max_bytes, per_step * config.buffer.rl_steps)
     held.add("drafter buffer", buffer, "drafter.buffer.max_bytes, or all states of its RL steps", device="host")
     beside = 2 * min(config.buffer.max_bytes / BESIDE, per_step)
-    held.add(
-        "drafter, held out", beside, f"held-out sequences and prompts: an {BESIDE}th of the buffer each", device="host"
-    )
+    formula = f"held-out sequences and prompts: an {BESIDE}th of the buffer each"
+    held.add("drafter, held out", beside, formula, device="host")
     sampled = config.annotate * sizes.tokens * (sizes.row_bytes + 8)
     held.add("drafter, annotated", min(sampled, per_step), f"{config.annotate} responses' states", device="host")
     held.add("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged", device="host")

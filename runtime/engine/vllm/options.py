@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
+import numpy as np
 from pydantic import Field
 
 from tltlab.config import FrozenModel, faults_in, shown
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json
@@ -18,8 +21,11 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
+from tltlab.runtime.engine.metrics import Tally
+from tltlab.strategy import NO_SPECULATION
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES
+from .capabilities import missing
 
 _HERE = __package__
 
@@ -35,7 +41,7 @@ class Attachment(FrozenModel):
 
     Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
     several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `reload` is the
-    file from which another policy may come.
+    file from which another policy may come, `costs` a cost model written out, which metrics compare with.
     """
 
     policy: Policy | None = None
@@ -46,6 +52,20 @@ class Attachment(FrozenModel):
     record: str | None = None
     numbered: bool = False
     reload: str | None = None
+    costs: dict[str, Any] | None = None
+
+    @classmethod
+    def of_engine(cls, config: Any) -> Attachment:
+        """What stands in vLLM's configuration, for the engine that has it; nothing where nothing is attached."""
+        additional = config.additional_config
+        with faults_in("additional_config['tltlab']"):
+            attachment = cls.model_validate((additional.get("tltlab") if isinstance(additional, dict) else None) or {})
+        parallel = config.parallel_config
+        if parallel.distributed_executor_backend != "external_launcher":
+            return attachment.of_replica(parallel.data_parallel_index)
+        # Every rank has a scheduler, and nothing but the launcher's variable says which rank and engine it is.
+        index, rank = divmod(int(os.environ["RANK"]), parallel.world_size // parallel.data_parallel_size)
+        return attachment.model_copy(update={} if rank == 0 else {"record": None}).of_replica(index)
 
     def of_replica(self, index: int) -> Attachment:
         """The same for one of several data-parallel engines: a worker and a trace of its own."""
@@ -53,10 +73,26 @@ class Attachment(FrozenModel):
         record = f"{self.record}-{index}" if named else self.record
         return self.model_copy(update={"worker": self.worker + index, "record": record})
 
+    @property
+    def specs(self) -> Mapping[str, DrafterSpec]:
+        """The drafters by name, those of every engine where nothing else was said."""
+        return DEFAULT_DRAFTERS if self.drafters is None else self.drafters
+
+    @property
+    def learned(self) -> LearnedSpec | None:
+        """The learned drafter that the policy may ask, by itself or in a hybrid."""
+        asked = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
+        for spec in filter(None, map(self.specs.get, asked)):
+            parts = map(self.specs.get, (spec.first, spec.otherwise)) if isinstance(spec, HybridSpec) else (spec,)
+            if found := next((part for part in parts if isinstance(part, LearnedSpec)), None):
+                return found
+        return None
+
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
-        control = Control(pool, worker=self.worker, overlapped=overlapped, counted=True)
+        tally = Tally(None if self.costs is None else load_costs(self.costs))
+        control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
         control.steers = self.policy is not None
@@ -77,6 +113,7 @@ class EngineOptions(FrozenModel):
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
     reload: bool = False
+    costs: str | dict[str, Any] | None = None
     strict: bool = False
 
 
@@ -91,6 +128,7 @@ def vllm_options(
     seed: int = 0,
     record: str | Path | None = None,
     reload: bool = False,
+    costs: str | Path | dict[str, Any] | CostModel | None = None,
     for_: Program = "vllm",
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
@@ -100,7 +138,11 @@ def vllm_options(
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
     trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
-    within seconds; the engine's depth, drafters and graphs stay. ConfigError for what vLLM cannot run.
+    within seconds; the engine's depth, drafters and graphs stay. A server's metrics compare with plain decoding by
+    `costs`, what `load_costs` takes, or as it was measured. ConfigError for what vLLM cannot run.
+
+    Each data-parallel replica has a policy, drafters and a trace of its own: what learns or searches earlier responses
+    knows those of its replica.
 
     Without a policy the engine is only recorded: scheduler, speculation and all else stay what vLLM makes of the other
     arguments (`watch.record_only`), and what speculation of its own kept is written down. Recording that fails ends
@@ -135,6 +177,12 @@ def vllm_options(
             "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
             "names model-free ones: leave async_scheduling off"
         )
+    plain_costs = None
+    if costs is not None:
+        model = load_costs(costs)
+        # A model that cannot tell is refused here and not by the engine.
+        model.iteration(NO_SPECULATION)
+        plain_costs = model.model_dump(mode="json")
     if for_ in ("openrlhf", "trl"):
         given = EngineOptions(
             drafters=dict(drafters) if drafters else None,
@@ -144,9 +192,10 @@ def vllm_options(
             worker=worker,
             seed=seed,
             reload=reload,
+            costs=plain_costs,
         )
         return _variables(policy, chosen, record, given)
-    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed)
+    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed, costs=plain_costs)
     if chosen is not None:
         attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:
@@ -224,7 +273,7 @@ class Variables(FrozenModel):
             policy=_policy(policy) if policy else None,
             named=policy if len(policy) <= 80 else "of its own",
             record=os.path.abspath(record) if record else None,
-            reload=file_to_reload(policy) if given.reload else None,
+            reload=file_to_reload(policy) if given.reload and policy else None,
             options=given,
         )
 
@@ -238,14 +287,31 @@ class Variables(FrozenModel):
         with faults_in(OPTIONS):
             return EngineOptions.model_validate(value)
 
-    def engine_options(self, async_scheduling: bool | None) -> dict[str, Any]:
-        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say."""
+    def engine_options(
+        self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say.
+
+        Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
+        is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
+        """
         given = {
             name: getattr(self.options, name) for name in EngineOptions.model_fields if name not in ("strict", "reload")
         }
         if given["async_scheduling"] is None:
             given["async_scheduling"] = async_scheduling
+        if speculative and self.policy is not None:
+            head = _learned(speculative)
+            if head is None or not any(strategy.drafter == "learned" for strategy in self.policy.strategies):
+                raise ConfigError(
+                    "its program speculates by itself, and the policy can steer that where it names the drafter "
+                    f"'learned' and the method is one of {', '.join(_LEARNED)} (it is {speculative.get('method')!r})"
+                )
+            given["drafters"] = {**(given["drafters"] or {}), "learned": head}
+            given["max_draft_depth"] = int(speculative["num_speculative_tokens"])
         options = vllm_options(self.policy, record=self.record, **given)
+        if speculative and self.policy is not None:
+            options["speculative_config"] = dict(speculative)
         options["additional_config"]["tltlab"] |= {"numbered": True, "reload": self.reload}
         return options
 
@@ -254,6 +320,16 @@ class Variables(FrozenModel):
         if self.record is not None:
             parts.append(f"records to {self.record} (-1, -2, ... where that is taken)")
         return " and ".join(parts)
+
+
+_LEARNED = get_args(LearnedSpec.model_fields["method"].annotation)
+
+
+def _learned(speculative: Mapping[str, Any]) -> LearnedSpec | None:
+    """The learned drafter of vLLM's speculative_config, None where it is another kind."""
+    if speculative.get("method") not in _LEARNED or "num_speculative_tokens" not in speculative:
+        return None
+    return LearnedSpec(method=speculative["method"], model=str(speculative.get("model") or ""))
 
 
 def _policy(text: str) -> Policy:
@@ -320,6 +396,95 @@ def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any
     if learned is None:
         return {"method": "custom_class", "model": f"{_HERE}.scheduler.NoProposer", "num_speculative_tokens": depth}
     return learned.speculative_config | {"num_speculative_tokens": depth}
+
+
+_ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
+"""Methods of vLLM 0.32 that assert that they are to draft `num_speculative_tokens` and no fewer (`v1.spec_decode`)."""
+
+
+def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound: bool) -> None:
+    """Raise ConfigError where an engine of vLLM's configuration `config` cannot run what is attached to it.
+
+    It is `plugged_in` where vLLM loaded our plugin in its process, and `sound` where drafts are verified rightly there.
+    """
+    complaint = ""
+    if not plugged_in:
+        complaint = f"vLLM has not loaded tltlab's plugin here: {missing_plugin()}"
+    elif config.speculative_config is not None and not sound:
+        complaint = (
+            "vLLM's rejection sampler is not mended here, and at temperature > 0 would sample drafts wrongly on a CPU: "
+            "leave speculative_config out"
+        )
+    elif attachment.policy is not None:
+        complaint = _unfit_policy(config, attachment, attachment.policy)
+    if complaint:
+        raise ConfigError(complaint)
+
+
+def missing_plugin() -> str:
+    """Why vLLM does not load our plugin where it did not, and what to pass."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None:
+        return "install tltlab into the environment that vLLM runs in"
+    return f"VLLM_PLUGINS={named} leaves it out; pass VLLM_PLUGINS={','.join(filter(None, (named, 'tltlab')))}"
+
+
+def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
+    """What is wrong with the policy in this engine, "" for nothing."""
+    parallel, speculative, model = config.parallel_config, config.speculative_config, config.model_config
+    learned = attachment.learned
+    kind = "diffusion" if getattr(model, "is_diffusion", False) else model.runner_type
+    if kind in ("diffusion", "pooling"):
+        return f"a {kind} model has no drafts that a policy could choose: leave the policy out (record= works)"
+    if parallel.pipeline_parallel_size > 1:
+        return (
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several batches that "
+            "are under way at once: pass pipeline_parallel_size=1, and tensor_parallel_size"
+        )
+    if attachment.max_draft_depth > config.num_speculative_tokens:
+        return (
+            f"the policy may draft {attachment.max_draft_depth} tokens and this engine is built for drafts of "
+            f"{config.num_speculative_tokens}: pass the speculative_config of vllm_options, with "
+            f"num_speculative_tokens={attachment.max_draft_depth}"
+        )
+    if speculative is None:
+        return ""
+    if config.use_v2_model_runner and (without := missing("depths in the V2 runner")):
+        return without
+    check_sampled_drafts(attachment.specs, vars(speculative))
+    if speculative.method in _ONE_DEPTH:
+        return (
+            f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "
+            "speculative_config of vllm_options, or leave the policy out"
+        )
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "enable_adaptive_verification decides what a policy decides: pass enable_adaptive_verification=False"
+    if learned is not None and drafts_nothing(speculative):
+        return (
+            f"the policy asks for a learned drafter and this engine has none: pass speculative_config="
+            f"{learned.speculative_config | {'num_speculative_tokens': attachment.max_draft_depth}}"
+        )
+    if parallel.data_parallel_size > 1 and not drafts_nothing(speculative):
+        # vLLM takes its own tables of depths away there.
+        return (
+            f"data_parallel_size={parallel.data_parallel_size}: the replicas of a mixture of experts run in step, and "
+            "would wait for each other for ever once a policy lets one draft deeper than another: pass "
+            "data_parallel_size=1 and start several engines, or take a policy that names model-free drafters only"
+        )
+    together = parallel.world_size // parallel.data_parallel_size
+    launched = parallel.distributed_executor_backend == "external_launcher" and together > 1
+    if launched and not policy.selector.build(np.random.default_rng(0)).memoryless:
+        return (
+            f"distributed_executor_backend='external_launcher' has a scheduler in each of {together} ranks, and a "
+            f"policy that learns ({policy.selector.kind}) would soon choose otherwise in each: pass "
+            "distributed_executor_backend='mp', or a policy of kind none, fixed or table"
+        )
+    return ""
+
+
+def drafts_nothing(speculative: Any) -> bool:
+    """Whether an engine of this SpeculativeConfig, or None, leaves all drafts to what sits beside its scheduler."""
+    return speculative is not None and str(speculative.model).endswith("NoProposer")
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:

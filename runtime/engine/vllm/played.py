@@ -157,8 +157,9 @@ class _Clock:
 def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
     """`scheduler_cls` with the clock switched wherever its methods and those of the class below call each other."""
     (stock_cls,) = scheduler_cls.__bases__
-    hooks = [name for name, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, name)]
-    hooks.remove("__init__")
+    hooks = [
+        n for n, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, n) and n[:2] != "__"
+    ]
     stock = {name: clock.switching(getattr(stock_cls, name), _VLLM) for name in hooks}
     ours = {n: clock.switching(getattr(scheduler_cls, n), _PARTS.get(n, _REQUESTS)) for n in (*hooks, "_draft")}
     return type("Timed", (scheduler_cls, type("Stock", (stock_cls,), stock)), ours)

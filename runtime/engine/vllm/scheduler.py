@@ -31,10 +31,11 @@ from tltlab.runtime.engine.seat import PolicyFile, raised_at
 
 from .capture import NoCapture, pause_capture, start_capture
 from .dispatch import captured_graphs
-from .plugin import speculative_sampling_is_sound
+from .options import Attachment, check_engine, drafts_nothing
+from .plugin import is_registered, speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
 from .runners import held_bytes
-from .watch import Watch, settings_of
+from .watch import Watch
 
 logger = init_logger(__name__)
 
@@ -49,36 +50,29 @@ class PolicyScheduler(Scheduler):
     """Asks the policy before each iteration, trims or replaces the drafts after it.
 
     Without a policy it only takes down what happens: vLLM drafts as it was started to. ConfigError where the engine
-    schedules asynchronously and the scheduler does not, or the other way round.
+    schedules asynchronously and the scheduler does not, or the other way round, and for all that `check_engine` knows.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        overlapped = isinstance(self, AsyncScheduler)
-        if overlapped != bool(self.scheduler_config.async_scheduling):
-            # vLLM would not draft at all, or with what it drafted an iteration before.
-            ours, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
-            raise ConfigError(
-                f"asynchronous scheduling is {'off (on a CPU it always is)' if overlapped else 'on'} in this engine, "
-                f"and {ours} is for engines where it is {'on' if overlapped else 'off'}: pass "
-                f"async_scheduling={overlapped}, or scheduler_cls={__name__}.{twin}, or let "
-                f"{__name__}.policy_scheduler choose"
-            )
-        parallel = self.vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several "
-                "batches that are under way at once; use tensor parallelism"
-            )
-        settings = settings_of(self)
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
+        """For a diffusion model one over vLLM's own scheduler of canvases."""
+        diffuses = getattr(vllm_config.model_config, "is_diffusion", False)
+        made: PolicyScheduler = super().__new__(_over_canvases(cls) if diffuses else cls)
+        return made
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        settings = Attachment.of_engine(vllm_config)
+        check_engine(vllm_config, settings, plugged_in=is_registered(), sound=speculative_sampling_is_sound())
+        self._check_class(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        # Or several batches are under way, without a policy then.
+        overlapped = isinstance(self, AsyncScheduler) or self.use_pp
         # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
         self.control = settings.control(overlapped=overlapped, beside=beside)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         if self.num_spec_tokens and self.control.steers:
             self._draft_at_most(self.num_spec_tokens)
-        speculative = self.vllm_config.speculative_config
-        self.drafts_here_alone = speculative is not None and str(speculative.model).endswith(NoProposer.__name__)
+        self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
         self.policy_file: PolicyFile | None = None
         if settings.reload is not None and settings.policy is not None:
@@ -118,6 +112,19 @@ class PolicyScheduler(Scheduler):
                 with suppress(Exception):
                     self.watch.recording.give_up(error)
             return None
+
+    def _check_class(self, config: VllmConfig) -> None:
+        """Raise ConfigError where another of the schedulers here is the engine's."""
+        overlapped = isinstance(self, AsyncScheduler)
+        if overlapped != bool(config.scheduler_config.async_scheduling):
+            # vLLM would not draft at all, or with what it drafted an iteration before.
+            ours, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
+            raise ConfigError(
+                f"asynchronous scheduling is {'off (on a CPU it always is)' if overlapped else 'on'} in this engine, "
+                f"and {ours} is for engines where it is {'on' if overlapped else 'off'}: pass "
+                f"async_scheduling={overlapped}, or scheduler_cls={__name__}.{twin}, or let "
+                f"{__name__}.policy_scheduler choose"
+            )
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -286,6 +293,15 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
                 request.spec_token_ids = request.spec_token_ids[:share]
 
 
+def _over_canvases(cls: type[PolicyScheduler]) -> type[PolicyScheduler]:
+    """The same class over vLLM's scheduler for diffusion models."""
+    from vllm.v1.core.sched import diffusion_scheduler as diffusion
+
+    overlapped = issubclass(cls, AsyncScheduler)
+    stock = diffusion.DiffusionAsyncScheduler if overlapped else diffusion.DiffusionScheduler
+    return cls if issubclass(cls, stock) else type(f"Diffusion{cls.__name__}", (cls, stock), {})
+
+
 def call_control(core: Any, message: bytes) -> bytes:
     """Carry out a pickled (name, args) on an engine core; the pickled result.
 
@@ -334,7 +350,6 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "captured": lambda core: core.scheduler.capture.captured,
     "metrics": lambda core: core.scheduler.metrics(),
     "pause_capture": pause_capture,
-    "sampling_is_sound": lambda core: speculative_sampling_is_sound(),
     # Ranks capture the same graphs.
     "captured_graphs": lambda core: core.model_executor.collective_rpc(captured_graphs)[0],
 }

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
+from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import on_cpu, starting, uncompiled
-from .llm import add_request, engine_arguments, running, sampling_params
+from .llm import add_request, client_errors, engine_arguments, running, sampling_params
 from .options import vllm_options
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
@@ -183,7 +186,6 @@ class StockEngine:
     def generate(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> StockRun:
         """One response per prompt of token ids. ConfigError for what vLLM refuses."""
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMClientError
 
         before = self._counters()
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
@@ -191,7 +193,7 @@ class StockEngine:
             asked: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
             with uncompiled(self._cpu):
                 outputs = self._llm.generate(asked, params, use_tqdm=False)
-        except (ValueError, VLLMClientError) as error:
+        except client_errors() as error:
             raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
         after = self._counters()
         drafts, *accepted = (now - then for now, then in zip(after, before, strict=True))
@@ -205,3 +207,39 @@ class StockEngine:
         if accepted is None:
             return [0] * (1 + self.depth)
         return [metrics[_DRAFTS].value, *accepted.values[: self.depth]]
+
+
+def do_not_wait_for_hub() -> None:
+    """Have vLLM ask Hugging Face's hub once for a file that is not there: it waits for two seconds and asks again."""
+    from vllm.transformers_utils import repo_utils
+
+    repo_utils.with_retry.__defaults__ = (1, 0, ())
+
+
+def in_place_of_vllms(*, with_policy: bool) -> None:
+    """Load our plugin, and put our schedulers where vLLM's modules have theirs, for as long as this process lives.
+
+    `with_policy` each of them has a policy that always drafts as deep as its engine can.
+    """
+    from vllm.v1.core.sched import async_scheduler, scheduler
+
+    from . import scheduler as ours
+    from .options import Attachment
+    from .plugin import register
+
+    class Always(Attachment):
+        """Whatever the configuration says."""
+
+        @classmethod
+        def of_engine(cls, config: Any) -> Attachment:
+            depth = config.num_speculative_tokens if config.speculative_config is not None else 0
+            strategy = Strategy.chain("learned", depth) if depth else NO_SPECULATION
+            learned = LearnedSpec(method="draft_model", model="of/the-engine")
+            return Attachment(policy=load_policy(strategy), drafters={"learned": learned}, max_draft_depth=depth)
+
+    register()
+    if with_policy:
+        vars(ours).update(Attachment=Always)
+    # The tests ask for a class by name, and a CPU's configuration says that scheduling is synchronous.
+    ours.PolicyScheduler._check_class = lambda self, config: None  # type: ignore[method-assign]
+    scheduler.Scheduler, async_scheduler.AsyncScheduler = ours.PolicyScheduler, ours.AsyncPolicyScheduler

@@ -48,14 +48,6 @@ REMEMBERED = 1 << 18
 logger = init_logger(__name__)
 
 
-def settings_of(scheduler: Any) -> Attachment:
-    """What the engine of a scheduler was told."""
-    config = scheduler.vllm_config
-    given = config.additional_config
-    settings = (given.get(EXTRA) or {}) if isinstance(given, dict) else {}
-    return Attachment.model_validate(settings).of_replica(config.parallel_config.data_parallel_index)
-
-
 class Watch:
     """Follows the requests and iterations of one scheduler for its `Control`, and for a recording where there is one.
 
@@ -69,6 +61,8 @@ class Watch:
         self.scheduler = scheduler
         scheduler.control = control
         self.recording = _recording(scheduler, control, settings)
+        # Whether a request gets a token of each iteration, drafts aside: with diffusion and pooling it does not.
+        self._decodes = bool(getattr(scheduler, "num_sampled_tokens_per_step", 1))
         self._samples: dict[tuple[int, str], int] = {}
         self._least_sample = self._num_nameless = 0
         self._in_flight: deque[Scheduled] = deque()
@@ -142,12 +136,13 @@ class Watch:
             self._join(ids, output)
         scheduler, drafts = self.scheduler, output.scheduled_spec_decode_tokens
         # All but a token each and its draft, and of those that have no token yet that one too.
-        prefill = output.total_num_scheduled_tokens - len(ids) - sum(map(len, drafts.values()))
+        prefill = output.total_num_scheduled_tokens - self._decodes * len(ids) - sum(map(len, drafts.values()))
         for i in self.control.speechless:
             prefill += i in output.num_scheduled_tokens and _awaits_its_first(scheduler.requests[i])
         what = Scheduled(
             request_ids=ids,
-            drafts=drafts,
+            # A diffusion model's are canvases.
+            drafts=drafts if self._decodes else {},
             waiting=len(scheduler.waiting),
             context_tokens=self._context_tokens,
             prefill_tokens=prefill,
@@ -190,7 +185,7 @@ class Watch:
             return None
         what = self._in_flight.popleft()
         self._drafts = what.drafts
-        if (ran := model_output.cudagraph_stats) is not None:
+        if (ran := getattr(model_output, "cudagraph_stats", None)) is not None:
             what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
         with self.control.inside:
             counts = _counts(what.request_ids, model_output)
@@ -284,7 +279,7 @@ def record_only(scheduler: Any) -> None:
     if hasattr(scheduler, "close_recording"):
         return
     try:
-        settings = settings_of(scheduler)
+        settings = Attachment.of_engine(scheduler.vllm_config)
         if settings.record is None or settings.policy is not None:
             return
         if scheduler.vllm_config.model_config.runner_type == "pooling":
@@ -340,7 +335,9 @@ class _RecordOnly:
         if output.num_scheduled_tokens:
             with self._watch.control.inside:
                 what = self._watch.scheduled(output)
-            self._watch.watched(what, output.num_spec_tokens_to_schedule)
+            # Versions before 0.32 draft as deep as they were started to.
+            depth = getattr(output, "num_spec_tokens_to_schedule", self._scheduler.num_spec_tokens)
+            self._watch.watched(what, depth)
 
     def _wrap(self, name: str, before: Callable[..., object], after: Callable[..., object] | None) -> None:
         stock = getattr(self._scheduler, name)

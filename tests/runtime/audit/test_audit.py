@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, 
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS, TinyModels, make_tiny_models
 from tltlab.runtime.audit.statistics import Check, cells_check, pooled, ranks_check, together
+from tltlab.runtime.audit.vllm_tests import Expected, Outcome, differences, outcomes_of, run_vllm_tests, text
 from tltlab.runtime.cli.audit import audit, vllm_settings
 
 PROMPT = (0, 1, 2, 3, 1, 0)
@@ -163,13 +166,8 @@ def test_engine_settings_that_are_none_are_refused(given: str):
 
 @pytest.fixture(scope="session")
 def run() -> Callable[..., tuple[int, dict]]:
-    import typer
-
-    app = typer.Typer()
-    app.command()(audit)
-
     def invoke(*args: str) -> tuple[int, dict]:
-        result = CliRunner().invoke(app, [*args, "--json"])
+        result = CliRunner().invoke(audit, [*args, "--json"])
         return result.exit_code, json.loads(result.stdout)
 
     return invoke
@@ -202,3 +200,75 @@ def test_the_stock_cpu_sampler_is_not(run: Callable[..., tuple[int, dict]], monk
     assert (code, found["passed"]) == (1, False)
     # Greedy verification reads no temperature: it is right even so.
     assert {case["verdict"] for case in found["cases"] if case["temperature"] > 0} & {"failed"}
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.v1.core.test_x" file="tests/v1/core/test_x.py" name="test_a[1]" time="0.1"/>
+<testcase file="tests/v1/core/test_x.py" name="test_b"><failure message="AssertionError: 1 != 2&#10;more"/></testcase>
+<testcase file="tests/v1/core/test_x.py" name="test_c"><skipped message="no GPU"/></testcase>
+<testcase classname="tests.v1.core.test_y" name="tests.v1.core.test_y"><error message="collection"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    stock = outcomes_of(tmp_path / "report.xml")
+    x = "tests/v1/core/test_x.py"
+    assert {name: outcome.result for name, outcome in stock.items()} == {
+        f"{x}::test_a[1]": "passed",
+        f"{x}::test_b": "failed",
+        f"{x}::test_c": "skipped",
+        "tests.v1.core.test_y::tests.v1.core.test_y": "error",
+    }
+    assert stock[f"{x}::test_b"].message == "AssertionError: 1 != 2"
+    ours = {
+        **stock,
+        f"{x}::test_a[1]": Outcome(result="failed", message="depths"),
+        f"{x}::test_d": stock[f"{x}::test_b"],
+    }
+    policy = {**stock, f"{x}::test_a[1]": Outcome(result="failed")}
+    known = [Expected(tests=r"test_a\b", sides=("policy",), outcome="failed", why="it drafts")]
+    found = differences({"stock": stock, "ours": ours, "policy": policy}, known)
+    assert [(d.side, d.test.partition("::")[2], d.stock, d.ours, d.why) for d in found] == [
+        ("ours", "test_a[1]", "passed", "failed", ""),
+        ("ours", "test_d", "missing", "failed", ""),
+        ("policy", "test_a[1]", "passed", "failed", "it drafts"),
+    ]
+    assert differences({"stock": stock, "ours": stock}, known) == []
+
+
+def test_an_explanation_is_of_one_outcome_and_one_side():
+    stock, ours = {"t::a": Outcome(result="passed")}, {"t::a": Outcome(result="error")}
+    known = [
+        Expected(tests="a", sides=("policy",), outcome="error", why=""),
+        Expected(tests="a", sides=("ours",), outcome="failed", why="x"),
+    ]
+    assert [d.why for d in differences({"stock": stock, "ours": ours}, known)] == [""]
+
+
+@pytest.mark.parametrize(
+    ("there", "sentence"),
+    [
+        ((), "has no tests/conftest.py: give the folder that vLLM's sdist unpacks to"),
+        (("tests/conftest.py", "pyproject.toml", "tests/v1"), "has the tests of vLLM 0.1.0, and vLLM"),
+    ],
+)
+def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[str, ...], sentence: str):
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "PKG-INFO").write_text("Name: vllm\nVersion: 0.1.0\n")
+    with pytest.raises(ConfigError, match=sentence):
+        run_vllm_tests(tmp_path, tests=["tests/v1"], progress=print)
+
+
+SDIST = os.environ.get("TLTLAB_VLLM_TESTS", "")
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not SDIST, reason="TLTLAB_VLLM_TESTS names no folder with vLLM's sdist")
+def test_vllms_own_tests_come_out_alike(run: Callable[..., tuple[int, dict]]):
+    code, report = run("vllm-tests", SDIST, "--test", "tests/v1/core/test_async_scheduler.py")
+    assert code == 0, text(report)
+    assert report["counts"]["stock"]["passed"] > 10

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
@@ -58,6 +59,27 @@ def test_iterations_are_counted_by_arm_and_compared_with_plain_ones_of_their_bat
     assert counted.newest == NGRAM
 
 
+def test_where_a_cost_model_is_given_plain_decoding_is_what_it_says():
+    costs = LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1)  # 3 s for 2 requests of 10 tokens
+    counted = Tally(costs)
+    counted.add(iteration(NGRAM, 4.0, (3, 2), (3, 0)))  # 4 tokens: 6 s
+    counted.add(iteration(NGRAM, 4.0, (3, 2), (3, 0), prefill=5))
+    drafting = counted.arms[NGRAM]
+    assert (counted.by, drafting.gained_s, drafting.compared_s) == ("costs", pytest.approx(2.0), 4.0)
+
+
+def test_what_cannot_be_counted_is_said_once_and_not_raised(caplog: pytest.LogCaptureFixture):
+    counted = Tally(LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1))
+    counted.add(iteration(NO_SPECULATION, 2.0))
+    before = counted.arms[NO_SPECULATION].iterations
+    for _ in range(2):
+        counted.add(iteration(NGRAM, 1.0, (3, 2), batch=0))
+        assert counted.arms[NO_SPECULATION].iterations == before
+    assert [record.getMessage() for record in caplog.records] == [
+        "iterations are not counted any more: ZeroDivisionError: float division by zero"
+    ]
+
+
 def test_what_is_held_does_not_grow_with_iterations():
     counted = tally(*[iteration(NGRAM, 1.0, (3, 1), (3, 1))] * 10_000)
     assert len(counted._new) < 256
@@ -80,7 +102,7 @@ def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
     arms = tally(iteration(NO_SPECULATION, 2.0), iteration(NGRAM, 3.0, (3, 2), (3, 0))).arms
     metrics = Metrics(
         selector="fixed", digest="ab12", failure="", newest=NGRAM, arms=arms, seconds=(3.0, 1.0, 0.5),
-        changes={"taken": 2, "refused": 1},
+        changes={"taken": 2, "refused": 1}, by="measured",
     )  # fmt: skip
 
     def dead() -> list[object]:
@@ -94,7 +116,7 @@ def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
     assert found["tltlab:accepted_tokens_total ngram:3 0 m"] == 2
     assert found["tltlab:accepted_tokens_per_position_total ngram:3 0 m 1"] == 1
     assert found["tltlab:draft_tokens_per_position_total ngram:3 0 m 2"] == 2
-    assert found["tltlab:gained_seconds ngram:3 0 m"] == pytest.approx(1.0)
+    assert found["tltlab:gained_seconds ngram:3 measured 0 m"] == pytest.approx(1.0)
     assert found["tltlab:own_seconds_total 0 m rest"] == 2.0
     assert shown() == {}
 
@@ -104,7 +126,7 @@ class Following:
 
     def __init__(self, path: Path) -> None:
         load_policy("beg-mab").write(path)
-        self.control = Control(DrafterPool(None, 8), counted=True)
+        self.control = Control(DrafterPool(None, 8))
         self.control.set_policy(load_policy("beg-mab"), (0, 0, 0))
         self.file = PolicyFile(path, load_policy(path), every_s=3600.0)
 

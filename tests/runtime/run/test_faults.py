@@ -85,10 +85,12 @@ class Driver:
         return len(re.findall(r"^step \d+:", self.log.read_text(), re.MULTILINE))
 
     def offspring(self) -> list[psutil.Process]:
+        """All processes of the run that end with it."""
         try:
-            return psutil.Process(self.process.pid).children(recursive=True)
+            children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+        return [child for child in children if not title(child).startswith(LINGER)]
 
     def kill(self, victim: str, rng: random.Random) -> bool:
         """Kill -9; whether there was somebody to kill."""
@@ -128,7 +130,7 @@ def title(process: psutil.Process) -> str:
 def gone(family: list[psutil.Process]) -> None:
     """Wait until all of them have ended."""
     _, alive = psutil.wait_procs(family, timeout=LEFT_S)
-    left = [t for t in map(title, alive) if t and not t.startswith(LINGER)]
+    left = [t for t in map(title, alive) if t]
     assert not left, f"still there after {LEFT_S:g} s: {left}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tltlab.runtime
+from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
@@ -116,6 +117,15 @@ def test_a_policy_to_reload_is_a_file_wherever_it_is_named(tmp_path: Path, monke
             vllm_options(policy, reload=True)
     with pytest.raises(ConfigError, match="with reload the policy is a file"):
         Variables.read(variables | {"TLTLAB_POLICY": "beg-mab"})
+
+
+def test_costs_to_compare_with_are_written_out(tmp_path: Path):
+    LinearCosts(base_s=0.01, per_request_s=0.001, per_context_s=1e-6).write(tmp_path / "costs.json")
+    for costs, by in ((tmp_path / "costs.json", "costs"), ("cpu-small", "costs"), (None, "measured")):
+        told = vllm_options("beg-mab", costs=costs)["additional_config"]["tltlab"]
+        assert Attachment.model_validate(told).control(overlapped=False).metrics().by == by
+    with pytest.raises(ConfigError, match="base_s"):
+        vllm_options("beg-mab", costs={"kind": "linear"})
 
 
 def test_options_survive_json():

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tltlab.drafters.budget import DraftBudget
-from tltlab.drafters.specs import LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy, TableRow, TableSpec, Ucb1Spec
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.vllm.options import Attachment
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -31,12 +35,23 @@ def engine(roomy: Engine) -> Engine:
     return roomy
 
 
-def scheduled_by(cls: Any, engine: Engine, *, asynchronous: bool = True, settings: dict | None = None) -> Any:
-    """A scheduler for an engine like this one; `settings` are its `additional_config`."""
+def scheduled_by(
+    cls: Any,
+    engine: Engine,
+    *,
+    asynchronous: bool = True,
+    settings: dict | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Any:
+    """A scheduler for an engine like this one but for `changes`; `settings` are its `additional_config`."""
     core = engine.llm.llm_engine.engine_core.engine_core
     config = copy.copy(core.scheduler.vllm_config)
-    config.scheduler_config = copy.copy(config.scheduler_config)
-    config.scheduler_config.async_scheduling = asynchronous
+    for path, value in {"scheduler_config.async_scheduling": asynchronous, **(changes or {})}.items():
+        part, (*parts, name) = config, path.split(".")
+        for each in parts:
+            setattr(part, each, copy.copy(getattr(part, each)))
+            part = getattr(part, each)
+        setattr(part, name, value)
     if settings is not None:
         config.additional_config = settings
     return cls(
@@ -251,6 +266,103 @@ def test_a_scheduler_that_does_not_fit_the_engine_is_refused(engine: Engine, asy
         scheduled_by(other, engine, asynchronous=asynchronous)
     for cls in (fits, policy_scheduler):
         assert type(scheduled_by(cls, engine, asynchronous=asynchronous)) is fits
+
+
+def attached(*strategies: Strategy, depth: int = 4, selector: Any = None) -> dict[str, Any]:
+    """The `additional_config` of a policy over `strategies`, in an engine that has a draft model too."""
+    learned = LearnedSpec(method="draft_model", model="the/target")
+    attachment = Attachment(
+        policy=Policy(
+            selector=selector or TableSpec(rows=tuple(TableRow(min_batch=1, strategy=s) for s in strategies))
+        ),
+        drafters={**DEFAULT_DRAFTERS, "learned": learned, "hybrid": HybridSpec()},
+        max_draft_depth=depth,
+    )
+    return {"tltlab": attachment.model_dump(mode="json")}
+
+
+BY_MODEL, BY_TEXT = attached(LEARNED), attached(Strategy.chain("ngram", 4))
+LEARNS = attached(selector=Ucb1Spec(strategies=(NO_SPECULATION, LEARNED)))
+RANKS = {"parallel_config.distributed_executor_backend": "external_launcher", "parallel_config.world_size": 2}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "several batches": ({"parallel_config.pipeline_parallel_size": 2}, BY_TEXT, "pass pipeline_parallel_size=1"),
+    "replicas in step": ({"parallel_config.data_parallel_size": 2}, BY_MODEL, "pass data_parallel_size=1"),
+    "a scheduler per rank": (RANKS, LEARNS, "pass distributed_executor_backend='mp', or a policy of kind none, fixed"),
+    "too deep": ({}, attached(LEARNED, depth=9), "drafts of 8: pass .* with num_speculative_tokens=9"),
+    "no drafts": ({"speculative_config": None}, BY_TEXT, "drafts of 0: pass the speculative_config of vllm_options"),
+    "no draft model": ({"speculative_config.model": "x.NoProposer"}, BY_MODEL, "pass speculative_config={'method'"),
+    "one depth": ({"speculative_config.method": "suffix"}, BY_MODEL, "drafts at one depth only .* pass the spec"),
+    "two that decide": (
+        {"speculative_config.enable_adaptive_verification": True}, BY_MODEL, "pass enable_adaptive_verification=False"
+    ),
+    "a hybrid of samples": (
+        {"speculative_config.draft_sample_method": "probabilistic"}, BY_MODEL, 'leave out draft_sample_method "probab'
+    ),
+    "pooling": ({"model_config.runner_type": "pooling"}, BY_MODEL, "a pooling model .* leave the policy out"),
+    "diffusion": ({"model_config.is_diffusion": True}, BY_MODEL, "a diffusion model has no drafts"),
+    "model-free and asynchronous": ({"scheduler_config.async_scheduling": True}, BY_TEXT, "leave async_scheduling off"),
+    "no such setting": ({}, {"tltlab": {"polcy": None}}, r"additional_config\['tltlab'\]: polcy: Extra inputs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_an_engine_cannot_run_is_refused_with_what_to_pass(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, case: str
+):
+    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
+
+    monkeypatch.setenv("RANK", "1")
+    changes, settings, sentence = REFUSED[case]
+    with pytest.raises(ConfigError, match=sentence):
+        scheduled_by(policy_scheduler, engine, asynchronous=False, settings=settings, changes=changes)
+
+
+def test_model_free_drafts_are_refused_where_drafts_stay_on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from vllm import envs
+
+    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
+
+    # vLLM keeps what its variables were when an engine started.
+    monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
+    with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        scheduled_by(policy_scheduler, engine, asynchronous=False, settings=BY_TEXT)
+
+
+def test_without_our_plugin_or_its_mend_nothing_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from tltlab.runtime.engine.vllm import scheduler
+    from tltlab.runtime.engine.vllm.plugin import unmended_sampling
+
+    with unmended_sampling(), pytest.raises(ConfigError, match="leave speculative_config out"):
+        scheduled_by(scheduler.PolicyScheduler, engine, asynchronous=False, settings={})
+    monkeypatch.setattr(scheduler, "is_registered", lambda: False)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS=other leaves it out; pass VLLM_PLUGINS=other,tltlab"):
+        scheduled_by(scheduler.PolicyScheduler, engine, asynchronous=False, settings={})
+
+
+def test_without_a_policy_pipelines_replicas_and_canvases_are_vllms_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from vllm.config import DiffusionConfig
+    from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
+
+    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
+
+    monkeypatch.setenv("RANK", "3")
+    for changes in ({"parallel_config.pipeline_parallel_size": 2}, {"parallel_config.data_parallel_size": 2}, RANKS):
+        scheduler = scheduled_by(policy_scheduler, engine, asynchronous=False, settings={}, changes=changes)
+        assert not scheduler.control.steers
+    record = {"tltlab": {"record": str(tmp_path / "trace")}}
+    second = scheduled_by(policy_scheduler, engine, asynchronous=False, settings=record, changes=RANKS)
+    assert second.recording is None
+    canvases = {
+        "model_config.is_diffusion": True,
+        "speculative_config": None,
+        "diffusion_config": DiffusionConfig(canvas_length=4),
+    }
+    for asynchronous, stock in ((True, DiffusionAsyncScheduler), (False, DiffusionScheduler)):
+        over = scheduled_by(policy_scheduler, engine, asynchronous=asynchronous, settings={}, changes=canvases)
+        assert isinstance(over, stock)
 
 
 def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):

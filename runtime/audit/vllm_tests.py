@@ -1,0 +1,232 @@
+"""vLLM's own tests of scheduling and rejection sampling, run with vLLM as it is and with ours in its place.
+
+The tests are those of the installed version, from an sdist that the user has: none of their code is here. Each side is
+a process of its own, and a test that comes out otherwise than in vLLM as it is must stand in `EXPECTED`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+from tltlab.console import table
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.engine.vllm import installed_vllm
+
+from .models import stand_in_for_hub
+
+TESTS = (
+    "tests/v1/core/test_scheduler.py",
+    "tests/v1/core/test_async_scheduler.py",
+    "tests/v1/spec_decode",
+    "tests/v1/sample/test_rejection_sampler.py",
+)
+"""What is run unless something else is named."""
+
+Side = Literal["stock", "ours", "policy"]
+"""vLLM as it is; our schedulers and plugin without a policy; and with one that drafts as deep as the engine can."""
+
+SIDES: Mapping[Side, str] = {
+    "stock": "vLLM as it is",
+    "ours": "ours, without a policy",
+    "policy": "ours, with a policy that always drafts",
+}
+SIDE = "TLTLAB_VLLM_TESTS_SIDE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Tests whose names the regular expression `tests` finds come out as `outcome` on `sides`, because of `why`."""
+
+    tests: str
+    sides: tuple[Side, ...]
+    outcome: str
+    why: str
+
+
+EXPECTED: tuple[Expected, ...] = ()
+"""Every difference that is known, the first that fits counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a test came out: "passed", "failed", "error" or "skipped", and the first line of what it says about it."""
+
+    result: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A test that comes out otherwise on a `side` than in vLLM as it is; `why` is "" where nobody knows."""
+
+    side: Side
+    test: str
+    stock: str
+    ours: str
+    why: str
+    message: str
+
+
+def differences(
+    outcomes: Mapping[Side, Mapping[str, Outcome]], expected: Sequence[Expected] = EXPECTED
+) -> list[Difference]:
+    """What comes out otherwise than on the side "stock", and what is expected to and does not, in the tests' order.
+
+    >>> stock, ours = {"t::a": Outcome(result="failed")}, {"t::a": Outcome(result="passed")}
+    >>> [d.ours for d in differences({"stock": stock, "ours": ours}, ())]
+    ['passed']
+    """
+    stock = outcomes["stock"]
+    found = []
+    for side, results in outcomes.items():
+        for test in dict.fromkeys((*stock, *results)):
+            before, after = (each.get(test, Outcome(result="missing")) for each in (stock, results))
+            if before.result == after.result:
+                continue
+            known = (e for e in expected if side in e.sides and e.outcome == after.result and re.search(e.tests, test))
+            why = next((e.why for e in known), "")
+            found.append(
+                Difference(side=side, test=test, stock=before.result, ours=after.result, why=why, message=after.message)
+            )
+    return found
+
+
+def run_vllm_tests(
+    source: Path, *, tests: Sequence[str] = TESTS, limit_s: float = 1800.0, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run `tests` of the sdist unpacked at `source` on every side and compare; each side may take `limit_s` seconds.
+
+    ConfigError for a folder without the tests of the vLLM that is installed, RunError where pytest cannot run them.
+    """
+    _check(source, tests)
+    outcomes: dict[Side, dict[str, Outcome]] = {}
+    seconds: dict[Side, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        # Without the sources beside them: what is installed is tested.
+        for name in ("tests", "pyproject.toml"):
+            (place / name).symlink_to((source / name).resolve())
+        stand_in_for_hub(place / "hub")
+        for side, name in SIDES.items():
+            progress(f"{name} ...")
+            started = time.perf_counter()
+            outcomes[side] = _run(place, side, tests, limit_s)
+            seconds[side] = time.perf_counter() - started
+            progress(f"{name}: {_counts(outcomes[side])}, {seconds[side]:.0f} s")
+    found = differences(outcomes)
+    return {
+        "passed": all(difference.why for difference in found),
+        "vllm": installed_vllm(),
+        "tests": list(tests),
+        "counts": {side: _tally(results) for side, results in outcomes.items()},
+        "seconds": seconds,
+        "differences": [
+            {name: getattr(difference, name) for name in Difference.__dataclass_fields__} for difference in found
+        ],
+    }
+
+
+def _check(source: Path, tests: Sequence[str]) -> None:
+    missing = [name for name in ("tests/conftest.py", "pyproject.toml", *tests) if not (source / name).exists()]
+    if missing:
+        raise ConfigError(
+            f"{source} has no {missing[0]}: give the folder that vLLM's sdist unpacks to "
+            f"(pip download --no-deps --no-binary :all: vllm=={installed_vllm()})"
+        )
+    info = source / "PKG-INFO"
+    stated = re.search(r"^Version: (\S+)", info.read_text(), re.MULTILINE) if info.is_file() else None
+    if stated is not None and stated[1].split("+")[0] != installed_vllm().split("+")[0]:
+        raise ConfigError(f"{source} has the tests of vLLM {stated[1]}, and vLLM {installed_vllm()} is installed")
+
+
+def _run(place: Path, side: Side, tests: Sequence[str], limit_s: float) -> dict[str, Outcome]:
+    report = place / f"{side}.xml"
+    environment = os.environ | {
+        "HF_HOME": str(place),
+        "HF_HUB_CACHE": str(place / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "VLLM_PLUGINS": "" if side == "stock" else "tltlab",
+        SIDE: side,
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", __name__, f"--junitxml={report}"]
+    try:
+        ended = subprocess.run(
+            [*command, "-o", "junit_family=xunit1", *tests],
+            cwd=place, env=environment, capture_output=True, text=True, timeout=limit_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{SIDES[side]}: vLLM's tests took more than {limit_s:.0f} s") from None
+    found = outcomes_of(report) if report.is_file() else {}
+    if not any(outcome.result == "passed" for outcome in found.values()):
+        said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+        error = next((line for line in reversed(said) if re.match(r"E? *\w*Error", line)), said[-1] if said else "")
+        raise RunError(f"{SIDES[side]}: none of vLLM's tests passed; pytest says: {error[:300]}")
+    return found
+
+
+def outcomes_of(report: Path) -> dict[str, Outcome]:
+    """How each test of a JUnit report came out, by "file::name"."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        result, message = "passed", ""
+        for kind, name in (("error", "error"), ("failure", "failed"), ("skipped", "skipped")):
+            if (said := case.find(kind)) is not None:
+                result, message = name, (said.get("message") or "").strip().partition("\n")[0][:200]
+        where = case.get("file") or case.get("classname") or ""
+        found[f"{where}::{case.get('name')}"] = Outcome(result=result, message=message)
+    return found
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest, in the process of a side: put ours in the place of vLLM's."""
+    from tltlab.runtime.engine.vllm.stock import do_not_wait_for_hub, in_place_of_vllms
+
+    do_not_wait_for_hub()
+    side = os.environ.get(SIDE, "stock")
+    if side != "stock":
+        in_place_of_vllms(with_policy=side == "policy")
+
+
+def _tally(results: Mapping[str, Outcome]) -> dict[str, int]:
+    names = [outcome.result for outcome in results.values()]
+    return {name: names.count(name) for name in ("passed", "failed", "error", "skipped")}
+
+
+def _counts(results: Mapping[str, Outcome]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in _tally(results).items() if n)
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The report as tables."""
+    kinds = ("passed", "failed", "error", "skipped")
+    rows = [
+        (SIDES[side], *(str(counts[kind]) for kind in kinds), f"{report['seconds'][side]:.0f}")
+        for side, counts in report["counts"].items()
+    ]
+    lines = [table(("", *kinds, "s"), rows)]
+    explained: dict[tuple[str, str], list[str]] = {}
+    for each in report["differences"]:
+        if each["why"]:
+            explained.setdefault((each["side"], each["why"]), []).append(each["test"])
+        else:
+            lines.append(f"UNEXPLAINED, {SIDES[each['side']]}: {each['test']}: {each['stock']} -> {each['ours']}")
+            lines += [f"    {each['message']}"] if each["message"] else []
+    lines += [f"{len(tests)} differ, {SIDES[side]}: {why}" for (side, why), tests in explained.items()]  # type: ignore[index]
+    unexplained = sum(not each["why"] for each in report["differences"])
+    lines.append(
+        f"vLLM {report['vllm']}: {unexplained} of {len(report['differences'])} differences are unexplained"
+        if report["differences"]
+        else f"vLLM {report['vllm']}: no differences"
+    )
+    return "\n".join(lines)
