@@ -268,7 +268,7 @@ class Variables(FrozenModel):
             policy=_policy(policy) if policy else None,
             named=policy if len(policy) <= 80 else "of its own",
             record=os.path.abspath(record) if record else None,
-            reload=file_to_reload(policy) if given.reload else None,
+            reload=file_to_reload(policy) if given.reload and policy else None,
             options=given,
         )
 

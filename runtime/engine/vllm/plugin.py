@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from tltlab.errors import ConfigError
 
-from . import OPTIONS, VARIABLES
+from . import OPTIONS, POLICY, RECORD, VARIABLES
 from .capabilities import missing
 from .dispatch import keep_captured_bytes
 from .runners import model_runners, spare_speculation, time_drafting
@@ -83,8 +83,8 @@ def follow_variables() -> None:
 
         if not any(os.environ.get(name) for name in VARIABLES):
             return make()
-        # Front ends of one server make the same configuration again for themselves.
-        quiet = getattr(self, "_api_process_rank", 0) > 0
+        # Several front ends of one server make the same configuration again for themselves.
+        quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
         return _followed(self, make, (lambda _: None) if quiet else _say)
 
     create_engine_config.tltlab = True  # type: ignore[attr-defined]
@@ -100,22 +100,19 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
     """The configuration that `make` makes of the arguments, with what the environment asks for as far as it goes."""
     from .options import Variables
 
-    try:
-        asked = Variables.read(os.environ)
-        attempts = [] if asked is None else [asked]
-        if asked is not None and asked.policy is not None and asked.record is not None:
-            attempts.append(asked.model_copy(update={"policy": None, "reload": None}))
-    except Exception as error:
-        if _strict():
-            raise
-        say(f"nothing is done for this engine: {_one_line(error)}")
-        return make()
+    environments = [dict(os.environ)]
+    if os.environ.get(POLICY) and os.environ.get(RECORD):
+        # A policy that is wrong is no reason to lose a trace.
+        environments.append({name: value for name, value in os.environ.items() if name != POLICY})
     faults: list[str] = []
-    for attempt in attempts:
+    for environment in environments:
         before = vars(engine_args).copy()
         try:
-            _check_arguments(engine_args, attempt)
-            options = attempt.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
+            asked = Variables.read(environment)
+            if asked is None:
+                return make()
+            _check_arguments(engine_args, asked)
+            options = asked.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
             for name, value in options.items():
                 _set(engine_args, name, value)
             beside = options.get("async_scheduling") is False
@@ -123,14 +120,16 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
                 # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
-            _check_configuration(config, attempt)
+            _check_configuration(config, asked)
         except Exception as error:
-            if attempt.options.strict:
-                raise
             vars(engine_args).update(before)
+            if "VLLM_USE_V2_MODEL_RUNNER" not in environment:
+                os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+            if _strict():
+                raise
             faults.append(_one_line(error))
             continue
-        said = f"{attempt}; not the policy: {faults[0]}" if faults else str(attempt)
+        said = f"{asked}; not the policy: {faults[0]}" if faults else str(asked)
         say(f"the engine of {config.model_config.model} {said}")
         return config
     config = make()
