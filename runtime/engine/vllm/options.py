@@ -25,6 +25,7 @@ from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES
+from .capabilities import missing
 
 _HERE = __package__
 
@@ -267,7 +268,7 @@ class Variables(FrozenModel):
             policy=_policy(policy) if policy else None,
             named=policy if len(policy) <= 80 else "of its own",
             record=os.path.abspath(record) if record else None,
-            reload=file_to_reload(policy) if given.reload else None,
+            reload=file_to_reload(policy) if given.reload and policy else None,
             options=given,
         )
 
@@ -443,6 +444,8 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
         )
     if speculative is None:
         return ""
+    if config.use_v2_model_runner and (without := missing("depths in the V2 runner")):
+        return without
     check_sampled_drafts(attachment.specs, vars(speculative))
     if speculative.method in _ONE_DEPTH:
         return (

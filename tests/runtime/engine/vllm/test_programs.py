@@ -134,6 +134,12 @@ def test_a_policy_steers_the_head_that_a_program_drafts_with_by_itself(
     assert attached(config) is None
     assert config.speculative_config.num_speculative_tokens == 1
     assert "depths up to 1" in capfd.readouterr().err
+    # For suffix trees beside the head vLLM's V1 runner is taken, and only for them.
+    environment(policy="beg-mab-learned")
+    assert attached(configured(random_model, speculative_config=dict(head))) is None
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert attached(configured(random_model, speculative_config=head | {"num_speculative_tokens": 8})) is not None
+    assert os.environ.pop("VLLM_USE_V2_MODEL_RUNNER") == "0"
 
 
 WRONG: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
@@ -187,10 +193,11 @@ def test_who_asks_for_strictness_gets_no_engine_instead(random_model: Path, envi
         configured(random_model)
 
 
+@pytest.mark.parametrize("policy", ["beg-mab-learned", "gone/policy.json"])
 def test_a_policy_that_cannot_be_followed_does_not_keep_the_engine_from_recording(
-    random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+    policy: str, random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
-    environment(policy="beg-mab-learned", record=str(tmp_path / "x"))
+    environment(policy=policy, record=str(tmp_path / "x"))
     found = attached(configured(random_model))
     assert (found.policy, found.record) == (None, str(tmp_path / "x"))
     assert f"records to {tmp_path / 'x'} (-1, -2, ... where that is taken); not the policy:" in capfd.readouterr().err
