@@ -55,9 +55,9 @@ class ModelShape(FrozenModel):
     With `experts` the layers after the first `dense_layers` have that many MLPs of `expert_intermediate`, of which a
     token goes through `experts_per_token`, and one of `shared_intermediate` for every token. `latent` (MLA) is the
     values that a token keeps per layer in place of keys and values, `latent_queries` the rank of the queries' own
-    projection (0: none). `window_layers` layers see only the last `window` tokens; `state_layers` (linear attention)
-    keep nothing per token. With `qk_norm` queries and keys are normalised, two more small kernels. `weights` is how a
-    checkpoint's matrices lie in memory, embeddings and LM head apart.
+    projection (0: none), `value_dim` the width of a head's values. `window_layers` layers see only the last `window`
+    tokens; `state_layers` (linear attention) keep nothing per token. With `qk_norm` queries and keys are normalised,
+    two more small kernels. `weights` is how a checkpoint's matrices lie in memory, embeddings and LM head apart.
     """
 
     name: str
@@ -76,6 +76,7 @@ class ModelShape(FrozenModel):
     dense_layers: Annotated[int, Field(ge=0)] = 0
     latent: Annotated[int, Field(ge=0)] = 0
     latent_queries: Annotated[int, Field(ge=0)] = 0
+    value_dim: Annotated[int, Field(ge=0)] = 0
     window: Annotated[int, Field(ge=0)] = 0
     window_layers: Annotated[int, Field(ge=0)] = 0
     state_layers: Annotated[int, Field(ge=0)] = 0
@@ -103,10 +104,10 @@ class ModelShape(FrozenModel):
         if not self.latent:
             return self.hidden * (2 * self.heads * self.head_dim + 2 * self.kv_heads * self.head_dim)
         # Keys and values come out of the latent, which one matrix reads off the hidden state.
-        width = self.heads * self.head_dim
+        width, values = self.heads * self.head_dim, self.heads * (self.value_dim or self.head_dim)
         rank = self.latent_queries
         queries = self.hidden * rank + rank * width if rank else self.hidden * width
-        return queries + self.latent * (self.hidden + 2 * width) + width * self.hidden
+        return queries + self.latent * (self.hidden + width + values) + values * self.hidden
 
     @property
     def layer_params(self) -> int:
@@ -234,17 +235,21 @@ MODELS = tuple(
 _SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 
-def gpu(name: str) -> Gpu:
-    """The GPU of that name (SXM, 80 GB where there are several); ConfigError names those that are known."""
+def gpu(name: str | Gpu) -> Gpu:
+    """The GPU of that name (SXM, 80 GB where there are several), or itself; ConfigError names those that are known."""
+    if isinstance(name, Gpu):
+        return name
     return _find(name, {g.name: g for g in GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
 
 
-def model(name: str) -> ModelShape:
-    """The model of that name; an organisation before it and an -Instruct or -FP8 after it do not matter.
+def model(name: str | ModelShape) -> ModelShape:
+    """The model of that name, or itself; an organisation before it and an -Instruct or -FP8 after it do not matter.
 
     >>> model("meta-llama/Llama-3.3-70B-Instruct").kv_bytes_per_token
     327680
     """
+    if isinstance(name, ModelShape):
+        return name
     bare = name.split("/")[-1]
     for suffix in _SUFFIXES:
         bare = bare.removesuffix(suffix)
@@ -373,10 +378,12 @@ def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         dense_layers=dense,
         latent=latent + rope,
         latent_queries=first("q_lora_rank", default=0) if latent else 0,
+        value_dim=first("v_head_dim", default=0) if latent else 0,
         window=window if sliding else 0,
         window_layers=sliding,
         state_layers=sum(kind in ("linear_attention", "mamba") for kind in kinds),
-        qk_norm=str(text.get("model_type", "")).startswith(_QK_NORM) or bool(text.get("use_qk_norm")),
+        qk_norm=str(text.get("model_type", config.get("model_type"))).startswith(_QK_NORM)
+        or bool(text.get("use_qk_norm")),
         weights=_checkpoint_type(config.get("quantization_config") or text.get("quantization_config")),
     )
 

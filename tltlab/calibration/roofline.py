@@ -22,7 +22,7 @@ from tltlab.costs.roofline import (
     prefill_token_s,
 )
 from tltlab.errors import ConfigError
-from tltlab.hardware import gpu, model
+from tltlab.hardware import Gpu, ModelShape, gpu, model
 
 from .iterations import CostEstimator, Iterations
 from .residuals import REGIMES, regimes
@@ -54,10 +54,10 @@ _ENOUGH = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What the times were measured on; names as `tltlab.hardware` knows them, else ConfigError."""
+    """What the times were measured on; names as `tltlab.hardware` knows them, else ConfigError, or records."""
 
-    gpu: str
-    model: str
+    gpu: str | Gpu
+    model: str | ModelShape
     tp: int
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ MOST_OF_EXPERTS = 1.2
 """Efficiency of reading experts beside that of other weights: more would be fewer experts than are touched."""
 _SHARPNESS = 12.0
 _Numbers = TypeVar("_Numbers", float, Floats)
+_Record = TypeVar("_Record", Gpu, ModelShape)
 
 
 def capped(value: _Numbers, most: float) -> _Numbers:
@@ -211,8 +212,8 @@ def profile_costs(
         engine=engine, unmeasured=unmeasured, speculation=drafted, left_out=profile.left_out(shape.experts > 0)
     )
     return RooflineCosts(
-        gpu=device.name if device in GPUS else device,
-        model=shape.name if shape in MODELS else shape,
+        gpu=listed(device),
+        model=listed(shape),
         tp=tp,
         weights=kind,
         kv=kv,
@@ -242,6 +243,11 @@ def named_costs(name: str) -> RooflineCosts | None:
     return profile_costs(
         engine, on, parts[1], tp, weights=types[0] if types else None, kv=types[1] if len(types) > 1 else "bf16"
     )
+
+
+def listed(record: _Record) -> str | _Record:
+    """The name of a GPU or model that is known by it, else the record: how files of costs write them."""
+    return record.name if record in (*GPUS, *MODELS) else record
 
 
 def find_gpu(source: str) -> Gpu:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -20,8 +19,6 @@ from .base import CostModel, IterationCost, Seconds, padded
 
 Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
-
-_Record = TypeVar("_Record", Gpu, ModelShape)
 
 
 class Terms(Protocol):
@@ -170,7 +167,7 @@ class Ideal:
 def _ideal(
     device: str | Gpu, shape: str | ModelShape, tp: int, weights: Dtype | None, kv: Dtype, draft_vocab: int | None
 ) -> Ideal:
-    return Ideal.of(_resolve(device, gpu), _resolve(shape, model), tp, weights, kv, draft_vocab)
+    return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab)
 
 
 def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Numbers:
@@ -283,18 +280,18 @@ class RooflineCosts(CostModel):
     @field_validator("gpu")
     @classmethod
     def _known_gpu(cls, value: str | Gpu) -> str | Gpu:
-        _resolve(value, gpu)
+        gpu(value)
         return value
 
     @field_validator("model")
     @classmethod
     def _known_model(cls, value: str | ModelShape) -> str | ModelShape:
-        _resolve(value, model)
+        model(value)
         return value
 
     @model_validator(mode="after")
     def _shared_out(self) -> RooflineCosts:
-        per_gpu_heads(_resolve(self.model, model), self.tp)
+        per_gpu_heads(model(self.model), self.tp)
         return self
 
     @property
@@ -356,7 +353,3 @@ class RooflineIteration(IterationCost):
         if not self.levels:
             return 0.0
         return self.levels * float(draft_level_s(self.ideal, self.constants, batch=batch, top_k=self.top_k))
-
-
-def _resolve(value: str | _Record, named: Callable[[str], _Record]) -> _Record:
-    return named(value) if isinstance(value, str) else value

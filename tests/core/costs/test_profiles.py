@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tltlab.cli.calibrate import hardware
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import profile_costs, profiles
 from tltlab.costs.roofline import RooflineCosts, expected_experts
@@ -113,6 +114,19 @@ def test_a_gpu_is_read_off_a_file(tmp_path: Path):
     costs = load_costs(f"vllm:{path}:Llama-3.1-8B")
     assert plain_s(costs) > 2 * plain_s(load_costs("vllm:H100:Llama-3.1-8B"))
     assert costs.evidence.unmeasured == ("gpu",)
+
+
+def test_calibration_takes_the_same_files_and_keeps_known_names(tmp_path: Path):
+    gpu_file, config = tmp_path / "mine.json", tmp_path / "config.json"
+    gpu_file.write_text(gpu("H100").model_copy(update={"name": "mine"}).model_dump_json())
+    config.write_text(json.dumps(QWEN3_MOE))
+    own = hardware(str(gpu_file), str(config), 1)
+    assert own.gpu == gpu("H100").model_copy(update={"name": "mine"})
+    assert own.model.experts == 128
+    assert hardware("H100", "Qwen/Qwen2.5-7B-Instruct", 1).model == "Qwen2.5-7B"
+    config.write_text("{}")
+    with pytest.raises(ConfigError, match="no hidden_size"):
+        hardware("H100", str(config), 1)
 
 
 @pytest.mark.parametrize(
