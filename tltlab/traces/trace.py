@@ -214,7 +214,10 @@ class Trace:
 
 
 def read(path: str | Path | Trace) -> Trace:
-    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths; a Trace stays as it is.
+    """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
+
+    A Trace stays as it is; other files, and TensorBoard's folders, are what `importers.formats.import_dump` makes of
+    them.
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
@@ -228,7 +231,7 @@ def read(path: str | Path | Trace) -> Trace:
     if not isinstance(path, str | Path):
         raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
     found = locate(path)
-    if found.is_dir() and not (found / MANIFEST_FILE).exists():
+    if found.is_dir() and not (found / MANIFEST_FILE).exists() and not any(found.glob("events.out.tfevents*")):
         found = _only_run(found)
     trace = read_one(found)
     engines = _engines(found, trace) if trace.path is not None else [trace]
@@ -372,8 +375,15 @@ def _opened(path: Path) -> Trace:
         manifest, columns = tables_from_csv(path)
         progress(f"{path}: {manifest.notes}")
         return Trace.from_tables(manifest, columns)
+    if path.is_file() or any(path.glob("events.out.tfevents*")):
+        # Only here: traces stand below what imports them.
+        from tltlab.importers.formats import import_dump
+
+        trace = import_dump(path)
+        _say(f"{path}: {trace.manifest.notes}")
+        return trace
     if not path.is_dir():
-        raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder")
+        raise TraceError(f"{path}: no such folder; a trace is a folder")
     if not (path / MANIFEST_FILE).exists():
         raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
     manifest = Manifest.read(path / MANIFEST_FILE)

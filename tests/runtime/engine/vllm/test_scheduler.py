@@ -354,7 +354,7 @@ def test_without_a_policy_pipelines_replicas_and_canvases_are_vllms_own(
         assert not scheduler.control.steers
     record = {"tltlab": {"record": str(tmp_path / "trace")}}
     second = scheduled_by(policy_scheduler, engine, asynchronous=False, settings=record, changes=RANKS)
-    assert second.recording is None
+    assert second.watch.recording is None
     canvases = {
         "model_config.is_diffusion": True,
         "speculative_config": None,
