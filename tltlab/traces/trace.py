@@ -243,7 +243,7 @@ def together(traces: Sequence[Trace]) -> Trace:
     where = [str(trace.path or f"trace {at}") for at, trace in enumerate(traces)]
     parts = [_recorded(name, trace) for name, trace in zip(where, traces, strict=True)]
     manifest, tables = put_together(parts)
-    _say(f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
+    _say(Path(where[0]).absolute(), f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
     return Trace.from_tables(manifest, tables)
 
 
@@ -290,7 +290,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
-            _say(f"{first}: not put together with {name}: {error}")
+            _say(first.absolute(), f"{first}: not put together with {name}: {error}")
         else:
             parts[at] = _recorded(str(traces[at].path), traces[at])
     run, reached = {number}, [number]
@@ -329,7 +329,7 @@ def _unfinished(folder: Path) -> Trace:
         raise TraceError(f"{folder}: gone while it was read")
     how = "it is still being recorded" if goes_on else "the recording was interrupted"
     note = f"unfinished: {'; '.join([how, *notes])}"
-    _say(f"{folder}: {note}")
+    _say(folder.absolute(), f"{folder}: {note}")
     return trace.with_manifest(noted(trace.manifest, [note]))
 
 
@@ -359,8 +359,8 @@ def noted(manifest: Manifest, notes: list[str]) -> Manifest:
 
 
 @cache
-def _say(line: str) -> None:
-    """Say it once in a process, however often a command reads a trace."""
+def _say(where: Path, line: str) -> None:
+    """Say it of a place once in a process, however often a command reads the trace."""
     progress(line)
 
 
