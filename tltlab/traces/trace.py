@@ -380,7 +380,7 @@ def _opened(path: Path) -> Trace:
         from tltlab.importers.formats import import_dump
 
         trace = import_dump(path)
-        _say(f"{path}: {trace.manifest.notes}")
+        _say(path.absolute(), f"{path}: {trace.manifest.notes}")
         return trace
     if not path.is_dir():
         raise TraceError(f"{path}: no such folder; a trace is a folder")

@@ -27,7 +27,7 @@ OF_EXTRAS = (
     "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
 )  # fmt: skip
 COMES_WITH = {"sklearn": "scikit-learn", "markupsafe": "jinja2", "pydantic_core": "pydantic"}
-WITH_WORDS_OF_THEIR_OWN = {"mlflow", "wandb"}
+WITH_WORDS_OF_THEIR_OWN = {"prometheus_client", "mlflow", "wandb"}
 """No extra brings these: a recipe asks for them, and `RunLog` says how to install them."""
 
 WITHOUT = """

@@ -45,9 +45,10 @@ Environment = Callable[..., None]
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Environment:
-    """Sets our variables, and no others of them."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    """Sets our variables, and no others of them; what they have set is unset again."""
+    for name in (*VARIABLES, "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def put(**values: str) -> None:
         for name, value in values.items():
