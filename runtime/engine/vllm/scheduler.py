@@ -36,6 +36,7 @@ from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.seat import PolicyFile
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .capabilities import missing
 from .capture import NoCapture, pause_capture, start_capture
 from .dispatch import captured_graphs, kind_of
 from .options import Attachment, check_engine, drafts_nothing
@@ -397,7 +398,9 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
 
 def _over_canvases(cls: type[PolicyScheduler]) -> type[PolicyScheduler]:
-    """The same class over vLLM's scheduler for diffusion models."""
+    """The same class over vLLM's scheduler for diffusion models, where this vLLM has one: see `check_engine`."""
+    if missing("diffusion models"):
+        return cls
     from vllm.v1.core.sched import diffusion_scheduler as diffusion
 
     overlapped = issubclass(cls, AsyncScheduler)
