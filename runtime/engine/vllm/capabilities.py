@@ -236,6 +236,13 @@ CAPABILITIES: Mapping[str, Capability] = {
             without="drafters cannot be trained on what an engine computes",
         ),
         Capability(
+            name="diffusion models",
+            touches=_touches(
+                "v1.core.sched.diffusion_scheduler", "DiffusionScheduler", "DiffusionAsyncScheduler.schedule"
+            ),
+            without="diffusion models are not recorded: leave record= out",
+        ),
+        Capability(
             name="graph counters",
             touches=(
                 "engine.arg_utils:EngineArgs(cudagraph_metrics)",

@@ -415,6 +415,8 @@ def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound
             "vLLM's rejection sampler is not mended here, and at temperature > 0 would sample drafts wrongly on a CPU: "
             "leave speculative_config out"
         )
+    elif getattr(config.model_config, "is_diffusion", False) and (without := missing("diffusion models")):
+        complaint = without
     elif attachment.policy is not None:
         complaint = _unfit_policy(config, attachment, attachment.policy)
     if complaint:

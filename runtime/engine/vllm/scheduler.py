@@ -29,6 +29,7 @@ from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.metrics import Metrics
 from tltlab.runtime.engine.seat import PolicyFile, raised_at
 
+from .capabilities import missing
 from .capture import NoCapture, pause_capture, start_capture
 from .dispatch import captured_graphs
 from .options import Attachment, check_engine, drafts_nothing
@@ -294,7 +295,9 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
 
 def _over_canvases(cls: type[PolicyScheduler]) -> type[PolicyScheduler]:
-    """The same class over vLLM's scheduler for diffusion models."""
+    """The same class over vLLM's scheduler for diffusion models, where this vLLM has one: see `check_engine`."""
+    if missing("diffusion models"):
+        return cls
     from vllm.v1.core.sched import diffusion_scheduler as diffusion
 
     overlapped = issubclass(cls, AsyncScheduler)
