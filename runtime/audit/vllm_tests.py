@@ -6,6 +6,7 @@ a process of its own, and a test that comes out otherwise than in vLLM as it is 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -196,6 +197,12 @@ def pytest_configure() -> None:
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
         in_place_of_vllms(with_policy=side == "policy")
+
+
+def pytest_collection_finish() -> None:
+    """Of a plugin of pytest: vLLM's tests look for garbage after each of them, in all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def _tally(results: Mapping[str, Outcome]) -> dict[str, int]:
