@@ -42,7 +42,10 @@ ONE_ENGINE = {
 }  # fmt: skip
 """Their tests share two engines (`tests/runtime/engine/conftest.py`), so they run in one process."""
 
-LONGEST = {"test_demo.py", "test_faults.py", "test_run.py", "test_experiments_real.py", "test_notebooks.py"}
+LONGEST = {
+    "test_demo.py", "test_process.py", "test_run.py", "test_experiments_real.py", "test_faults.py", "test_kinds.py",
+    "test_notebooks.py",
+}  # fmt: skip
 """What takes long begins first, so that no process is left with it at the end."""
 
 
@@ -84,6 +87,13 @@ def pytest_collection_finish() -> None:
     # What was imported stays: every later collection would go through it again.
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    # As an engine closes vLLM lets go of all that was frozen, and the next one would go through it several times.
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

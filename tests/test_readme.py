@@ -39,6 +39,8 @@ QUICK = """
     tltlab trace generate --regime reasoning --rl-steps 4 --prompts 256 --cap 32768 --workers 8 --out my-trace
     tltlab costs h100-qwen2.5-32b-tp4 --batch 1,8,32 --context 4096 --strategy 8,8,48 --accept-length 7.2
     tltlab simulate my-trace --costs h100-qwen2.5-7b
+    tltlab costs vllm:4xH100:MiniMax-M2.5:fp8 --context 8000
+    tltlab simulate my-trace --costs sglang:2xH200:Qwen3-32B --acceptance geometric:0.7
     tltlab simulate my-trace --workers 16 --costs h100-qwen2.5-32b-tp4 --acceptance tlt-qwen2.5-32b --strategy 8,8,32 --sd-threshold 32 --stages h100x64-qwen2.5-32b --gpus-per-worker 4
     tltlab compare my-trace --costs h100-qwen2.5-7b --policies none,table,beg-mab --acceptance geometric:0.7 --decision-block 32
     tltlab simulate traces/reasoning-32k --costs h100-qwen2.5-7b
@@ -96,7 +98,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     Raises where the command refuses the line.
     """
     command, rest = command_of(arguments[0]), arguments[1:]
-    if hasattr(command, "commands"):
+    if hasattr(command, "commands") and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"tltlab {arguments[0]} has no {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
     return dict(command.make_context(arguments[0], rest).params) if rest else {}

@@ -1,13 +1,14 @@
 """What GPUs and models are, as far as step times need to know: bandwidth, FLOPs, memory, and shapes of weights; and the
 memory that this machine has left.
 
-Dense figures of vendors' data sheets and of published model configurations, bf16 throughout.
+Dense figures of vendors' data sheets and of published model configurations; bf16 where no other type is named.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -18,121 +19,265 @@ BYTES_PER_VALUE = 2
 RESERVED_BYTES = 2e9
 """Per GPU, for activations and the runtime itself, out of what an engine may use."""
 
+Dtype = Literal["bf16", "fp8", "int8", "fp4", "int4"]
+"""How weights or keys and values lie in memory. `int4` and `int8` weights are multiplied in bf16 and int8."""
+DTYPE_BYTES: dict[Dtype, float] = {"bf16": 2, "fp8": 1, "int8": 1, "fp4": 0.5625, "int4": 0.53}
+"""Bytes per value; those of four bits with a scale of one byte per 16 (NVFP4), or of two per 128 and zeros (AWQ)."""
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 _Named = TypeVar("_Named", "Gpu", "ModelShape")
 
 
 class Gpu(FrozenModel):
-    """One GPU: HBM bytes per second, dense bf16 FLOP per second, bytes of memory, link bytes per second one way."""
+    """One GPU: HBM bytes per second, dense bf16 FLOP per second, bytes of memory, link bytes per second one way.
+
+    `fp8_flops` and `fp4_flops` are None where the GPU has no such units: those weights are then multiplied in bf16.
+    """
 
     name: str
     hbm_bytes_per_s: Positive
     peak_flops: Positive
     memory_bytes: Positive
     link_bytes_per_s: Positive
+    fp8_flops: Positive | None = None
+    fp4_flops: Positive | None = None
+
+    def flops(self, weights: Dtype) -> float:
+        """Dense FLOP per second of products with weights of this type."""
+        fp8 = self.fp8_flops or self.peak_flops
+        return {"fp8": fp8, "int8": fp8, "fp4": self.fp4_flops or fp8}.get(weights, self.peak_flops)
 
 
 class ModelShape(FrozenModel):
-    """A dense decoder: sizes of its layers, heads and vocabulary. Gated MLP of three matrices, attention of four."""
+    """A decoder: sizes of its layers, heads and vocabulary. Gated MLP of three matrices, attention of four.
+
+    With `experts` the layers after the first `dense_layers` have that many MLPs of `expert_intermediate`, of which a
+    token goes through `experts_per_token`, and one of `shared_intermediate` for every token. `latent` (MLA) is the
+    values that a token keeps per layer in place of keys and values, `latent_queries` the rank of the queries' own
+    projection (0: none), `value_dim` the width of a head's values. `window_layers` layers see only the last `window`
+    tokens; `state_layers` (linear attention) keep nothing per token. With `qk_norm` queries and keys are normalised,
+    two more small kernels. `weights` is how a checkpoint's matrices lie in memory, embeddings and LM head apart.
+    """
 
     name: str
     hidden: Count
-    intermediate: Count
+    intermediate: Annotated[int, Field(ge=0)]
     layers: Count
     heads: Count
     kv_heads: Count
     head_dim: Count
     vocab: Count
     tied_embeddings: bool = False
+    experts: Annotated[int, Field(ge=0)] = 0
+    experts_per_token: Annotated[int, Field(ge=0)] = 0
+    expert_intermediate: Annotated[int, Field(ge=0)] = 0
+    shared_intermediate: Annotated[int, Field(ge=0)] = 0
+    dense_layers: Annotated[int, Field(ge=0)] = 0
+    latent: Annotated[int, Field(ge=0)] = 0
+    latent_queries: Annotated[int, Field(ge=0)] = 0
+    value_dim: Annotated[int, Field(ge=0)] = 0
+    window: Annotated[int, Field(ge=0)] = 0
+    window_layers: Annotated[int, Field(ge=0)] = 0
+    state_layers: Annotated[int, Field(ge=0)] = 0
+    qk_norm: bool = False
+    weights: Dtype = "bf16"
 
     @model_validator(mode="after")
     def _grouped(self) -> ModelShape:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) of {self.experts} experts")
+        if not self.experts and not self.intermediate:
+            raise ValueError("intermediate is 0 and there are no experts: a layer has an MLP or experts")
+        if self.window_layers + self.state_layers > self.layers or bool(self.window) != bool(self.window_layers):
+            raise ValueError(
+                f"{self.window_layers} layers of a window of {self.window} tokens and {self.state_layers} of linear "
+                f"attention, of {self.layers}"
+            )
         return self
 
     @property
+    def attention_params(self) -> int:
+        """Weights of one layer's attention: queries and output, keys and values."""
+        if not self.latent:
+            return self.hidden * (2 * self.heads * self.head_dim + 2 * self.kv_heads * self.head_dim)
+        # Keys and values come out of the latent, which one matrix reads off the hidden state.
+        width, values = self.heads * self.head_dim, self.heads * (self.value_dim or self.head_dim)
+        rank = self.latent_queries
+        queries = self.hidden * rank + rank * width if rank else self.hidden * width
+        return queries + self.latent * (self.hidden + width + values) + values * self.hidden
+
+    @property
     def layer_params(self) -> int:
-        """Weights of one decoder layer: queries and output, keys and values, and the MLP."""
-        attention = 2 * self.heads * self.head_dim + 2 * self.kv_heads * self.head_dim
-        return self.hidden * (attention + 3 * self.intermediate)
+        """Weights of one dense decoder layer: queries and output, keys and values, and the MLP."""
+        return self.attention_params + 3 * self.hidden * self.intermediate
 
     @property
     def head_params(self) -> int:
         return self.hidden * self.vocab
 
     @property
+    def expert_layers(self) -> int:
+        """Layers that have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of all experts of all layers."""
+        return self.expert_layers * self.experts * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def body_params(self) -> int:
+        """Weights of the layers that every forward pass reads: experts and LM head are not in."""
+        mlp = (self.layers - self.expert_layers) * self.intermediate + self.expert_layers * self.shared_intermediate
+        return self.layers * self.attention_params + 3 * self.hidden * mlp
+
+    @property
+    def active_params(self) -> int:
+        """Weights that one token is multiplied by: its experts and the LM head are in.
+
+        >>> round(model("Qwen3-235B-A22B").active_params / 1e9, 1)
+        21.5
+        """
+        chosen = self.expert_params * self.experts_per_token // self.experts if self.experts else 0
+        return self.body_params + chosen + self.head_params
+
+    @property
     def weight_params(self) -> int:
-        """Weights that one forward pass reads: the LM head is in, the input embedding is not.
+        """Weights that a forward pass of many tokens reads: the LM head is in, the input embedding is not.
 
         >>> [f"{model(name).weight_params / 1e9:.2f}" for name in ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.3-70B")]
         ['7.07', '31.98', '69.50']
         """
-        return self.layers * self.layer_params + self.head_params
+        return self.body_params + self.expert_params + self.head_params
 
     @property
     def stored_params(self) -> int:
         """Weights that lie in memory: the input embedding too, unless it is the LM head."""
         return self.weight_params + (0 if self.tied_embeddings else self.head_params)
 
+    def stored_bytes(self, weights: Dtype | None = None) -> float:
+        """Bytes of `stored_params`: layers in `weights` (default: the checkpoint's type), embeddings in bf16."""
+        layers = self.body_params + self.expert_params
+        return layers * DTYPE_BYTES[weights or self.weights] + (self.stored_params - layers) * BYTES_PER_VALUE
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.layers - self.window_layers - self.state_layers
+
+    @property
+    def layer_kv_values(self) -> int:
+        """Values that one layer keeps of one token."""
+        return self.latent or 2 * self.kv_heads * self.head_dim
+
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token keeps, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE
+        """Bytes of keys and values, in bf16, that one token keeps over the layers that see the whole context."""
+        return self.full_layers * self.layer_kv_values * BYTES_PER_VALUE
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "") -> ModelShape:
+        """The shape that a Hugging Face `config.json` describes; its text model where it has several.
+
+        Reads experts (Qwen, DeepSeek, Mixtral, MiniMax, GPT-OSS names), latent attention, sliding and linear layers and
+        the quantization of the checkpoint. Raises ConfigError that names a key which is missing.
+        """
+        return _from_config(config, name)
 
 
-_GPUS = (
-    Gpu(name="H100", hbm_bytes_per_s=3.35e12, peak_flops=989e12, memory_bytes=80e9, link_bytes_per_s=450e9),
-    Gpu(name="H200", hbm_bytes_per_s=4.8e12, peak_flops=989e12, memory_bytes=141e9, link_bytes_per_s=450e9),
-    Gpu(name="A100", hbm_bytes_per_s=2.039e12, peak_flops=312e12, memory_bytes=80e9, link_bytes_per_s=300e9),
-)
-
-
-_FIELDS = ("name", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings")
-_MODELS = tuple(
-    ModelShape.model_validate(dict(zip(_FIELDS, row, strict=True)))
+_GPU_FIELDS = (
+    "name", "hbm_bytes_per_s", "peak_flops", "memory_bytes", "link_bytes_per_s", "fp8_flops", "fp4_flops",
+)  # fmt: skip
+GPUS = tuple(
+    Gpu.model_validate(dict(zip(_GPU_FIELDS, row, strict=True)))
     for row in (
-        ("Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 64, 151936, True),
-        ("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 128, 151936, True),
-        ("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 128, 152064, False),
-        ("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, False),
-        ("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, False),
-        ("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
-        ("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
-        ("Llama-3.3-70B", 8192, 28672, 80, 64, 8, 128, 128256, False),
+        ("H100", 3.35e12, 989e12, 80e9, 450e9, 1979e12, None),
+        ("H200", 4.8e12, 989e12, 141e9, 450e9, 1979e12, None),
+        ("A100", 2.039e12, 312e12, 80e9, 300e9, None, None),
+        ("B200", 8e12, 2250e12, 180e9, 900e9, 4500e12, 9000e12),
+        ("GB200", 8e12, 2500e12, 186e9, 900e9, 5000e12, 10000e12),
+        ("RTX5090", 1.792e12, 209.5e12, 32e9, 32e9, 419e12, 1676e12),
+        ("RTX4090", 1.008e12, 165.2e12, 24e9, 16e9, 330.3e12, None),
+        ("RTX3090", 0.936e12, 71e12, 24e9, 16e9, None, None),
     )
 )
 
 
-def gpu(name: str) -> Gpu:
-    """The GPU of that name (SXM, 80 GB where there are several); ConfigError names those that are known."""
-    return _find(name, {g.name: g for g in _GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
+_FIELDS = ("name", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings")
+_EXPERTS = ("experts", "experts_per_token", "expert_intermediate")
+MODELS = tuple(
+    ModelShape.model_validate(
+        dict(zip(_FIELDS + _EXPERTS, row, strict=False)) | {"qk_norm": row[0].startswith(("Qwen3", "MiniMax"))}
+    )
+    for row in (
+        ("Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 64, 151936, True),
+        ("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 128, 151936, True),
+        ("Qwen2.5-3B", 2048, 11008, 36, 16, 2, 128, 151936, True),
+        ("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 128, 152064, False),
+        ("Qwen2.5-14B", 5120, 13824, 48, 40, 8, 128, 152064, False),
+        ("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, False),
+        ("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, True),
+        ("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, False),
+        ("Qwen3-14B", 5120, 17408, 40, 40, 8, 128, 151936, False),
+        ("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, False),
+        ("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
+        ("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
+        ("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, False),
+        ("Llama-3.3-70B", 8192, 28672, 80, 64, 8, 128, 128256, False),
+        ("Qwen3-30B-A3B", 2048, 0, 48, 32, 4, 128, 151936, False, 128, 8, 768),
+        ("Qwen3-235B-A22B", 4096, 0, 94, 64, 4, 128, 151936, False, 128, 8, 1536),
+        ("MiniMax-M2.5", 3072, 0, 62, 48, 8, 128, 200064, False, 256, 8, 1536),
+    )
+)
+_SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 
-def model(name: str) -> ModelShape:
-    """The model of that name; an organisation before it and an -Instruct after it do not matter.
+def gpu(name: str | Gpu) -> Gpu:
+    """The GPU of that name (SXM, 80 GB where there are several), or itself; ConfigError names those that are known."""
+    if isinstance(name, Gpu):
+        return name
+    return _find(name, {g.name: g for g in GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
+
+
+def model(name: str | ModelShape) -> ModelShape:
+    """The model of that name, or itself; an organisation before it and an -Instruct or -FP8 after it do not matter.
 
     >>> model("meta-llama/Llama-3.3-70B-Instruct").kv_bytes_per_token
     327680
     """
+    if isinstance(name, ModelShape):
+        return name
     bare = name.split("/")[-1]
-    return _find(bare.removesuffix("-Instruct"), {m.name: m for m in _MODELS}, "model", "hidden, layers and so on")
+    for suffix in _SUFFIXES:
+        bare = bare.removesuffix(suffix)
+    return _find(bare, {m.name: m for m in MODELS}, "model", "hidden, layers and so on")
 
 
-def kv_capacity_tokens(gpu: Gpu, model: ModelShape, tp: int, memory_fraction: float = 0.9) -> int:
+def kv_capacity_tokens(
+    gpu: Gpu,
+    model: ModelShape,
+    tp: int,
+    memory_fraction: float = 0.9,
+    *,
+    weights: Dtype | None = None,
+    kv: Dtype = "bf16",
+) -> int:
     """Tokens of context that `tp` GPUs hold beside the weights, an engine taking `memory_fraction` of their memory.
 
-    Raises ConfigError where the weights alone do not fit.
+    `weights` (default: the checkpoint's) and `kv` are how both lie in memory. Raises ConfigError where the weights
+    alone do not fit.
     """
     if tp < 1 or not 0 < memory_fraction <= 1:
         raise ConfigError(f"tp {tp}, memory_fraction {memory_fraction}: tp is at least 1, the fraction in (0, 1]")
     usable = tp * (gpu.memory_bytes * memory_fraction - RESERVED_BYTES)
-    weights = model.stored_params * BYTES_PER_VALUE
-    tokens = int((usable - weights) // model.kv_bytes_per_token)
+    stored = model.stored_bytes(weights)
+    tokens = int((usable - stored) // (model.kv_bytes_per_token * DTYPE_BYTES[kv] / BYTES_PER_VALUE))
     if tokens < 1:
         raise ConfigError(
-            f"{model.name} needs {weights / 1e9:.0f} GB for its weights, {tp} x {gpu.name} give {usable / 1e9:.0f} GB: "
+            f"{model.name} needs {stored / 1e9:.0f} GB for its weights, {tp} x {gpu.name} give {usable / 1e9:.0f} GB: "
             f"raise tp or memory_fraction"
         )
     return tokens
@@ -178,3 +323,87 @@ def _find(name: str, known: dict[str, _Named], what: str, fields: str) -> _Named
     if name.lower() not in folded:
         raise ConfigError(f"unknown {what} {name!r}: known are {', '.join(known)}; or describe it by {fields}")
     return folded[name.lower()]
+
+
+_QUANTIZED: dict[str, Dtype] = {
+    "fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "awq": "int4", "gptq": "int4",
+}  # fmt: skip
+
+
+_QK_NORM = ("qwen3", "minimax_m2", "olmo2", "olmo3", "gemma3", "glm4_moe")
+"""Model types that normalise queries and keys."""
+
+
+def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    text: Mapping[str, Any] = config.get("text_config") or config
+
+    def first(*keys: str, default: int | None = None) -> int:
+        for key in keys:
+            if text.get(key) is not None:
+                return int(text[key])
+        if default is None:
+            raise ConfigError(f"the model's config.json has no {' or '.join(keys)}")
+        return default
+
+    hidden, layers, heads = first("hidden_size"), first("num_hidden_layers"), first("num_attention_heads")
+    experts = first("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    inner = first("intermediate_size", default=0) if experts else first("intermediate_size")
+    per_expert = first("moe_intermediate_size", default=inner) if experts else 0
+    shared = first("shared_expert_intermediate_size", default=first("n_shared_experts", default=0) * per_expert)
+    dense = first("first_k_dense_replace", default=len(text.get("mlp_only_layers") or ())) if experts else 0
+    latent = first("kv_lora_rank", default=0)
+    rope = first("qk_rope_head_dim", default=0) if latent else 0
+    head_dim = first("head_dim", default=hidden // heads)
+    if latent:
+        head_dim = first("qk_nope_head_dim", default=head_dim) + rope
+    kinds = text.get("layer_types") or ()
+    window = first("sliding_window", default=0)
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    if window and not kinds and text.get("use_sliding_window", True):
+        sliding = layers
+    return ModelShape(
+        name=name or str(config.get("_name_or_path") or config.get("model_type") or "model"),
+        hidden=hidden,
+        intermediate=inner,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads if latent else first("num_key_value_heads", default=heads),
+        head_dim=head_dim,
+        vocab=first("vocab_size"),
+        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        experts=experts,
+        experts_per_token=first("num_experts_per_tok", "experts_per_token") if experts else 0,
+        expert_intermediate=per_expert,
+        shared_intermediate=shared if experts else 0,
+        dense_layers=dense,
+        latent=latent + rope,
+        latent_queries=first("q_lora_rank", default=0) if latent else 0,
+        value_dim=first("v_head_dim", default=0) if latent else 0,
+        window=window if sliding else 0,
+        window_layers=sliding,
+        state_layers=sum(kind in ("linear_attention", "mamba") for kind in kinds),
+        qk_norm=str(text.get("model_type", config.get("model_type"))).startswith(_QK_NORM)
+        or bool(text.get("use_qk_norm")),
+        weights=_checkpoint_type(config.get("quantization_config") or text.get("quantization_config")),
+    )
+
+
+def _checkpoint_type(quantization: Mapping[str, Any] | None) -> Dtype:
+    """The type of a checkpoint's matrices by its `quantization_config`; ConfigError for one that is not known."""
+    if not quantization:
+        return "bf16"
+    method = str(quantization.get("quant_method", quantization.get("quant_algo", ""))).lower()
+    if method in _QUANTIZED:
+        return _QUANTIZED[method]
+    # compressed-tensors and ModelOpt describe the weights' numbers themselves.
+    for group in (quantization.get("config_groups") or {}).values():
+        numbers = group.get("weights") or {}
+        kinds: dict[tuple[str, int], Dtype] = {
+            ("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4", ("int", 4): "int4"
+        }  # fmt: skip
+        if (kind := kinds.get((str(numbers.get("type")), int(numbers.get("num_bits", 0))))) is not None:
+            return kind
+    algorithm = str(quantization.get("quant_algo", "")).lower()
+    if algorithm in _QUANTIZED:
+        return _QUANTIZED[algorithm]
+    raise ConfigError(f"the checkpoint's quantization {method or quantization!r} is not known: name the weights' type")

@@ -27,6 +27,7 @@ class Regime:
     most: int
     cdf: Floats | None
     _fixed_s: dict[int, float] = field(default_factory=dict)
+    _slope_s: dict[int, float] = field(default_factory=dict)
 
     def fixed_s(self, batch: int) -> float:
         """Seconds of an iteration at this batch, without the context's share."""
@@ -36,7 +37,9 @@ class Regime:
 
     def slope_s(self, batch: int) -> float:
         """Seconds per token of context at this batch."""
-        return self.cost.context_slope_s(batch)
+        if batch not in self._slope_s:
+            self._slope_s[batch] = self.cost.context_slope_s(batch)
+        return self._slope_s[batch]
 
 
 class Regimes:

@@ -67,3 +67,64 @@ def test_records_of_ones_own_are_checked():
         Gpu(name="mine", hbm_bytes_per_s=0, peak_flops=1e12, memory_bytes=1e9, link_bytes_per_s=1e9)
     with pytest.raises(ValidationError, match="multiple of kv_heads"):
         ModelShape(name="mine", hidden=8, intermediate=8, layers=1, heads=3, kv_heads=2, head_dim=4, vocab=8)
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3", "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 1024,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+}  # fmt: skip
+
+
+def test_latent_attention_and_experts_are_read_off_a_config():
+    shape = ModelShape.from_config(DEEPSEEK, "V3")
+    assert shape.stored_params / 1e9 == pytest.approx(671, rel=0.02)
+    assert shape.active_params / 1e9 == pytest.approx(37, rel=0.05)
+    assert shape.layer_kv_values == 576
+    assert shape.kv_bytes_per_token == 61 * 576 * 2
+    assert (shape.expert_layers, shape.weights) == (58, "fp8")
+
+
+def test_layers_of_a_sliding_window_keep_no_context():
+    shape = ModelShape.from_config(GEMMA)
+    assert (shape.window, shape.window_layers, shape.full_layers) == (1024, 5, 1)
+    assert shape.kv_bytes_per_token == 2 * 4 * 256 * 2
+    assert shape.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "mxfp4"}, "fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4"),
+        ({"quant_method": "modelopt", "config_groups": {"0": {"weights": {"type": "float", "num_bits": 8}}}}, "fp8"),
+        ({"quant_method": "modelopt", "config_groups": {"0": {"weights": {"type": "int", "num_bits": 8}}}}, "int8"),
+    ],
+)  # fmt: skip
+def test_the_type_of_a_checkpoint_is_read_off_its_config(quantization: dict[str, object], kind: str):
+    assert ModelShape.from_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
+
+
+def test_a_config_without_what_it_takes_is_refused():
+    with pytest.raises(ConfigError, match="no num_hidden_layers"):
+        ModelShape.from_config({"hidden_size": 8})
+    with pytest.raises(ConfigError, match="quantization 'hqq' is not known"):
+        ModelShape.from_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}})
+
+
+def test_fewer_bits_leave_room_for_context():
+    shape, device = model("Llama-3.3-70B"), gpu("H100")
+    assert kv_capacity_tokens(device, shape, 2, weights="fp8") > 0
+    fp8 = kv_capacity_tokens(device, shape, 4, weights="fp8")
+    assert fp8 > 1.4 * kv_capacity_tokens(device, shape, 4)
+    assert kv_capacity_tokens(device, shape, 4, weights="fp8", kv="fp8") == pytest.approx(2 * fp8, abs=2)

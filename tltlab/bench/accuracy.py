@@ -10,7 +10,7 @@ import pandas as pd
 from tltlab.experiments.graph_readings import READINGS
 from tltlab.experiments.graph_readings import validation as graph_pool_validation
 
-from . import engine_overhead
+from . import engine_overhead, profiles
 from . import roofline as roofline_accuracy
 
 COLUMNS = ["model", "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
@@ -18,14 +18,16 @@ WIDTH = 160
 _NUMBERS = f"{'points':>7s}{'fitted':>7s}{'mean':>8s}{'worst':>8s}"
 
 
-def rows(data: Path) -> pd.DataFrame:
+def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """One row per set of measurements: relative errors, and whether the points were used for the fit.
 
-    Raises ConfigError where the data folder lacks a file.
+    `left_out` fits engine profiles again without each model, GPU and engine, which takes most of the time. Raises
+    ConfigError where the data folder lacks a file.
     """
     parts = {
         "roofline": roofline_accuracy.rows(data),
         "table": engine_overhead.accuracy_rows(data),
+        "profile": profiles.rows(data, left_out=left_out),
         "graph pool": graph_pool_rows(),
     }
     return pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]

@@ -59,6 +59,9 @@ def sim(
 @app.command()
 def accuracy(
     data: Annotated[Path, typer.Option(help="Folder of the measurements that the cost models are held against.")],
+    left_out: Annotated[
+        bool, typer.Option(help="Fit engine profiles again without each model, GPU and engine; half a minute.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
@@ -67,7 +70,7 @@ def accuracy(
     """
     from .accuracy import rows, text
 
-    found = rows(data)
+    found = rows(data, left_out=left_out)
     emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found))
 
 

@@ -15,13 +15,14 @@ from tltlab.costs.roofline import (
     Constants,
     Ideal,
     RooflineCosts,
+    Terms,
     context_slope_s,
     draft_level_s,
     forward_s,
     prefill_token_s,
 )
 from tltlab.errors import ConfigError
-from tltlab.hardware import gpu, model
+from tltlab.hardware import Gpu, ModelShape, gpu, model
 
 from .iterations import CostEstimator, Iterations
 from .residuals import REGIMES, regimes
@@ -53,10 +54,10 @@ _ENOUGH = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What the times were measured on; names as `tltlab.hardware` knows them, else ConfigError."""
+    """What the times were measured on; names as `tltlab.hardware` knows them, else ConfigError, or records."""
 
-    gpu: str
-    model: str
+    gpu: str | Gpu
+    model: str | ModelShape
     tp: int
 
     def __post_init__(self) -> None:
@@ -125,21 +126,22 @@ class RooflineRows:
     def predict(self, values: Mapping[str, float]) -> Floats:
         return self.iteration_s(constants_of(values), self.context)
 
-    def iteration_s(self, c: Constants, context: Floats) -> Floats:
+    def iteration_s(self, c: Terms, context: Floats) -> Floats:
         took = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
         return np.asarray(took + prefill_token_s(self.ideal, c) * self.prefill, np.float64)
 
-    def forward_s(self, c: Constants, batch: Floats, queries: Floats, context: Floats) -> Floats:
+    def forward_s(self, c: Terms, batch: Floats, queries: Floats, context: Floats) -> Floats:
         slope = context_slope_s(self.ideal, c, queries=queries)
         took = forward_s(self.ideal, c, tokens=batch * queries, batch=batch) + slope * batch * context
         return np.asarray(took, np.float64)
 
-    def drafting_s(self, c: Constants) -> Floats:
+    def drafting_s(self, c: Terms) -> Floats:
         took = np.zeros_like(self.batch)
         if (self.depth > 0).any():
             took = took + (self.depth > 0) * c.need("sd_base_s")
         if (self.levels > 0).any():
-            took = took + self.levels * draft_level_s(self.ideal, c, batch=self.batch, top_k=self.top_k)
+            level = draft_level_s(self.ideal, c, batch=self.batch, top_k=self.top_k)
+            took = took + self.levels * level + c.tree_s * ((self.levels > 0) & (self.top_k > 1))
         return np.asarray(took, np.float64)
 
     @property

@@ -23,6 +23,7 @@ from tltlab.calibration.roofline import Hardware
 from tltlab.calibration.stages import StageFit, fit_stages
 from tltlab.console import Json, emit, table
 from tltlab.costs.base import CostModel
+from tltlab.costs.profiles import find_gpu, find_model, listed
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
@@ -42,8 +43,12 @@ def calibrate(
         str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
     ] = None,
     kind: Annotated[str, typer.Option(help=f"Kind of costs: {', '.join(KINDS)}.")] = "linear",
-    gpu: Annotated[str | None, typer.Option(help="GPU of the data, such as H100; a roofline needs it.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model of the data, such as Qwen2.5-32B.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU of the data, such as H100, or a JSON file; a roofline needs it.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of the data, such as Qwen2.5-32B, or its config.json.")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="GPUs that each worker ran on.")] = None,
     acceptance: Annotated[str, typer.Option(help=f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch",
     stages_out: Annotated[
@@ -111,7 +116,7 @@ def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | N
     if gpu is None or model is None or tp is None:
         missing = [f"--{name}" for name, value in (("gpu", gpu), ("model", model), ("tp", tp)) if value is None]
         raise ConfigError(f"GPU, model and tp belong together: give {' and '.join(missing)} too")
-    return Hardware(gpu=gpu, model=model, tp=tp)
+    return Hardware(gpu=listed(find_gpu(gpu)), model=listed(find_model(model)), tp=tp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,15 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
     from tltlab.costs.base import CostModel
+    from tltlab.costs.profiles import EngineProfile
 
 
 def costs(
     name: Annotated[
-        str | None, typer.Argument(help="A preset or a cost model's file; without one the presets are listed.")
+        str | None,
+        typer.Argument(
+            help="A preset, a cost model's file, or ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]; without one they are listed."
+        ),
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128",
     context: Annotated[int, typer.Option(min=0, help="Tokens of context per request.")] = 4096,
@@ -29,15 +33,18 @@ def costs(
 ) -> None:
     """What an iteration takes by a cost model: ms and tokens per second for each batch, plain and with speculation.
 
-    Without a name, the cost models that come along.
+    Without a name, the cost models and engine profiles that come along. A profile is asked for GPUs (2xH100, or a JSON
+    file of a GPU), a model (a name or its Hugging Face config.json) and types (bf16, fp8, int8, fp4, int4).
 
-    Example: tltlab costs h100-qwen2.5-32b-tp4 --batch 1,8,32 --context 4096 --strategy 8,8,48 --accept-length 7.2
+    Example: tltlab costs vllm:2xH100:Qwen3-32B:fp8 --batch 1,8,32 --context 4096
     """
     from tltlab.costs.load import load_costs, presets
+    from tltlab.costs.profiles import profiles
 
     if name is None:
         listed = [_described(preset, load_costs(preset)) for preset in presets()]
-        emit({"presets": listed}, as_json=as_json, text=_list(listed))
+        engines = [_profile(profile) for profile in profiles().engines.values()]
+        emit({"presets": listed, "profiles": engines}, as_json=as_json, text=_list(listed, engines))
         return
     if (strategy is None) != (accept_length is None):
         raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
@@ -54,6 +61,9 @@ def costs(
         if chosen and accept_length:
             rows.append(_row(model, chosen, size, context, accept_length))
     found = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
+    evidence = getattr(model, "evidence", None)
+    if evidence is not None:
+        found |= {"evidence": evidence.model_dump(mode="json") | {"distance": evidence.distance, "says": str(evidence)}}
     emit(found | {"notes": list(model.notes)}, as_json=as_json, text=_table(found))
 
 
@@ -108,9 +118,26 @@ def _batches(text: str) -> list[int]:
     return sizes
 
 
-def _list(listed: list[dict[str, Any]]) -> str:
+def _profile(profile: EngineProfile) -> dict[str, Any]:
+    """What a profile was measured with, and how far off it was on what was left out of its fit."""
+    return {
+        "name": profile.engine,
+        "versions": profile.versions,
+        "measured": sorted({f"{m.model} on {m.gpu}" for m in profile.measured}),
+        "left_out": {
+            kind: {fold: {"median": middle, "most": most} for fold, (middle, most) in profile.left_out(experts).items()}
+            for kind, experts in (("dense", False), ("experts", True))
+        },
+    }
+
+
+def _list(listed: list[dict[str, Any]], engines: list[dict[str, Any]]) -> str:
     on = [_on(row) or row["note"].split(":")[0].split(";")[0] for row in listed]
-    return table([], [(row["name"], row["kind"], what) for row, what in zip(listed, on, strict=True)], left=3)
+    rows = [(row["name"], row["kind"], what) for row, what in zip(listed, on, strict=True)]
+    rows += [
+        (f"{row['name']}:GPUS:MODEL", "profile", f"{row['versions']}: {', '.join(row['measured'])}") for row in engines
+    ]
+    return table([], rows, left=3)
 
 
 def _on(row: dict[str, Any]) -> str:
@@ -130,5 +157,7 @@ def _table(found: dict[str, Any]) -> str:
         beyond += [] if row["fits_kv_cache"] else ["does not fit the KV cache"]
         speeds = f"{row['iteration_ms']:.2f}", f"{row['tokens_per_s_per_request']:.1f}", f"{row['tokens_per_s']:.0f}"
         rows.append((row["batch"], row["strategy"], *speeds, ", ".join(beyond)))
+    if "evidence" in found:
+        heading += f"\n{found['evidence']['says']}"
     columns = ["batch", "strategy", "ms", "tokens/s each", "in all", "beyond what was measured"]
     return f"{heading}\n{table(columns, rows, left=2, words=True)}"

@@ -61,7 +61,7 @@ def doctor(
     imports = run is None and not quick
     if imports:
         progress("importing torch and vLLM to see whether they work together ...")
-    environment = check_environment(Machine.here(imports=imports, **needs))
+    environment = check_environment(Machine.here(imports=imports, vllm=None if run else _vllm(), **needs))
     found = diagnosis.findings if diagnosis else ()
     result: dict[str, Any] = {
         "run": None if run is None else str(run),
@@ -73,6 +73,14 @@ def doctor(
         "ok": not any(finding.severity == "problem" for finding in (*environment, *found)),
     }
     emit(result, as_json=as_json, text=_text(run, diagnosis, environment))
+
+
+def _vllm() -> dict[str, str] | None:
+    """For each use that the runtime makes of vLLM what the installed one's sources lack; None without vLLM."""
+    from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, Sources
+
+    sources = Sources.installed()
+    return None if sources is None else {name: sources.missing(name) for name in CAPABILITIES}
 
 
 def _text(run: Path | None, diagnosis: Diagnosis | None, environment: list[Finding]) -> str:

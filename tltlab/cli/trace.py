@@ -103,7 +103,7 @@ def merge(
 def import_trace(
     dump: Annotated[
         Path,
-        typer.Argument(help="A folder of verl or TRL, a vLLM result or request log, or a CSV with a length per row."),
+        typer.Argument(help="A dump of verl, TRL or vLLM, a CSV with a length per row, or a training log (metrics)."),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
     form: Annotated[
@@ -122,18 +122,22 @@ def import_trace(
     workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(min=1, help="csv, vllm: samples per prompt, so many rows in a row; without prompt ids."),
+        typer.Option(min=1, help="csv, vllm, metrics: samples per prompt, so many rows in a row; without prompt ids."),
+    ] = None,
+    responses: Annotated[
+        int | None, typer.Option(min=1, help="metrics: responses of an RL step, where the log does not say them.")
     ] = None,
     max_response_tokens: Annotated[
         int | None, typer.Option(min=1, help="The run's cap: responses of this length count as cut.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a trace of a rollout dump of verl or TRL, of vLLM's requests, or of a CSV of response lengths.
+    """Make a trace of a rollout dump, of vLLM's requests, of a CSV of response lengths, or of a training log.
 
     verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions.
-    vLLM: `vllm bench serve --save-result --save-detailed`, or one JSON object per request. What had to be assumed is
-    printed and written to the manifest.
+    vLLM: `vllm bench serve --save-result --save-detailed`, or one JSON object per request. metrics: the console
+    log of verl, TRL, NeMo-RL or SkyRL, their metrics as JSON or TensorBoard, or scrapes of vLLM's /metrics. What had to
+    be assumed is printed and written to the manifest.
 
     Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --max-response-tokens 16384
 
@@ -151,6 +155,7 @@ def import_trace(
         max_response_tokens=max_response_tokens,
         column=column,
         reward_columns=tuple(reward or ()),
+        responses=responses,
     )
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):

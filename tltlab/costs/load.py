@@ -14,6 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 
 from .base import CostModel, LinearCosts
+from .profiles import named_costs, profiles
 from .roofline import RooflineCosts
 from .stages import RooflineStages, StageCosts
 from .table import TableCosts
@@ -37,13 +38,17 @@ def stage_presets() -> list[str]:
 
 
 def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
-    """Return a cost model from itself, a dict, the name of a preset or a JSON file.
+    """Return a cost model from itself, a dict, the name of a preset or a JSON file, or of an engine profile.
+
+    `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` is an engine's profile for a model (`tltlab.costs.profiles`).
 
     >>> load_costs("cpu-small").base_s
     0.00324
     """
     if isinstance(source, CostModel):
         return source
+    if isinstance(source, str) and (named := named_costs(source)) is not None:
+        return named
     where, value = _read(source, "presets", "costs", "cost model")
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
@@ -88,5 +93,6 @@ def _read(source: dict[str, Any] | str | Path, folder: str, name: str, what: str
         return name, source
     if not Path(source).exists():
         known = ", ".join(_shipped(folder))
-        raise ConfigError(f"no {what} at {source}: give a JSON file or one of the presets {known}")
+        engines = f", or ENGINE:GPUS:MODEL with one of {', '.join(profiles().engines)}" if folder == "presets" else ""
+        raise ConfigError(f"no {what} at {source}: give a JSON file or one of the presets {known}{engines}")
     return str(source), read_json(Path(source))

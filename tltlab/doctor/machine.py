@@ -57,7 +57,8 @@ print("\\n" + json.dumps(found))
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What the checks look at. `imports` has for each module tried its error, "" where it went well; bytes and counts
-    are None where they are not known. `pins` are (requirement, extra) of tltlab and what vLLM asks of torch."""
+    are None where they are not known. `pins` are (requirement, extra) of tltlab and what vLLM asks of torch. `vllm`
+    has for each use that the runtime makes of vLLM what is missing for it, "" for nothing."""
 
     python: str = platform.python_version()
     requires_python: str = ""
@@ -78,9 +79,17 @@ class Machine:
     temporary: str = "/tmp"
     engines: int = 0
     kv_bytes: int | None = None
+    vllm: Mapping[str, str] | None = None
 
     @classmethod
-    def here(cls, *, imports: bool = True, engines: int = 0, kv_bytes: int | None = None) -> Machine:
+    def here(
+        cls,
+        *,
+        imports: bool = True,
+        engines: int = 0,
+        kv_bytes: int | None = None,
+        vllm: Mapping[str, str] | None = None,
+    ) -> Machine:
         """This machine. With `imports` torch, vLLM and what stands beside them are imported in a process of their own,
         some ten seconds; `engines` and `kv_bytes` each are what a run needs."""
         pins, requires_python = _pins()
@@ -108,6 +117,7 @@ class Machine:
             temporary=tempfile.gettempdir(),
             engines=engines,
             kv_bytes=kv_bytes,
+            vllm=vllm,
         )
 
     @property

@@ -1,24 +1,28 @@
-"""Traces from what other programs write: rollout dumps of verl and TRL, requests of vLLM, a CSV of lengths."""
+"""Traces from what other programs write: rollout dumps, requests of vLLM, a CSV of lengths, logs of metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
+
+import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces.csv import tables_from_csv
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
+from .metrics_log import is_metrics_log, records_of
 from .responses import Imported, group_size_of, tables_of_responses
 from .rows import Row, rows_of
+from .step_metrics import steps_of, tables_of_steps
 from .token_counts import NoTokenCounter, TokenCounter
 from .trl import read_trl, trl_files
 from .verl import read_verl, verl_files
 from .vllm import is_request, is_timed, read_vllm
 
-Format = Literal["verl", "trl", "vllm", "csv"]
+Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _CALLED = {
@@ -26,6 +30,7 @@ _CALLED = {
     "trl": "TRL completions",
     "vllm": "vLLM requests",
     "csv": "CSV of lengths",
+    "metrics": "log of metrics",
 }
 
 
@@ -39,12 +44,14 @@ def import_dump(
     max_response_tokens: int | None = None,
     column: str | None = None,
     reward_columns: Sequence[str] = (),
+    responses: int | None = None,
 ) -> Trace:
     """Make a trace of kind "imported" of a dump; its manifest says the source and every assumption (`notes`).
 
     `form` is guessed from the content by default (`guess`). `tokens` counts the tokens of dumps that hold text alone
     (verl, trl). `max_response_tokens` is the run's cap: unknown, the longest response is taken for it.
-    `group_size` goes with csv and vllm, `column` (of the lengths) with csv, `reward_columns` with trl.
+    `group_size` goes with csv, vllm and metrics, `column` (of the lengths) with csv, `reward_columns` with trl,
+    `responses` per RL step, where a log does not say them, with metrics.
     The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
     """
     path = Path(path)
@@ -53,14 +60,16 @@ def import_dump(
     form = form or ("csv" if column is not None and ".csv" in path.suffixes else guess(path))
     options = {
         "a token counter": (tokens is not None, ("verl", "trl")),
-        "a group size": (group_size is not None, ("csv", "vllm")),
+        "a group size": (group_size is not None, ("csv", "vllm", "metrics")),
         "a column of lengths": (column is not None, ("csv",)),
         "reward columns": (bool(reward_columns), ("trl",)),
+        "a number of responses": (responses is not None, ("metrics",)),
     }
     for name, (given, goes_with) in options.items():
         if given and form not in goes_with:
             raise ConfigError(f"{name} does not go with format {form}, only with {' and '.join(goes_with)}")
-    for what, number in (("workers", workers), ("group size", group_size), ("maximum", max_response_tokens)):
+    counts = {"workers": workers, "group size": group_size, "maximum": max_response_tokens, "responses": responses}
+    for what, number in counts.items():
         if number is not None and number < 1:
             raise ConfigError(f"{what} is {number}, it must be at least 1")
     if form == "csv":
@@ -68,6 +77,16 @@ def import_dump(
         return Trace.from_tables(
             *tables_from_csv(path, column=column, workers=workers, group_size=group_size, **given_cap)
         )
+    if form == "metrics":
+        steps, said = steps_of(records_of(path))
+        imported, assumed = tables_of_steps(
+            steps,
+            where=str(path),
+            responses=responses,
+            group_size=group_size,
+            max_response_tokens=max_response_tokens,
+        )
+        return _trace(path, form, imported, [*said, *assumed], workers, None)
     counter = NoTokenCounter() if tokens is None else tokens
     found: Imported
     if form == "verl":
@@ -79,11 +98,23 @@ def import_dump(
     if not found.responses:
         raise TraceError(f"{path}: no responses in it")
     tables, notes = tables_of_responses(found, max_response_tokens)
+    return _trace(path, form, tables, notes, workers, found.model)
+
+
+def _trace(
+    path: Path,
+    form: Format,
+    tables: Mapping[str, pd.DataFrame],
+    notes: Sequence[str],
+    workers: int | None,
+    model: str | None,
+) -> Trace:
+    name = path.resolve().name
     manifest = Manifest(
         kind="imported",
-        name=path.resolve().name.split(".")[0],
-        source=f"{_CALLED[form]} {path.resolve().name}",
-        model=found.model,
+        name=name.split(".")[0],
+        source=f"{_CALLED[form]} {name}",
+        model=model,
         num_workers=workers,
         max_response_tokens=int(tables["workload"]["max_response_tokens"].max()),
         group_size=group_size_of(tables["workload"]),
@@ -99,12 +130,24 @@ def guess(path: Path) -> Format:
             return "trl"
         if files := verl_files(path):
             return _of_record(next(rows_of(files[0])))
-        raise TraceError(f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) in it")
+        if is_metrics_log(path):
+            return "metrics"
+        raise TraceError(
+            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor TensorBoard's events in it"
+        )
     if ".csv" in path.suffixes:
         # Lengths alone need no header; a log of requests says when each came.
         first = next(rows_of(path), None)
         return "vllm" if first is not None and is_timed(first) else "csv"
-    return _of_record(next(rows_of(path)))
+    if path.suffix == ".parquet":
+        return _of_record(next(rows_of(path)))
+    try:
+        return _of_record(next(rows_of(path)))
+    except TraceError:
+        # Not records of responses: a log has metrics of RL steps somewhere in it.
+        if is_metrics_log(path):
+            return "metrics"
+        raise
 
 
 def _of_record(row: Row) -> Format:

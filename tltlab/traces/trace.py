@@ -214,7 +214,10 @@ class Trace:
 
 
 def read(path: str | Path | Trace) -> Trace:
-    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths; a Trace stays as it is.
+    """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
+
+    A Trace stays as it is; other files, and TensorBoard's folders, are what `importers.formats.import_dump` makes of
+    them.
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
@@ -228,7 +231,7 @@ def read(path: str | Path | Trace) -> Trace:
     if not isinstance(path, str | Path):
         raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
     found = locate(path)
-    if found.is_dir() and not (found / MANIFEST_FILE).exists():
+    if found.is_dir() and not (found / MANIFEST_FILE).exists() and not any(found.glob("events.out.tfevents*")):
         found = _only_run(found)
     trace = read_one(found)
     engines = _engines(found, trace) if trace.path is not None else [trace]
@@ -240,7 +243,7 @@ def together(traces: Sequence[Trace]) -> Trace:
     where = [str(trace.path or f"trace {at}") for at, trace in enumerate(traces)]
     parts = [_recorded(name, trace) for name, trace in zip(where, traces, strict=True)]
     manifest, tables = put_together(parts)
-    _say(f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
+    _say(Path(where[0]).absolute(), f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
     return Trace.from_tables(manifest, tables)
 
 
@@ -287,7 +290,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
-            _say(f"{first}: not put together with {name}: {error}")
+            _say(first.absolute(), f"{first}: not put together with {name}: {error}")
         else:
             parts[at] = _recorded(str(traces[at].path), traces[at])
     run, reached = {number}, [number]
@@ -326,7 +329,7 @@ def _unfinished(folder: Path) -> Trace:
         raise TraceError(f"{folder}: gone while it was read")
     how = "it is still being recorded" if goes_on else "the recording was interrupted"
     note = f"unfinished: {'; '.join([how, *notes])}"
-    _say(f"{folder}: {note}")
+    _say(folder.absolute(), f"{folder}: {note}")
     return trace.with_manifest(noted(trace.manifest, [note]))
 
 
@@ -356,8 +359,8 @@ def noted(manifest: Manifest, notes: list[str]) -> Manifest:
 
 
 @cache
-def _say(line: str) -> None:
-    """Say it once in a process, however often a command reads a trace."""
+def _say(where: Path, line: str) -> None:
+    """Say it of a place once in a process, however often a command reads the trace."""
     progress(line)
 
 
@@ -374,8 +377,15 @@ def _opened(path: Path) -> Trace:
         manifest, columns = tables_from_csv(path)
         progress(f"{path}: {manifest.notes}")
         return Trace.from_tables(manifest, columns)
+    if path.is_file() or any(path.glob("events.out.tfevents*")):
+        # Only here: traces stand below what imports them.
+        from tltlab.importers.formats import import_dump
+
+        trace = import_dump(path)
+        _say(f"{path}: {trace.manifest.notes}")
+        return trace
     if not path.is_dir():
-        raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder")
+        raise TraceError(f"{path}: no such folder; a trace is a folder")
     if not (path / MANIFEST_FILE).exists():
         raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
     manifest = Manifest.read(path / MANIFEST_FILE)

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TESTED_VLLM = "0.32"
-
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
 """What the plugin reads from the environment of a program that knows nothing of tltlab: see `options.Variables`."""
 

@@ -19,7 +19,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.weights import Slots
 
-from . import TESTED_VLLM, capture, on_cpu, starting, uncompiled
+from . import capture, on_cpu, starting, uncompiled
+from .capabilities import missing
 from .capture import Sink
 from .options import missing_plugin, scheduler_cls
 from .transfer import LOCAL_BACKEND
@@ -74,10 +75,9 @@ def start(
 
 def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's arguments with our defaults, and the environment variables that go with them."""
-    import vllm
-
-    if not vllm.__version__.startswith(TESTED_VLLM + "."):
-        raise ConfigError(f"tltlab's engine is tested with vLLM {TESTED_VLLM}.x, found {vllm.__version__}")
+    for capability in ("policies", "own engines"):
+        if without := missing(capability):
+            raise ConfigError(without)
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if vllm_args.get(name, 1) != 1:
             raise ConfigError(f"{name}={vllm_args[name]}: an Engine is one scheduler with one batch; start several")
@@ -113,18 +113,15 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     import vllm
-    from vllm.config import WeightTransferConfig
 
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
         # An engine core in its own process would say so on standard error only.
         raise ConfigError(f"vLLM does not load tltlab's plugin: {missing_plugin()}")
+    takes_weights = {}
+    if not missing("weight updates"):
+        takes_weights["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND)
     try:
-        llm = vllm.LLM(
-            model=model,
-            scheduler_cls=scheduler_cls(None),
-            weight_transfer_config=WeightTransferConfig(backend=LOCAL_BACKEND),
-            **args,
-        )
+        llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **takes_weights, **args)
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
     complaint = ""
@@ -137,7 +134,8 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
         raise ConfigError(complaint)
     if own_process:
         _wake_when_dead(llm.llm_engine.engine_core)
-    llm.init_weight_transfer_engine({"init_info": {}})
+    if takes_weights:
+        llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 
 
@@ -191,7 +189,9 @@ def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
     verifies fewer tokens than were scheduled.
     """
     speculative = llm.llm_engine.vllm_config.speculative_config
-    if sink is not None and speculative is not None and speculative.enable_adaptive_verification:
+    if sink is not None and (without := missing("hidden states")):
+        raise ConfigError(without)
+    if sink is not None and getattr(speculative, "enable_adaptive_verification", False):
         raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
     if _worker(llm) is not None:
         capture.start_capture(_core(llm), sink, max_bytes)
@@ -218,13 +218,19 @@ def call(llm: Any, name: str, *args: Any) -> Any:
         raise RunError(f"the engine core cannot be asked to {name}: {' '.join(str(error).split())[:300]}") from error
 
 
+def client_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for requests that it refuses: since 0.28 in part no ValueError any more."""
+    from vllm import exceptions
+
+    return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
+
+
 def sampling_params(key: Key, **settings: Any) -> Any:
     """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
 
     `settings` have vLLM's names; ConfigError for what vLLM refuses.
     """
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
     try:
@@ -236,17 +242,15 @@ def sampling_params(key: Key, **settings: Any) -> Any:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"tltlab": list(key)},
         )
-    except (ValueError, VLLMClientError) as error:
+    except client_errors() as error:
         raise ConfigError(f"request {key}: {error}") from error
 
 
 def add_request(llm: Any, name: str, prompt_token_ids: list[int], params: Any) -> None:
     """Hand a request to the engine; ConfigError where vLLM refuses it, and then nothing is left running."""
-    from vllm.exceptions import VLLMClientError
-
     try:
         llm.llm_engine.add_request(name, {"prompt_token_ids": prompt_token_ids}, params)
-    except (ValueError, VLLMClientError) as error:
+    except client_errors() as error:
         abort_all(llm)
         key = tuple(params.extra_args["tltlab"])
         raise ConfigError(f"request {key}: {error}") from error
@@ -286,6 +290,8 @@ class WeightUpdates:
 
     def start(self, *, draft: bool = False) -> None:
         """Begin to take weights, the learned drafter's with `draft`. RunError where vLLM cannot."""
+        if without := missing("drafters' weights" if draft else "weight updates"):
+            raise RunError(without)
         self.unusable = "new weights came in part only: their transfer was cut off"
         with self._refusing():
             self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update()
@@ -298,7 +304,8 @@ class WeightUpdates:
     def finish(self, version: str) -> None:
         """All has come: forget cached prefixes of the old weights. RunError where a layer got but a part."""
         with self._refusing():
-            self._llm.finish_weight_update(version)
+            # Before 0.27 vLLM does not ask which weights came.
+            self._llm.finish_weight_update(*(() if missing("weight versions") else (version,)))
         self._llm.reset_prefix_cache()
         self.unusable, self.version = "", version
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from pydantic import Field
@@ -25,6 +25,7 @@ from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES
+from .capabilities import missing
 
 _HERE = __package__
 
@@ -267,7 +268,7 @@ class Variables(FrozenModel):
             policy=_policy(policy) if policy else None,
             named=policy if len(policy) <= 80 else "of its own",
             record=os.path.abspath(record) if record else None,
-            reload=file_to_reload(policy) if given.reload else None,
+            reload=file_to_reload(policy) if given.reload and policy else None,
             options=given,
         )
 
@@ -281,14 +282,31 @@ class Variables(FrozenModel):
         with faults_in(OPTIONS):
             return EngineOptions.model_validate(value)
 
-    def engine_options(self, async_scheduling: bool | None) -> dict[str, Any]:
-        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say."""
+    def engine_options(
+        self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say.
+
+        Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
+        is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
+        """
         given = {
             name: getattr(self.options, name) for name in EngineOptions.model_fields if name not in ("strict", "reload")
         }
         if given["async_scheduling"] is None:
             given["async_scheduling"] = async_scheduling
+        if speculative and self.policy is not None:
+            head = _learned(speculative)
+            if head is None or not any(strategy.drafter == "learned" for strategy in self.policy.strategies):
+                raise ConfigError(
+                    "its program speculates by itself, and the policy can steer that where it names the drafter "
+                    f"'learned' and the method is one of {', '.join(_LEARNED)} (it is {speculative.get('method')!r})"
+                )
+            given["drafters"] = {**(given["drafters"] or {}), "learned": head}
+            given["max_draft_depth"] = int(speculative["num_speculative_tokens"])
         options = vllm_options(self.policy, record=self.record, **given)
+        if speculative and self.policy is not None:
+            options["speculative_config"] = dict(speculative)
         options["additional_config"]["tltlab"] |= {"numbered": True, "reload": self.reload}
         return options
 
@@ -297,6 +315,16 @@ class Variables(FrozenModel):
         if self.record is not None:
             parts.append(f"records to {self.record} (-1, -2, ... where that is taken)")
         return " and ".join(parts)
+
+
+_LEARNED = get_args(LearnedSpec.model_fields["method"].annotation)
+
+
+def _learned(speculative: Mapping[str, Any]) -> LearnedSpec | None:
+    """The learned drafter of vLLM's speculative_config, None where it is another kind."""
+    if speculative.get("method") not in _LEARNED or "num_speculative_tokens" not in speculative:
+        return None
+    return LearnedSpec(method=speculative["method"], model=str(speculative.get("model") or ""))
 
 
 def _policy(text: str) -> Policy:
@@ -416,6 +444,8 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
         )
     if speculative is None:
         return ""
+    if config.use_v2_model_runner and (without := missing("depths in the V2 runner")):
+        return without
     check_sampled_drafts(attachment.specs, vars(speculative))
     if speculative.method in _ONE_DEPTH:
         return (

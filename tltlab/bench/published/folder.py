@@ -41,9 +41,11 @@ def measured_table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()
 def fits_kv_cache(rows: pd.DataFrame) -> Flags:
     """Whether the requests of each row fit in the KV cache when every response is complete.
 
-    By the arithmetic of `tltlab.hardware`, from the columns gpu, model, tp, concurrency, isl and osl. Where they do
-    not fit, a measured time per token holds queueing and preemption.
+    By the arithmetic of `tltlab.hardware`, from the columns gpu, model, tp, concurrency, isl and osl, and weights (bf16
+    without it). Where they do not fit, a measured time per token holds queueing and preemption.
     """
-    servers = rows[["gpu", "model", "tp"]].itertuples(index=False)
-    capacity = [kv_capacity_tokens(gpu(g), model(m), int(tp)) for g, m, tp in servers]
+    servers = zip(
+        rows["gpu"], rows["model"], rows["tp"], rows.get("weights", pd.Series("bf16", rows.index)), strict=True
+    )
+    capacity = [kv_capacity_tokens(gpu(g), model(m), int(tp), weights=w) for g, m, tp, w in servers]
     return (rows["concurrency"] * (rows["isl"] + rows["osl"]) <= capacity).to_numpy(bool)

@@ -3,6 +3,7 @@
 A measurement is a row of one table, `COLUMNS`; what is measured depends on its `kind`:
 
     tpot       mean seconds between tokens of a server that always holds `batch` requests (`from_tpot`)
+    served     the same, with a measured time to first token, during which a request does not decode
     wave       the same where `batch` requests come at once, after a measured time to first token (`from_waves`)
     speedup    plain decoding's time per token over that with speculation (`from_speedups`)
     iteration  seconds of one iteration (`from_iterations`)

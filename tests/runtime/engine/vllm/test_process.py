@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,19 +179,29 @@ def scraped(url: str) -> dict[tuple[str, ...], float]:
     return found
 
 
+def port_of_its_own() -> int:
+    """One that the system gives to nobody who takes any: such a one would be gone before the server has started."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
 @pytest.fixture(scope="module")
 def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A server whose policy file changes, short of KV memory; it was told to end after all that it did."""
+    """A server whose policy file changes; it was told to end after all that it did.
+
+    Its KV cache has room for three or four requests: however slowly they come, some are preempted.
+    """
     folder = tmp_path_factory.mktemp("served")
     server_of = Served(folder=folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port_of_its_own()
     url, policy = f"http://127.0.0.1:{port}", folder / "policy.json"
     load_policy("beg-mab").write(policy)
     asked = vllm_options(policy, record=server_of.trace, reload=True, for_="trl")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model)]
-    limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "40", "--dtype", "float32"]
+    limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "10", "--dtype", "float32"]
     limits += ["--kv-cache-memory-bytes", str(1 << 25), "--enforce-eager", "--port", str(port)]
     with open(folder / "log", "w") as log:
         server = subprocess.Popen([*command, *limits], env=os.environ | asked, stdout=log, stderr=subprocess.STDOUT)
@@ -223,7 +234,7 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
     def changed(to: str, outcome: str) -> None:
         before = scraped(url)["tltlab:policy_changes_total", outcome]
         policy.write_text(to)
-        wait(lambda: scraped(url)["tltlab:policy_changes_total", outcome] > before, 60)
+        wait(lambda: scraped(url)["tltlab:policy_changes_total", outcome] > before, 300)
 
     try:
         wait(answers, 400)
@@ -237,7 +248,7 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
             while not changing.done():
                 stream("changing")
             changing.result()
-        server_of.metrics["fixed"] = scraped(url)
+        stream("fixed")
         changed(load_policy("none").model_dump_json(), "taken")
         stream("none")
         server.terminate()
@@ -333,7 +344,7 @@ ray.get([actor.generate.remote(number) for number, actor in enumerate(actors)])
 
 def test_engines_in_rays_actors_get_the_variables_and_record_side_by_side(random_model: Path, tmp_path: Path):
     command = [sys.executable, "-c", ACTORS, str(random_model), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     # One by one: `read` puts together what overlaps in time.
     traces = [read_one(tmp_path / name).outcomes for name in ("x", "x-1")]

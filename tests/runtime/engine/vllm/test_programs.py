@@ -23,14 +23,16 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import load_policy
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import serve_arguments, vllm_options
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm import VARIABLES, starting
 from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables
+from tltlab.strategy import Strategy
 
 arg_utils = pytest.importorskip("vllm.engine.arg_utils")
 
@@ -118,6 +120,28 @@ def test_recording_alone_leaves_vllms_scheduling_and_speculation_as_they_are(
     assert config.observability_config.cudagraph_metrics
 
 
+def test_a_policy_steers_the_head_that_a_program_drafts_with_by_itself(
+    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    head = {"method": "draft_model", "model": str(random_model), "num_speculative_tokens": 4}
+    environment(policy=Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 2))).model_dump_json())
+    config = configured(random_model, speculative_config=dict(head))
+    assert config.speculative_config.num_speculative_tokens == 4
+    found = attached(config)
+    assert found.drafters["learned"] == LearnedSpec(method="draft_model", model=str(random_model))
+    assert found.max_draft_depth == 4
+    config = configured(random_model, speculative_config=head | {"num_speculative_tokens": 1})
+    assert attached(config) is None
+    assert config.speculative_config.num_speculative_tokens == 1
+    assert "depths up to 1" in capfd.readouterr().err
+    # For suffix trees beside the head vLLM's V1 runner is taken, and only for them.
+    environment(policy="beg-mab-learned")
+    assert attached(configured(random_model, speculative_config=dict(head))) is None
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert attached(configured(random_model, speculative_config=head | {"num_speculative_tokens": 8})) is not None
+    assert os.environ.pop("VLLM_USE_V2_MODEL_RUNNER") == "0"
+
+
 WRONG: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "no such file": ({"policy": "gone/policy.json"}, {}, "gone/policy.json"),
     "no JSON": ({"policy": "{selector"}, {}, "TLTLAB_POLICY"),
@@ -169,10 +193,11 @@ def test_who_asks_for_strictness_gets_no_engine_instead(random_model: Path, envi
         configured(random_model)
 
 
+@pytest.mark.parametrize("policy", ["beg-mab-learned", "gone/policy.json"])
 def test_a_policy_that_cannot_be_followed_does_not_keep_the_engine_from_recording(
-    random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+    policy: str, random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
-    environment(policy="beg-mab-learned", record=str(tmp_path / "x"))
+    environment(policy=policy, record=str(tmp_path / "x"))
     found = attached(configured(random_model))
     assert (found.policy, found.record) == (None, str(tmp_path / "x"))
     assert f"records to {tmp_path / 'x'} (-1, -2, ... where that is taken); not the policy:" in capfd.readouterr().err

@@ -1,0 +1,97 @@
+"""The joint fit of engine profiles: it finds what made the data, pools what is thin, and is what ships."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.bench.profiles import ENGINES, fitted, shipped
+from tltlab.bench.published.measurements import COLUMNS
+from tltlab.bench.published.profiles import PRIORS, Param, fit, predict
+from tltlab.costs.profiles import profiles
+
+
+def servers() -> pd.DataFrame:
+    """Iterations of two engines and three models, dense and with experts, plain and drafting."""
+    grid = [
+        {
+            "family": family,
+            "model": name,
+            "gpu": gpu,
+            "tp": tp,
+            "batch": batch,
+            "draft_depth": depth,
+            "weights": weights,
+        }
+        for family in ("one", "other")
+        for name, tp, weights in (
+            ("Llama-3.1-8B", 1, "bf16"),
+            ("Llama-3.3-70B", 4, "fp8"),
+            ("Qwen3-30B-A3B", 1, "bf16"),
+        )
+        for gpu in ("H100", "H200")
+        for batch in (1, 8, 64, 256)
+        for depth in (0, 3)
+    ]
+    table = pd.DataFrame(grid).reindex(columns=[*COLUMNS, "family", "weights", "draft_vocab"])
+    return table.assign(
+        kind="iteration", source="made", version="1", context_tokens=1000.0, tokens_to_verify=1 + table["draft_depth"],
+        top_k=1, measured=1.0,
+    )  # fmt: skip
+
+
+TRUE: dict[Param, float] = {
+    ("step_s", "family", "one"): -0.5, ("step_s", "family", "other"): 0.5, ("layer_s", "family", "other"): 0.3,
+    ("memory", "gpu", "H200"): -0.05, ("sd_base_s", "", ""): 0.4, ("expert_layer_s", "family", "one"): 0.3,
+    ("per_request_s", "", ""): 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made() -> pd.DataFrame:
+    table = servers()
+    return table.assign(measured=predict(table, TRUE))
+
+
+def test_the_fit_predicts_what_known_terms_made(made: pd.DataFrame):
+    error = predict(made, fit(made)) / made["measured"] - 1
+    assert np.abs(error).max() < 0.02
+
+
+def test_an_engine_that_was_not_seen_is_predicted_by_what_the_others_share(made: pd.DataFrame):
+    one = made["family"] == "one"
+    values = fit(made[~one])
+    assert not any(level == "family" and value == "one" for _, level, value in values)
+    unseen = np.abs(predict(made[one], values) / made.loc[one, "measured"] - 1)
+    untouched = np.abs(predict(made[one], {}) / made.loc[one, "measured"] - 1)
+    assert unseen.median() < untouched.median()
+
+
+def test_a_row_alone_moves_terms_little(made: pd.DataFrame):
+    """A single row 5 % off is no reason for a term to leave its typical value by much."""
+    alone = made.iloc[:1].assign(measured=predict(made.iloc[:1], {}) * 1.05)
+    for (term, level, _), deviation in fit(alone).items():
+        assert abs(deviation) < getattr(PRIORS[term], level or "shared")
+
+
+def test_the_profiles_that_ship_are_those_of_the_fit(shared_data: Path):
+    found, ships = shipped(fitted(shared_data)), profiles()
+    assert sorted(found.engines) == sorted(ships.engines) == sorted(ENGINES)
+    for name, engine in found.engines.items():
+        for term, value in engine.model_dump(exclude={"measured"}).items():
+            expected = getattr(ships.engines[name], term)
+            assert expected == (pytest.approx(value, rel=0.05) if isinstance(value, float) else value)
+        assert [m.fitted.num_points for m in engine.measured] == [
+            m.fitted.num_points for m in ships.engines[name].measured
+        ]
+    for name, rates in found.gpus.items():
+        assert ships.gpus[name].model_dump() == pytest.approx(rates.model_dump(), rel=0.02)
+
+
+def test_inside_the_fit_every_dense_model_is_within_5_percent(shared_data: Path):
+    for engine in shipped(fitted(shared_data)).engines.values():
+        for one in engine.measured:
+            if one.fitted.num_points > 1 and "A3B" not in one.model and "A22B" not in one.model:
+                assert abs(one.fitted.bias) < 0.05, one
+                assert one.fitted.median < 0.07, one

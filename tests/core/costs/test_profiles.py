@@ -1,0 +1,145 @@
+"""Engine profiles: costs of any model on any GPU by name, what speaks for them, and precision and experts in them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tltlab.cli.calibrate import hardware
+from tltlab.costs.load import load_costs
+from tltlab.costs.profiles import profile_costs, profiles
+from tltlab.costs.roofline import RooflineCosts, expected_experts
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, model
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+ENGINES = sorted(profiles().engines)
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "quantization_config": {"quant_method": "fp8"},
+}  # fmt: skip
+
+
+def plain_s(costs: RooflineCosts, batch: int = 1, context: int = 0) -> float:
+    return costs.iteration(NO_SPECULATION).seconds(batch, batch * context)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_decodes_and_drafts_slower_with_more_to_do(engine: str):
+    costs = load_costs(f"{engine}:2xH100:Qwen3-32B")
+    assert costs.tensor_parallel == 2
+    assert 0 < plain_s(costs) < plain_s(costs, 64) < plain_s(costs, 64, 4096)
+    chain, deeper, tree = (
+        costs.iteration(s).seconds(8, 8192)
+        for s in (Strategy.chain("learned", 3), Strategy.chain("learned", 5), Strategy("learned", 5, 4, 8))
+    )
+    assert plain_s(costs, 8, 1024) < chain < deeper < tree
+
+
+def test_the_same_constants_are_read_back_from_a_file(tmp_path: Path):
+    costs = load_costs("vllm:4xH100:MiniMax-M2.5:fp8")
+    assert load_costs(costs.write(tmp_path / "costs.json")) == costs
+
+
+def test_weights_of_fewer_bits_are_read_faster_and_leave_more_room():
+    bf16, fp8, int4 = (load_costs(f"vllm:H100:Llama-3.1-8B:{kind}") for kind in ("bf16", "fp8", "int4"))
+    assert plain_s(int4) < plain_s(fp8) < plain_s(bf16)
+    assert bf16.kv_capacity_tokens < fp8.kv_capacity_tokens < int4.kv_capacity_tokens
+    halved = load_costs("vllm:H100:Llama-3.1-8B:bf16:fp8")
+    slope = bf16.iteration(NO_SPECULATION).context_slope_s(1)
+    assert halved.iteration(NO_SPECULATION).context_slope_s(1) == pytest.approx(slope / 2, rel=0.02)
+    assert halved.kv_capacity_tokens == pytest.approx(2 * bf16.kv_capacity_tokens, abs=2)
+
+
+def test_only_what_the_tokens_touch_of_the_experts_is_read():
+    assert expected_experts(8 / 128, 1) == pytest.approx(8 / 128)
+    assert expected_experts(8 / 128, 1000) == pytest.approx(1.0)
+    costs = load_costs("vllm:H200:Qwen3-30B-A3B")
+    shape = model("Qwen3-30B-A3B")
+    dense = shape.model_copy(update={"experts": 0, "experts_per_token": 0, "expert_intermediate": 0,
+                                     "intermediate": shape.experts * shape.expert_intermediate})  # fmt: skip
+    as_many_weights = costs.model_copy(update={"model": dense})
+    saved = [plain_s(as_many_weights, b) - plain_s(costs, b) for b in (1, 16, 1024)]
+    all_experts_s = 2 * shape.expert_params / gpu("H200").hbm_bytes_per_s
+    assert saved[0] > 0.8 * all_experts_s
+    assert saved[0] > saved[1] > 0
+    # Verifying touches more experts than decoding.
+    verify = costs.iteration(Strategy.chain("ngram", 15))
+    assert verify.without_context_s(1) - plain_s(costs) > 0.2 * all_experts_s
+
+
+def test_predictions_say_how_near_a_measurement_is():
+    def distance(name: str) -> tuple[str, tuple[str, ...]]:
+        evidence = load_costs(name).evidence
+        return evidence.distance, evidence.unmeasured
+
+    assert distance("sglang:H200:Llama-3.1-8B") == ("measured together", ())
+    assert distance("sglang:H200:Qwen3-32B") == ("interpolated", ("together",))
+    assert distance("sglang:A100:Qwen3-14B") == ("never measured", ("gpu", "model"))
+    assert distance("vllm:2xH200:Qwen3-8B:int4") == ("never measured", ("gpu", "model", "weights"))
+    said = str(load_costs("vllm:4xB200:Llama-3.3-70B:fp4").evidence)
+    assert said.startswith("never measured with vllm (gpu, model, weights, speculation); median error on what was left")
+
+
+def test_left_out_errors_that_ship_are_within_what_is_promised():
+    found = {
+        (engine, one.model, one.gpu, one.draft_depth is None): one.left_out["model"]
+        for engine, profile in profiles().engines.items()
+        for one in profile.measured
+    }
+    speculating = {tuple(names): errors for (*names, plain), errors in found.items() if not plain}
+    assert len(speculating) == 4
+    assert all(errors.median < 0.075 for (engine, *_), errors in speculating.items() if engine == "sglang")
+    assert abs(found["vllm", "Llama-3.1-70B", "H100", True].bias) < 0.05
+    assert abs(found["tensorrt-llm", "Llama-3.1-8B", "H100", True].bias) < 0.05
+
+
+def test_a_model_is_read_off_its_config_json(tmp_path: Path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
+    by_folder, by_file = (load_costs(f"sglang:H200:{path}") for path in (folder, folder / "config.json"))
+    assert by_folder == by_file
+    assert by_folder.weights == "fp8"
+    assert by_folder.model.name == "mine"
+    known = profile_costs("sglang", "H200", "Qwen3-30B-A3B", weights="fp8")
+    # Its drafter has the dense layers' width.
+    assert plain_s(by_folder, 8, 1000) == pytest.approx(plain_s(known, 8, 1000))
+
+
+def test_a_gpu_is_read_off_a_file(tmp_path: Path):
+    path = tmp_path / "mine.json"
+    path.write_text(gpu("H100").model_copy(update={"name": "mine", "hbm_bytes_per_s": 1e12}).model_dump_json())
+    costs = load_costs(f"vllm:{path}:Llama-3.1-8B")
+    assert plain_s(costs) > 2 * plain_s(load_costs("vllm:H100:Llama-3.1-8B"))
+    assert costs.evidence.unmeasured == ("gpu",)
+
+
+def test_calibration_takes_the_same_files_and_keeps_known_names(tmp_path: Path):
+    gpu_file, config = tmp_path / "mine.json", tmp_path / "config.json"
+    gpu_file.write_text(gpu("H100").model_copy(update={"name": "mine"}).model_dump_json())
+    config.write_text(json.dumps(QWEN3_MOE))
+    own = hardware(str(gpu_file), str(config), 1)
+    assert own.gpu == gpu("H100").model_copy(update={"name": "mine"})
+    assert own.model.experts == 128
+    assert hardware("H100", "Qwen/Qwen2.5-7B-Instruct", 1).model == "Qwen2.5-7B"
+    config.write_text("{}")
+    with pytest.raises(ConfigError, match="no hidden_size"):
+        hardware("H100", str(config), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vllm:H100", "give ENGINE:GPUS:MODEL"),
+        ("vllm:H900:Llama-3.1-8B", "unknown GPU 'H900'"),
+        ("vllm:H100:gpt-2", "unknown model 'gpt-2'"),
+        ("vllm:H100:Llama-3.1-8B:fp3", "no type 'fp3'.*bf16, fp8"),
+        ("vllm:H100:Llama-3.3-70B", "needs 141 GB"),
+        ("vlm:H100:Llama-3.1-8B", "ENGINE:GPUS:MODEL with one of vllm"),
+    ],
+)
+def test_what_is_not_known_is_refused(name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_costs(name)

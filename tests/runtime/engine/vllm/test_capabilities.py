@@ -1,0 +1,108 @@
+"""What the adapter touches in vLLM: asked of the one that is installed, of sources, and told in the README."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from tltlab.runtime.engine.vllm import capabilities, plugin
+from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, Sources, has_each, lacks, missing, table
+
+ADAPTER = Path(capabilities.__file__).parent
+
+MADE_UP = {
+    "core/__init__.py": "from .scheduler import Scheduler as Planner",
+    "core/scheduler.py": """
+from vllm.core.base import Base
+if True:
+    try:
+        from fast import twice
+    except ImportError:
+        def twice(x, *, deep): ...
+class Scheduler(Base[int]):
+    limit: int = 1
+    def schedule(self, now):
+        self.table = self.made
+""",
+    "core/base.py": """
+class Base:
+    def __init__(self, config):
+        self.waiting = []
+""",
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    for name, text in MADE_UP.items():
+        path = tmp_path / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Sources(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("touch", "there"),
+    [
+        ("core:Planner.schedule(now)", True),
+        ("core:Planner.schedule(now, then)", False),
+        ("core:Scheduler", False),
+        ("core.scheduler:Scheduler.table", True),
+        ("core.scheduler:Scheduler.waiting", True),
+        ("core.scheduler:Scheduler(limit, config)", True),
+        ("core.scheduler:Scheduler(limit, size)", False),
+        ("core.scheduler:Scheduler.running", False),
+        ("core.scheduler:twice(deep)", True),
+        ("core.nowhere:Scheduler", False),
+    ],
+)
+def test_sources_are_read_through_imports_bases_and_what_methods_set(sources: Sources, touch: str, there: bool):
+    assert sources.has(touch) is there
+
+
+def test_the_vllm_that_runs_and_its_sources_say_the_same_and_what_the_table_of_versions_says():
+    installed = Sources.installed()
+    assert installed is not None
+    for name in CAPABILITIES:
+        assert lacks(name) == installed.lacks(name), name
+    versions = json.loads(VERSIONS.read_text())
+    assert versions[installed.version()] == {"torch": installed.torch(), "has": has_each(installed)}
+
+
+def test_the_readme_has_the_table_of_versions():
+    versions = json.loads(VERSIONS.read_text())
+    assert all(row["has"].keys() == CAPABILITIES.keys() for row in versions.values()), "write it anew from wheels"
+    assert table(versions) in (ADAPTER.parents[1] / "README.md").read_text()
+
+
+def test_what_the_adapter_asks_for_is_in_the_table():
+    asked = set(plugin._CHANGES)
+    for path in ADAPTER.glob("*.py"):
+        asked.update(re.findall(r'missing\("([^"]+)"', path.read_text()))
+    assert {"policies", "weight versions", "depths in the V2 runner"} <= asked <= CAPABILITIES.keys()
+
+
+def test_the_plugin_leaves_out_what_vllm_has_no_room_for_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    plugin.register()
+    monkeypatch.delattr(CoreEngineProcManager, "shutdown")
+    monkeypatch.delattr(topk_topp_sampler, "apply_top_k_only")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    lacks.cache_clear()
+    try:
+        plugin.register()
+        said = [record.getMessage() for record in caplog.records]
+        assert [text for text in said if "CoreEngineProcManager.shutdown" in text and "trace repair" in text]
+        assert [text for text in said if "apply_top_k_only" in text and "top-p" in text]
+        assert "CoreEngineProcManager.shutdown" in missing("traces of servers")
+        assert not missing("policies")
+    finally:
+        lacks.cache_clear()

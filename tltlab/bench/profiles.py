@@ -1,0 +1,221 @@
+"""Engine profiles against measurements: errors inside the joint fit and on models, GPUs and engines left out of it.
+
+`shipped` makes `tltlab/costs/profiles.json` anew. The measurements are other people's tables, which are not part of the
+package (`tltlab.bench.published.profile_data`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tltlab.arrays import Floats
+from tltlab.bench.published.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
+from tltlab.bench.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names
+from tltlab.costs.profiles import Efficiencies, EngineProfile, LeftOut, Measured, Profiles, Quantised
+from tltlab.costs.roofline import Numbers
+from tltlab.hardware import model
+
+FOLDS = {"model": "model", "gpu": "gpu", "engine": "family"}
+"""What is left out, and by which column; kernel tables are no engine and stay."""
+COLUMNS = ("source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipped:
+    """One profile: family and version in the fit, other versions that speak for it, and the drafter's vocabulary."""
+
+    family: str
+    version: str
+    also: tuple[str, ...] = ()
+    versions: str
+    draft_vocab: int | None = EAGLE3_VOCAB
+
+
+ENGINES = {
+    "vllm": Shipped(family="vllm", version="0.18", also=("0.19",), versions="vLLM V1, 0.18 and 0.19"),
+    "vllm-0.12": Shipped(family="vllm", version="0.12", versions="vLLM V1, 0.12"),
+    "sglang": Shipped(family="sglang", version="0.5", versions="SGLang 0.5"),
+    "sglang-0.4": Shipped(
+        family="sglang", version="0.4", versions="SGLang 0.4 and TLT's, which is made of it", draft_vocab=None
+    ),
+    "tensorrt-llm": Shipped(family="tensorrt-llm", version="1.0", versions="TensorRT-LLM 1.0"),
+}
+NO_DRAFTS = (
+    "No speculation was measured with this engine: its drafting terms are what other engines have in common, pooled."
+)
+TREE_CONTEXT = "TLT gives no context for its speed-ups: {:.0f} tokens per request fit best."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFit:
+    """`table` has a row per measurement: its `set`, `error` inside the fit and, once validated, one by fold.
+
+    `model_error`, `gpu_error` and `engine_error` are relative too, of fits without that model, GPU or engine's family.
+    """
+
+    values: dict[Param, float]
+    table: pd.DataFrame
+
+    def term(self, name: str, *, gpu: str = "", family: str = "", version: str = "") -> float:
+        """A term for a GPU, a family and a version of it; a level without a name is left at its typical value."""
+        levels = {"": "", "gpu": gpu, "family": family, "version": f"{family} {version}"}
+        found = sum(self.values.get((name, level, value), 0.0) for level, value in levels.items())
+        return PRIORS[name].typical * float(np.exp(found))
+
+
+@cache
+def fitted(data: Path) -> ProfileFit:
+    """All measurements in one fit; ConfigError where a file is missing."""
+    table = measurements(Path(data))
+    values = fit(table)
+    return ProfileFit(values=values, table=table.assign(set=set_names(table), error=_errors(table, values)))
+
+
+@cache
+def validated(data: Path) -> ProfileFit:
+    """The fit, with each model, GPU and family of engines left out of another fit in turn and predicted by that."""
+    found = fitted(data)
+    table = found.table
+    engine = table["family"] != "kernels"
+    for fold, column in FOLDS.items():
+        errors = pd.Series(np.nan, table.index)
+        for value in table.loc[engine, column].unique():
+            held = engine & (table[column] == value)
+            errors[held] = _errors(table[held], fit(table[~held], found.values, tolerance=1e-4))
+        table = table.assign(**{f"{fold}_error": errors})
+    return ProfileFit(values=found.values, table=table)
+
+
+def shipped(found: ProfileFit) -> Profiles:
+    """The profiles of a fit, four digits each; left-out errors where the fit has been validated."""
+    table = found.table[found.table["family"] != "kernels"]
+    gpus = sorted(table["gpu"].unique())
+    return Profiles(
+        knee=_round(found.term("knee")),
+        expert_spread=_round(found.term("expert_spread")),
+        quantised=Quantised(
+            memory=_round(found.term("quantised_memory")), compute=_round(found.term("quantised_compute"))
+        ),
+        typical=_efficiencies(found, ""),
+        gpus={name: _efficiencies(found, name) for name in gpus},
+        engines={name: _engine(found, name, of) for name, of in ENGINES.items()},
+        provenance=(
+            f"Fitted jointly by tltlab.bench.profiles to {len(table)} published measurements of engines "
+            f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, TLT arXiv 2511.16665, EAGLE-3 arXiv "
+            f"2503.01840) and sums of kernels on {', '.join(KERNEL_GPUS)} (AIConfigurator, Apache-2.0).",
+            "Efficiencies are by GPU, terms by engine; where few were measured they stay near what all have in common.",
+        ),
+    )
+
+
+def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
+    """Relative errors per set of measurements, inside the fit and by what was left out, and biases by size of model.
+
+    Without `left_out` inside the fit alone: leaving out takes a fit for each model, GPU and engine.
+    """
+    found = validated(Path(data)) if left_out else fitted(Path(data))
+    table = found.table[found.table["family"] != "kernels"]
+    folds = FOLDS if left_out else {}
+    made: list[tuple[object, ...]] = []
+    for _, part in table.groupby("set", sort=False):
+        first = part.iloc[0]
+        source = f"{first['family']} {first['version']}".strip()
+        kind = "speed-up" if first["draft_depth"] > 0 else "plain"
+        what = f"{kind}, {first['model']} {first['weights']} on {first['gpu']} ({first['source']})"
+        made.append(_row(source, f"{what}: fitted", True, part["error"]))
+        made += [_row(source, f"{what}: {fold} left out", False, part[f"{fold}_error"]) for fold in folds]
+    return pd.DataFrame([*made, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
+
+
+def _by_size(table: pd.DataFrame) -> list[tuple[object, ...]]:
+    """Dense models, plain: errors by size with the model left out, each set of measurements counting alike."""
+    sizes = {name: model(name).stored_params / 1e9 for name in table["model"].unique() if not model(name).experts}
+    plain = table[(table["draft_depth"].fillna(0) == 0) & table["model"].isin(list(sizes))]
+    size = plain["model"].map(sizes)
+    made = []
+    for least, most in ((0.0, 5.0), (5.0, 10.0), (10.0, 40.0), (40.0, 200.0)):
+        part = plain[(size >= least) & (size < most)]
+        if len(part):
+            names = ", ".join(sorted(part["model"].unique()))
+            made.append(_row("all engines", f"plain, dense, {names}: model left out", False, part["model_error"]))
+    return made
+
+
+def _row(source: str, what: str, used: bool, error: pd.Series[float]) -> tuple[object, ...]:
+    size = error.abs()
+    said = f"bias {error.median():+.1%}, median {size.median():.1%}"
+    return source, f"{what}: {said}", len(error), used, float(size.mean()), float(size.max()), said
+
+
+def _errors(table: pd.DataFrame, values: dict[Param, float]) -> Floats:
+    return np.asarray(predict(table, values) / table["measured"].to_numpy(np.float64) - 1, np.float64)
+
+
+def _efficiencies(found: ProfileFit, gpu: str) -> Efficiencies:
+    names = ("memory", "compute", "kv", "link", "launch")
+    return Efficiencies(**{name: _round(found.term(name, gpu=gpu)) for name in names})
+
+
+def _engine(found: ProfileFit, name: str, of: Shipped) -> EngineProfile:
+    table = found.table
+    own = table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
+    at = {"family": of.family, "version": of.version}
+    seconds = (
+        "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "expert_layer_s", "allreduce_s", "per_request_s",
+        *DRAFTING,
+    )  # fmt: skip
+    notes = []
+    if not (own["draft_depth"] > 0).any():
+        notes.append(NO_DRAFTS)
+    if (own["source"] == "TLT").any():
+        notes.append(TREE_CONTEXT.format(found.term("context_tokens")))
+    return EngineProfile(
+        engine=name,
+        versions=of.versions,
+        memory=_round(found.term("memory", **at) / found.term("memory")),
+        prefill_efficiency=_round(found.term("prefill", **at)),
+        expert_efficiency=_round(found.term("expert_efficiency", **at)),
+        draft_vocab=of.draft_vocab,
+        measured=tuple(_measured(part) for _, part in own.groupby("set", sort=False)),
+        notes=tuple(notes),
+        **{term: _round(found.term(term, **at)) for term in seconds},
+    )
+
+
+def _measured(part: pd.DataFrame) -> Measured:
+    first = part.iloc[0]
+    served = part["input_tokens"].notna()
+    context = part["context_tokens"].where(~served, part["input_tokens"] + part["output_tokens"] / 2).dropna()
+    drafted = part["draft_depth"][part["draft_depth"] > 0]
+    return Measured(
+        gpu=first["gpu"],
+        model=first["model"],
+        weights=first["weights"],
+        tp=tuple(sorted({int(tp) for tp in part["tp"]})),
+        batch=_span(part["batch"]),
+        context_tokens=_span(context) if len(context) else (0.0, 0.0),
+        draft_depth=_span(drafted) if len(drafted) else None,
+        source=first["source"],
+        fitted=_left_out(part["error"]),
+        left_out={fold: _left_out(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part},
+    )
+
+
+def _span(values: pd.Series[float]) -> tuple[float, float]:
+    return _round(float(values.min())), _round(float(values.max()))
+
+
+def _left_out(error: pd.Series[float]) -> LeftOut:
+    size = error.abs()
+    numbers = (error.median(), size.median(), size.quantile(0.9), size.max())
+    bias, median, most, worst = (round(float(number), 4) for number in numbers)
+    return LeftOut(num_points=len(error), bias=bias, median=median, most=most, worst=worst)
+
+
+def _round(value: Numbers) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,303 @@
+"""Fits engine profiles to all published measurements at once: hardware shared by engines, engines' terms pooled.
+
+Every term is exp(shared + by GPU + by family + by version), with normal priors on each deviation: where data are thin
+an engine stays near its family and that near the shared value. Kernel tables count as an engine of their own that has
+no terms but those of kernels, and hold the hardware's share down from 0.5B to 70B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.optimize import least_squares
+
+from tltlab.arrays import Floats
+from tltlab.costs.profiles import MOST_EFFICIENT, MOST_OF_EXPERTS, capped
+from tltlab.costs.roofline import Terms
+from tltlab.hardware import DTYPE_BYTES, model
+
+from .fit import UNKNOWN_CONTEXT, PublishedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """A term's typical value and how far it may lie off: standard deviations of its logarithm, 0 for none.
+
+    `shared` is of the value for all, the others of deviations from it; engines of one family have several versions.
+    """
+
+    typical: float
+    shared: float
+    gpu: float = 0.0
+    family: float = 0.0
+    version: float = 0.0
+
+
+PRIORS = {
+    "memory": Prior(typical=0.85, shared=0.1, gpu=0.06, family=0.03),
+    "compute": Prior(typical=0.75, shared=0.15, gpu=0.1),
+    "kv": Prior(typical=0.8, shared=0.15, gpu=0.1),
+    "link": Prior(typical=0.6, shared=0.4, gpu=0.2),
+    "launch": Prior(typical=1.0, shared=0.0, gpu=0.2),
+    "knee": Prior(typical=2.0, shared=0.5),
+    "prefill": Prior(typical=0.9, shared=0.15, family=0.08),
+    "prompt_layer_s": Prior(typical=5e-5, shared=0.7, family=0.4),
+    "step_s": Prior(typical=1e-3, shared=0.7, family=0.7, version=0.2),
+    "layer_s": Prior(typical=2e-5, shared=0.5, family=0.4, version=0.2),
+    "attention_layer_s": Prior(typical=5e-6, shared=0.7),
+    "allreduce_s": Prior(typical=6e-6, shared=0.5, family=0.2),
+    "per_request_s": Prior(typical=3e-5, shared=0.7, family=0.7, version=0.2),
+    "quantised_memory": Prior(typical=0.9, shared=0.1),
+    "quantised_compute": Prior(typical=0.75, shared=0.15),
+    "qk_norm_layer_s": Prior(typical=8e-6, shared=0.7, family=0.4),
+    "quantised_layer_s": Prior(typical=1e-5, shared=0.7, family=0.15),
+    "expert_layer_s": Prior(typical=4e-5, shared=0.6, family=0.4, version=0.6),
+    "expert_efficiency": Prior(typical=0.8, shared=0.2, version=0.4),
+    "expert_spread": Prior(typical=0.85, shared=0.05, version=0.1),
+    "sd_base_s": Prior(typical=1.5e-3, shared=0.7, family=0.4, version=0.4),
+    "draft_level_s": Prior(typical=1.5e-4, shared=0.7, family=0.4, version=0.4),
+    "draft_level_per_request_s": Prior(typical=5e-6, shared=1.0, family=0.4, version=0.4),
+    "tree_s": Prior(typical=5e-4, shared=0.7, family=0.4, version=0.4),
+    "context_tokens": Prior(typical=4096.0, shared=0.7),
+}
+LEVELS = ("gpu", "family", "version")
+DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s", "tree_s")
+_SOFT = 0.1
+"""Relative errors beyond this weigh less and less."""
+_TYPICAL_ERROR = 0.05
+_STEP = 1e-5
+_KERNELS = 1.4
+"""Weight of sums of kernels beside measurements of engines."""
+_ENOUGH = 25
+"""A set of measurements counts as at most so many: it is one model on one server, however often that was asked."""
+_MOST_ROWS = 60
+"""Of each set, evenly spaced, that the fit looks at."""
+Param = tuple[str, str, str]
+"""Term, level ("" for the shared value) and the level's value."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowTerms:
+    """The roofline's terms, one value for each measurement."""
+
+    memory_efficiency: Floats
+    compute_efficiency: Floats
+    kv_efficiency: Floats
+    link_efficiency: Floats
+    prefill_efficiency: Floats
+    expert_efficiency: Floats
+    expert_spread: Floats
+    knee: Floats
+    step_s: Floats
+    layer_s: Floats
+    allreduce_s: Floats
+    per_request_s: Floats
+    tree_s: Floats
+    sd_base_s: Floats
+    draft_level_s: Floats
+    draft_level_per_request_s: Floats
+    prompt_layer_s: Floats
+
+    def need(self, term: str) -> Floats:
+        return np.asarray(getattr(self, term), np.float64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProfileRows(PublishedRows):
+    """Measurements of engines and of kernels.
+
+    A prompt's queries attend to half of it on average, and what a prompt takes whatever its length (iterations with
+    one run without a CUDA graph) is `prompt_layer_s` per layer: it is no part of a roofline's costs.
+    """
+
+    def prompt_s(self, c: Terms) -> Floats:
+        attending = self.ideal.query_context_s * self.isl**2 / 2 / (c.compute_efficiency * c.prefill_efficiency)
+        launching = c.need("prompt_layer_s") * self.ideal.layers
+        return np.asarray(super().prompt_s(c) + attending + launching, np.float64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Design:
+    """Which parameters each row's terms are made of."""
+
+    rows: PublishedRows
+    params: list[Param]
+    index: Mapping[str, list[npt.NDArray[np.intp]]]
+    sets: npt.NDArray[np.str_]
+    weight: Floats
+    kernel: npt.NDArray[np.bool_]
+    attention: npt.NDArray[np.bool_]
+    quantised: npt.NDArray[np.bool_]
+    qk_norm: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, table: pd.DataFrame) -> Design:
+        levels = {
+            "": np.zeros(len(table), str),
+            "gpu": table["gpu"].to_numpy(str),
+            "family": table["family"].to_numpy(str),
+            "version": (table["family"] + " " + table["version"]).to_numpy(str),
+        }
+        rows = ProfileRows.of_table(table.assign(kind=table["kind"].replace("attention", "iteration")))
+        told = _told(rows, table)
+        params: list[Param] = []
+        index: dict[str, list[npt.NDArray[np.intp]]] = {}
+        for term, prior in PRIORS.items():
+            index[term] = []
+            own = told.get(term, np.ones(len(table), bool))
+            for level in ("", *LEVELS):
+                if not getattr(prior, level or "shared") or not own.any():
+                    continue
+                values, at = np.unique(levels[level][own], return_inverse=True)
+                # Rows that a term does not act on point past the end, where the deviation is 0.
+                places = np.full(len(table), -1)
+                places[own] = at + len(params)
+                index[term].append(places)
+                params += [(term, level, str(value)) for value in values]
+        kernel = table["family"].to_numpy(str) == "kernels"
+        sets = set_names(table)
+        size = pd.Series(sets).map(pd.Series(sets).value_counts()).to_numpy(np.float64)
+        kinds = table["kind"].to_numpy(str)
+        return cls(
+            rows=rows,
+            params=params,
+            index=index,
+            sets=sets,
+            weight=np.sqrt(np.minimum(size, _ENOUGH) / size) / _TYPICAL_ERROR * np.where(kernel, _KERNELS, 1.0),
+            kernel=kernel,
+            attention=kinds == "attention",
+            quantised=told["quantised_memory"],
+            qk_norm=told["qk_norm_layer_s"],
+        )
+
+    def values(self, x: Floats) -> dict[str, Floats]:
+        """Each term's value in every row, of parameters `x`: logarithms, in the order of `params`."""
+        deviation, none = np.append(x, 0.0), np.zeros(len(self.sets))
+        return {
+            term: PRIORS[term].typical * np.exp(sum((deviation[places] for places in at), start=none))
+            for term, at in self.index.items()
+        }
+
+    def slopes(self, x: Floats) -> Floats:
+        """Of the logarithm of every prediction by every parameter.
+
+        A row depends on its own terms alone, so one difference per term serves all of that term's parameters.
+        """
+        value = self.values(x)
+        base, found = np.log(self.predict(value)), np.zeros((len(self.sets), len(self.params)))
+        for term, at in self.index.items():
+            moved = np.log(self.predict(value | {term: value[term] * np.exp(_STEP)}))
+            slope = (moved - base) / _STEP
+            for places in at:
+                own = np.flatnonzero(places >= 0)
+                found[own, places[own]] = slope[own]
+        return found
+
+    def predict(self, value: Mapping[str, Floats]) -> Floats:
+        """What values of the terms say about every row."""
+        rows, few = self.rows, self.quantised
+        experts = np.asarray(rows.ideal.expert_layers, np.float64) / np.asarray(rows.ideal.layers, np.float64)
+        memory = value["memory"] * np.where(few, value["quantised_memory"], 1.0)
+        layer = (
+            value["layer_s"]
+            + value["qk_norm_layer_s"] * self.qk_norm
+            + value["quantised_layer_s"] * few
+            + value["expert_layer_s"] * experts
+        )
+        terms = RowTerms(
+            memory_efficiency=capped(memory, MOST_EFFICIENT),
+            compute_efficiency=capped(
+                value["compute"] * np.where(few, value["quantised_compute"], 1.0), MOST_EFFICIENT
+            ),
+            kv_efficiency=capped(value["kv"], MOST_EFFICIENT),
+            link_efficiency=capped(value["link"], MOST_EFFICIENT),
+            prefill_efficiency=value["prefill"],
+            expert_efficiency=capped(value["expert_efficiency"], MOST_OF_EXPERTS),
+            expert_spread=capped(value["expert_spread"], 1.0),
+            knee=np.clip(value["knee"], 1.0, 20.0),
+            step_s=np.where(self.kernel, 0.0, value["step_s"]),
+            layer_s=layer * value["launch"],
+            allreduce_s=value["allreduce_s"],
+            per_request_s=np.where(self.kernel, 0.0, value["per_request_s"]),
+            prompt_layer_s=value["prompt_layer_s"],
+            **{name: value[name] for name in DRAFTING},
+        )
+        context = value["context_tokens"][rows.context_unknown]
+        unknown = float(np.clip(context[0], *UNKNOWN_CONTEXT)) if len(context) else 0.0
+        found = rows.predict_with(terms, unknown)
+        if self.attention.any():
+            fixed = value["attention_layer_s"] * rows.ideal.layers
+            reading = rows.batch * rows.context * rows.ideal.context_s / terms.kv_efficiency
+            found = np.where(self.attention, fixed + reading, found)
+        return np.asarray(found, np.float64)
+
+
+def _told(rows: PublishedRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which rows a term acts on, where that is not all."""
+    engine = (table["family"] != "kernels").to_numpy()
+    parallel = (table["tp"] > 1).to_numpy()
+    quantised = np.array([DTYPE_BYTES[w] < 2 for w in table["weights"]])
+    experts = np.asarray(rows.ideal.experts_s, np.float64) > 0
+    drafting = rows.depth > 0
+    served = table["kind"].isin(["tpot", "served", "wave"]).to_numpy()
+    return {
+        **dict.fromkeys(("step_s", "per_request_s"), engine),
+        **dict.fromkeys(("allreduce_s", "link"), parallel),
+        **dict.fromkeys(("quantised_memory", "quantised_compute", "quantised_layer_s"), quantised),
+        "qk_norm_layer_s": engine & np.array([model(name).qk_norm for name in table["model"]]),
+        **dict.fromkeys(("expert_layer_s", "expert_efficiency", "expert_spread"), experts),
+        **dict.fromkeys(DRAFTING, drafting),
+        "tree_s": drafting & (rows.top_k > 1),
+        **dict.fromkeys(("prefill", "prompt_layer_s"), served),
+        "attention_layer_s": (table["kind"] == "attention").to_numpy(),
+        "context_tokens": rows.context_unknown,
+    }
+
+
+def set_names(table: pd.DataFrame) -> npt.NDArray[np.str_]:
+    """What one row of the accuracy table is about: engine, version, GPU, model, weights, plain or speculating."""
+    speculates = np.where(table["draft_depth"].fillna(0) > 0, "speculating", "plain")
+    named = table["family"] + "|" + table["version"] + "|" + table["gpu"] + "|" + table["model"]
+    return np.asarray(named + "|" + table["weights"] + "|" + table["source"] + "|" + speculates, str)
+
+
+def fit(
+    table: pd.DataFrame, start: Mapping[Param, float] | None = None, *, tolerance: float = 1e-6
+) -> dict[Param, float]:
+    """The parameters of least softened relative error, held by their priors; at most `_MOST_ROWS` rows of each set.
+
+    `start` is where the search begins; it ends when its sum of squares falls by less than the share `tolerance`.
+    """
+    sets = pd.Series(set_names(table))
+    order = sets.groupby(sets).cumcount()
+    step = -(-sets.groupby(sets).transform("size") // _MOST_ROWS)
+    design = Design.of(table[(order % step == 0).to_numpy()])
+    spread = np.array([getattr(PRIORS[term], level or "shared") for term, level, _ in design.params])
+
+    def residuals(x: Floats) -> Floats:
+        error = np.log(design.predict(design.values(x * spread)) / design.rows.measured)
+        softened = np.sign(error) * _SOFT * np.sqrt(2 * (np.sqrt(1 + (error / _SOFT) ** 2) - 1))
+        return np.concatenate([design.weight * softened, x])
+
+    def slopes(x: Floats) -> Floats:
+        error = np.log(design.predict(design.values(x * spread)) / design.rows.measured)
+        root = np.sqrt(1 + (error / _SOFT) ** 2)
+        # Of the softened error by the error: 1 near 0.
+        large = np.abs(error) > 1e-5
+        of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
+        by_row = (design.weight * of_error)[:, None] * design.slopes(x * spread) * spread
+        return np.concatenate([by_row, np.eye(len(x))])
+
+    begin = np.array([(start or {}).get(param, 0.0) for param in design.params]) / spread
+    solution = least_squares(residuals, begin, jac=slopes, max_nfev=100, ftol=tolerance, xtol=1e-6)
+    return dict(zip(design.params, (solution.x * spread).tolist(), strict=True))
+
+
+def predict(table: pd.DataFrame, values: Mapping[Param, float]) -> Floats:
+    """What fitted parameters say about measurements; a GPU, family or version that they do not know deviates by 0."""
+    design = Design.of(table)
+    return design.predict(design.values(np.array([values.get(param, 0.0) for param in design.params])))

@@ -1,0 +1,280 @@
+"""Engine profiles: what an engine adds to the hardware, fitted jointly over models and GPUs, and costs made of it.
+
+`profiles.json` holds one joint fit (`tltlab.bench.published.profiles`): efficiencies that all engines share, by GPU,
+and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them, as `vllm:2xH100:Qwen3-32B:fp8`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import Field
+
+from tltlab.arrays import Floats
+from tltlab.config import FrozenModel, faults_in
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
+
+from .base import CalibratedRange, Seconds, Span
+from .roofline import Constants, Evidence, RooflineCosts
+
+Factor = Annotated[float, Field(gt=0, le=10)]
+MOST_EFFICIENT = 1.0
+"""Share of a data sheet's rates: no kernel reads or computes faster."""
+MOST_OF_EXPERTS = 1.2
+"""Efficiency of reading experts beside that of other weights: more would be fewer experts than are touched."""
+_SHARPNESS = 12.0
+_Numbers = TypeVar("_Numbers", float, Floats)
+_Record = TypeVar("_Record", Gpu, ModelShape)
+
+
+def capped(value: _Numbers, most: float) -> _Numbers:
+    """The lesser of both, rounded off, so that a fit can leave the cap again: 6 % below it where both are equal.
+
+    >>> round(capped(0.5, 0.97), 3), round(capped(3.0, 0.97), 3)
+    (0.5, 0.97)
+    """
+    rounded: _Numbers = (value**-_SHARPNESS + most**-_SHARPNESS) ** (-1.0 / _SHARPNESS)
+    return rounded
+
+
+class Efficiencies(FrozenModel):
+    """What engines get out of one GPU: shares of its rates, and seconds of launching relative to other GPUs'."""
+
+    memory: Factor
+    compute: Factor
+    kv: Factor
+    link: Factor
+    launch: Factor = 1.0
+
+
+class Quantised(FrozenModel):
+    """Products with weights of fewer bits: memory and compute efficiency relative to bf16."""
+
+    memory: Factor
+    compute: Factor
+
+
+class LeftOut(FrozenModel):
+    """Relative errors of predictions: `bias` the median of the signed ones, `most` what nine in ten do not exceed."""
+
+    num_points: Annotated[int, Field(gt=0)]
+    bias: float
+    median: Annotated[float, Field(ge=0)]
+    most: Annotated[float, Field(ge=0)]
+    worst: Annotated[float, Field(ge=0)]
+
+
+class Measured(FrozenModel):
+    """One set of measurements of the fit: what was run, the spans covered, errors inside the fit and left out.
+
+    `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted.
+    `left_out` is by what was left out: the model, the GPU or the engine, each with all its measurements.
+    """
+
+    gpu: str
+    model: str
+    weights: Dtype
+    tp: tuple[int, ...]
+    batch: Span
+    context_tokens: Span
+    draft_depth: Span | None = None
+    source: str
+    fitted: LeftOut
+    left_out: dict[str, LeftOut] = Field(default_factory=dict)
+
+
+class EngineProfile(FrozenModel):
+    """Terms of one engine, in seconds where they end in `_s`; `memory` is relative to the GPU's efficiency.
+
+    Per layer: `layer_s`, `qk_norm_layer_s` where queries and keys are normalised, `quantised_layer_s` where weights
+    have fewer bits than 16 (inputs are quantised too), `expert_layer_s` where there are experts (routing, dispatch).
+    Drafting terms are those of a drafter with weights.
+    """
+
+    engine: str
+    versions: str
+    memory: Factor
+    prefill_efficiency: Factor
+    step_s: Seconds
+    layer_s: Seconds
+    qk_norm_layer_s: Seconds
+    quantised_layer_s: Seconds
+    expert_layer_s: Seconds
+    allreduce_s: Seconds
+    per_request_s: Seconds
+    expert_efficiency: Factor
+    sd_base_s: Seconds
+    draft_level_s: Seconds
+    draft_level_per_request_s: Seconds
+    tree_s: Seconds
+    draft_vocab: Annotated[int, Field(gt=0)] | None = None
+    measured: tuple[Measured, ...]
+    notes: tuple[str, ...] = ()
+
+    def left_out(self, experts: bool) -> dict[str, tuple[float, float]]:
+        """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
+
+        Each set of measurements counts alike: these are the medians over sets.
+        """
+        found: dict[str, list[LeftOut]] = {}
+        for one in self.measured:
+            if bool(model(one.model).experts) == experts:
+                for fold, errors in one.left_out.items():
+                    found.setdefault(fold if one.draft_depth is None else f"{fold}, speculating", []).append(errors)
+        return {
+            fold: (median(e.median for e in errors), median(e.most for e in errors)) for fold, errors in found.items()
+        }
+
+    def unmeasured(self, gpu: str, model: str, weights: Dtype) -> tuple[str, ...]:
+        """What this engine was never measured with; "together" where everything was, but apart."""
+        asked = {"gpu": gpu, "model": model, "weights": weights}
+        missing = tuple(name for name, value in asked.items() if all(getattr(m, name) != value for m in self.measured))
+        together = any(all(getattr(m, name) == value for name, value in asked.items()) for m in self.measured)
+        return missing or (() if together else ("together",))
+
+
+class Profiles(FrozenModel):
+    """One joint fit: `typical` efficiencies stand for GPUs that were not measured."""
+
+    knee: Annotated[float, Field(ge=1, le=20)]
+    expert_spread: Factor
+    quantised: Quantised
+    typical: Efficiencies
+    gpus: dict[str, Efficiencies]
+    engines: dict[str, EngineProfile]
+    provenance: tuple[str, ...]
+
+    def constants(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Constants:
+        """The roofline's constants of this engine for one model on one kind of GPU."""
+        e, on = self.engines[engine], self.gpus.get(gpu, self.typical)
+        fewer = DTYPE_BYTES[weights] < DTYPE_BYTES["bf16"]
+        memory = on.memory * e.memory * (self.quantised.memory if fewer else 1.0)
+        computed = self.quantised.compute if fewer and weights != "int4" else 1.0
+        per_layer = (
+            e.layer_s
+            + e.qk_norm_layer_s * model.qk_norm
+            + e.quantised_layer_s * fewer
+            + e.expert_layer_s * model.expert_layers / model.layers
+        )
+        return Constants(
+            memory_efficiency=capped(memory, MOST_EFFICIENT),
+            compute_efficiency=capped(on.compute * computed, MOST_EFFICIENT),
+            kv_efficiency=capped(on.kv, MOST_EFFICIENT),
+            link_efficiency=capped(on.link, MOST_EFFICIENT),
+            prefill_efficiency=e.prefill_efficiency,
+            expert_efficiency=capped(e.expert_efficiency, MOST_OF_EXPERTS),
+            expert_spread=capped(self.expert_spread, 1.0),
+            knee=self.knee,
+            step_s=e.step_s,
+            layer_s=per_layer * on.launch,
+            allreduce_s=e.allreduce_s,
+            per_request_s=e.per_request_s,
+            sd_base_s=e.sd_base_s,
+            sd_idle_s=0.0,
+            draft_level_s=e.draft_level_s,
+            draft_level_per_request_s=e.draft_level_per_request_s,
+            tree_s=e.tree_s,
+        )
+
+
+@cache
+def profiles() -> Profiles:
+    """The fit that ships with the package."""
+    return Profiles.model_validate_json((files("tltlab.costs") / "profiles.json").read_text())
+
+
+def profile_costs(
+    engine: str, gpu_source: str | Gpu, model_source: str | ModelShape, tp: int = 1,
+    *, weights: Dtype | None = None, kv: Dtype = "bf16",
+) -> RooflineCosts:  # fmt: skip
+    """Costs of a model on `tp` GPUs under one engine, with what speaks for them as `evidence`.
+
+    `gpu_source` is a name, a JSON file of a `Gpu`; `model_source` a name, a Hugging Face `config.json` or its folder.
+    Raises ConfigError for what is not known, and where the weights do not fit.
+    """
+    known = profiles()
+    if engine not in known.engines:
+        raise ConfigError(f"no engine profile {engine!r}; there are {', '.join(known.engines)}")
+    device = gpu_source if isinstance(gpu_source, Gpu) else find_gpu(gpu_source)
+    shape = model_source if isinstance(model_source, ModelShape) else find_model(model_source)
+    kind = weights or shape.weights
+    profile = known.engines[engine]
+    unmeasured = profile.unmeasured(device.name, shape.name, kind)
+    batches = [m.batch for m in profile.measured]
+    drafted = any(m.draft_depth is not None for m in profile.measured)
+    evidence = Evidence(
+        engine=engine, unmeasured=unmeasured, speculation=drafted, left_out=profile.left_out(shape.experts > 0)
+    )
+    return RooflineCosts(
+        gpu=listed(device),
+        model=listed(shape),
+        tp=tp,
+        weights=kind,
+        kv=kv,
+        draft_vocab=profile.draft_vocab,
+        constants=known.constants(engine, device.name, shape, kind),
+        evidence=evidence,
+        kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
+        calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),
+        notes=(f"Engine profile {engine} ({profile.versions}).", *profile.notes, *known.provenance),
+    )
+
+
+def named_costs(name: str) -> RooflineCosts | None:
+    """Costs by `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]`; None where `name` begins with no engine's name and a colon.
+
+    >>> named_costs("vllm:2xH100:Qwen3-32B:fp8").tp
+    2
+    """
+    engine, *parts = name.split(":")
+    if not parts or engine not in profiles().engines:
+        return None
+    if not 2 <= len(parts) <= 4:
+        raise ConfigError(f"{name!r}: give ENGINE:GPUS:MODEL[:WEIGHTS[:KV]], such as {engine}:2xH100:Qwen3-32B:fp8")
+    count, times, device = parts[0].partition("x")
+    tp, on = (int(count), device) if times and count.isdigit() else (1, parts[0])
+    types = [_dtype(part) for part in parts[2:]]
+    return profile_costs(
+        engine, on, parts[1], tp, weights=types[0] if types else None, kv=types[1] if len(types) > 1 else "bf16"
+    )
+
+
+def listed(record: _Record) -> str | _Record:
+    """The name of a GPU or model that is known by it, else the record: how files of costs write them."""
+    return record.name if record in (*GPUS, *MODELS) else record
+
+
+def find_gpu(source: str) -> Gpu:
+    """A GPU by name, or by a JSON file with the fields of `Gpu`."""
+    if not Path(source).is_file():
+        return gpu(source)
+    with faults_in(source):
+        return Gpu.model_validate(read_json(Path(source)))
+
+
+def find_model(source: str) -> ModelShape:
+    """A model by name, by its Hugging Face `config.json` or that one's folder, or by a JSON of `ModelShape`."""
+    path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        return model(source)
+    config: Any = read_json(path)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no model configuration: expected an object")
+    with faults_in(str(path)):
+        if "kv_heads" in config:
+            return ModelShape.model_validate(config)
+        return ModelShape.from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
+
+
+def _dtype(name: str) -> Dtype:
+    kinds: tuple[Dtype, ...] = get_args(Dtype)
+    for kind in kinds:
+        if kind == name.lower():
+            return kind
+    raise ConfigError(f"no type {name!r} of weights or KV cache; there are {', '.join(kinds)}")
