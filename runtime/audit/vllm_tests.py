@@ -53,7 +53,14 @@ class Expected:
     why: str
 
 
-EXPECTED: tuple[Expected, ...] = ()
+EXPECTED: tuple[Expected, ...] = (
+    Expected(
+        tests=r"test_async_scheduler.*::test_abort_request_when_structured_output_fsm_cannot_advance$",
+        sides=("ours", "policy"),
+        outcome="failed",
+        why="the test makes a scheduler without calling its constructor, so ours has none of its attributes",
+    ),
+)
 """Every difference that is known, the first that fits counts."""
 
 
@@ -196,6 +203,13 @@ def pytest_configure() -> None:
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
         in_place_of_vllms(with_policy=side == "policy")
+
+
+def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
+    """Of a plugin of pytest: a scheduler leaves nothing behind that would take a second to clean up after each test."""
+    for item in items:
+        if "tests/v1/core/" in item.nodeid:
+            item.add_marker("skip_global_cleanup")
 
 
 def _tally(results: Mapping[str, Outcome]) -> dict[str, int]:
