@@ -271,7 +271,7 @@ class Variables(FrozenModel):
         given = cls.read_options(options)
         return cls(
             policy=_policy(policy) if policy else None,
-            named=policy if len(policy) <= 80 else "of its own",
+            named="of its own" if policy.startswith("{") else policy,
             record=os.path.abspath(record) if record else None,
             reload=file_to_reload(policy) if given.reload and policy else None,
             options=given,
