@@ -22,7 +22,7 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import build_class, check_contract
 from tltlab.sim.engine.batch import Batch, FluidBatch
-from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
@@ -259,6 +259,7 @@ def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftB
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",
             budgets=budgets,
+            refresh=max(REFRESH_ITERATIONS, scenario.decision_block),
         )
     if model.varies_by == "position":
         return lambda requests: ReplayBatch(requests, model)
