@@ -159,9 +159,9 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
     ends = result.get("ranges")
     if isinstance(ends, list) and ends:
-        rows = tuple((f"{end['number']} x {end['factor']:g}", ", ".join(map(str, end["order"]))) for end in ends)
+        orders = tuple((f"{end['number']} x {end['factor']:g}", ", ".join(map(str, end["order"]))) for end in ends)
         lead = Text(text="The order, fastest first, with each number that was assumed at the ends of its range.")
-        parts.append(Section(title="Over the plausible ranges", blocks=(lead, Items(rows=rows))))
+        parts.append(Section(title="Over the plausible ranges", blocks=(lead, Items(rows=orders))))
     left = result.get("left_out")
     if isinstance(left, dict) and left:
         items = Items(rows=tuple((str(name), str(why)) for name, why in left.items()))
