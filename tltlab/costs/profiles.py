@@ -21,7 +21,8 @@ from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
 from .base import CalibratedRange, Seconds, Span
-from .roofline import Constants, Evidence, RooflineCosts
+from .evidence import Evidence
+from .roofline import Constants, RooflineCosts
 
 Factor = Annotated[float, Field(gt=0, le=10)]
 MOST_EFFICIENT = 1.0
