@@ -136,7 +136,7 @@ def compare_systems(
     `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
 
     `attrs["left_out"]` says of each system that cannot be simulated here why; `attrs` has `baseline`, `num_rl_steps`,
-    `num_workers` and `num_gpus` too.
+    `num_workers`, `num_gpus` and the costs' `evidence` (`Scenario.evidence`) too.
     Raises ConfigError where no system is left.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
@@ -170,6 +170,7 @@ def compare_systems(
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
         num_gpus=scenario.workers * (gpus_per_worker or scenario.costs.tensor_parallel),
+        evidence=scenario.evidence(s for one in bound for s in one.policy.strategies),
     )
     return table
 

@@ -16,7 +16,6 @@ from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape
 from tltlab.strategy import MODEL_FREE, Strategy
 
 from .base import CostModel, IterationCost, Seconds, padded
-from .evidence import Evidence
 
 Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -236,7 +235,7 @@ class RooflineCosts(CostModel):
     with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`; drafts
     of several branches pay `tree_s`. Of a mixture of experts the weights are those that b*v tokens are expected to
     touch. `weights` is how the layers' matrices lie in memory (None: as in the checkpoint), `kv` keys and values;
-    `draft_vocab` the drafter's vocabulary where it has one of its own. `evidence` says what the constants rest on.
+    `draft_vocab` the drafter's vocabulary where it has one of its own.
     """
 
     kind: Literal["roofline"] = "roofline"
@@ -247,7 +246,6 @@ class RooflineCosts(CostModel):
     kv: Dtype = "bf16"
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
     constants: Constants
-    evidence: Evidence | None = None
 
     @field_validator("gpu")
     @classmethod
