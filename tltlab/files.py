@@ -5,6 +5,7 @@ What is not durable is whole after a kill; what is durable (`fsync`) also after 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -12,9 +13,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from .errors import ConfigError, InputError, RunError
+
+SUM_SUFFIX = ".sha256"
+"""Of the file that says the SHA-256 of the one beside it."""
 
 
 @contextmanager
@@ -154,6 +158,53 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+class Hashing:
+    """A binary file to write to that knows the SHA-256 of what was written, as `hexdigest`; else it is `file`.
+
+    For what is written front to back: seeking would make it another file than the one hashed.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sum = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._sum.update(data)
+        return self._file.write(data)
+
+    def hexdigest(self) -> str:
+        return self._sum.hexdigest()
+
+    def seekable(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, which is read in blocks. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sum(path: Path, sha256: str) -> None:
+    """Say durably, beside a file and as sha256sum does, what its SHA-256 is."""
+    write_durably(path.with_name(path.name + SUM_SUFFIX), f"{sha256}  {path.name}\n".encode())
+
+
+def written_sum(path: Path) -> str | None:
+    """The SHA-256 that a file had when it was written: None where `write_sum` said nothing, "" where that is damaged.
+
+    Raises OSError.
+    """
+    beside = path.with_name(path.name + SUM_SUFFIX)
+    if not beside.is_file():
+        return None
+    sha256, _, name = beside.read_text(encoding="utf-8", errors="replace").partition("  ")
+    return sha256 if name == f"{path.name}\n" else ""
 
 
 def fsync_file(path: Path) -> None:

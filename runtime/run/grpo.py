@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import found_in, write_json
+from tltlab.files import write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
@@ -141,8 +141,7 @@ class GrpoRun:
         self.tokenizer = load_tokenizer(recipe.model)
         self.reward_pool = RewardPool(recipe, self.tokenizer)
         self.data = RunData(recipe, self.tokenizer)
-        with found_in(recipe.code):
-            self.policy = load_policy(recipe.rollout.policy)
+        self.policy = recipe.read_policy()
         refuse(policy_on_engines(recipe, self.policy))
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)

@@ -11,10 +11,11 @@ import typer
 
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import Json, emit, made_by, table
+from tltlab.console import AllowCode, Json, emit, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS, find_systems
+from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario, named_policies
@@ -62,6 +63,7 @@ def compare(
     ] = None,
     seed: options.Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
+    allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
     """Simulate several policies, or systems from the literature, on one trace with common random numbers.
@@ -81,7 +83,8 @@ def compare(
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance)):
             raise ConfigError("--stages, --gpus-per-worker and --model-free-acceptance are for --systems")
-        result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
+        with code_allowed(allow_code or ()):
+            result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
     else:
         if policies is not None or placement is not None or ray_address is not None:
             raise ConfigError("--systems bring their policies and placement, and run on --jobs: leave out --policies, "

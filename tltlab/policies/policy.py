@@ -37,6 +37,7 @@ from .specs import (
     TableRow,
     TableSpec,
     Ucb1Spec,
+    code_allowed,
 )
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "TableSpec",
     "Ucb1Spec",
     "UniformBudgetSpec",
+    "code_allowed",
     "load_policy",
     "parse_policy",
 ]
@@ -167,8 +169,9 @@ def load_policy(source: PolicySource) -> Policy:
 
     That is a shipped name, a policy file, "package.module:Class" or the class itself, what stands in a policy file or
     its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be one that
-    other processes can import, and pass `tltlab.testing.check_selector`. ConfigError names everything that is wrong
-    with a file, each fault with its place, on one line.
+    other processes can import, and pass `tltlab.testing.check_selector`; a file may name one only of a module that
+    `code_allowed` or `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault with
+    its place, on one line.
 
     >>> load_policy(Strategy.chain("ngram", 2)).strategies
     (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
@@ -202,7 +205,10 @@ def load_policy(source: PolicySource) -> Policy:
             )
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
-    return _checked(parse_policy(read_json(path), path))
+    policy = parse_policy(read_json(path), path)
+    if isinstance(policy.selector, CustomSpec):
+        policy.selector.refuse_unasked(path)
+    return _checked(policy)
 
 
 def _of_class(cls: type) -> Policy:

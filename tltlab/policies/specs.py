@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.abc import InspectLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +39,20 @@ from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
 from .selector import Selector
 from .simple import BatchTable, Explore, Fixed, NoSpeculation
+
+ALLOW_CODE = "TLTLAB_ALLOW_CODE"
+"""The variable of the environment with modules that files may name, with commas between."""
+_allowed: ContextVar[frozenset[str]] = ContextVar("allowed", default=frozenset())
+
+
+@contextmanager
+def code_allowed(modules: Iterable[str]) -> Iterator[None]:
+    """Within, policy files may name classes of these modules, besides those of `TLTLAB_ALLOW_CODE`."""
+    token = _allowed.set(_allowed.get() | frozenset(modules))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
 
 
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
@@ -183,14 +202,19 @@ class CustomSpec(Settings):
     def load(self) -> type[Selector]:
         """Import the class; ConfigError when there is none or it is no Selector.
 
-        A module of Python itself is not imported for it: some do things when they are.
+        A module of Python itself is not imported for it, nor one whose source has no such name: some do things when
+        they are.
         """
         module_name, _, name = self.path.partition(":")
         if module_name.partition(".")[0] in sys.stdlib_module_names:
             raise ConfigError(f"policy {self.path}: {module_name} is a module of Python itself, which has no selectors")
         try:
             with found_in([os.getcwd()]):
+                if (file := _lacks(module_name, name)) is not None:
+                    raise ConfigError(f"policy {self.path}: {module_name} ({file}) has no {name}")
                 module = importlib.import_module(module_name)
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
             raise ConfigError(
                 f"policy {self.path}: cannot import {module_name}: {type(error).__name__}: {error}"
@@ -202,9 +226,51 @@ class CustomSpec(Settings):
             raise ConfigError(f"policy {self.path}: {name} is not a subclass of tltlab.policies.selector.Selector")
         return found
 
+    def refuse_unasked(self, where: object) -> None:
+        """ConfigError unless the user has allowed the module: what stands in a file must not choose what is imported.
+
+        `where` it stands, for the message.
+        """
+        if self.module not in _allowed.get() and self.module not in os.environ.get(ALLOW_CODE, "").split(","):
+            raise ConfigError(
+                f"{where} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
+                f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare, off-policy and verify take "
+                f"--allow-code {self.module}, a recipe rollout.allow_code)"
+            )
+
     def check(self) -> None:
         """Run the contract suite on the class; ConfigError with the first broken promise."""
         check_contract(self.build, self.path)
+
+
+def _lacks(module: str, name: str) -> str | None:
+    """The file of a module that binds no such name at its top level; None where it may. Nothing is imported."""
+    if module in sys.modules:
+        return None
+    path, parent = None, ""
+    for part in module.split("."):
+        parent = f"{parent}.{part}" if parent else part
+        spec = PathFinder.find_spec(parent, path)
+        if spec is None:
+            return None
+        path, loader, file = spec.submodule_search_locations, spec.loader, str(spec.origin)
+    try:
+        source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
+        tree = ast.parse(source or "*")
+    except (ImportError, SyntaxError, ValueError, RecursionError):
+        return None  # importing it says more
+    words = {word for node in ast.walk(tree) for word in _bound(node)}
+    return None if {name, "*", "__getattr__"} & words else file
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Names that a piece of source may bind."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.alias):
+        yield node.asname or node.name
 
 
 def build_class(cls: type[Selector], rng: np.random.Generator, args: Mapping[str, Any], name: str) -> Selector:
