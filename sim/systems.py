@@ -143,7 +143,8 @@ def compare_systems(
     No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
     `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
     first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there: `ratio_least`,
-    `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers` and `num_gpus` too.
+    `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`, `num_gpus`
+    and the costs' `evidence` (`Scenario.evidence`) too.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
@@ -188,6 +189,7 @@ def compare_systems(
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
         num_gpus=scenario.workers * (gpus_per_worker or scenario.costs.tensor_parallel),
+        evidence=scenario.evidence(s for one in bound for s in one.policy.strategies),
     )
     return table
 

@@ -109,11 +109,11 @@ def compare(
             source, asked, config, model_free_acceptance=model_free_acceptance, stages=stages,
             gpus_per_worker=gpus_per_worker, repeats=repeats, jobs=jobs, ranges=ranges,
         )  # fmt: skip
-        attributes = ("baseline", "ranges", "num_rl_steps", "num_workers", "num_gpus")
+        attributes = ("baseline", "ranges", "num_rl_steps", "num_workers", "num_gpus", "evidence")
         result = {"systems": system_rows(rows), "figures": "simulated", "left_out": {}}
         result |= {key: rows.attrs[key] for key in attributes}
         result |= {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
-        text = system_table(rows)
+        text = f"{system_table(rows)}\n{believed(rows.attrs['evidence'])}"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {
         "num_repeats": repeats,
@@ -143,8 +143,16 @@ def _policies(
         raise ConfigError(f"--policies {policies!r}: give at least two to compare")
     scenario = Scenario.of(source, config)
     rows = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
+    evidence = scenario.evidence(s for policy in chosen.values() for s in policy.strategies)
     result = {"policies": _records(rows), "baseline": next(iter(chosen)), "num_rl_steps": len(scenario.steps)}
-    return result, policy_table(rows)
+    return result | {"evidence": evidence}, f"{policy_table(rows)}\n{believed(evidence)}"
+
+
+def believed(evidence: dict[str, Any]) -> str:
+    """How far the costs of a comparison are to be believed, in one line."""
+    ratios = evidence["speedup_error"]
+    more = "" if ratios is None else f", ratios of speculating to not by less than {ratios:.0%}"
+    return f"costs: {evidence['says']}{more}"
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .evidence import Evidence
 from .noise import IterationNoise
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -61,7 +62,8 @@ class CostModel(FrozenModel, ABC):
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
     cut. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
     is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
-    (`sd_idle_s`). `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit.
+    (`sd_idle_s`). `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit,
+    `evidence` what speaks for the fit.
     """
 
     switch_s: Seconds = 0.0
@@ -71,6 +73,7 @@ class CostModel(FrozenModel, ABC):
     graph_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = None
     calibrated: CalibratedRange | None = None
     noise: IterationNoise | None = None
+    evidence: Evidence | None = None
     notes: tuple[str, ...] = ()
 
     @field_validator("graph_sizes")
