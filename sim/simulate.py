@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 import tltlab
+from tltlab.costs.evidence import interval
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.regime import Regime
@@ -86,14 +87,21 @@ class SimResult:
 
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
-        "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used.
+        "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used;
+        `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` has the measured makespan with a
+        probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
         """
         bounds_s = self.bounds_s()
-        speculates = any(regime.strategy.speculates for regime in self._regimes())
+        strategies = [regime.strategy for regime in self._regimes()]
+        speculates = any(strategy.speculates for strategy in strategies)
+        outside = self._outside_calibration()
+        evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
             "mean_accept_length": self._mean_accept_length(),
-            "outside_calibration": self._outside_calibration(),
+            "outside_calibration": outside,
+            "evidence": evidence,
+            "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
             "spot_training": self._spot_training(),
             "costs": self.scenario.costs_name,
             "acceptance": self.scenario.acceptance_name if speculates else None,

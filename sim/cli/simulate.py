@@ -210,10 +210,15 @@ def table(summary: dict[str, Any]) -> str:
     num_steps = len(summary["makespan_s_per_step"])
     outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
     beyond = [f"extrapolated       {', '.join(outside)} of the iterations lie outside what was measured"]
+    between = ""
+    if summary["makespan_interval_s"] is not None:
+        low, high = summary["makespan_interval_s"]
+        between = f", 90 %: {low:.4g} to {high:.4g} s"
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     return "\n".join(
         [
-            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps)",
+            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps){between}",
+            f"costs              {summary['evidence']['says']}",
             f"lower bound        {shown('lower_bound_s', '.4g')} s, any use of the policy's strategies "
             f"(regret {shown('regret', '.1%')})",
             f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
