@@ -186,6 +186,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
+        left_out={},
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,

@@ -38,7 +38,7 @@ from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
 from .selector import Selector
-from .simple import BatchTable, Explore, Fixed, NoSpeculation
+from .simple import AcceptLadder, BatchTable, Explore, Fixed, NoSpeculation
 
 ALLOW_CODE = "TLTLAB_ALLOW_CODE"
 """The variable of the environment with modules that files may name, with commas between."""
@@ -104,6 +104,11 @@ class TableSpec(_Spec, builds=BatchTable):
 
     def arguments(self) -> dict[str, Any]:
         return {"rows": [(row.min_batch, row.strategy) for row in self.rows]}
+
+
+class LadderSpec(_Spec, builds=AcceptLadder, init=False):
+    kind: Literal["ladder"] = "ladder"
+    strategies: Strategies
 
 
 class ExploreSpec(_Spec, builds=Explore, init=False):
@@ -302,6 +307,7 @@ SelectorSpec = Annotated[
     NoneSpec
     | FixedSpec
     | TableSpec
+    | LadderSpec
     | ExploreSpec
     | EpsilonGreedySpec
     | Ucb1Spec
