@@ -92,8 +92,8 @@ class AcceptLadder(Selector):
             raise ConfigError(f"ladder: draft depths must ascend strictly, got {', '.join(map(str, depths))}")
         if not 0.0 < ema <= 1.0 or warmup < 1 or hold < 1 or hysteresis < 0:
             raise ConfigError(
-                f"ladder: ema must be in (0, 1], warmup and hold at least 1, hysteresis at least 0, got {ema}, {warmup}, "
-                f"{hold} and {hysteresis}"
+                f"ladder: ema must be in (0, 1], warmup and hold at least 1, hysteresis at least 0, got {ema}, "
+                f"{warmup}, {hold} and {hysteresis}"
             )
         self.ema, self.warmup, self.hold = ema, warmup, hold
         self.slack, self.hysteresis = slack, hysteresis
