@@ -15,6 +15,7 @@ from pydantic import model_validator as validator
 from tltlab.config import Built, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
+from tltlab.drafters.mba import MbaBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
@@ -30,6 +31,7 @@ from .specs import (
     ExploreSpec,
     FixedSpec,
     GoodputSpec,
+    LadderSpec,
     NoneSpec,
     SelectorSpec,
     Settings,
@@ -52,7 +54,9 @@ __all__ = [
     "ExploreSpec",
     "FixedSpec",
     "GoodputSpec",
+    "LadderSpec",
     "LengthAwareBudgetSpec",
+    "MbaBudgetSpec",
     "NoneSpec",
     "Policy",
     "PolicySource",
@@ -107,7 +111,17 @@ class LengthAwareBudgetSpec(Built, builds=LengthAwareBudget, init=False):
         return budget
 
 
-BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec, Field(discriminator="kind")]
+class MbaBudgetSpec(Built, builds=MbaBudget, init=False):
+    kind: Literal["mba"] = "mba"
+
+    def build(self) -> DraftBudget:
+        budget: DraftBudget = self.make()
+        return budget
+
+
+BudgetSpec = Annotated[
+    UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec | MbaBudgetSpec, Field(discriminator="kind")
+]
 
 
 class Policy(Settings):

@@ -40,7 +40,7 @@ from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
 from .selector import Selector
-from .simple import BatchTable, Explore, Fixed, NoSpeculation
+from .simple import AcceptLadder, BatchTable, Explore, Fixed, NoSpeculation
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
@@ -108,6 +108,11 @@ class TableSpec(_Spec, builds=BatchTable):
 
     def arguments(self) -> dict[str, Any]:
         return {"rows": [(row.min_batch, row.strategy) for row in self.rows]}
+
+
+class LadderSpec(_Spec, builds=AcceptLadder, init=False):
+    kind: Literal["ladder"] = "ladder"
+    strategies: Strategies
 
 
 class ExploreSpec(_Spec, builds=Explore, init=False):
@@ -327,6 +332,7 @@ SelectorSpec = Annotated[
     NoneSpec
     | FixedSpec
     | TableSpec
+    | LadderSpec
     | ExploreSpec
     | EpsilonGreedySpec
     | Ucb1Spec
