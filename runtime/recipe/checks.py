@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import found_in
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.runtime.rollout.reward_pool import RewardPool
@@ -60,9 +59,7 @@ def rewards(recipe: Recipe) -> Iterable[str]:
 
 
 def policy(recipe: Recipe) -> Iterable[str]:
-    with found_in(recipe.code):
-        chosen = load_policy(recipe.rollout.policy)
-    return policy_on_engines(recipe, chosen)
+    return policy_on_engines(recipe, recipe.read_policy())
 
 
 def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
