@@ -25,8 +25,9 @@ from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
-from tltlab.planning.systems import System, find_systems
+from tltlab.planning.systems import find_systems
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
@@ -185,6 +186,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
+        left_out={},
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,

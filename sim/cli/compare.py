@@ -109,8 +109,8 @@ def compare(
             source, asked, config, model_free_acceptance=model_free_acceptance, stages=stages,
             gpus_per_worker=gpus_per_worker, repeats=repeats, jobs=jobs, ranges=ranges,
         )  # fmt: skip
-        attributes = ("baseline", "ranges", "num_rl_steps", "num_workers", "num_gpus", "evidence")
-        result = {"systems": system_rows(rows), "figures": "simulated", "left_out": {}}
+        attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
+        result = {"systems": system_rows(rows), "figures": "simulated"}
         result |= {key: rows.attrs[key] for key in attributes}
         result |= {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
         text = f"{system_table(rows)}\n{believed(rows.attrs['evidence'])}"

@@ -19,8 +19,9 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
+from tltlab.planning.composition import Rung, System, one_strategy
 from tltlab.planning.system_binding import bind
-from tltlab.planning.systems import SYSTEMS, Rung, System, one_strategy
+from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Colocated, Separate, run_steps, simulate
 from tltlab.sim.systems import compare_systems, on_gpus, simulate_system
 from tltlab.traces.trace import Trace

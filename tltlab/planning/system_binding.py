@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Bucket, Policy
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .systems import Rung, System, strategies
+from .composition import Rung, System, strategies
 
 LEARNED_DEFAULT, TEXT_DEFAULT = "tlt-qwen2.5-32b-fresh", "seer-siblings"
 """Acceptance of drafters with a network, and of those that draft from text, where a trace and its user know none."""

@@ -15,6 +15,7 @@ from pydantic import model_validator as validator
 from tltlab.config import Built, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
+from tltlab.drafters.mba import MbaBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
@@ -23,6 +24,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .activation import Count, ElasticActivation
 from .selector import Selector
 from .specs import (
+    AdaptiveSpec,
     BegMabSpec,
     Bucket,
     CustomSpec,
@@ -30,6 +32,7 @@ from .specs import (
     ExploreSpec,
     FixedSpec,
     GoodputSpec,
+    LadderSpec,
     NoneSpec,
     SelectorSpec,
     Settings,
@@ -44,6 +47,7 @@ __all__ = [
     "SHIPPED",
     "AcceptanceBudgetSpec",
     "Activation",
+    "AdaptiveSpec",
     "BegMabSpec",
     "Bucket",
     "BudgetSpec",
@@ -52,7 +56,9 @@ __all__ = [
     "ExploreSpec",
     "FixedSpec",
     "GoodputSpec",
+    "LadderSpec",
     "LengthAwareBudgetSpec",
+    "MbaBudgetSpec",
     "NoneSpec",
     "Policy",
     "PolicySource",
@@ -107,7 +113,17 @@ class LengthAwareBudgetSpec(Built, builds=LengthAwareBudget, init=False):
         return budget
 
 
-BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec, Field(discriminator="kind")]
+class MbaBudgetSpec(Built, builds=MbaBudget, init=False):
+    kind: Literal["mba"] = "mba"
+
+    def build(self) -> DraftBudget:
+        budget: DraftBudget = self.make()
+        return budget
+
+
+BudgetSpec = Annotated[
+    UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec | MbaBudgetSpec, Field(discriminator="kind")
+]
 
 
 class Policy(Settings):
@@ -291,6 +307,7 @@ SHIPPED: dict[str, Policy] = {
     # For engines that have a drafter "learned", as runs with a [drafter] do.
     "beg-mab-learned": _between("learned", "suffix"),
     "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
+    "adaptive": Policy(selector=AdaptiveSpec()),
     # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
     "das": Policy(
         selector=FixedSpec(strategy=Strategy.chain("suffix", 8)),
