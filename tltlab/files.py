@@ -18,6 +18,8 @@ from typing import IO, Any
 from .errors import ConfigError, InputError, RunError
 
 _SEAL = "sha256"
+MOST_JSON_BYTES = 256 << 20
+"""Of a JSON file, which is read as a whole."""
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
 
@@ -72,7 +74,11 @@ def _seal_of(value: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> Any:
     """Read JSON as `unsealed`; a missing or broken file is a ConfigError that names it."""
     try:
-        return unsealed(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            data = file.read(MOST_JSON_BYTES + 1)
+        if len(data) > MOST_JSON_BYTES:
+            raise ConfigError(f"{path} has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read as JSON")
+        return unsealed(data.decode())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tltlab import files
 from tltlab.errors import ConfigError, InputError, RunError
 from tltlab.files import (
     marked_folder,
@@ -136,6 +137,12 @@ def test_what_is_sealed_is_what_was_written(tmp_path: Path):
     (tmp_path / "a.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="nested too deeply"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "MOST_JSON_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match=r"/dev/full has more than 1 MiB, the most that is read as JSON"):
+        read_json(Path("/dev/full"))
 
 
 def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):

@@ -6,14 +6,15 @@ import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.errors import TraceError
-from tltlab.files import parse_json
+from tltlab.files import MOST_JSON_BYTES, parse_json
 
 _MOST = 2**31 - 1
 
@@ -89,7 +90,7 @@ def rows_of(path: Path) -> Iterator[Row]:
         return
     try:
         with open(path, encoding="utf-8-sig") as file:
-            lines: Iterator[tuple[int, str]] = ((n, line) for n, line in enumerate(file, 1) if line.strip())
+            lines = ((n, line) for n, line in _lines(file, path) if line.strip())
             number, line = next(lines, (0, ""))
             if not line:
                 raise TraceError(f"{path}: empty; wanted one JSON object per line")
@@ -98,7 +99,7 @@ def rows_of(path: Path) -> Iterator[Row]:
             except ValueError as error:
                 file.seek(0)
                 try:
-                    first = parse_json(file.read())
+                    first = parse_json(file.read(MOST_JSON_BYTES))
                 except ValueError:
                     raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
             yield from _json_rows(path, f"line {number}", first)
@@ -110,6 +111,17 @@ def rows_of(path: Path) -> Iterator[Row]:
                 yield from _json_rows(path, f"line {number}", found)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file and their numbers from 1 on. TraceError for one that is too long to be a record."""
+    for number in count(1):
+        line = file.readline(MOST_JSON_BYTES + 1)
+        if len(line) > MOST_JSON_BYTES:
+            raise TraceError(f"{path}, line {number}: longer than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+        if not line:
+            return
+        yield number, line
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, TraceError
+from tltlab.importers import rows
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces.trace import read
@@ -550,3 +551,10 @@ def test_wrong_input_of_the_command_is_exit_code_2_and_one_line(importing, verl,
     assert err.count("\n") == 1
     assert says in err
     assert not (tmp_path / "t").exists()
+
+
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_JSON_BYTES", 1 << 20)
+    (tmp_path / "endless.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TraceError, match=r"endless.jsonl, line 1: longer than 1 MiB, the most that is read"):
+        list(rows.rows_of(tmp_path / "endless.jsonl"))
