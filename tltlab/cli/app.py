@@ -39,6 +39,11 @@ def load(command: str) -> Any:
         raise _missing_extra(error) from error
 
 
+def command_names() -> list[str]:
+    """The commands that are installed, in order."""
+    return sorted(_commands())
+
+
 def _commands() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
