@@ -24,6 +24,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .activation import Count, ElasticActivation
 from .selector import Selector
 from .specs import (
+    AdaptiveSpec,
     BegMabSpec,
     Bucket,
     CustomSpec,
@@ -46,6 +47,7 @@ __all__ = [
     "SHIPPED",
     "AcceptanceBudgetSpec",
     "Activation",
+    "AdaptiveSpec",
     "BegMabSpec",
     "Bucket",
     "BudgetSpec",
@@ -309,6 +311,7 @@ SHIPPED: dict[str, Policy] = {
     # For engines that have a drafter "learned", as runs with a [drafter] do.
     "beg-mab-learned": _between("learned", "suffix"),
     "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
+    "adaptive": Policy(selector=AdaptiveSpec()),
     # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
     "das": Policy(
         selector=FixedSpec(strategy=Strategy.chain("suffix", 8)),

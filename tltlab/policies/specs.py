@@ -36,6 +36,7 @@ from tltlab.files import found_in, read_json
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
+from .adaptive import Adaptive
 from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
@@ -189,6 +190,11 @@ class GoodputSpec(_Spec, builds=Goodput, init=False):
         return super().arguments() | {"costs": load_costs(self.costs)}
 
 
+class AdaptiveSpec(_Spec, builds=Adaptive, init=False):
+    kind: Literal["adaptive"] = "adaptive"
+    drafters: tuple[str, ...] = ("ngram",)
+
+
 class CustomSpec(Settings):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
@@ -338,6 +344,7 @@ SelectorSpec = Annotated[
     | Ucb1Spec
     | BegMabSpec
     | GoodputSpec
+    | AdaptiveSpec
     | CustomSpec,
     Field(discriminator="kind"),
 ]
