@@ -62,7 +62,7 @@ def code_allowed(modules: Iterable[str]) -> Iterator[None]:
 
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
     try:
-        return build(value)
+        return build(Strategy.parse(value) if isinstance(value, str) else value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
