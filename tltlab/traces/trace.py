@@ -321,8 +321,6 @@ def read_one(found: Path) -> Trace:
             return read_one(found.with_name(found.name.removesuffix(SUFFIX)))
     trace = _opened(found)
     _check(trace)
-    if trace.path is not None:
-        check_sums(trace.path)
     return trace
 
 
@@ -401,6 +399,8 @@ def _opened(path: Path) -> Trace:
     for name in REQUIRED_TABLES:
         if not (path / f"{name}.parquet").exists():
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
+    # First: what opens a damaged file may raise anything.
+    check_sums(path)
     tables: dict[str, Table] = {
         name: FileTable(name, file) for name in TABLES if (file := path / f"{name}.parquet").exists()
     }
