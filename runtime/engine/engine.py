@@ -21,7 +21,6 @@ from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.vllm.options import (
     Attachment,
     check_drafter,
@@ -35,7 +34,7 @@ from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
 from .generation import EngineDied, GenerationRequest, Response, Rollout
-from .graphs import GraphPlan
+from .graphs import CapturedGraphs, GraphPlan
 from .recording import how_it_ended
 from .seat import PolicyFailed
 

@@ -14,8 +14,15 @@ from tltlab.files import found_in
 from tltlab.hardware import gpu as gpu_by_name
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import GIB, GraphPlan, fitting_plan, memory_bytes, plan_graphs, vllm_pool
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.graphs import (
+    GIB,
+    CapturedGraphs,
+    GraphPlan,
+    fitting_plan,
+    memory_bytes,
+    plan_graphs,
+    vllm_pool,
+)
 
 from .gpus import bundles_of
 from .memory import requests_per_engine, shape_of, vllm_batch

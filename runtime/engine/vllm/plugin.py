@@ -28,8 +28,7 @@ from tltlab.errors import ConfigError
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES
 from .capabilities import missing
-from .dispatch import keep_captured_bytes
-from .runners import model_runners, spare_speculation, time_drafting
+from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
 
 if TYPE_CHECKING:

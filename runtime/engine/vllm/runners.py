@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from .capabilities import missing
+
+if TYPE_CHECKING:
+    from tltlab.runtime.engine.graphs import CapturedGraphs, Kind
 
 
 def spare_speculation() -> None:
@@ -326,3 +329,63 @@ def _weight_bytes(model: Any) -> dict[int, int]:
             if hasattr(handler, "handler_tensor"):
                 found[id(handler)] = handler.n * handler.k * value
     return found
+
+
+_KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": "eager"}
+
+
+def kind_of(runtime_mode: str) -> Kind:
+    """vLLM's name of a runtime mode in ours.
+
+    >>> kind_of("NONE")
+    'eager'
+    """
+    return _KINDS[runtime_mode]
+
+
+def keep_captured_bytes(runner: Any) -> None:
+    """Have model runners of this class keep what their `capture_model` returns; call it before the engine starts.
+
+    vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
+    """
+    capture = runner.capture_model
+    if hasattr(capture, "kept_by_tltlab"):
+        return
+
+    @wraps(capture)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> int:
+        self.tltlab_captured_bytes = taken = int(capture(self, *args, **kwargs))
+        return taken
+
+    kept.kept_by_tltlab = True  # type: ignore[attr-defined]
+    runner.capture_model = kept
+
+
+def captured_bytes(worker: Any) -> int | None:
+    """Bytes of device memory that a vLLM worker's graph capture took; None where nothing was captured or kept."""
+    return getattr(worker.model_runner, "tltlab_captured_bytes", None) or None
+
+
+def captured_graphs(worker: Any) -> CapturedGraphs:
+    """What a vLLM worker has captured."""
+    from tltlab.runtime.engine.graphs import CapturedGraphs
+
+    runner = worker.model_runner
+    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+    if dispatcher is not None:
+        by_kind = {kind_of(mode.name): descs for mode, descs in dispatcher.get_capture_descs()}
+        full = {(d.num_tokens, d.num_tokens // d.num_reqs - 1 if d.uniform else None) for d in by_kind.get("full", ())}
+        name, mode = "V1", dispatcher.cudagraph_mode
+    else:
+        manager = runner.cudagraph_manager
+        by_kind = {kind_of(mode.name): descs for mode, descs in manager._capture_descs.items()}
+        lengths = [(d.num_tokens, d.uniform_token_count) for d in by_kind.get("full", ())]
+        full = {(tokens, None if each is None else each - 1) for tokens, each in lengths}
+        name, mode = "V2", manager.cudagraph_mode
+    return CapturedGraphs(
+        runner="V1" if name == "V1" else "V2",
+        mode=mode.name,
+        full=tuple(sorted(full, key=lambda graph: (graph[0], graph[1] or 0))),
+        piecewise=tuple(sorted({d.num_tokens for d in by_kind.get("piecewise", ())})),
+        num_bytes=captured_bytes(worker),
+    )

@@ -31,11 +31,10 @@ from tltlab.runtime.engine.seat import PolicyFile, what_was_raised
 
 from .capabilities import missing
 from .capture import NoCapture, pause_capture, start_capture
-from .dispatch import captured_graphs
 from .options import Attachment, check_engine, drafts_nothing
 from .plugin import is_registered, speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
-from .runners import held_bytes
+from .runners import captured_graphs, held_bytes
 from .watch import Watch
 
 logger = init_logger(__name__)

@@ -27,8 +27,8 @@ from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 
-from .dispatch import kind_of
 from .options import Attachment
+from .runners import kind_of
 
 EXTRA = "tltlab"
 """Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
