@@ -41,12 +41,14 @@ STRATEGY_COLUMNS = ("drafter", "draft_depth", "top_k", "tokens_to_verify")
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
 
 PROGRAM = """
-import json, os, shutil, sys
+import json, os, sys
 root, model, traces = sys.argv[1:]
 sys.path.insert(0, root)
 from tests.runtime.engine.asking import changed, requests, settings
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.vllm import uncompiled
+from tltlab.runtime.engine.vllm.watch import record_only
 
 before, found = settings(), {}
 engine = Engine(model, max_draft_depth=2,
@@ -68,22 +70,33 @@ from vllm.v1.request import RequestStatus
 
 small = {"enforce_eager": True, "dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 25}
 
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+prompts = [{"prompt_token_ids": [1, 4 + n, 5]} for n in range(3)]
+# Compiling takes longer than all else here.
+without_compiling = uncompiled(True)
+without_compiling.__enter__()
+
+os.environ["TLTLAB_RECORD"] = f"{traces}/pools"
+llm = LLM(model, runner="pooling", **small)
+vectors = [answer.outputs.embedding for answer in llm.embed(prompts, use_tqdm=False)]
+options = vllm_options(None, record=f"{traces}/pools")
+scheduler_of(llm).vllm_config.additional_config = options["additional_config"]
+record_only(scheduler_of(llm))
+again = [answer.outputs.embedding for answer in llm.embed(prompts, use_tqdm=False)]
+found["pools"] = [len(set(map(tuple, vectors))), again == vectors, "schedule" in vars(scheduler_of(llm))]
+llm.llm_engine.engine_core.shutdown()
+
 def generate(llm, **settings):
-    prompts = [{"prompt_token_ids": [1, 4 + n, 5]} for n in range(3)]
     settings = SamplingParams(ignore_eos=True, max_tokens=20, **settings)
     return [output.outputs[0].finish_reason for output in llm.generate(prompts, settings, use_tqdm=False)]
-
-llm = LLM(model, **small, **vllm_options("none", record=f"{traces}/vanishes"))
-found["vanishes"] = [generate(llm)]
-shutil.rmtree(f"{traces}/vanishes.recording")
-found["vanishes"] += [generate(llm), generate(llm)]
-llm.llm_engine.engine_core.shutdown()
 
 os.environ.update(TLTLAB_POLICY="beg-mab", TLTLAB_RECORD=f"{traces}/exits")
 llm = LLM(model, **small)
 repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
 found["exits"] = [generate(llm), generate(llm, allowed_token_ids=[9], repetition_detection=repeats)]
-scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+scheduler = scheduler_of(llm)
 stock, failed = scheduler.update_from_output, []
 
 def update_from_output(*args):
@@ -161,11 +174,12 @@ def test_what_a_program_recorded_is_a_trace_when_it_has_ended_however_its_reques
     assert f"follows the policy beg-mab and records to {traces / 'exits'}" in program[1]
 
 
-def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tuple[dict[str, Any], str], traces: Path):
+def test_an_engine_that_pools_goes_on_unrecorded_and_says_so_once(program: tuple[dict[str, Any], str], traces: Path):
+    """By variables, and where its arguments ask for a recording."""
     found, said = program
-    assert found["vanishes"] == [["length"] * 3] * 3
-    assert said.count("the engine goes on") == 1
-    assert not (traces / "vanishes").exists()
+    assert found["pools"] == [3, True, False]
+    assert said.count("it pools and generates nothing") == said.count("nothing is recorded") == 1
+    assert not [item.name for item in traces.iterdir() if item.name.startswith("pools")]
 
 
 def test_what_was_durable_when_a_program_was_killed_is_read_simulated_and_tuned(random_model: Path, traces: Path):
