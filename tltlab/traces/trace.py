@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -22,7 +21,16 @@ from tltlab.files import new_folder, write_durably
 from .csv import tables_from_csv
 from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, ReadTable, StoredTable, Table, write_parquet
+from .storage import (
+    FileTable,
+    MemoryTable,
+    ReadTable,
+    StoredTable,
+    Table,
+    carry_over,
+    frame_to_arrow,
+    write_parquet,
+)
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
@@ -409,7 +417,7 @@ def checked(
     for name in TABLES:
         given = tables.get(name)
         if given is not None:
-            table = _to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
+            table = frame_to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
             first = (num_before or {}).get(name, 0)
             parts[name] = conform(Part(name=name, file=name, table=table, rows=np.arange(first, first + len(table))))
         elif name in REQUIRED_TABLES:
@@ -463,7 +471,7 @@ def new_trace_folder(path: Path) -> Iterator[Path]:
     refuse_foreign_target(path)
     with new_folder(path, durable=True) as new:
         yield new
-        _carry_over(path, new)
+        carry_over(path, new)
 
 
 def cannot_write(path: Path, error: OSError) -> InputError:
@@ -485,30 +493,6 @@ def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
 def _steps_of(tables: Mapping[str, Table]) -> list[int]:
     found: list[int] = tables["workload"].rl_steps.tolist()
     return found
-
-
-def _to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
-    columns = {}
-    for field in TABLES[name]:
-        if field.name in frame.columns:
-            try:
-                # A frame without rows has whatever types its writer's library gives to nothing.
-                values = frame[field.name] if len(frame) else pa.nulls(0, field.type)
-                columns[field.name] = pa.array(values, from_pandas=True)
-            except (pa.ArrowException, OverflowError) as error:
-                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
-    return pa.table(columns)
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
-    ours = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
-    for item in sorted(old.iterdir()) if old.is_dir() else ():
-        if item.name not in ours:
-            if item.is_dir() and not item.is_symlink():
-                shutil.copytree(item, new / item.name, symlinks=True)
-            else:
-                shutil.copy2(item, new / item.name, follow_symlinks=False)
 
 
 def _few(values: list[Any]) -> str:
