@@ -13,7 +13,7 @@ import torch
 
 from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.hardware import available_memory
 from tltlab.policies.policy import FixedSpec, Policy
@@ -23,8 +23,6 @@ from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
 from tltlab.runtime.engine.vllm.options import (
     Attachment,
-    check_drafter,
-    check_sampled_drafts,
     engine_settings,
     speculative_config,
 )

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from tltlab.drafters.specs import LearnedSpec
+from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import found_in
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
 from tltlab.traces.trace import read
