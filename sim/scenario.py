@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +20,16 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
-from tltlab.policies.specs import build_class, check_contract
+from tltlab.policies.specs import build_class, check_contract, from_user, raised
 from tltlab.sim.engine.batch import Batch, FluidBatch
-from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import TraceSource, read
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -134,7 +134,7 @@ class Scenario:
     coordinator: CoordinatorConfig | None = None
 
     @classmethod
-    def of(cls, trace: str | Path | Trace, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
+    def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
         """The simulation of a trace, or of what `read` finds at a path.
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
@@ -195,7 +195,14 @@ class Scenario:
                 batches = _batches(model if drafters else None, self, budgets)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
-            rollout = simulator.rollout(step, queues)
+            try:
+                rollout = simulator.rollout(step, queues)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a user's policy raises
+                if from_user(error):
+                    raise raised(error, type(simulator.selectors[0]).__name__) from error
+                raise
             tell_each_other(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter
@@ -203,6 +210,26 @@ class Scenario:
                 state = replace(state, age=state.age + 1)
             rollouts.append(rollout)
         return tuple(rollouts)
+
+    def evidence(self, strategies: Iterable[Strategy], outside: Iterable[str] = ()) -> dict[str, Any]:
+        """How far the costs are to be believed where these strategies run: the keys of `evidence` in commands' JSON.
+
+        `distance` to the nearest measurement ("unknown" where the costs do not say what they were fitted to), `says` it
+        in one line, `error` of times and `speedup_error` of ratios, which nine in ten predictions do not exceed (None:
+        not known). `outside` names what else of the run was not measured.
+        """
+        evidence, met = self.costs.evidence, list(strategies)
+        if evidence is None:
+            says = f"not known: {self.costs_name} does not say what it was fitted to"
+            return {"distance": "unknown", "says": says, "error": None, "speedup_error": None}
+        speculates = any(s.speculates for s in met)
+        beyond = [*evidence.beyond(s.draft_depth for s in met), *outside]
+        return {
+            "distance": "never measured" if beyond else evidence.distance,
+            "says": evidence.says(speculates=speculates, beyond=beyond),
+            "error": evidence.error(speculates=speculates, extrapolated=bool(beyond)),
+            "speedup_error": evidence.speedup_error(extrapolated=bool(beyond)) if speculates else None,
+        }
 
     def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
         """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
@@ -259,6 +286,7 @@ def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftB
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",
             budgets=budgets,
+            refresh=max(REFRESH_ITERATIONS, scenario.decision_block),
         )
     if model.varies_by == "position":
         return lambda requests: ReplayBatch(requests, model)

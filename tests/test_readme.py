@@ -35,6 +35,7 @@ EVERY_PAGE = pytest.mark.parametrize("name", PAGES)
 
 QUICK = """
     tltlab simulate traces/tiny --policy mine:Halving
+    tltlab what-if lengths.csv --gpus 8xH100 --model Qwen2.5-7B --out what-if.html
     tltlab simulate lengths.csv --workers 8 --costs cpu-small --acceptance geometric:0.7 --strategy 4,1,5 --sd-threshold 32
     tltlab trace generate --regime reasoning --rl-steps 4 --prompts 256 --cap 32768 --workers 8 --out my-trace
     tltlab costs h100-qwen2.5-32b-tp4 --batch 1,8,32 --context 4096 --strategy 8,8,48 --accept-length 7.2

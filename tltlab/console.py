@@ -20,14 +20,18 @@ running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 
 if TYPE_CHECKING:
     Json = bool
+    AllowCode = list[str] | None
 
 
 def __getattr__(name: str) -> Any:
-    """`Json`, the type of a command's --json option. Engines and Ray actors say their progress without Typer."""
-    if name != "Json":
+    """The types of options: `Json` and `AllowCode`. Engines and Ray actors say their progress without Typer."""
+    if name not in ("Json", "AllowCode"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from typer import Option
 
+    if name == "AllowCode":
+        told = "Import the policy class that a file names from this module; repeatable."
+        return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=told)]
     return Annotated[bool, Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 
 

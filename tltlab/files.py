@@ -5,16 +5,21 @@ What is not durable is whole after a kill; what is durable (`fsync`) also after 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from .errors import ConfigError, InputError, RunError
+
+_SEAL = "sha256"
+SUM_SUFFIX = ".sha256"
+"""Of the file that says the SHA-256 of the one beside it."""
 
 
 @contextmanager
@@ -34,10 +39,38 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON; a missing or broken file is a ConfigError that names it."""
+def parse_json(data: str | bytes) -> Any:
+    """The value of a JSON text; what is `sealed` is checked and comes without its seal. Raises ValueError.
+
+    So it does for what is nested deeper than Python's parser goes.
+    """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if isinstance(value, dict) and _SEAL in value:
+        seal = value.pop(_SEAL)
+        if seal != _seal_of(value):
+            raise ValueError(f"its {_SEAL} is that of another content: damaged, or changed by hand (then remove it)")
+    return value
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object that `parse_json` takes for damaged once a bit of its content is another.
+
+    Its "sha256" is the SHA-256 of the rest as ASCII JSON, keys sorted, without spaces.
+    """
+    return {**value, _SEAL: _seal_of(value)}
+
+
+def _seal_of(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON as `parse_json`; a missing or broken file is a ConfigError that names it."""
+    try:
+        return parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -123,6 +156,30 @@ def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterato
         raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
 
 
+class Hashing:
+    """A binary file to write to that knows the SHA-256 of what was written, as `hexdigest`; else it is `file`.
+
+    For what is written front to back: seeking would make it another file than the one hashed.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sum = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._sum.update(data)
+        return self._file.write(data)
+
+    def hexdigest(self) -> str:
+        return self._sum.hexdigest()
+
+    def seekable(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def replace_durably(path: Path, data: bytes | memoryview) -> None:
     """Write a file in one move and wait until it is on the disk. Raises OSError.
 
@@ -133,15 +190,19 @@ def replace_durably(path: Path, data: bytes | memoryview) -> None:
 
 
 @contextmanager
-def replaced_durably(path: Path) -> Iterator[BinaryIO]:
-    """As `replace_durably`, for what is written bit by bit: the file to write to, in place once the block ends."""
+def replaced_durably(path: Path, name: Callable[[str], str] | None = None) -> Iterator[Hashing]:
+    """As `replace_durably`, for what is written bit by bit: the file to write to, in place once the block ends.
+
+    `name` makes of the SHA-256 of what was written the file's name, in place of `path`'s.
+    """
     new = path.with_suffix(".tmp")
     try:
         with open(new, "wb") as file:
-            yield file
+            hashing = Hashing(file)
+            yield hashing
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, path)
+        os.replace(new, path if name is None else path.with_name(name(hashing.hexdigest())))
         fsync_folder(path.parent)
     except BaseException:
         new.unlink(missing_ok=True)
@@ -154,6 +215,29 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, which is read in blocks. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sum(path: Path, sha256: str) -> None:
+    """Say durably, beside a file and as sha256sum does, what its SHA-256 is."""
+    write_durably(path.with_name(path.name + SUM_SUFFIX), f"{sha256}  {path.name}\n".encode())
+
+
+def written_sum(path: Path) -> str | None:
+    """The SHA-256 that a file had when it was written: None where `write_sum` said nothing, "" where that is damaged.
+
+    Raises OSError.
+    """
+    beside = path.with_name(path.name + SUM_SUFFIX)
+    if not beside.is_file():
+        return None
+    sha256, _, name = beside.read_text(encoding="utf-8", errors="replace").partition("  ")
+    return sha256 if name == f"{path.name}\n" else ""
 
 
 def fsync_file(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
 written beside training, so that a step is held up for the copy alone. `tltlab.bench.drafter.checkpoint` measures ours.
+The storage is safetensors with checksums: DCP's own has a pickle for an index, and who reads one runs what it says.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from tltlab.errors import RunError
+from tltlab.files import fsync_folder, sha256_of, written_sum
+from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 PARTIAL = ".partial"
+_PICKLED_INDEX = ".metadata"
 _NAME = re.compile(r"checkpoint-(\d+)")
 # A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -88,7 +96,8 @@ class DrafterCheckpoint:
         for path in _numbered(self.folder):
             read = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
             try:
-                load(read, checkpoint_id=path, no_dist=True)
+                _refuse_damage(path)
+                load(read, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
             # DCP's own exceptions are no Exception.
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -137,7 +146,7 @@ class DrafterCheckpoint:
             self._stager = None
 
 
-class _Writer(FileSystemWriter):
+class _Writer(SafetensorsWriter):
     """Writes a checkpoint under a temporary name; complete, it is renamed, and older ones go."""
 
     def __init__(self, final: Path, keep: int) -> None:
@@ -146,9 +155,44 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
+        fsync_folder(Path(self.path))
         Path(self.path).rename(self.final)
+        fsync_folder(self.final.parent)
         for old in _numbered(self.final.parent)[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def convert(folder: str | Path) -> None:
+    """Write a checkpoint of an earlier version, whose index is a pickle, anew as safetensors, in its place.
+
+    Whatever code the pickle names is run: for a checkpoint of your own.
+    """
+    old = Path(folder)
+    reader, new, gone = FileSystemReader(old), old.with_name(old.name + PARTIAL), old.with_name(f".{old.name}.pickled")
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
+    load(dict(state), storage_reader=reader, no_dist=True)
+    save(dict(state), storage_writer=SafetensorsWriter(new), no_dist=True)
+    old.rename(gone)
+    new.rename(old)
+    shutil.rmtree(gone)
+
+
+def _refuse_damage(folder: Path) -> None:
+    """RunError unless a checkpoint's files are what was written, by their sums."""
+    if (folder / _PICKLED_INDEX).exists():
+        raise RunError(
+            "an earlier version of tltlab wrote it, with a pickle, which could run any code and is not read; where you "
+            "trust it: python -c 'from tltlab.runtime.drafter.checkpoint import convert; "
+            f"convert({str(folder)!r})'"
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RunError("it holds no tensors")
+    for file in files:
+        if written_sum(file) != sha256_of(file):
+            raise RunError(f"{file.name} is not what was written")
 
 
 def _numbered(folder: Path) -> list[Path]:
@@ -172,4 +216,4 @@ def _sentence(error: BaseException) -> str:
     while root is not None and not isinstance(root, OSError):
         root = root.__cause__ or root.__context__
     error = root or error
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import found_in
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
@@ -59,9 +58,7 @@ def rewards(recipe: Recipe) -> Iterable[str]:
 
 
 def policy(recipe: Recipe) -> Iterable[str]:
-    with found_in(recipe.code):
-        chosen = load_policy(recipe.rollout.policy)
-    return policy_on_engines(recipe, chosen)
+    return policy_on_engines(recipe, recipe.read_policy())
 
 
 def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:

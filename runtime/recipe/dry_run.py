@@ -11,10 +11,8 @@ from typing import Any
 
 from tltlab.console import table
 from tltlab.errors import ConfigError
-from tltlab.files import found_in
 from tltlab.hardware import Gpu, ModelShape
 from tltlab.hardware import gpu as gpu_by_name
-from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
@@ -203,8 +201,7 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
 
 def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> Sizes:
     """What memory follows from."""
-    with found_in(recipe.code):
-        policy = load_policy(recipe.rollout.policy)
+    policy = recipe.read_policy()
     in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
     running = requests_per_engine(recipe)
     rows = running * (1 + build.max_draft_depth)

@@ -10,9 +10,8 @@ from typing import Any
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.files import found_in
 from tltlab.hardware import gpu as gpu_by_name
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import (
     GIB,
@@ -94,8 +93,7 @@ def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
 
 def engines_of(recipe: Recipe) -> EngineBuild:
     """What a recipe's engines are built for, its policy loaded for that; see `engine_build`."""
-    with found_in(recipe.code):
-        policy = load_policy(recipe.rollout.policy)
+    policy = recipe.read_policy()
     return engine_build(recipe, policy, drafters_of(recipe, policy))
 
 

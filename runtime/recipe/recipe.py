@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, write_file
+from tltlab.files import found_in, read_json, write_file
+from tltlab.policies.policy import Policy, code_allowed, load_policy
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
@@ -95,6 +96,7 @@ class RolloutConfig(FiniteModel):
 
     `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th rollout runs a second time,
     to no other end than to see how far the machine's time varies on the very same work (`repeats.json`); 0 is never.
+    A policy's file may name a class of the modules `allow_code`.
     Each engine spans `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share
     (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
 
@@ -113,6 +115,7 @@ class RolloutConfig(FiniteModel):
     max_response_tokens: int = Field(default=768, ge=1)
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
+    allow_code: tuple[str, ...] = ()
     graphs: Literal["planned", "stock"] = "planned"
     graph_gib: float = Field(default=6.0, gt=0)
     drafters: dict[str, DrafterSpec] = Field(default={})
@@ -270,6 +273,11 @@ class Recipe(FiniteModel):
     faults: FaultConfig = FaultConfig()
     code: tuple[str, ...] = ()
     seed: int = Field(default=0, ge=0, lt=2**32)
+
+    def read_policy(self) -> Policy:
+        """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
+        with found_in(self.code), code_allowed(self.rollout.allow_code):
+            return load_policy(self.rollout.policy)
 
     @property
     def reward_terms(self) -> tuple[tuple[str, float], ...]:

@@ -3,13 +3,13 @@
     step-000010/ step-000020/    one each, named by the RL step that comes next
     step-000020/checkpoint.json  {"rl_step": 20, "files": {NAME: {"bytes": 123, "sha256": ...}}}, written last
 
-Large files are known by their size alone: reading gigabytes back would take longer than the RL step.
+What is large is hashed while it is written: `NAME.sha256` beside a file says its sum, so that a save reads no
+gigabytes back. They are read where a run goes back to a checkpoint; else large files are known by their size.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import fsync_file, fsync_folder, write_durably
+from tltlab.files import fsync_file, fsync_folder, sha256_of, write_durably, written_sum
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20
+"""Of a file that is read whenever somebody asks whether a checkpoint is whole."""
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -73,21 +74,25 @@ class RunCheckpoints:
         return final
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, None where there is none."""
-        return next(reversed(self.all()), None)
-
-    def all(self) -> list[Path]:
-        """The checkpoints that are whole, oldest first."""
+        """The newest checkpoint that is whole to the last bit, None where there is none."""
         self._put_back()
         self.complaints = []
-        good = []
-        for path in checkpoints_in(self.folder):
-            fault = fault_of(path)
-            if fault is None:
-                good.append(path)
-            else:
-                self.complaints.append(f"checkpoint {path} is passed over: {fault}")
-        return good
+        for path in reversed(checkpoints_in(self.folder)):
+            if self._is_whole(path, to_the_bit=True):
+                return path
+        return None
+
+    def all(self) -> list[Path]:
+        """The checkpoints that are whole, oldest first, their large files by size."""
+        self._put_back()
+        self.complaints = []
+        return [path for path in checkpoints_in(self.folder) if self._is_whole(path)]
+
+    def _is_whole(self, path: Path, *, to_the_bit: bool = False) -> bool:
+        fault = fault_of(path, to_the_bit=to_the_bit)
+        if fault is not None:
+            self.complaints.append(f"checkpoint {path} is passed over: {fault}")
+        return fault is None
 
     def _seal(self, folder: Path, rl_step: int) -> None:
         """Make all files durable, then the list of them."""
@@ -98,7 +103,9 @@ class RunCheckpoints:
                 folders.append(path)
                 continue
             fsync_file(path)
-            files[str(path.relative_to(folder))] = _known_by(path)
+            written = written_sum(path)
+            sha256 = sha256_of(path) if written is None else written
+            files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": sha256}
         write_durably(folder / MANIFEST, json.dumps({"rl_step": rl_step, "files": files}, indent=1).encode())
         for path in reversed(folders):
             fsync_folder(path)
@@ -147,24 +154,22 @@ def step_of(path: Path) -> int:
     return int(named[1])
 
 
-def fault_of(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, None where it is whole."""
+def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
+    """Why a checkpoint cannot be used, None where it is whole. Large files are read only `to_the_bit`."""
     try:
         files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, written in files.items():
-            present = _known_by(path / name)
-            if present["bytes"] != written["bytes"]:
-                return f"{name} has {present['bytes']} bytes instead of {written['bytes']}"
-            if present != written:
+            size = (path / name).stat().st_size
+            if size != written["bytes"]:
+                return f"{name} has {size} bytes instead of {written['bytes']}"
+            # Earlier versions wrote no sums of what is large.
+            if (
+                (to_the_bit or size <= MOST_HASHED_BYTES)
+                and "sha256" in written
+                and sha256_of(path / name) != written["sha256"]
+            ):
                 return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else str(error)
         return " ".join(fault.split())
     return None
-
-
-def _known_by(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > MOST_HASHED_BYTES:
-        return {"bytes": size}
-    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

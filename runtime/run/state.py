@@ -16,7 +16,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
-from tltlab.policies.policy import Policy, parse_policy
+from tltlab.policies.policy import CustomSpec, Policy, code_allowed, parse_policy
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .rows import StepReport
@@ -93,10 +93,19 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     if fields["policies"]:
         latest = fields["policies"][-1]
         latest["policy"] = _whole(latest["policy"], folder / STATE, "policies")
+        _refuse_foreign_code(Policy.model_validate(latest["policy"]), recipe, folder / STATE)
     if "recipe_policy" in parts:
         parts["recipe_policy"] = _whole(parts["recipe_policy"], folder / STATE, "recipe_policy")
     fields["reports"] = [StepReport(**_known(report)) for report in fields["reports"]]
     return RunState(**fields), parts
+
+
+def _refuse_foreign_code(policy: Policy, recipe: Recipe, path: Path) -> None:
+    """ConfigError for a policy of a class that the recipe neither names nor allows."""
+    selector = policy.selector
+    if isinstance(selector, CustomSpec) and selector.path != recipe.rollout.policy:
+        with code_allowed(recipe.rollout.allow_code):
+            selector.refuse_unasked(path)
 
 
 def _whole(policy: Any, path: Path, part: str) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 torch.distributed.checkpoint writes and reads them through its Hugging Face storage, whose index is the header of each
 file. (Its own storage would pickle an index.) Ranks exchange their plans over their process group as torch does it.
+Beside every file of tensors stands its SHA-256, `NAME.sha256` in the format of sha256sum, taken while it was written.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import IOBase
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,13 +22,32 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tltlab.errors import RunError
+from tltlab.files import Hashing, write_sum
 
 TENSORS, STATE = "tensors", "state.json"
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """DCP's storage as safetensors, one file for each rank that saves, without an index; each with its SHA-256."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.fs = _HashingFiles()
+
+
+class _HashingFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        with super().create_stream(path, mode) as stream:
+            hashing = Hashing(cast(Any, stream))
+            yield cast(IOBase, hashing)
+        write_sum(Path(path), hashing.hexdigest())
 
 
 def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rank: int) -> None:
@@ -37,7 +62,7 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
             warnings.simplefilter("ignore")
             save(
                 _tensors(module, optimizer, with_moments=steps > 0),
-                storage_writer=HuggingFaceStorageWriter(str(folder / TENSORS), save_distributed=True),
+                storage_writer=SafetensorsWriter(folder / TENSORS),
                 no_dist=not dist.is_initialized(),
             )
         save_file(_random_state(), folder / f"random-{rank}.safetensors")

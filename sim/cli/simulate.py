@@ -9,12 +9,12 @@ import typer
 
 from tltlab.acceptance.load import Acceptance
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import Json, emit
+from tltlab.console import AllowCode, Json, emit
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, Policy, code_allowed, load_policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
@@ -81,6 +81,7 @@ def simulate(
     max_staleness: Annotated[
         int, typer.Option(help="With --topology separate: 1 lets a rollout run on weights one update old.")
     ] = 0,
+    allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
     """Replay a trace's responses under a policy, a cost model and a placement.
@@ -113,7 +114,8 @@ def simulate(
     else:
         if strategy is not None and drafter is None:
             drafter = likely_drafter(config.find_acceptance(source)[0], costs)
-        chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
+        with code_allowed(allow_code or ()):
+            chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
         result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
         if stages is not None:
             gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
@@ -142,15 +144,13 @@ def likely_drafter(model: Acceptance | None, costs: str | None) -> str:
     return "ngram" if costs is None or isinstance(load_costs(costs), LinearCosts) else "learned"
 
 
-def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, drafter: str) -> str | Policy:
+def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, drafter: str) -> Policy:
     """The policy that --policy, --strategy and --sd-threshold together mean."""
     if strategy is not None and name != "none":
         raise ConfigError(f"--strategy {strategy} and --policy {name} exclude each other")
-    if strategy is None and sd_threshold is None:
-        return name
     if strategy is None:
         chosen = load_policy(name)
-        if chosen.activation is not None:
+        if sd_threshold is not None and chosen.activation is not None:
             raise ConfigError(f"--sd-threshold: policy {name} has its own activation; change max_requests there")
     else:
         chosen = Policy(selector=FixedSpec(strategy=parse_strategy(strategy, drafter)))
@@ -210,10 +210,15 @@ def table(summary: dict[str, Any]) -> str:
     num_steps = len(summary["makespan_s_per_step"])
     outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
     beyond = [f"extrapolated       {', '.join(outside)} of the iterations lie outside what was measured"]
+    between = ""
+    if summary["makespan_interval_s"] is not None:
+        low, high = summary["makespan_interval_s"]
+        between = f", 90 %: {low:.4g} to {high:.4g} s"
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     return "\n".join(
         [
-            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps)",
+            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps){between}",
+            f"costs              {summary['evidence']['says']}",
             f"lower bound        {shown('lower_bound_s', '.4g')} s, any use of the policy's strategies "
             f"(regret {shown('regret', '.1%')})",
             f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",

@@ -11,6 +11,7 @@ import pytest
 from tltlab.acceptance.load import FittedAcceptance, FittedDepth
 from tltlab.calibration.api import calibrate
 from tltlab.costs.base import CalibratedRange
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
@@ -435,6 +436,23 @@ def test_a_simulation_says_what_it_took_for_costs_and_acceptance():
     assert plain["acceptance"] is None
     drafted = simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.6").summary
     assert (drafted["costs"], drafted["acceptance"]) == ("linear", "geometric:0.6")
+
+
+def test_a_simulation_says_how_far_its_costs_are_to_be_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain, drafted = (
+        simulate(TRACE, policy, costs="sglang:H200:Qwen3-32B", acceptance="geometric:0.6").summary
+        for policy in ("none", fixed())
+    )
+    evidence = load_costs("sglang:H200:Qwen3-32B").evidence
+    low, high = plain["makespan_interval_s"]
+    error = evidence.error()
+    assert (plain["evidence"]["distance"], plain["evidence"]["error"]) == ("interpolated", error)
+    assert (low, high) == pytest.approx((plain["makespan_s"] / (1 + error), plain["makespan_s"] / (1 - error)))
+    assert drafted["evidence"]["error"] > error
+    unknown = simulate(TRACE, "none", costs=COSTS).summary
+    assert (unknown["evidence"]["distance"], unknown["makespan_interval_s"]) == ("unknown", None)
+    command(TRACE.write(tmp_path / "trace"), costs="sglang:H200:Qwen3-32B")
+    assert f"90 %: {low:.4g} to {high:.4g} s\ncosts              interpolated with sglang" in capsys.readouterr().out
 
 
 def test_what_a_run_accepted_is_what_its_simulation_takes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -23,7 +23,9 @@ from tltlab.arrays import Floats
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
 from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
+from tltlab.calibration.cross_validation import most_errors
 from tltlab.calibration.robust import non_negative
+from tltlab.costs.evidence import SPECULATING, Evidence
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.hardware import model
@@ -150,8 +152,16 @@ def shipped_table(data: Path) -> TableCosts:
     table = with_speculation(fitted.engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4)), cells)
     table = table.model_copy(update={"network_levels": True, "switch_s": SWITCH_S})
     points = fitted.points[fitted.points["fits_memory"]]
-    held_out = (points["held_out_s"] / points["seconds"] - 1).abs().groupby(points["tp"]).mean().mean()
-    off = np.abs(speedups(table, cells) / cells["speedup"] - 1).groupby(cells["table"]).mean()
+    errors = (points["held_out_s"] / points["seconds"] - 1).abs()
+    held_out = errors.groupby(points["tp"]).mean().mean()
+    missed = np.abs(speedups(table, cells) / cells["speedup"] - 1)
+    off = missed.groupby(cells["table"]).mean()
+    evidence = Evidence(
+        engine="vLLM 0.12 and TLT",
+        left_out={"tp": most_errors(errors)},
+        fitted={"all" + SPECULATING: most_errors(missed)},
+        draft_depth=(float(cells["draft_depth"].min()), float(cells["draft_depth"].max())),
+    )
     notes = (
         "made of measured kernel times (AIConfigurator, Apache-2.0: vLLM on H100 SXM, bf16), Qwen2.5-32B tp 4: knots "
         "are sums of kernels times a fitted factor",
@@ -163,7 +173,7 @@ def shipped_table(data: Path) -> TableCosts:
         f"a learned drafter's levels are what was fitted, model-free ones have none; sd_idle_s is assumed 0; "
         f"{SWITCH_NOTE}",
     )
-    return _rounded(table.model_copy(update={"notes": (*notes, *table.notes[1:])}))
+    return _rounded(table.model_copy(update={"notes": (*notes, *table.notes[1:]), "evidence": evidence}))
 
 
 def accuracy_rows(data: Path) -> pd.DataFrame:

@@ -19,7 +19,9 @@ from tltlab.bench.published.fit import Fitted, fit, predict
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
 from tltlab.bench.published.measurements import from_speedups, from_tpot, from_waves
 from tltlab.bench.published.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
+from tltlab.calibration.cross_validation import most_errors
 from tltlab.costs.base import CalibratedRange
+from tltlab.costs.evidence import SPECULATING, Evidence
 from tltlab.costs.roofline import Constants, RooflineCosts
 
 _DECODE = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms", "silicon_ttft_ms")
@@ -103,9 +105,32 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
             if (name, shape) != (GPUS[0], "Qwen2.5-32B"):
                 calibrated = CalibratedRange(batch=calibrated.batch, verified_tokens=calibrated.verified_tokens)
                 notes.insert(1, "No end-to-end measurement of this model on this GPU is in the fit.")
+            evidence = _evidence(found, data, name, shape)
             key = f"{name}-{shape}" + (f"-tp{tp}" if tp > 1 else "")
-            made[key.lower()] = preset(constants, name, shape, tp, calibrated, tuple(notes))
+            made[key.lower()] = preset(constants, name, shape, tp, calibrated, tuple(notes), evidence)
     return made
+
+
+def _evidence(found: Fitted, data: Path, gpu: str, model: str) -> Evidence:
+    """What was measured with it, and errors by what was left out; of a smaller model those of another engine's."""
+    folds = {
+        str(fold).removeprefix("fold "): (float(parts["median_error"].median()), float(parts["most_error"].max()))
+        for fold, parts in found.cross_validation.groupby("fold", sort=False)
+    }
+    table, fits = _decode(data, "trtllm")
+    smaller = most_errors(_error(found.constants, from_tpot(table[fits], "trtllm")))
+    plain, speedup, _ = _table_2(found, data)
+    tp, *speculating = folds.items()
+    left_out = {tp[0]: tp[1], "model": smaller, "gpu": most_errors(plain)}
+    left_out |= {name + SPECULATING: errors for name, errors in speculating}
+    left_out["gpu" + SPECULATING] = most_errors(np.array([speedup]))
+    depth = found.predictions["draft_depth"]
+    return Evidence(
+        engine="vLLM 0.12 and TLT",
+        unmeasured=(*(["gpu"] if gpu != GPUS[0] else []), *(["model"] if model != "Qwen2.5-32B" else [])),
+        left_out={name: (float(f"{a:.3g}"), float(f"{b:.3g}")) for name, (a, b) in left_out.items()},
+        draft_depth=(float(depth[depth > 0].min()), float(depth.max())),
+    )
 
 
 def _measurements(data: Path) -> pd.DataFrame:
@@ -183,6 +208,18 @@ def _unseen_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
 
 
 def _other_gpu_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
+    errors, other, accepted = _table_2(found, data)
+    source = "TLT Table 2, Qwen2.5-7B, batch 1"
+    implied = f"with the accept length that H100's speed-up implies at depth 8 and 48 tokens ({accepted:.1f})"
+    each = "time per token " + ", ".join(f"{name} {e:+.1%}" for name, e in zip(("H100", "A100"), errors, strict=True))
+    return [
+        _row(source, "tokens/s without speculation, H100 and A100", False, errors, each),
+        _row(source, "speed-up on A100", False, np.array([other]), implied),
+    ]
+
+
+def _table_2(found: Fitted, data: Path) -> tuple[Floats, float, float]:
+    """Errors of plain times on H100 and A100, that of A100's speed-up, and the accept length that H100's implies."""
     path = Path(data) / "tlt_gpu_diversity.csv"
     table = measured_table(path, ("tok_s_no_sd", "tok_s_with_sd"), ("gpu",)).set_index("gpu")
     plain_rate: pd.Series[float] = table["tok_s_no_sd"]
@@ -200,13 +237,7 @@ def _other_gpu_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
     speedups = table["tok_s_with_sd"] / plain_rate
     accepted = float(speedups["H100"]) / costs["H100"]
     other = accepted * costs["A100"] / float(speedups["A100"]) - 1
-    source = "TLT Table 2, Qwen2.5-7B, batch 1"
-    implied = f"with the accept length that H100's speed-up implies at depth 8 and 48 tokens ({accepted:.1f})"
-    each = "time per token " + ", ".join(f"{name} {e:+.1%}" for name, e in zip(("H100", "A100"), errors, strict=True))
-    return [
-        _row(source, "tokens/s without speculation, H100 and A100", False, np.array(errors), each),
-        _row(source, "speed-up on A100", False, np.array([other]), implied),
-    ]
+    return np.array(errors), other, accepted
 
 
 def _eagle3_row(found: Fitted, data: Path) -> tuple[object, ...]:

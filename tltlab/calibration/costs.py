@@ -14,15 +14,16 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CostModel
+from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.table import Roofline
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
-from .cross_validation import MOST_FOLDS, Fold, cross_validated, held_out_errors, step_folds
+from .cross_validation import MOST_FOLDS, Fold, cross_validated, held_out_errors, most_errors, step_folds
 from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
 from .linear import LinearEstimator
-from .residuals import coverage, residuals
+from .residuals import coverage, residuals, worker_sums
 from .roofline import Hardware, RooflineEstimator
 from .table import MeasuredTable, RecordedTable
 
@@ -88,10 +89,17 @@ def fit_trace(
     notes = coverage(table, trace.steps)
     parts = step_folds(sorted(table["rl_step"].unique().tolist()), most_folds)
     held_out = _held_out(estimator, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
+    known = _predicted(held_out)
+    off = worker_sums(known, known["measured_s"].to_numpy(), known["predicted_s"].to_numpy())["bias"]
+    where = trace.manifest.name or (trace.path.name if trace.path else "this trace")
     return CostFit(
         kind=kind,
         costs=estimator.costs_.model_copy(
-            update={"notes": (*estimator.costs_.notes, *notes), "noise": _noise(table, estimator.predictions_)}
+            update={
+                "notes": (*estimator.costs_.notes, *notes),
+                "noise": _noise(table, estimator.predictions_),
+                "evidence": _evidence(where, rows, {"RL steps": off}),
+            }
         ),
         residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
         sums=rows.sums(estimator.predictions_),
@@ -116,12 +124,36 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     else:
         masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
         held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
+    known = _predicted(held_out)
+    evidence = _evidence("this table", rows, {"batch": known["predicted_s"] / known["measured_s"] - 1.0})
     return CostFit(
         kind=kind,
-        costs=estimator.costs_.model_copy(update={"notes": (*estimator.costs_.notes, *notes)}),
+        costs=estimator.costs_.model_copy(
+            update={
+                "notes": (*estimator.costs_.notes, *notes),
+                "evidence": evidence,
+            }
+        ),
         residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
         sums=pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"]),
         cross_validation=held_out_errors(held_out),
+    )
+
+
+def _predicted(held_out: pd.DataFrame) -> pd.DataFrame:
+    """Left-out rows that the rest of the data could predict."""
+    columns = ["rl_step", "worker", "measured_s", "predicted_s"]
+    return held_out.reindex(columns=columns).dropna(subset=["predicted_s"])
+
+
+def _evidence(where: str, rows: Iterations, left_out: Mapping[str, pd.Series[float]]) -> Evidence:
+    """What speaks for a fit to these rows: errors by what was left out of it, as shares."""
+    depth = rows.depth[rows.depth > 0]
+    return Evidence(
+        engine=where,
+        speculation=bool(len(depth)),
+        left_out={fold: most_errors(errors) for fold, errors in left_out.items() if len(errors)},
+        draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,
     )
 
 

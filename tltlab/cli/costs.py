@@ -12,7 +12,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
     from tltlab.costs.base import CostModel
-    from tltlab.costs.profiles import EngineProfile
+    from tltlab.costs.profiles import EngineProfile, Profiles
 
 
 def costs(
@@ -43,7 +43,7 @@ def costs(
 
     if name is None:
         listed = [_described(preset, load_costs(preset)) for preset in presets()]
-        engines = [_profile(profile) for profile in profiles().engines.values()]
+        engines = [_profile(profiles(), profile) for profile in profiles().engines.values()]
         emit({"presets": listed, "profiles": engines}, as_json=as_json, text=_list(listed, engines))
         return
     if (strategy is None) != (accept_length is None):
@@ -61,9 +61,7 @@ def costs(
         if chosen and accept_length:
             rows.append(_row(model, chosen, size, context, accept_length))
     found = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
-    evidence = getattr(model, "evidence", None)
-    if evidence is not None:
-        found |= {"evidence": evidence.model_dump(mode="json") | {"distance": evidence.distance, "says": str(evidence)}}
+    found |= {"evidence": None if model.evidence is None else model.evidence.told()}
     emit(found | {"notes": list(model.notes)}, as_json=as_json, text=_table(found))
 
 
@@ -75,16 +73,21 @@ def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens:
         )
     verified = float(batch * strategy.tokens_to_verify)
     within = model.calibrated
-    capacity = model.kv_capacity_tokens
+    capacity, evidence = model.kv_capacity_tokens, model.evidence
+    asked = {"batch": batch, "verified_tokens": verified, "context_tokens": float(batch * context)}
+    beyond = within.outside(**asked) if within else []
+    beyond += evidence.beyond([strategy.draft_depth]) if evidence else []
+    drafts, took = strategy.speculates, None
+    if evidence:
+        took = evidence.interval(seconds, speculates=drafts, extrapolated=bool(beyond))
     return {
         "batch": batch,
         "strategy": str(strategy),
         "iteration_ms": 1e3 * seconds,
         "tokens_per_s_per_request": tokens / seconds,
         "tokens_per_s": batch * tokens / seconds,
-        "outside": within.outside(batch=batch, verified_tokens=verified, context_tokens=float(batch * context))
-        if within
-        else [],
+        "interval_ms": None if took is None else [1e3 * end for end in took],
+        "outside": beyond,
         "fits_kv_cache": capacity is None or batch * context <= capacity,
     }
 
@@ -118,14 +121,17 @@ def _batches(text: str) -> list[int]:
     return sizes
 
 
-def _profile(profile: EngineProfile) -> dict[str, Any]:
+def _profile(known: Profiles, profile: EngineProfile) -> dict[str, Any]:
     """What a profile was measured with, and how far off it was on what was left out of its fit."""
     return {
         "name": profile.engine,
         "versions": profile.versions,
         "measured": sorted({f"{m.model} on {m.gpu}" for m in profile.measured}),
         "left_out": {
-            kind: {fold: {"median": middle, "most": most} for fold, (middle, most) in profile.left_out(experts).items()}
+            kind: {
+                fold: {"median": middle, "most": most}
+                for fold, (middle, most) in known.left_out(profile.engine, experts).items()
+            }
             for kind, experts in (("dense", False), ("experts", True))
         },
     }
@@ -153,11 +159,18 @@ def _table(found: dict[str, Any]) -> str:
     )
     rows = []
     for row in found["rows"]:
+        low, high = row["interval_ms"] or (None, None)
+        between = "" if low is None else f"{low:.2f}-{high:.2f}"
         beyond = [name.replace("_", " ") for name in row["outside"]]
         beyond += [] if row["fits_kv_cache"] else ["does not fit the KV cache"]
-        speeds = f"{row['iteration_ms']:.2f}", f"{row['tokens_per_s_per_request']:.1f}", f"{row['tokens_per_s']:.0f}"
+        speeds = (
+            f"{row['iteration_ms']:.2f}",
+            between,
+            f"{row['tokens_per_s_per_request']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+        )
         rows.append((row["batch"], row["strategy"], *speeds, ", ".join(beyond)))
-    if "evidence" in found:
+    if found["evidence"] is not None:
         heading += f"\n{found['evidence']['says']}"
-    columns = ["batch", "strategy", "ms", "tokens/s each", "in all", "beyond what was measured"]
+    columns = ["batch", "strategy", "ms", "90 %", "tokens/s each", "in all", "beyond what was measured"]
     return f"{heading}\n{table(columns, rows, left=2, words=True)}"

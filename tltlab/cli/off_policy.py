@@ -10,10 +10,10 @@ from typing import Annotated, Any, get_args
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import Json, emit, progress, table
+from tltlab.console import AllowCode, Json, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
-from tltlab.policies.policy import SHIPPED, load_policy
+from tltlab.policies.policy import SHIPPED, Policy, code_allowed, load_policy
 from tltlab.policies.reward import RewardKind
 from tltlab.traces.trace import Trace, read
 
@@ -46,6 +46,7 @@ def off_policy(
         str | None, typer.Option(help="With --check: constant:A, geometric:ALPHA or a file. [default: as simulate]")
     ] = None,
     num_seeds: Annotated[int, typer.Option(min=1, help="With --check: logs to simulate.")] = 10,
+    allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
     """Estimate a policy's mean reward from the decisions that another policy logged with their chances.
@@ -65,12 +66,15 @@ def off_policy(
     names = policy or (list(CHECK_TARGETS) if check else [])
     if not names:
         raise ConfigError(f"which policy? give --policy: a file or one of {', '.join(SHIPPED)}")
-    if check:
-        _check(source, logger, names, kind, costs, acceptance, num_seeds, level, as_json)
+    with code_allowed(allow_code or ()):
+        policies = {name: load_policy(name) for name in names}
+        logging = load_policy(logger) if check else None
+    if logging is not None:
+        _check(source, logging, policies, kind, costs, acceptance, num_seeds, level, as_json)
         return
     found = []
-    for name in names:
-        evaluation = evaluate(source, load_policy(name), reward=kind, level=level, seed=seed)
+    for name, target in policies.items():
+        evaluation = evaluate(source, target, reward=kind, level=level, seed=seed)
         found.append({"policy": name, "reward": kind, **_plain(evaluation)})
     emit({"policies": found}, as_json=as_json, text="\n\n".join(map(_table, found)))
 
@@ -114,8 +118,8 @@ def _number(value: float | None) -> str:
 
 def _check(
     source: Trace,
-    logger: str,
-    names: list[str],
+    logger: Policy,
+    policies: dict[str, Policy],
     kind: RewardKind,
     costs: str | None,
     acceptance: str | None,
@@ -128,8 +132,8 @@ def _check(
 
     errors = estimator_errors(
         source,
-        load_policy(logger),
-        {name: load_policy(name) for name in names},
+        logger,
+        policies,
         reward=kind,
         costs=costs,
         acceptance=acceptance,

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import Json, emit, progress
+from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
+from tltlab.policies.specs import code_allowed
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.traces.trace import read
@@ -43,10 +44,7 @@ def verify(
         typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampled acceptance and drawn lengths.")] = 0,
-    allow_code: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE", help="Import the policy class that the run names from this module; repeatable."),
-    ] = None,
+    allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
     """Predict every RL step of a run from the other ones, and compare with what was measured.
@@ -68,16 +66,16 @@ def verify(
         )  # fmt: skip
         emit(found.json(), as_json=as_json, text=text(found))
         return
-    if allow_code:
-        raise ConfigError("--allow-code is for the policies of a recorded run: those of --policies are named by you")
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.
     from tltlab.experiments import verify_policies
 
+    with code_allowed(allow_code or ()):
+        chosen_policies = verify_policies.named_policies(policies)
     ran = verify_policies.verify_policies(
         run,
-        verify_policies.named_policies(policies),
+        chosen_policies,
         rounds=repeats or ROUNDS,
         samples=samples or verify_policies.SAMPLES,
         seed=seed,

@@ -6,10 +6,11 @@ and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field
@@ -21,8 +22,11 @@ from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
 from .base import CalibratedRange, Seconds, Span
-from .roofline import Constants, Evidence, RooflineCosts
+from .evidence import LEVEL, SPECULATING, Evidence, pooled
+from .roofline import Constants, RooflineCosts
 
+ENOUGH_SETS = 3
+"""Sets of measurements from which on an engine's own left-out errors are told from luck."""
 Factor = Annotated[float, Field(gt=0, le=10)]
 MOST_EFFICIENT = 1.0
 """Share of a data sheet's rates: no kernel reads or computes faster."""
@@ -69,6 +73,10 @@ class LeftOut(FrozenModel):
     most: Annotated[float, Field(ge=0)]
     worst: Annotated[float, Field(ge=0)]
 
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        return self.median, self.most, self.worst
+
 
 class Measured(FrozenModel):
     """One set of measurements of the fit: what was run, the spans covered, errors inside the fit and left out.
@@ -87,6 +95,10 @@ class Measured(FrozenModel):
     source: str
     fitted: LeftOut
     left_out: dict[str, LeftOut] = Field(default_factory=dict)
+
+    def of(self, gpu: str, model: str, weights: str) -> bool:
+        """Whether it is of these."""
+        return (self.gpu, self.model, self.weights) == (gpu, model, weights)
 
 
 class EngineProfile(FrozenModel):
@@ -117,26 +129,18 @@ class EngineProfile(FrozenModel):
     measured: tuple[Measured, ...]
     notes: tuple[str, ...] = ()
 
-    def left_out(self, experts: bool) -> dict[str, tuple[float, float]]:
-        """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
-
-        Each set of measurements counts alike: these are the medians over sets.
-        """
-        found: dict[str, list[LeftOut]] = {}
+    def errors(self, experts: bool) -> Iterator[tuple[str, LeftOut]]:
+        """Each fold, plain and speculating apart, with the errors of a set of models with or without experts."""
         for one in self.measured:
             if bool(model(one.model).experts) == experts:
                 for fold, errors in one.left_out.items():
-                    found.setdefault(fold if one.draft_depth is None else f"{fold}, speculating", []).append(errors)
-        return {
-            fold: (median(e.median for e in errors), median(e.most for e in errors)) for fold, errors in found.items()
-        }
+                    yield fold + (SPECULATING if one.draft_depth else ""), errors
 
     def unmeasured(self, gpu: str, model: str, weights: Dtype) -> tuple[str, ...]:
         """What this engine was never measured with; "together" where everything was, but apart."""
-        asked = {"gpu": gpu, "model": model, "weights": weights}
+        asked = {"gpu": gpu, "model": model, "weights": str(weights)}
         missing = tuple(name for name, value in asked.items() if all(getattr(m, name) != value for m in self.measured))
-        together = any(all(getattr(m, name) == value for name, value in asked.items()) for m in self.measured)
-        return missing or (() if together else ("together",))
+        return missing or (() if any(m.of(**asked) for m in self.measured) else ("together",))
 
 
 class Profiles(FrozenModel):
@@ -149,6 +153,36 @@ class Profiles(FrozenModel):
     gpus: dict[str, Efficiencies]
     engines: dict[str, EngineProfile]
     provenance: tuple[str, ...]
+
+    def left_out(self, engine: str, experts: bool) -> dict[str, tuple[float, float]]:
+        """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
+
+        Each set of measurements counts alike. Of an engine with fewer than `ENOUGH_SETS` in a fold those of all engines
+        speak for it.
+        """
+        own, every = (
+            _by_fold(chain.from_iterable(profile.errors(experts) for profile in chosen))
+            for chosen in ([self.engines[engine]], self.engines.values())
+        )
+        enough = {fold: sets if len(sets) >= ENOUGH_SETS else every[fold] for fold, sets in (every | own).items()}
+        # A further set is none of these: the fewer they are the larger a share of them it takes (conformal prediction).
+        return {fold: _pooled(sets, min(LEVEL * (1 + 1 / len(sets)), 1.0)) for fold, sets in enough.items()}
+
+    def evidence(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Evidence:
+        """What speaks for this engine's costs of a model on one kind of GPU."""
+        profile = self.engines[engine]
+        nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
+        fitted = _by_fold(("all" + (SPECULATING if m.draft_depth else ""), m.fitted) for m in nearest)
+        drafted = [m for m in profile.measured if m.draft_depth]
+        depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
+        return Evidence(
+            engine=engine,
+            unmeasured=profile.unmeasured(gpu, model.name, weights),
+            speculation=bool(drafted),
+            left_out=self.left_out(engine, model.experts > 0),
+            fitted={fold: _pooled(sets) for fold, sets in fitted.items()},
+            draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
+        )
 
     def constants(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Constants:
         """The roofline's constants of this engine for one model on one kind of GPU."""
@@ -183,6 +217,19 @@ class Profiles(FrozenModel):
         )
 
 
+def _by_fold(errors: Iterable[tuple[str, LeftOut]]) -> dict[str, list[LeftOut]]:
+    found: dict[str, list[LeftOut]] = {}
+    for fold, one in errors:
+        found.setdefault(fold, []).append(one)
+    return found
+
+
+def _pooled(sets: list[LeftOut], level: float = LEVEL) -> tuple[float, float]:
+    """Median and nine in ten of the errors of several sets, each counting alike."""
+    spreads = [one.spread for one in sets]
+    return pooled(spreads, 0.5), pooled(spreads, level)
+
+
 @cache
 def profiles() -> Profiles:
     """The fit that ships with the package."""
@@ -205,12 +252,9 @@ def profile_costs(
     shape = model_source if isinstance(model_source, ModelShape) else find_model(model_source)
     kind = weights or shape.weights
     profile = known.engines[engine]
-    unmeasured = profile.unmeasured(device.name, shape.name, kind)
-    batches = [m.batch for m in profile.measured]
-    drafted = any(m.draft_depth is not None for m in profile.measured)
-    evidence = Evidence(
-        engine=engine, unmeasured=unmeasured, speculation=drafted, left_out=profile.left_out(shape.experts > 0)
-    )
+    # Where it was measured itself only those batches count.
+    nearest = [m.batch for m in profile.measured if m.of(device.name, shape.name, kind) and not m.draft_depth]
+    batches = nearest or [m.batch for m in profile.measured]
     return RooflineCosts(
         gpu=listed(device),
         model=listed(shape),
@@ -219,7 +263,7 @@ def profile_costs(
         kv=kv,
         draft_vocab=profile.draft_vocab,
         constants=known.constants(engine, device.name, shape, kind),
-        evidence=evidence,
+        evidence=known.evidence(engine, device.name, shape, kind),
         kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
         calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),
         notes=(f"Engine profile {engine} ({profile.versions}).", *profile.notes, *known.provenance),

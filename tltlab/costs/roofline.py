@@ -220,35 +220,6 @@ def _rounded_max(a: Numbers, b: Numbers, knee: Numbers) -> Numbers:
     return total
 
 
-class Evidence(FrozenModel):
-    """What speaks for a prediction: the errors of its profile on what was left out of the fit, and how near that is.
-
-    `unmeasured` names what of GPU, model and weights' type the engine was never measured with, or "together" where each
-    was measured but not with the others; `speculation` is whether it was measured speculating. `left_out` is by
-    what was left out: absolute relative errors, their median and what nine in ten do not exceed.
-    """
-
-    engine: str
-    unmeasured: tuple[str, ...] = ()
-    speculation: bool = True
-    left_out: dict[str, tuple[float, float]] = Field(default_factory=dict)
-
-    @property
-    def distance(self) -> Literal["measured together", "interpolated", "never measured"]:
-        if not self.unmeasured:
-            return "measured together"
-        return "interpolated" if self.unmeasured == ("together",) else "never measured"
-
-    def __str__(self) -> str:
-        """In one line: the distance, then errors on what was left out of the fit."""
-        missing = [] if self.unmeasured == ("together",) else [*self.unmeasured]
-        missing += [] if self.speculation else ["speculation"]
-        what = f" ({', '.join(missing)})" if missing else ""
-        errors = [f"{fold} {median:.1%} (90%: {most:.0%})" for fold, (median, most) in self.left_out.items()]
-        tail = f"; median error on what was left out of its fit, by {', '.join(errors)}" if errors else ""
-        return f"{self.distance} with {self.engine}{what}{tail}"
-
-
 class RooflineCosts(CostModel):
     """Costs of one model on `tp` GPUs of one kind, from their data sheets and fitted constants.
 
@@ -264,7 +235,7 @@ class RooflineCosts(CostModel):
     with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`; drafts
     of several branches pay `tree_s`. Of a mixture of experts the weights are those that b*v tokens are expected to
     touch. `weights` is how the layers' matrices lie in memory (None: as in the checkpoint), `kv` keys and values;
-    `draft_vocab` the drafter's vocabulary where it has one of its own. `evidence` says what the constants rest on.
+    `draft_vocab` the drafter's vocabulary where it has one of its own.
     """
 
     kind: Literal["roofline"] = "roofline"
@@ -275,7 +246,6 @@ class RooflineCosts(CostModel):
     kv: Dtype = "bf16"
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
     constants: Constants
-    evidence: Evidence | None = None
 
     @field_validator("gpu")
     @classmethod

@@ -18,7 +18,7 @@ from tltlab.arrays import Flags, Floats, Ints
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.hardware import BYTES_PER_VALUE, gpu, model
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -202,17 +202,17 @@ class StageCosts(FrozenModel):
 class RooflineStages(FrozenModel):
     """Stage costs from FLOPs: 2P per token forward, 6P to train, 8P with all activations recomputed.
 
-    `gpu` and `model` are names that `tltlab.hardware` knows. P is the model's `weight_params`; attention adds
-    4 * layers * heads * head_dim FLOPs per pair forward, times 3 or 4 to train. `mfu_*` are the shares of peak FLOPs
-    that a stage reaches: assumptions, as is everything below, where nothing was measured. `inference_passes` is 2 with
-    a reference model. An update streams 28 bytes per parameter of Adam's state through HBM, sharded. The sync moves the
-    bf16 weights once at `sync_bytes_per_s` (default: a GPU's link; receivers are fed in a pipeline). Not in it:
-    offloading, padding, communication beyond the MFU.
+    `gpu` and `model` are names that `tltlab.hardware` knows, or records of one's own. P is the model's `weight_params`;
+    attention adds 4 * layers * heads * head_dim FLOPs per pair forward, times 3 or 4 to train. `mfu_*` are the shares
+    of peak FLOPs that a stage reaches: assumptions, as is everything below, where nothing was measured.
+    `inference_passes` is 2 with a reference model. An update streams 28 bytes per parameter of Adam's state through
+    HBM, sharded. The sync moves the bf16 weights once at `sync_bytes_per_s` (default: a GPU's link; receivers are fed
+    in a pipeline). Not in it: offloading, padding, communication beyond the MFU.
     """
 
     kind: Literal["roofline"]
-    gpu: str
-    model: str
+    gpu: str | Gpu
+    model: str | ModelShape
     num_gpus: GpuCount
     mfu_inference: Share = 0.4
     mfu_train: Share = 0.35

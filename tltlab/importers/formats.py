@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.traces.csv import tables_from_csv
+from tltlab.traces.csv import (
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    RL_STEPS,
+    LengthTable,
+    is_length_record,
+    tables_from_csv,
+)
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, TraceSource, read
 
 from .metrics_log import is_metrics_log, records_of
 from .responses import Imported, group_size_of, tables_of_responses
 from .rows import Row, rows_of
 from .step_metrics import steps_of, tables_of_steps
-from .token_counts import NoTokenCounter, TokenCounter
+from .token_counts import CharsPerToken, NoTokenCounter, TokenCounter
 from .trl import read_trl, trl_files
 from .verl import read_verl, verl_files
 from .vllm import is_request, is_timed, read_vllm
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+CHARS_PER_TOKEN = 3.6
+"""English prose in BPE tokens: for texts without a tokenizer."""
 
 _CALLED = {
     "verl": "verl rollout dump",
@@ -101,6 +111,70 @@ def import_dump(
     return _trace(path, form, tables, notes, workers, found.model)
 
 
+Source = str | Path
+"""A file or folder of lengths: whatever `import_dump` reads, a trace or a RUN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """A trace with what was read of its source: the source's column for each column of a trace, and its others."""
+
+    trace: Trace
+    used: Mapping[str, str]
+    ignored: Sequence[str]
+    notes: Sequence[str]
+
+
+def read_lengths(source: Source | TraceSource, column: str | None = None) -> Lengths:
+    """Read a file of lengths of any format, a trace, a DataFrame or an array; texts are counted by their characters.
+
+    `column` names the lengths where a table does not. Raises TraceError for what cannot be read, ConfigError.
+    """
+    path = Path(source) if isinstance(source, str | Path) else None
+    if path is not None and not path.exists():
+        raise TraceError(f"{path}: no such file or folder")
+    dump = path is not None and (path.is_file() or bool(verl_files(path) or trl_files(path)))
+    form = None if path is None or not dump else "csv" if column is not None else guess(path)
+    if isinstance(source, Trace) or (path is not None and form is None):
+        trace = read(source)
+        return Lengths(trace=trace, used={}, ignored=(), notes=_notes(trace))
+    if path is None or form in (None, "csv"):
+        table = LengthTable.read(source, column)
+        trace = Trace.from_tables(*tables_from_csv(table))
+        notes = tuple(note for note in _notes(trace) if note != table.note())
+        return Lengths(trace=trace, used=table.columns, ignored=table.ignored, notes=notes)
+    # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
+    counter = CharsPerToken(CHARS_PER_TOKEN) if form in ("verl", "trl") else None
+    trace = import_dump(path, form=form, tokens=counter)
+    used, ignored = _fields_read(path, form)
+    return Lengths(trace=trace, used=used, ignored=ignored, notes=_notes(trace))
+
+
+def _notes(trace: Trace) -> tuple[str, ...]:
+    return tuple((trace.manifest.notes or "").split("; ")) if trace.manifest.notes else ()
+
+
+def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The dump's field for each column of a trace, and its other fields, by its first record."""
+    if form == "metrics":
+        return {}, ()
+    files = [path] if path.is_file() else (verl_files(path) if form == "verl" else trl_files(path))
+    names = list(map(str, next(rows_of(files[0])).fields))
+    meant: dict[str, Sequence[str]] = {"rl_step": RL_STEPS, "prompt_tokens": PROMPT_TOKENS}
+    meant["response_tokens"] = RESPONSE_TOKENS
+    if form == "verl":
+        meant |= {"prompt_id": ("input",), "reward": ("score",)}
+        meant["response_tokens"] = (*RESPONSE_TOKENS, "output")
+    elif form == "trl":
+        meant |= {"prompt_id": ("prompt",), "response_tokens": (*RESPONSE_TOKENS, "completion")}
+    else:
+        meant |= {"prompt_id": ("prompt_id", "group_id", "prompt"), "reward": ("reward",)}
+        meant |= {"prompt_tokens": (*PROMPT_TOKENS, "input_lens", "usage")}
+        meant |= {"response_tokens": (*RESPONSE_TOKENS, "output_lens", "usage")}
+    used = {ours: own for ours, asked in meant.items() if (own := next((n for n in asked if n in names), None))}
+    return used, tuple(name for name in names if name not in used.values())
+
+
 def _trace(
     path: Path,
     form: Format,
@@ -139,14 +213,18 @@ def guess(path: Path) -> Format:
         # Lengths alone need no header; a log of requests says when each came.
         first = next(rows_of(path), None)
         return "vllm" if first is not None and is_timed(first) else "csv"
+    if path.suffix in (".tsv", ".tab"):
+        return "csv"
     if path.suffix == ".parquet":
         return _of_record(next(rows_of(path)))
     try:
         return _of_record(next(rows_of(path)))
     except TraceError:
-        # Not records of responses: a log has metrics of RL steps somewhere in it.
+        # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
         if is_metrics_log(path):
             return "metrics"
+        if _numbers_alone(path):
+            return "csv"
         raise
 
 
@@ -156,9 +234,20 @@ def _of_record(row: Row) -> Format:
         return "verl"
     if {"prompt", "completion"} <= names:
         return "trl"
+    if is_length_record(row.fields):
+        return "csv"
     if is_request(row):
         return "vllm"
     raise TraceError(
         f"{row.file}, {row.place}: of no known format; verl has input and output, TRL prompt and completion, vLLM "
         f"output_tokens or usage; there are: {', '.join(map(str, row.fields))}; say which with --format"
     )
+
+
+def _numbers_alone(path: Path) -> bool:
+    """Whether a text file begins with a number, or with a JSON list of numbers."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read(64).lstrip(" \r\n\t[")[:1].isdecimal()
+    except (OSError, UnicodeDecodeError):
+        return False

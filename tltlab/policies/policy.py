@@ -15,6 +15,7 @@ from pydantic import model_validator as validator
 from tltlab.config import Built, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
+from tltlab.drafters.mba import MbaBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
@@ -30,6 +31,7 @@ from .specs import (
     ExploreSpec,
     FixedSpec,
     GoodputSpec,
+    LadderSpec,
     NoneSpec,
     SelectorSpec,
     Settings,
@@ -37,6 +39,7 @@ from .specs import (
     TableRow,
     TableSpec,
     Ucb1Spec,
+    code_allowed,
 )
 
 __all__ = [
@@ -51,7 +54,9 @@ __all__ = [
     "ExploreSpec",
     "FixedSpec",
     "GoodputSpec",
+    "LadderSpec",
     "LengthAwareBudgetSpec",
+    "MbaBudgetSpec",
     "NoneSpec",
     "Policy",
     "PolicySource",
@@ -59,6 +64,7 @@ __all__ = [
     "TableSpec",
     "Ucb1Spec",
     "UniformBudgetSpec",
+    "code_allowed",
     "load_policy",
     "parse_policy",
 ]
@@ -105,7 +111,17 @@ class LengthAwareBudgetSpec(Built, builds=LengthAwareBudget, init=False):
         return budget
 
 
-BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec, Field(discriminator="kind")]
+class MbaBudgetSpec(Built, builds=MbaBudget, init=False):
+    kind: Literal["mba"] = "mba"
+
+    def build(self) -> DraftBudget:
+        budget: DraftBudget = self.make()
+        return budget
+
+
+BudgetSpec = Annotated[
+    UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec | MbaBudgetSpec, Field(discriminator="kind")
+]
 
 
 class Policy(Settings):
@@ -167,8 +183,9 @@ def load_policy(source: PolicySource) -> Policy:
 
     That is a shipped name, a policy file, "package.module:Class" or the class itself, what stands in a policy file or
     its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be one that
-    other processes can import, and pass `tltlab.testing.check_selector`. ConfigError names everything that is wrong
-    with a file, each fault with its place, on one line.
+    other processes can import, and pass `tltlab.testing.check_selector`; a file may name one only of a module that
+    `code_allowed` or `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault with
+    its place, on one line.
 
     >>> load_policy(Strategy.chain("ngram", 2)).strategies
     (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
@@ -202,7 +219,10 @@ def load_policy(source: PolicySource) -> Policy:
             )
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
-    return _checked(parse_policy(read_json(path), path))
+    policy = parse_policy(read_json(path), path)
+    if isinstance(policy.selector, CustomSpec):
+        policy.selector.refuse_unasked(path)
+    return _checked(policy)
 
 
 def _of_class(cls: type) -> Policy:

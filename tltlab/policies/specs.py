@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.abc import InspectLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,7 +40,23 @@ from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
 from .selector import Selector
-from .simple import BatchTable, Explore, Fixed, NoSpeculation
+from .simple import AcceptLadder, BatchTable, Explore, Fixed, NoSpeculation
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+ALLOW_CODE = "TLTLAB_ALLOW_CODE"
+"""The variable of the environment with modules that files may name, with commas between."""
+_allowed: ContextVar[frozenset[str]] = ContextVar("allowed", default=frozenset())
+
+
+@contextmanager
+def code_allowed(modules: Iterable[str]) -> Iterator[None]:
+    """Within, policy files may name classes of these modules, besides those of `TLTLAB_ALLOW_CODE`."""
+    token = _allowed.set(_allowed.get() | frozenset(modules))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
 
 
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
@@ -85,6 +108,11 @@ class TableSpec(_Spec, builds=BatchTable):
 
     def arguments(self) -> dict[str, Any]:
         return {"rows": [(row.min_batch, row.strategy) for row in self.rows]}
+
+
+class LadderSpec(_Spec, builds=AcceptLadder, init=False):
+    kind: Literal["ladder"] = "ladder"
+    strategies: Strategies
 
 
 class ExploreSpec(_Spec, builds=Explore, init=False):
@@ -183,14 +211,19 @@ class CustomSpec(Settings):
     def load(self) -> type[Selector]:
         """Import the class; ConfigError when there is none or it is no Selector.
 
-        A module of Python itself is not imported for it: some do things when they are.
+        A module of Python itself is not imported for it, nor one whose source has no such name: some do things when
+        they are.
         """
         module_name, _, name = self.path.partition(":")
         if module_name.partition(".")[0] in sys.stdlib_module_names:
             raise ConfigError(f"policy {self.path}: {module_name} is a module of Python itself, which has no selectors")
         try:
             with found_in([os.getcwd()]):
+                if (file := _lacks(module_name, name)) is not None:
+                    raise ConfigError(f"policy {self.path}: {module_name} ({file}) has no {name}")
                 module = importlib.import_module(module_name)
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
             raise ConfigError(
                 f"policy {self.path}: cannot import {module_name}: {type(error).__name__}: {error}"
@@ -202,9 +235,51 @@ class CustomSpec(Settings):
             raise ConfigError(f"policy {self.path}: {name} is not a subclass of tltlab.policies.selector.Selector")
         return found
 
+    def refuse_unasked(self, where: object) -> None:
+        """ConfigError unless the user has allowed the module: what stands in a file must not choose what is imported.
+
+        `where` it stands, for the message.
+        """
+        if self.module not in _allowed.get() and self.module not in os.environ.get(ALLOW_CODE, "").split(","):
+            raise ConfigError(
+                f"{where} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
+                f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare, off-policy and verify take "
+                f"--allow-code {self.module}, a recipe rollout.allow_code)"
+            )
+
     def check(self) -> None:
         """Run the contract suite on the class; ConfigError with the first broken promise."""
         check_contract(self.build, self.path)
+
+
+def _lacks(module: str, name: str) -> str | None:
+    """The file of a module that binds no such name at its top level; None where it may. Nothing is imported."""
+    if module in sys.modules:
+        return None
+    path, parent = None, ""
+    for part in module.split("."):
+        parent = f"{parent}.{part}" if parent else part
+        spec = PathFinder.find_spec(parent, path)
+        if spec is None:
+            return None
+        path, loader, file = spec.submodule_search_locations, spec.loader, str(spec.origin)
+    try:
+        source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
+        tree = ast.parse(source or "*")
+    except (ImportError, SyntaxError, ValueError, RecursionError):
+        return None  # importing it says more
+    words = {word for node in ast.walk(tree) for word in _bound(node)}
+    return None if {name, "*", "__getattr__"} & words else file
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Names that a piece of source may bind."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.alias):
+        yield node.asname or node.name
 
 
 def build_class(cls: type[Selector], rng: np.random.Generator, args: Mapping[str, Any], name: str) -> Selector:
@@ -227,15 +302,37 @@ def check_contract(build: Callable[[np.random.Generator], Selector], name: str) 
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's class raises
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(at.filename).name}, line {at.lineno}"
-        raise ConfigError(f"policy {name} raised {type(error).__name__}: {error} ({where})") from error
+        raise raised(error, name) from error
+
+
+def raised(error: Exception, name: str) -> ConfigError:
+    """What a user's class of that `name` raised, in a line: its own file and line, and what it may have meant."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
+    at = (own or frames)[-1]
+    where = f"{Path(at.filename).name}, line {at.lineno}"
+    meant: list[str] = []
+    if isinstance(error, AttributeError) and error.name and error.obj is not None:
+        meant = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
+    elif isinstance(error, NameError) and error.name:
+        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        meant = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
+    asked = f"; did you mean {meant[0]!r}?" if meant else ""
+    return ConfigError(f"policy {name} raised {type(error).__name__}: {error}{asked} ({where})")
+
+
+def from_user(error: Exception) -> bool:
+    """Whether an exception came out of code that we called and that is neither ours nor of an installed package."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = max((n for n, file in enumerate(files) if file.startswith(_PACKAGE)), default=-1)
+    return any(not file.startswith((*_INSTALLED, "<frozen")) for file in files[ours + 1 :])
 
 
 SelectorSpec = Annotated[
     NoneSpec
     | FixedSpec
     | TableSpec
+    | LadderSpec
     | ExploreSpec
     | EpsilonGreedySpec
     | Ucb1Spec

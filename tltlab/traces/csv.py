@@ -1,12 +1,16 @@
-"""The tables of a trace from a CSV of response lengths."""
+"""The tables of a trace from a table of response lengths: a CSV, JSON, a Parquet file, a DataFrame, an array."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from tltlab.errors import ConfigError, TraceError
 
@@ -19,29 +23,87 @@ PROMPT_TOKENS = (
 RESPONSE_TOKENS = (
     "response_tokens", "output_len", "output_tokens", "completion_tokens", "response_length", "response_len",
     "output_length", "completion_length", "generated_tokens", "num_output_tokens", "num_generated_tokens",
-    "output_toks", "completion_toks", "generatedtokens",
+    "output_toks", "completion_toks", "generatedtokens", "completion_len", "gen_len", "generation_length",
+    "num_response_tokens", "response_lengths", "completion_lengths", "output_lengths",
 )  # fmt: skip
-RL_STEPS = ("rl_step", "step", "global_step", "training_step", "train_step", "iteration")
+RL_STEPS = (
+    "rl_step", "step", "global_step", "training_step", "train_step", "iteration", "global_steps", "train/global_step",
+    "training/global_step", "trainer/global_step",
+)  # fmt: skip
 """Names under which other programs keep the two lengths and the RL step."""
 
-_LENGTHS = (*RESPONSE_TOKENS, "length", "lengths", "tokens")
-_OTHERS = {"rl_step": RL_STEPS, "prompt_id": ("prompt_id",), "sample": ("sample",), "prompt_tokens": PROMPT_TOKENS}
+_LENGTHS = (*RESPONSE_TOKENS, "length", "lengths", "tokens", "num_tokens", "n_tokens")
+_PROMPT_IDS = ("prompt_id", "group", "group_id", "uid", "problem_id", "question_id", "task_id", "prompt_index")
+_SAMPLES = ("sample", "sample_id", "sample_index", "rollout_index", "completion_index")
+_OTHERS = {"rl_step": RL_STEPS, "prompt_id": _PROMPT_IDS, "sample": _SAMPLES, "prompt_tokens": PROMPT_TOKENS}
+_TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthTable:
+    """One response per row: cells as text, and the table's column for each column of a trace that it has.
+
+    `where` begins what is said of faults; `name` is the table's own.
+    """
+
+    frame: pd.DataFrame
+    columns: Mapping[str, str]
+    where: str
+    name: str
+
+    @classmethod
+    def read(cls, source: str | Path | pd.DataFrame | Any, column: str | None = None) -> LengthTable:
+        """A table from a file (see `tables_from_csv`), a DataFrame, or the lengths alone: an array, list or Series.
+
+        Raises TraceError naming what cannot be understood.
+        """
+        if isinstance(source, str | Path):
+            where, name, frame = str(source), Path(source).name, _read_file(Path(source))
+        else:
+            where, name = "lengths", "lengths"
+            frame = _as_text(where, source if isinstance(source, pd.DataFrame) else _frame_of_numbers(where, source))
+        return cls(frame=frame, columns=_columns(where, frame, column), where=where, name=name)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The table's columns that no column of a trace is read from."""
+        return [str(name) for name in self.frame.columns if name not in self.columns.values()]
+
+    def whole(self, column: str, *, at_least: int) -> pd.Series[Any]:
+        """A column of text as whole numbers; the first cell that is none is named."""
+        number = pd.to_numeric(self.frame[column], errors="coerce")
+        ok = number.notna() & (number >= at_least) & (number <= 2**31 - 1) & (number == np.floor(number))
+        if not ok.all():
+            line = ok.index[~ok.to_numpy()][0]
+            got = self.frame[column].loc[line]
+            raise TraceError(
+                f"{self.where}: column {column}, line {line}: got {got!r}, wanted a whole number >= {at_least}"
+            )
+        return number.astype(np.int64)
+
+    def note(self) -> str:
+        """Which columns were read, and which were not."""
+        used = ", ".join(name if name == own else f"{name} from {own}" for name, own in self.columns.items())
+        return f"columns read: {used}" + (f" (not read: {', '.join(self.ignored)})" if self.ignored else "")
 
 
 def tables_from_csv(
-    path: str | Path,
+    source: str | Path | LengthTable,
     *,
     column: str | None = None,
     workers: int | None = None,
     group_size: int | None = None,
     max_response_tokens: int | None = None,
 ) -> tuple[Manifest, dict[str, pd.DataFrame]]:
-    """Read a CSV with one response length (tokens) per row as the manifest and tables of an "imported" trace.
+    """Read a table with one response length (tokens) per row as the manifest and tables of an "imported" trace.
 
-    The header is optional. `column` names the lengths, by default one that is called so or the only numeric column.
-    Columns `rl_step` (or `step`, `global_step`, `training_step`, `iteration`), `prompt_id`, `sample` and
-    `prompt_tokens` are used where they are there, in capitals too; without `prompt_id` every `group_size` (default 1)
-    rows in a row of an RL step are the samples of one prompt, without `rl_step` all is one RL step.
+    A CSV (commas, semicolons or tabs; the header is optional), JSON Lines or a JSON list of numbers or flat objects,
+    or a Parquet file; a list of lengths in a cell is as many rows. `column` names the lengths, by default one that is
+    called so or the only numeric column.
+    Columns `rl_step` (or `step`, `global_step`, `training_step`, `iteration`; `epoch` where none of these is),
+    `prompt_id` (`group`, `uid`), `sample` and `prompt_tokens` are used where they are there, in capitals too; without
+    `prompt_id` every `group_size` (default 1) rows in a row of an RL step are the samples of one prompt, without
+    `rl_step` all is one RL step.
     With `max_response_tokens` a response of that length was cut ("length"), a longer one is a fault; without, the
     longest length is the cap and all responses count as finished ("stop"). Times and workers stay unknown. The
     manifest's `notes` say which columns were used, which were not, and what was assumed.
@@ -49,21 +111,21 @@ def tables_from_csv(
 
     A file with the lines `length`, `310`, `4096`, `95` gives the prompts p0, p1 and p2 with one sample each.
     """
-    path = Path(path)
-    frame = _read_csv(path)
-    columns = _columns(path, frame, column)
-    lengths = _whole(path, frame, columns["response_tokens"], at_least=1)
+    table = source if isinstance(source, LengthTable) else LengthTable.read(source, column)
+    frame, columns = table.frame, table.columns
+    lengths = table.whole(columns["response_tokens"], at_least=1)
     if max_response_tokens is not None and (over := lengths > max_response_tokens).any():
         line, got = lengths.index[over][0], lengths[over].iloc[0]
         raise TraceError(
-            f"{path}: column {lengths.name}, line {line}: got {got}, the maximum was said to be {max_response_tokens}"
+            f"{table.where}: column {lengths.name}, line {line}: got {got}, the maximum was said to be "
+            f"{max_response_tokens}"
         )
     cap = int(lengths.max()) if max_response_tokens is None else max_response_tokens
     group = 1 if group_size is None else group_size
     if group < 1 or (workers is not None and workers < 1):
         raise ConfigError(f"got group size {group} and {workers} workers; both must be at least 1")
     known = {
-        name: _whole(path, frame, own, at_least=0).to_numpy()
+        name: table.whole(own, at_least=0).to_numpy()
         for name, own in columns.items()
         if name not in ("response_tokens", "prompt_id")
     }
@@ -74,7 +136,7 @@ def tables_from_csv(
     key["sample"] = known.get("sample", key.groupby(["rl_step", "prompt_id"], sort=False).cumcount())
     prompt_tokens = known.get("prompt_tokens", 0)
     cut = lengths.to_numpy() == max_response_tokens if max_response_tokens is not None else np.zeros(len(frame), bool)
-    notes = [_columns_note(frame, columns)] if frame.shape[1] > 1 else []
+    notes = [table.note()] if frame.shape[1] > 1 else []
     if max_response_tokens is None:
         notes.append(f"the cap is unknown: the longest response ({cap} tokens) is taken for it, all count as finished")
     if "prompt_tokens" not in columns:
@@ -85,14 +147,22 @@ def tables_from_csv(
         notes.append(f"{which} is incomplete: {incomplete.iloc[0]} of {group} samples")
     manifest = Manifest(
         kind="imported",
-        name=path.name.split(".")[0],
-        source=path.name,
+        name=table.name.split(".")[0],
+        source=table.name,
         num_workers=workers,
         max_response_tokens=cap,
         group_size=group_size,
         notes="; ".join(notes) or None,
     )
     return manifest, tables_of_lengths(key, lengths.to_numpy(), np.asarray(prompt_tokens), cap, cut)
+
+
+def is_length_record(fields: Mapping[str, Any]) -> bool:
+    """Whether a record is a row of a table of lengths: it has one, or a list of them, and no prompt's length."""
+    plain = {_plain(name): value for name, value in fields.items()}
+    if any(name in plain for name in PROMPT_TOKENS if not isinstance(plain.get(name), list)):
+        return False
+    return any(_counts(plain.get(name)) for name in _LENGTHS)
 
 
 def tables_of_lengths(
@@ -112,11 +182,23 @@ def tables_of_lengths(
     return {"workload": workload, "outcomes": outcomes}
 
 
-def _read_csv(path: Path) -> pd.DataFrame:
-    """All cells as text, indexed by line number; columns are named c0, c1, ... without a header.
+def _read_file(path: Path) -> pd.DataFrame:
+    """The table in a file, cells as text, indexed by line number; c0, c1, ... are columns without a header."""
+    suffix = next((each for each in path.suffixes[::-1] if each in _TABLES), ".csv")
+    try:
+        if suffix == ".parquet":
+            return _as_text(str(path), pd.read_parquet(path))
+        if suffix in (".json", ".jsonl", ".ndjson"):
+            return _as_text(str(path), _frame_of_numbers(str(path), _json_values(path.read_text("utf-8-sig"))))
+        return _read_csv(path)
+    except pd.errors.EmptyDataError as error:
+        raise TraceError(f"{path}: empty; wanted one response length per line") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise TraceError(f"{path}: not a CSV of response lengths: {error}") from error
 
-    Between cells is a comma; where the first line has none, a semicolon or a tab if it has that.
-    """
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    """Between cells is a comma; where the first line has none, a semicolon or a tab if it has that."""
 
     def cells_between(separator: str) -> pd.DataFrame:
         return pd.read_csv(
@@ -124,15 +206,10 @@ def _read_csv(path: Path) -> pd.DataFrame:
             sep=separator,
         )  # fmt: skip
 
-    try:
-        frame = cells_between(",")
-        first = str(frame.iloc[0, 0]) if frame.shape[1] == 1 else ""
-        if separator := next((each for each in ";\t" if each in first), None):
-            frame = cells_between(separator)
-    except pd.errors.EmptyDataError as error:
-        raise TraceError(f"{path}: empty; wanted one response length per line") from error
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: not a CSV of response lengths: {error}") from error
+    frame = cells_between(",")
+    first = str(frame.iloc[0, 0]) if frame.shape[1] == 1 else ""
+    if separator := next((each for each in ";\t" if each in first), None):
+        frame = cells_between(separator)
     frame = pd.DataFrame({name: cells.str.strip() for name, cells in frame.items()})
     frame.index = frame.index + 1
     frame = frame[(frame != "").any(axis=1)]
@@ -141,21 +218,81 @@ def _read_csv(path: Path) -> pd.DataFrame:
         frame = frame.iloc[1:]
     else:
         frame.columns = pd.Index([f"c{i}" for i in range(frame.shape[1])])
+    return _as_text(str(path), frame)
+
+
+def _json_values(text: str) -> list[Any]:
+    """The records of JSON: a list, one object, or one value on each line."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return values if isinstance(values, list) else [values]
+
+
+def _frame_of_numbers(where: str, source: Any) -> pd.DataFrame:
+    """A frame of lengths alone, or of flat objects."""
+    if isinstance(source, list) and source and isinstance(source[0], Mapping):
+        return pd.DataFrame(source)
+    try:
+        values = np.asarray(source)
+    except ValueError as error:
+        raise TraceError(f"{where}: lists of different lengths; give one list of all, or a DataFrame") from error
+    if values.ndim == 2:
+        # RL steps by responses, as many in each.
+        steps, responses = values.shape
+        return pd.DataFrame({"rl_step": np.repeat(np.arange(steps), responses), "response_tokens": values.ravel()})
+    if values.ndim != 1:
+        raise TraceError(f"{where}: got shape {values.shape}; wanted (responses,) or (RL steps, responses)")
+    return pd.DataFrame({"response_tokens": values})
+
+
+def _as_text(where: str, frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with cells as text, a list of lengths in a cell as many rows."""
+    lists = [name for name in frame.columns if len(frame) and _is_list(frame[name].iloc[0])]
+    if any(_plain(name) in _LENGTHS for name in lists):
+        first = next(name for name in lists if _plain(name) in _LENGTHS)
+        sizes = frame[first].map(_size)
+        together = [name for name in lists if bool((frame[name].map(_size) == sizes).all())]
+        frame = frame.explode(together, ignore_index=True)
     if frame.empty:
-        raise TraceError(f"{path}: no rows; wanted one response length per line")
+        raise TraceError(f"{where}: no rows; wanted one response length per line")
     if not frame.columns.is_unique:
-        raise TraceError(f"{path}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
-    return frame
+        raise TraceError(f"{where}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
+    cells = {str(name): values.map(_cell) for name, values in frame.items()}
+    return pd.DataFrame(cells, index=frame.index)
 
 
-def _columns(path: Path, frame: pd.DataFrame, lengths: str | None) -> dict[str, str]:
-    """The file's column for each column of a trace that it has; `lengths` is the one that the user named."""
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None or value != value else str(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray)
+
+
+def _size(value: Any) -> int:
+    return len(value) if _is_list(value) else -1
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a number of tokens, or a list of them."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_counts, value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+
+
+def _columns(where: str, frame: pd.DataFrame, lengths: str | None) -> dict[str, str]:
+    """The table's column for each column of a trace that it has; `lengths` is the one that the user named."""
     names = ", ".join(frame.columns)
     if lengths is not None and lengths not in frame:
-        raise TraceError(f"{path}: no column {lengths!r}; there are: {names}")
-    called = lengths or _called(path, frame, _LENGTHS, "the lengths")
+        raise TraceError(f"{where}: no column {lengths!r}; there are: {names}")
+    called = lengths or _called(where, frame, _LENGTHS, "the lengths")
     rest = frame.drop(columns=[] if called is None else [called])
-    others = {name: _called(path, rest, asked, name) for name, asked in _OTHERS.items()}
+    others = {name: _called(where, rest, asked, name) for name, asked in _OTHERS.items()}
+    others["rl_step"] = others["rl_step"] or _called(where, rest, ("epoch",), "rl_step")
     columns = {name: column for name, column in others.items() if column is not None}
     if called is None:
         left = [str(name) for name in frame.columns if name not in columns.values()]
@@ -163,36 +300,26 @@ def _columns(path: Path, frame: pd.DataFrame, lengths: str | None) -> dict[str, 
         # What a column holds that is no number is said with its line.
         called = numeric[0] if len(numeric) == 1 else left[0] if len(left) == 1 else None
         if called is None:
-            raise TraceError(f"{path}: cannot tell which column holds the lengths; name one with --column: {names}")
+            raise TraceError(f"{where}: cannot tell which column holds the lengths; name one with --column: {names}")
     return {"response_tokens": called} | columns
 
 
-def _called(path: Path, frame: pd.DataFrame, names: tuple[str, ...], what: str) -> str | None:
-    """The column with one of these names, the trace's own first; of others with one each only if they say the same."""
-    plain = {str(name): str(name).lower().replace(" ", "_").replace("-", "_") for name in frame.columns}
+def _called(where: str, frame: pd.DataFrame, names: tuple[str, ...], what: str) -> str | None:
+    """The column with one of these names, the trace's own first; of others with one each only if they say the same.
+
+    Which of several columns tells prompts or samples apart is not asked: the first of the names does.
+    """
+    plain = {str(name): _plain(name) for name in frame.columns}
     meant = [own for name in names for own, said in plain.items() if said == name]
-    if meant and meant[0] != names[0]:
+    if meant and meant[0] != names[0] and names not in (_PROMPT_IDS, _SAMPLES):
         for other in meant[1:]:
             if not frame[other].equals(frame[meant[0]]):
                 raise TraceError(
-                    f"{path}: columns {meant[0]} and {other} differ and either could be {what}: keep one, or call it "
+                    f"{where}: columns {meant[0]} and {other} differ and either could be {what}: keep one, or call it "
                     f"{names[0]}"
                 )
     return meant[0] if meant else None
 
 
-def _columns_note(frame: pd.DataFrame, columns: dict[str, str]) -> str:
-    used = ", ".join(name if name == own else f"{name} from {own}" for name, own in columns.items())
-    left = [str(name) for name in frame.columns if name not in columns.values()]
-    return f"columns read: {used}" + (f" (not read: {', '.join(left)})" if left else "")
-
-
-def _whole(path: Path, frame: pd.DataFrame, column: str, *, at_least: int) -> pd.Series[Any]:
-    """A column of text as whole numbers; the first cell that is none is named."""
-    number = pd.to_numeric(frame[column], errors="coerce")
-    ok = number.notna() & (number >= at_least) & (number <= 2**31 - 1) & (number == np.floor(number))
-    if not ok.all():
-        line = ok.index[~ok.to_numpy()][0]
-        got = frame[column].loc[line]
-        raise TraceError(f"{path}: column {column}, line {line}: got {got!r}, wanted a whole number >= {at_least}")
-    return number.astype(np.int64)
+def _plain(name: object) -> str:
+    return str(name).lower().replace(" ", "_").replace("-", "_")

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
-from tltlab.errors import TraceError
-from tltlab.files import fsync_file
+from tltlab.errors import InputError, TraceError
+from tltlab.files import fsync_file, parse_json, sha256_of, write_durably
 
-from .schema import MANIFEST_FILE, TABLES
+from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
 from .validate import Part, check_columns, conform
 
 _STRING_BYTES = 16
@@ -204,6 +204,31 @@ class ReadTable:
 Table = MemoryTable | StoredTable | ReadTable
 
 
+def seal(folder: Path) -> None:
+    """Write into the manifest of a whole new trace the sum of every table beside it. Raises OSError."""
+    file = folder / MANIFEST_FILE
+    sums = {table.name: sha256_of(table) for table in sorted(folder.glob("*.parquet"))}
+    write_durably(file, Manifest.read(file).to_json(sums).encode())
+
+
+def check_sums(folder: Path) -> bool:
+    """TraceError where a table is not the one that was written; False where some table there has no sum."""
+    tables = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
+    try:
+        sums = parse_json((folder / MANIFEST_FILE).read_text(encoding="utf-8")).get(SUMS)
+        if not isinstance(sums, dict):
+            return False
+        for name in tables:
+            if name in sums and sha256_of(folder / name) != sums[name]:
+                raise TraceError(
+                    f"{folder / name}: not what was written: damaged, or changed by hand, and then remove {SUMS!r} and "
+                    f"'sha256' from {MANIFEST_FILE}"
+                )
+    except (OSError, ValueError, AttributeError) as error:
+        raise TraceError(f"{folder}: its sums cannot be checked: {error}") from error
+    return set(tables) <= set(sums)
+
+
 def write_parquet(path: Path, name: str, table: Table) -> None:
     """Write one row group per RL step, and wait until it is on the disk."""
     with parquet_writer(path, name) as writer:
@@ -286,3 +311,8 @@ def carry_over(old: Path, new: Path) -> None:
                 shutil.copytree(item, new / item.name, symlinks=True)
             else:
                 shutil.copy2(item, new / item.name, follow_symlinks=False)
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """The error of a trace that cannot be written."""
+    return InputError(f"cannot write the trace {path}: {error.strerror or error}")

@@ -12,23 +12,27 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.console import progress
-from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.errors import ConfigError, TraceError
 from tltlab.files import new_folder, write_durably
 
-from .csv import tables_from_csv
+from .csv import LengthTable, tables_from_csv
 from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
-from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
+from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest, is_trace
 from .storage import (
     FileTable,
     MemoryTable,
     ReadTable,
     StoredTable,
     Table,
+    cannot_write,
     carry_over,
+    check_sums,
     frame_to_arrow,
+    seal,
     write_parquet,
 )
 from .validate import Part, check, conform
@@ -221,11 +225,15 @@ class Trace:
         return frame
 
 
-def read(path: str | Path | Trace) -> Trace:
+TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Sequence[int]
+"""A trace as users give it: itself, where it is, or response lengths, in a DataFrame as a CSV has them or alone."""
+
+
+def read(path: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
     A Trace stays as it is; other files, and TensorBoard's folders, are what `importers.formats.import_dump` makes of
-    them.
+    them. A DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses).
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
@@ -237,7 +245,11 @@ def read(path: str | Path | Trace) -> Trace:
     if isinstance(path, Trace):
         return path
     if not isinstance(path, str | Path):
-        raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
+        if isinstance(path, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(path):
+            return Trace.from_tables(*tables_from_csv(LengthTable.read(path)))
+        raise TraceError(
+            f"got {shown(path)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
+        )
     found = locate(path)
     if found.is_dir() and not (found / MANIFEST_FILE).exists() and not any(found.glob("events.out.tfevents*")):
         found = _only_run(found)
@@ -320,6 +332,8 @@ def read_one(found: Path) -> Trace:
             return read_one(found.with_name(found.name.removesuffix(SUFFIX)))
     trace = _opened(found)
     _check(trace)
+    if trace.path is not None:
+        check_sums(trace.path)
     return trace
 
 
@@ -443,14 +457,6 @@ def run_folder(trace: Path) -> Path:
     return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
 
 
-def is_trace(path: Path) -> bool:
-    """Whether a folder says it is a trace of this format (it is not checked)."""
-    try:
-        return f'"{FORMAT}"' in (path / MANIFEST_FILE).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
-
-
 def refuse_foreign_target(path: Path) -> None:
     """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
     if path.name.endswith(SUFFIX):
@@ -471,12 +477,8 @@ def new_trace_folder(path: Path) -> Iterator[Path]:
     refuse_foreign_target(path)
     with new_folder(path, durable=True) as new:
         yield new
+        seal(new)
         carry_over(path, new)
-
-
-def cannot_write(path: Path, error: OSError) -> InputError:
-    """The error of a trace that cannot be written."""
-    return InputError(f"cannot write the trace {path}: {error.strerror or error}")
 
 
 def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:

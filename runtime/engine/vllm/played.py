@@ -34,7 +34,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.ledger import Stopwatch
 
 from .capture import Capture, RunnerCapture
-from .options import speculative_config, vllm_options
+from .options import vllm_options
 from .scheduler import PolicyScheduler
 from .watch import WATCHED, record_only
 
@@ -78,16 +78,15 @@ class World:
         self.group = group
         self.response_tokens = response_tokens
         self.taken = 0
-        self._model = model
-        self._configs: dict[bool, Any] = {}
+        self.model = model
+        self._configs: dict[str, Any] = {}
 
     def config(self, speculative: dict[str, Any] | None) -> Any:
-        """vLLM's configuration, for drafts made beside the scheduler or for none."""
-        speculates = speculative is not None
-        if speculates not in self._configs:
-            depth = speculative["num_speculative_tokens"] if speculative is not None else 0
+        """vLLM's configuration of an engine with this speculative configuration, or that speculates not."""
+        method = "" if speculative is None else str(speculative["method"])
+        if method not in self._configs:
             arguments = EngineArgs(
-                model=self._model,
+                model=self.model,
                 skip_tokenizer_init=True,
                 load_format="dummy",
                 dtype="float32",
@@ -99,10 +98,10 @@ class World:
                 max_num_batched_tokens=self.max_batch * 2 * self.response_tokens,
                 kv_cache_memory_bytes=1 << 20,
                 block_size=_BLOCK,
-                speculative_config=speculative_config({}, depth),
+                speculative_config=speculative,
             )
-            self._configs[speculates] = arguments.create_engine_config()
-        return copy.copy(self._configs[speculates])
+            self._configs[method] = arguments.create_engine_config()
+        return copy.copy(self._configs[method])
 
     def request(self, number: int) -> tuple[tuple[int, str, int, int], list[int], list[int]]:
         """Key, prompt and text of a request."""
@@ -207,7 +206,7 @@ class Played:
         world.taken += 1
         options = vllm_options(
             None if record else policy,
-            drafters={"learned": LearnedSpec(method="draft_model", model=str(world.folder))} if learned else None,
+            drafters={"learned": LearnedSpec(method="draft_model", model=world.model)} if learned else None,
             record=world.folder / f"trace-{world.taken}" if record else None,
         )
         config = world.config(options.get("speculative_config"))
@@ -221,10 +220,10 @@ class Played:
             hash_block_size=_BLOCK,
         )
         self.control = self.scheduler.control
-        # Speculation pays by this clock, so that a policy that learns goes on drafting.
-        self.control.ledger.clock = lambda: self._now_s
         self.control.seat.deciding = Stopwatch(time.thread_time)
         if not record:
+            # Speculation pays by this clock, so that a policy that learns goes on drafting.
+            self.control.ledger.clock = lambda: self._now_s
             self.control.begin(0)
         self._runner = _capture(self.scheduler) if capture else None
         for n in range(batch):

@@ -60,6 +60,7 @@ def test_the_presets_that_ship_are_those_of_the_fit(shared_data: Path):
     for name, made in presets(shared_data).items():
         shipped = load_costs(name)
         assert shipped.notes == made.notes
+        assert shipped.evidence.error(speculates=True) == pytest.approx(made.evidence.error(speculates=True), rel=0.02)
         assert shipped.kv_capacity_tokens == made.kv_capacity_tokens
         for term, value in made.constants.model_dump().items():
             assert getattr(shipped.constants, term) == pytest.approx(value, rel=0.02)

@@ -79,7 +79,8 @@ def test_predictions_say_how_near_a_measurement_is():
     assert distance("sglang:A100:Qwen3-14B") == ("never measured", ("gpu", "model"))
     assert distance("vllm:2xH200:Qwen3-8B:int4") == ("never measured", ("gpu", "model", "weights"))
     said = str(load_costs("vllm:4xB200:Llama-3.3-70B:fp4").evidence)
-    assert said.startswith("never measured with vllm (gpu, model, weights, speculation); median error on what was left")
+    assert said.startswith("never measured with vllm (gpu, model, weights); nine in ten are off by less than ")
+    assert "; speculation was not measured with it; median error on what was left out of its fit, by model" in said
 
 
 def test_left_out_errors_that_ship_are_within_what_is_promised():

@@ -4,6 +4,7 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -344,7 +345,7 @@ def test_several_choices_with_one_usage_are_refused(tmp_path):
 def test_the_error_lists_the_fields_that_are_there(tmp_path):
     path = jsonl(tmp_path / "log.jsonl", {"output_tokens": 3, "words": 7})
     with pytest.raises(TraceError, match=r"line 1: no prompt length; wanted a field prompt_tokens or .*words"):
-        import_dump(path)
+        import_dump(path, form="vllm")
 
 
 # All
@@ -370,6 +371,58 @@ def test_the_content_says_the_format(tmp_path, verl, trl):
 def test_a_folder_of_something_else_is_refused(tmp_path, form, says):
     with pytest.raises(TraceError, match=f"{says} in it"):
         import_dump(tmp_path, form=form, tokens=WORDS)
+
+
+LENGTHS = [310, 4096, 95, 120]
+STEPS = [1, 1, 2, 2]
+ROWS = list(zip(STEPS, LENGTHS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.csv", ["global_step,group,len_s,response_length", *(f"{s},g{s},0.5,{n}" for s, n in ROWS)]),
+        ("a.csv", ["Step;Response Length", *(f"{s};{n}" for s, n in ROWS)]),
+        ("a.tsv", ["iteration\tcompletion_length", *(f"{s}\t{n}" for s, n in ROWS)]),
+        ("a.csv", ["epoch,length", *(f"{s},{n}" for s, n in ROWS)]),
+        ("a.jsonl", [json.dumps({"step": s, "response_len": n, "text": "x"}) for s, n in ROWS]),
+        ("a.jsonl", [json.dumps({"step": s, "response_lengths": [n for t, n in ROWS if t == s]}) for s in (1, 2)]),
+        ("a.json", [json.dumps([{"step": s, "tokens": n} for s, n in ROWS])]),
+    ],
+)
+def test_a_table_of_lengths_is_read_whatever_it_is_written_as(tmp_path: Path, name: str, lines: list[str]):
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    trace = read(tmp_path / name)
+    assert trace.outcomes["response_tokens"].tolist() == LENGTHS
+    assert trace.outcomes["rl_step"].tolist() == STEPS
+    assert trace.manifest.kind == "imported"
+
+
+def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path: Path):
+    frame = pd.DataFrame({"step": STEPS, "num_tokens": LENGTHS, "reward": 0.5})
+    frame.to_parquet(tmp_path / "a.parquet")
+    for source in (tmp_path / "a.parquet", frame, np.reshape(LENGTHS, (2, 2))):
+        assert read(source).outcomes.groupby("rl_step")["response_tokens"].apply(list).tolist() == [
+            [310, 4096],
+            [95, 120],
+        ]
+    for source in (LENGTHS, np.array(LENGTHS), pd.Series(LENGTHS), tuple(LENGTHS)):
+        assert read(source).outcomes["response_tokens"].tolist() == LENGTHS
+    (tmp_path / "a.json").write_text(json.dumps(LENGTHS))
+    assert read(tmp_path / "a.json").outcomes["response_tokens"].tolist() == LENGTHS
+    (tmp_path / "a.txt").write_text("310\n4096\n95\n120\n")
+    assert read(tmp_path / "a.txt").outcomes["response_tokens"].tolist() == LENGTHS
+
+
+def test_lengths_that_are_none_are_named_with_their_place():
+    for source, told in (
+        ([3, 0], "line 1: got '0'"),
+        ([1.5], "got '1.5'"),
+        (np.zeros((2, 2, 2)), "got shape"),
+        ([], "got \\[\\]"),
+    ):
+        with pytest.raises(TraceError, match=told):
+            read(source)
 
 
 def test_what_a_csv_does_not_say_is_noted(tmp_path):

@@ -13,8 +13,9 @@ from tltlab.acceptance.load import (
 )
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.composition import Rung, System, length_aware, one_strategy, strategies
 from tltlab.planning.system_binding import PerDrafter, bind
-from tltlab.planning.systems import SYSTEMS, Rung, System, find_systems, length_aware, one_strategy, strategies
+from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 

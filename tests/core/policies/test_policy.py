@@ -1,5 +1,6 @@
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tltlab.policies.policy import (
     TableRow,
     TableSpec,
     Ucb1Spec,
+    code_allowed,
     load_policy,
 )
 from tltlab.state import StepState
@@ -331,7 +333,8 @@ def test_a_users_own_class_is_found_in_the_current_folder(own):
 def test_a_users_own_class_takes_its_arguments_from_the_file(own, tmp_path):
     policy = Policy(selector=CustomSpec(path=f"{own}:Halving", args={"border": 2}), activation=Activation())
     policy.write(tmp_path / "p.json")
-    loaded = load_policy(tmp_path / "p.json")
+    with code_allowed([own]):
+        loaded = load_policy(tmp_path / "p.json")
     assert loaded == policy
     assert loaded.build(rng()).choose(StepState(rl_step=0, batch=8)) == NO_SPECULATION
 
@@ -361,7 +364,36 @@ def test_a_class_is_the_policy_that_its_path_names(own):
 
 def test_arguments_that_do_not_fit_are_refused(own, tmp_path):
     selector = {"kind": "custom", "path": f"{own}:Halving", "args": {"edge": 2}}
-    assert "edge" in error_of(write(tmp_path / "p.json", selector=selector))
+    with code_allowed([own]):
+        assert "edge" in error_of(write(tmp_path / "p.json", selector=selector))
+
+
+def test_a_file_does_not_choose_what_is_imported(own, tmp_path, monkeypatch):
+    """It may be somebody else's; what is typed is one's own."""
+    (tmp_path / f"foreign_{own}.py").write_text(f"from {own} import Halving\nopen('imported', 'w').close()\n")
+    path = write(tmp_path / "p.json", selector={"kind": "custom", "path": f"foreign_{own}:Halving"})
+    monkeypatch.chdir(tmp_path)
+    message = error_of(path)
+    assert f"{path} names foreign_{own}:Halving, a class that is not ours, which is not imported unasked" in message
+    assert f"--allow-code foreign_{own}" in message
+    with code_allowed([own]):
+        assert error_of(path) == message
+    assert not Path("imported").exists()
+    with code_allowed([f"foreign_{own}"]):
+        assert load_policy(path).selector.path == f"foreign_{own}:Halving"
+    assert Path("imported").exists()
+    monkeypatch.setenv("TLTLAB_ALLOW_CODE", f"this,foreign_{own}")
+    assert load_policy(path).selector.module == f"foreign_{own}"
+
+
+def test_a_module_without_the_class_is_not_imported(own, tmp_path, monkeypatch):
+    (tmp_path / f"pack_{own}").mkdir()
+    for name in ("__init__", "inner"):
+        (tmp_path / f"pack_{own}" / f"{name}.py").write_text("open('imported', 'w').close()\nclass Other: ...\n")
+    monkeypatch.chdir(tmp_path)
+    assert f"pack_{own}/inner.py) has no Missing" in error_of(f"pack_{own}.inner:Missing")
+    assert not Path("imported").exists()
+    assert "not a subclass" in error_of(f"pack_{own}.inner:Other")
 
 
 def test_a_users_own_class_must_keep_the_contract(own):
@@ -379,7 +411,7 @@ def test_what_is_not_there_or_no_selector_is_refused(own, tmp_path):
     assert "not a subclass" in error_of(f"{own}:NotOne")
     assert "cannot import" in error_of("no.such.module:Class")
     assert "cannot import" in error_of(f"broken_{own}:Oops")
-    for name, text in {"raises": "1 / 0", "leaves": "raise SystemExit(0)"}.items():
+    for name, text in {"raises": "1 / 0; Class = 1", "leaves": "raise SystemExit(0); Class = 1"}.items():
         (tmp_path / f"{name}_{own}.py").write_text(text)
         assert f"cannot import {name}_{own}: " in error_of(f"{name}_{own}:Class")
     assert f"{own}.py is a module: name the class in it" in error_of(f"{own}.py")

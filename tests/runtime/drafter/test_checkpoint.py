@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
+import random
 import resource
 import signal
 import subprocess
@@ -17,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from tltlab.bench.drafter.checkpoint import bench_checkpoint
-from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint
+from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint, convert
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
@@ -95,12 +98,12 @@ def test_nothing_of_an_unfinished_save_counts(tmp_path: Path):
     """The process is killed while a checkpoint is on its way to the disk."""
     script = """
 import os, signal, sys, torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 saved = DrafterCheckpoint(sys.argv[1])
 saved.save({"head.fc.weight": torch.full((1000,), 1.0), "counters": torch.tensor([1, 0])})
 saved.finish()
-FileSystemWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+SafetensorsWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor([2, 0])})
 saved.finish()
 """
@@ -159,12 +162,60 @@ def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
     for n in (1.0, 2.0):
         save(saved, state(n))
-    (broken,) = (tmp_path / "checkpoint-00000001").glob("*.distcp")
+    (broken,) = (tmp_path / "checkpoint-00000001").glob("*.safetensors")
     os.truncate(broken, 100)
     found = state(-1.0)
     assert saved.load(found) == tmp_path / "checkpoint-00000000"
     assert float(found["head.fc.weight"][0]) == 1.0
     assert "checkpoint-00000001: cannot be read" in saved.failures[0]
+
+
+def test_a_bit_that_flips_is_noticed(tmp_path: Path):
+    saved = DrafterCheckpoint(tmp_path)
+    for n in (1.0, 2.0):
+        save(saved, state(n))
+    newest = tmp_path / "checkpoint-00000001"
+    draw = random.Random(3)
+    for file in sorted(newest.iterdir()):
+        whole = file.read_bytes()
+        for _ in range(5):
+            data, bit = bytearray(whole), draw.randrange(8 * len(whole))
+            data[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(data)
+            found = state(-1.0)
+            assert saved.load(found) == tmp_path / "checkpoint-00000000"
+            assert set(found["head.fc.weight"].tolist()) == {1.0}
+            assert "is not what was written" in saved.failures[-1]
+        file.write_bytes(whole)
+    assert saved.load(state(-1.0)) == newest
+
+
+def test_a_pickled_index_is_not_read(tmp_path: Path):
+    """As earlier versions wrote it: whoever can change one could have had code run here."""
+    old = tmp_path / "checkpoint-00000004"
+    torch_save(dict(state(4.0)), storage_writer=FileSystemWriter(old), no_dist=True)
+    index = (old / ".metadata").read_bytes()
+    (old / ".metadata").write_bytes(pickle.dumps(Opened(tmp_path / "opened")))
+    saved = DrafterCheckpoint(tmp_path)
+    assert saved.load(state(-1.0)) is None
+    assert not (tmp_path / "opened").exists()
+    assert "could run any code" in saved.failures[0]
+    assert f"convert('{old}')" in saved.failures[0]
+
+    (old / ".metadata").write_bytes(index)
+    convert(old)
+    assert loaded(tmp_path) == 4.0
+    assert [path.name for path in tmp_path.iterdir()] == [old.name]
+
+
+class Opened:
+    """Pickled, makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
 
 
 def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import write_sum
 from tltlab.runtime.run.checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, step_of
 
 
@@ -25,6 +27,12 @@ def writer(number: int, size: int = 100):
         (folder / "trainer" / "weights.bin").write_bytes(bytes([number % 256]) * size)
 
     return write
+
+
+def flip(file: Path, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
 
 
 def names(checkpoints: RunCheckpoints) -> list[str]:
@@ -81,6 +89,48 @@ def test_a_large_file_that_was_cut_off_is_noticed(tmp_path: Path):
     assert checkpoints.latest() == path
     os.truncate(path / "trainer" / "weights.bin", MOST_HASHED_BYTES)
     assert checkpoints.latest() is None
+
+
+def test_a_bit_that_flips_in_a_large_file_makes_the_one_before_the_newest(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
+    first, second = (checkpoints.save(step, writer(step, MOST_HASHED_BYTES + 1)) for step in (1, 2))
+    assert checkpoints.latest() == second
+    flip(second / "trainer" / "weights.bin", 8 * (MOST_HASHED_BYTES // 2))
+    assert checkpoints.latest() == first
+    (complaint,) = checkpoints.complaints
+    assert str(second) in complaint
+    assert "weights.bin is not what was written" in complaint
+
+
+def test_a_writer_that_hashes_what_it_writes_is_taken_at_its_word(tmp_path: Path):
+    """What the disk makes of it between the write and the seal is damage too."""
+    size = MOST_HASHED_BYTES + 1
+
+    def write(folder: Path) -> None:
+        writer(1, size)(folder)
+        write_sum(folder / "trainer" / "weights.bin", hashlib.sha256(bytes([1]) * size).hexdigest())
+        flip(folder / "trainer" / "weights.bin", 5)
+
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(1, write)
+    assert checkpoints.latest() is None
+    assert "weights.bin is not what was written" in checkpoints.complaints[0]
+
+
+def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
+    """Or all that is loaded is as it was. TLTLAB_FLIPS: how many bits."""
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    path = checkpoints.save(7, writer(7, 3000))
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    whole = {file: file.read_bytes() for file in files}
+    draw = random.Random(5)
+    for _ in range(int(os.environ.get("TLTLAB_FLIPS", 300))):
+        file = draw.choice(files)
+        flip(file, draw.randrange(8 * len(whole[file])))
+        if checkpoints.latest() is not None:
+            assert file.name == "checkpoint.json", file
+        file.write_bytes(whole[file])
+    assert checkpoints.latest() == path
 
 
 def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):

@@ -324,7 +324,7 @@ def test_a_checkpoint_holds_tensors_and_json_and_half_of_one_is_refused(random_m
     trained(made)
     made.save_checkpoint(str(tmp_path))
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert {file.suffix for file in files} == {".safetensors", ".json"}
+    assert {file.suffix for file in files} == {".safetensors", ".sha256", ".json"}
     assert json.loads((tmp_path / "state.json").read_text()) == {"steps": 2}
     biggest = max(files, key=lambda file: file.stat().st_size)
     biggest.write_bytes(biggest.read_bytes()[:-100])

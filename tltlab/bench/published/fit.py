@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.cross_validation import cross_validated, each_left_out
+from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
 from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts, Terms, prefill_token_s
@@ -29,8 +29,9 @@ class Fitted:
 
     `predictions` is the table of measurements with `predicted` and `error` (relative). `residuals` has a row per
     source and batch: `source`, `batch`, `num_points`, `mean_abs_error`, `max_abs_error`. `cross_validation` the same
-    per fold, each predicted by a fit without it: `fold`, `left_out`, ... `notes` says which constants the data leave
-    open, and the context that was fitted where none was given (`context_tokens` per request, None where all are known).
+    per fold, each predicted by a fit without it: `fold`, `left_out`, ..., and as `most_errors` has them `median_error`
+    and `most_error`. `notes` says which constants the data leave open, and the context that was fitted where none was
+    given (`context_tokens` per request, None where all are known).
     """
 
     constants: Constants
@@ -67,7 +68,7 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     table = measurements.assign(predicted=predicted, error=predicted / rows.measured - 1)
     errors = table["error"].abs().groupby([table["source"], table["batch"]]).agg(["size", "mean", "max"]).reset_index()
     errors.columns = pd.Index(["source", "batch", "num_points", "mean_abs_error", "max_abs_error"])
-    columns = ["fold", "left_out", "num_points", "mean_abs_error", "max_abs_error"]
+    columns = ["fold", "left_out", "num_points", "mean_abs_error", "max_abs_error", "median_error", "most_error"]
     return Fitted(
         constants=constants_of(values),
         context_tokens=context,
@@ -237,4 +238,4 @@ def _left_out(values: Mapping[str, float], measurements: pd.DataFrame, column: s
         if isinstance(predicted, ConfigError):
             raise ConfigError(f"without {column} {value} {predicted}")
         error = np.abs(predicted / fold.held["measured"].to_numpy(np.float64) - 1)
-        yield column, value, len(error), float(error.mean()), float(error.max())
+        yield column, value, len(error), float(error.mean()), float(error.max()), *most_errors(error)

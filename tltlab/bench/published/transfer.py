@@ -9,6 +9,7 @@ import numpy as np
 
 from tltlab.bench.published.kernels import Kernels
 from tltlab.costs.base import CalibratedRange
+from tltlab.costs.evidence import Evidence
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
 from tltlab.hardware import gpu, kv_capacity_tokens, model
 
@@ -77,6 +78,7 @@ def preset(
     tp: int,
     calibrated: CalibratedRange | None,
     notes: tuple[str, ...],
+    evidence: Evidence,
 ) -> RooflineCosts:
     """A cost model for one GPU, model and tp, its numbers rounded to three digits; speculation off costs nothing."""
     found = {name: None if value is None else float(f"{value:.3g}") for name, value in constants.model_dump().items()}
@@ -89,4 +91,5 @@ def preset(
         kv_capacity_tokens=kv_capacity_tokens(gpu(gpu_name), model(model_name), tp, MEMORY_FRACTION),
         calibrated=calibrated,
         notes=notes,
+        evidence=evidence,
     )

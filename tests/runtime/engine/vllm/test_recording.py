@@ -49,7 +49,7 @@ def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM with its own scheduler and an n-gram drafter of the user's, recorded."""
+    """vLLM with its own scheduler and a suffix drafter of the user's, recorded."""
     from tltlab.runtime.engine.vllm import starting, uncompiled
 
     with starting(), uncompiled(True), pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,8 @@ def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             enable_lora=True,
             max_lora_rank=8,
             generation_config="vllm",
-            speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+            # Not vLLM's n-grams: its CPU worker starts no other engine in a process that has loaded numba for them.
+            speculative_config={"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_min_token_prob": 0.0},
             **vllm_options(None, record=tmp_path_factory.mktemp("first") / "trace"),
         )
         yield llm
@@ -128,7 +129,7 @@ def test_scheduler_and_speculation_are_vllms_own_and_what_was_kept_is_written_do
     trace = recorded.trace()
     rows = trace.iterations
     drafted = rows[rows["num_drafted"] > 0]
-    assert set(drafted["drafter"]) == {"ngram"}
+    assert set(drafted["drafter"]) == {"suffix"}
     assert set(drafted["draft_depth"]) == {3}
     assert [sum(kept) for kept in drafted["accepted_per_request"]] == list(drafted["num_accepted"])
     assert drafted["num_accepted"].sum() > 0

@@ -1,0 +1,445 @@
+"""What speculation would bring for responses of these lengths: an answer in words, with what it rests on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.arrays import Floats
+from tltlab.costs.load import load_stages
+from tltlab.costs.profiles import find_gpu, find_model, listed, profile_costs, profiles
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.stages import RooflineStages, StageCosts
+from tltlab.errors import ConfigError
+from tltlab.hardware import Gpu, ModelShape
+from tltlab.importers.formats import Source, read_lengths
+from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import Policy, TableSpec
+from tltlab.stats import Interval, paired_interval
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace, TraceSource
+
+from .config import SimulationConfig
+from .rl_steps import run_steps
+from .scenario import Scenario
+from .simulate import SimResult, simulate
+from .systems import compare_systems
+from .topology import Colocated
+from .tuning.cases import TuningCase
+from .tuning.search import Prices
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GPUS = "8xH100"
+MODEL = "Qwen2.5-7B"
+ACCEPT = 0.7
+LEAST, MOST = 0.5, 0.85
+"""Acceptance where nobody measured it, and what is asked beside it."""
+MODEL_FREE = 0.42
+"""Acceptance of n-grams beside a learned drafter: a lone request's in Seer (arXiv 2511.14617), see seer-siblings."""
+DEPTHS = (1, 2, 3, 4, 6, 8)
+_CURVE = (0.3, 0.6, 0.95)
+_DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
+_MAX_ROWS = 4
+_RESPONSES_PER_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """GPUs with a model on them: costs of one rollout worker of `costs.tensor_parallel` GPUs, and of the other stages.
+
+    `costs_name` is what `load_costs` takes for the same.
+    """
+
+    name: str
+    num_gpus: int
+    costs: RooflineCosts
+    costs_name: str
+    stages: StageCosts
+
+    @classmethod
+    def of(
+        cls, gpus: str, model: str | ModelShape, *, engine: str | None = None, tp: int | None = None, tokens: int = 0
+    ) -> Machine:
+        """Of `8xH100` and a model's name, `config.json` or its folder.
+
+        The engine whose profile was measured nearest to both is taken unless one is named, and the fewest GPUs per
+        worker that hold the weights and a request of `tokens`. Raises ConfigError for what is unknown or does not fit.
+        """
+        count, times, name = gpus.partition("x")
+        if not times or not count.isdecimal() or int(count) < 1:
+            count, name = "1", gpus
+        num_gpus, device = int(count), find_gpu(name)
+        shape = model if isinstance(model, ModelShape) else find_model(model)
+        engine = engine or _nearest_engine(device, shape)
+        sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
+        if tp is not None:
+            if tp < 1 or num_gpus % tp:
+                raise ConfigError(f"{num_gpus} GPUs are no whole number of workers of {tp} GPUs")
+            sizes = [tp]
+        fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
+        for size in sizes:
+            try:
+                costs = profile_costs(engine, device, shape, size)
+            except ConfigError as error:
+                fault = error
+                continue
+            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
+                named = f"{engine}:{size}x{device.name}:{shape.name}"
+                asked = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
+                return cls(
+                    name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
+                    costs_name=named, stages=asked.build(),
+                )  # fmt: skip
+        raise fault
+
+    @property
+    def workers(self) -> int:
+        return self.num_gpus // self.costs.tensor_parallel
+
+
+def _nearest_engine(device: Gpu, shape: ModelShape) -> str:
+    """The engine that was measured with most of GPU and model, best speculating; the first of equals."""
+
+    def distance(name: str) -> tuple[int, bool]:
+        profile = profiles().engines[name]
+        missing = profile.unmeasured(device.name, shape.name, shape.weights)
+        return len(missing), all(m.draft_depth is None for m in profile.measured)
+
+    return min(profiles().engines, key=distance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """Times as fast as without speculation, at one acceptance (None: the recorded one), with 95 % intervals.
+
+    `rl_step` is None where the other stages' costs are unknown.
+    """
+
+    accept: float | None
+    rollout: Interval
+    rl_step: Interval | None
+    policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The answer; `speed_ups` are by rising acceptance, `chosen` is the one that was asked for.
+
+    `systems` are `compare_systems`' rows. `used` maps columns of a trace to the source's, `ignored` are its others.
+    `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
+    `crowded_share` the share of worker time with more requests than the policy drafts for.
+    """
+
+    trace: Trace
+    used: Mapping[str, str]
+    ignored: Sequence[str]
+    setting: str
+    costs_name: str
+    distance: str
+    evidence: str
+    workers: int
+    chosen: SpeedUp
+    speed_ups: tuple[SpeedUp, ...]
+    plain_s: float
+    rollout_share: float | None
+    crowded_share: float
+    systems: pd.DataFrame
+    decision_block: int
+    wall_s: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence or two."""
+        chosen, others = self.chosen, [s for s in self.speed_ups if s.accept in (LEAST, MOST)]
+        if chosen.accept is None:
+            condition = "with as many drafted tokens accepted as were recorded"
+        else:
+            condition = (
+                f"if a drafted token is accepted {chosen.accept:.0%} of the time once those before it were"
+            ).replace("%", " %")
+        if chosen.rollout.estimate < 1.005:
+            head = f"Speculation would not make the rollout faster {condition}"
+        else:
+            step = "" if chosen.rl_step is None else f", the RL step {_times(chosen.rl_step)}"
+            head = f"Speculation would make the rollout {_times(chosen.rollout)} as fast{step}, {condition}"
+        beside = ", ".join(f"at {s.accept:.0%} {s.rollout.estimate:.2f}x".replace("%", " %") for s in others)
+        return f"{head}{f'; {beside}' if beside else ''}. {self.limited_by}"
+
+    @property
+    def limited_by(self) -> str:
+        """What holds the speed-up back most."""
+        rows = self.drafting
+        drafts_to = max((row.min_batch for row in rows[1:]), default=1) - 1
+        limits = []
+        if not any(row.strategy.speculates for row in rows):
+            limits.append("drafting costs more than it saves at every batch size")
+        elif self.crowded_share > 0.05 and not rows[-1].strategy.speculates:
+            limits.append(
+                f"for {self.crowded_share:.0%} of their time workers run more than {drafts_to} requests, where "
+                "drafting does not pay".replace("%", " %")
+            )
+        if self.rollout_share is not None:
+            most = 1.0 / max(1.0 - self.rollout_share, 1e-9)
+            limits.append(
+                f"the rollout is {self.rollout_share:.0%} of the RL step, so that no rollout could make it more than "
+                f"{most:.1f}x as fast".replace("%", " %", 1)
+            )
+        if not limits:
+            limits.append("how many drafted tokens are accepted")
+        return f"Limited by: {'; '.join(limits)}."
+
+    @property
+    def drafting(self) -> tuple[Any, ...]:
+        """Rows (min_batch, strategy) of the policy that was found."""
+        selector = self.chosen.policy.selector
+        return selector.rows if isinstance(selector, TableSpec) else ()
+
+    def to_frame(self) -> pd.DataFrame:
+        """The systems, one row each, with `speed_up` beside `ratio`."""
+        return self.systems.assign(speed_up=1.0 / self.systems["ratio"])
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab what-if --json`, without the systems' rows."""
+        rollout, rl_step = self.chosen.rollout, self.chosen.rl_step
+        return {
+            "verdict": self.verdict,
+            "num_rl_steps": len(self.trace.rl_steps),
+            "num_responses": self.trace.num_rows("outcomes"),
+            "num_workers": self.workers,
+            "setting": self.setting,
+            "costs": self.costs_name,
+            "distance": self.distance,
+            "evidence": self.evidence,
+            "accept": self.chosen.accept,
+            "speedup": {"rollout": _interval(rollout), "rl_step": None if rl_step is None else _interval(rl_step)},
+            "by_accept": [
+                {"accept": s.accept, "rollout": _interval(s.rollout)}
+                | {"rl_step": None if s.rl_step is None else _interval(s.rl_step)}
+                for s in self.speed_ups
+            ],
+            "makespan_s": self.plain_s,
+            "rollout_share": self.rollout_share,
+            "crowded_share": self.crowded_share,
+            "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
+            "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
+            "decision_block": self.decision_block,
+            "notes": list(self.notes),
+            "wall_s": self.wall_s,
+        }
+
+    def plot(self) -> Figure:
+        """Two panels: times as fast by acceptance, and the systems' rollouts."""
+        from matplotlib.figure import Figure
+
+        from tltlab.charts import COLORS, DASHES, draw_bars, finish
+
+        figure = Figure(figsize=(7.2, 5.4), layout="constrained")
+        above, below = figure.subplots(2, 1, height_ratios=(3, 2))
+        known = [s for s in self.speed_ups if s.accept is not None]
+        for i, name in enumerate(("rollout", "rl_step")):
+            points = [(s.accept, interval) for s in known if (interval := getattr(s, name)) is not None]
+            if points:
+                x, y = zip(*((accept, interval.estimate) for accept, interval in points), strict=True)
+                above.plot(x, y, color=COLORS[i], linestyle=DASHES[i], marker="o", markersize=4,
+                           label=name.replace("rl_step", "RL step"))  # fmt: skip
+                ends = [(interval.low, interval.high) for _, interval in points]
+                above.fill_between(x, *np.transpose(ends), color=COLORS[i], alpha=0.18, linewidth=0)
+        above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
+        if known:
+            above.legend(fontsize=8, frameon=False)
+        finish(above, title=f"With speculation: {self.setting} (simulated)", xlabel="drafted tokens accepted, each",
+               ylabel="times as fast", grid="both")  # fmt: skip
+        frame = self.to_frame()
+        draw_bars(below, frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
+                  (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's",
+                  title="Systems (simulated)", reference=1.0)  # fmt: skip
+        return figure
+
+    def __repr__(self) -> str:
+        return f"<WhatIf: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        frame = self.to_frame()[["title", "makespan_s", "speed_up", "regret"]]
+        return f"<p><b>{self.verdict}</b></p>{frame.to_html(index=False, float_format=lambda v: f'{v:.3g}')}"
+
+
+def what_if(
+    lengths: Source | TraceSource,
+    *,
+    gpus: str | None = None,
+    model: str | ModelShape | None = None,
+    engine: str | None = None,
+    tp: int | None = None,
+    accept: float | None = None,
+    drafter: str = "learned",
+    systems: str | Sequence[str] | None = None,
+    column: str | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    say: Callable[[str], None] = lambda message: None,
+) -> WhatIf:
+    """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
+
+    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. On
+    `gpus` (such as 8xH100) of a `model` (a name or `config.json`); where neither is named and the trace has costs of
+    its own, on those. `accept` is the chance that a drafted token is accepted once those before it were; where it is
+    not given, what the trace recorded, else 0.7, with 0.5 and 0.85 beside. The policy is the exact table of up to four
+    draft depths by batch size for these costs and this acceptance: what the best table brings. `say` hears of each
+    stage. Costs O(responses) per policy, most of it the bandits among `systems`.
+
+    >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
+    """
+    started = time.perf_counter()
+    if accept is not None and not 0.0 < accept < 1.0:
+        raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
+    given = read_lengths(lengths, column=column)
+    trace = given.trace
+    say(f"{trace.num_rows('outcomes')} responses of {len(trace.rl_steps)} RL steps")
+    notes = list(given.notes)
+    config, machine = _config(trace, gpus, model, engine, tp, seed)
+    accepts: list[float | None] = [None]
+    recorded, recorded_name = SimulationConfig().find_acceptance(trace)
+    if accept is None and recorded is not None:
+        config = replace(config, acceptance=recorded)
+        notes.append(f"acceptance: {recorded_name}")
+        drafters = list(recorded.drafters) or [drafter]
+    else:
+        accept = ACCEPT if accept is None else accept
+        accepts = [*sorted({*_CURVE, LEAST, MOST, accept})]
+        config, drafters = replace(config, acceptance=GeometricAcceptance(alpha=accept)), [drafter]
+    scenario = Scenario.of(trace, config)
+    strategies = [Strategy.chain(name, depth) for name in drafters for depth in DEPTHS]
+    strategies = [s for s in strategies if _covered(scenario, s)]
+    if not strategies:
+        raise ConfigError("the acceptance covers none of the chains 1 to 8 deep: give --accept, such as 0.7")
+    ask = _Question(trace=trace, config=config, scenario=scenario, machine=machine, strategies=strategies)
+    plain = simulate(trace, "none", config)
+    base = ask.seconds(plain)
+    say("no speculation simulated")
+    speed_ups = []
+    for one in accepts:
+        speed_ups.append(ask.speed_up(one, base))
+        say("recorded acceptance" if one is None else f"acceptance {one:.2f}")
+    chosen = next(s for s in speed_ups if s.accept == accept)
+    names = systems or tuple(name for name in _DEFAULT_SYSTEMS if name in SYSTEMS)
+    block = max(1, trace.num_rows("outcomes") // _RESPONSES_PER_BLOCK)
+    say(f"systems: {names if isinstance(names, str) else ', '.join(names)}")
+    table = compare_systems(
+        trace, names, replace(config, decision_block=block),
+        model_free_acceptance=GeometricAcceptance(alpha=min(MODEL_FREE, accept)) if accept is not None else None,
+        stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
+    )  # fmt: skip
+    if accept is not None and drafter == "learned":
+        notes.append(f"n-gram drafts of systems are accepted {min(MODEL_FREE, accept):.2f} of the time (Seer)")
+    costs = scenario.costs
+    evidence = getattr(costs, "evidence", None)
+    return WhatIf(
+        trace=trace, used=given.used, ignored=given.ignored, workers=scenario.workers, chosen=chosen,
+        setting=machine.name if machine else f"{scenario.workers} workers, {scenario.costs_name}",
+        costs_name=machine.costs_name if machine else scenario.costs_name,
+        distance=evidence.distance if evidence is not None else _measured_here(scenario, plain),
+        evidence=str(evidence) if evidence is not None else f"costs {scenario.costs_name}",
+        speed_ups=tuple(speed_ups), plain_s=plain.makespan_s, systems=table, decision_block=block, notes=tuple(notes),
+        rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
+        crowded_share=_crowded_share(plain, chosen.policy), wall_s=time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def _config(
+    trace: Trace, gpus: str | None, model: str | ModelShape | None, engine: str | None, tp: int | None, seed: int
+) -> tuple[SimulationConfig, Machine | None]:
+    """What is simulated: on the trace's own costs where there are some and nobody asks for others."""
+    workload = trace.workload["prompt_tokens"].to_numpy() + trace.outcomes["response_tokens"].to_numpy()
+    asked = any(option is not None for option in (gpus, model, engine, tp))
+    own = SimulationConfig().find_costs(trace)[1]
+    if not asked and trace.path is not None and "default" not in own and trace.manifest.num_workers is not None:
+        return SimulationConfig(seed=seed), None
+    machine = Machine.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
+    return SimulationConfig(costs=machine.costs, workers=machine.workers, seed=seed), machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What is the same for every acceptance."""
+
+    trace: Trace
+    config: SimulationConfig
+    scenario: Scenario
+    machine: Machine | None
+    strategies: Sequence[Strategy]
+
+    def seconds(self, result: SimResult) -> tuple[Floats, Floats | None]:
+        """Of the rollout and of the RL step, by RL step."""
+        rollouts = np.array([rollout.makespan_s for rollout in result.rollouts])
+        if self.machine is None:
+            return rollouts, None
+        placed = Colocated(gpus_per_worker=self.machine.costs.tensor_parallel)
+        whole = run_steps(result, load_stages(self.machine.stages), topology=placed)
+        return rollouts, whole.steps["step_s"].to_numpy(np.float64)
+
+    def speed_up(self, accept: float | None, base: tuple[Floats, Floats | None]) -> SpeedUp:
+        """Of the best table at this acceptance over plain decoding."""
+        config, scenario = self.config, self.scenario
+        if accept is not None:
+            model = GeometricAcceptance(alpha=accept)
+            config, scenario = replace(config, acceptance=model), replace(scenario, acceptance=model)
+        prices = Prices.of([TuningCase(name="what-if", trace=0, scenario=scenario)], self.strategies)
+        policy = Policy(selector=prices.table(_MAX_ROWS))
+        seconds = self.seconds(simulate(self.trace, policy, config))
+        step = None if base[1] is None or seconds[1] is None else self._times(base[1], seconds[1])
+        return SpeedUp(accept=accept, rollout=self._times(base[0], seconds[0]), rl_step=step, policy=policy)
+
+    def _times(self, plain: Floats, seconds: Floats) -> Interval:
+        return paired_interval(plain, seconds, rng=np.random.default_rng(self.config.seed))
+
+
+def _covered(scenario: Scenario, strategy: Strategy) -> bool:
+    try:
+        assert scenario.acceptance is not None
+        scenario.acceptance.in_state({}).check(strategy)
+    except ConfigError:
+        return False
+    return True
+
+
+def _crowded_share(plain: SimResult, policy: Policy) -> float:
+    """The share of busy worker time, without speculation, at batch sizes for which the policy drafts nothing."""
+    selector = policy.selector
+    if not isinstance(selector, TableSpec):
+        return 0.0
+    firsts = np.array([row.min_batch for row in selector.rows])
+    drafts = np.array([row.strategy.speculates for row in selector.rows])
+    crowded = total = 0.0
+    for columns in (log.columns for rollout in plain.rollouts for log in rollout.logs):
+        row = np.searchsorted(firsts, columns.batch, side="right") - 1
+        total += float(columns.seconds.sum())
+        crowded += float(columns.seconds[~drafts[row]].sum())
+    return crowded / total if total else 0.0
+
+
+def _measured_here(scenario: Scenario, plain: SimResult) -> str:
+    """How near costs without a profile's evidence are: whether the fit covered what is simulated."""
+    if scenario.costs.calibrated is None:
+        return "never measured"
+    return "interpolated" if plain.summary["outside_calibration"] else "measured together"
+
+
+def _times(interval: Interval) -> str:
+    if interval.low != interval.low:
+        return f"{interval.estimate:.2f}x (one RL step, no interval)"
+    return f"{interval.estimate:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _interval(interval: Interval) -> dict[str, float | None]:
+    """For JSON, which knows no NaN."""
+    ends = {"low": interval.low, "high": interval.high}
+    return {"mean": interval.estimate} | {name: None if end != end else end for name, end in ends.items()}

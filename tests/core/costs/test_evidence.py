@@ -1,0 +1,93 @@
+"""What speaks for a prediction: distances, errors to expect, and whether intervals hold as often as they say."""
+
+import json
+from math import hypot
+
+import numpy as np
+import pytest
+
+from tltlab.calibration.cross_validation import most_errors
+from tltlab.costs.evidence import LEVEL, Evidence, interval, pooled
+from tltlab.costs.load import load_costs, presets
+from tltlab.costs.profiles import Profiles, profiles
+from tltlab.hardware import model
+
+LEFT_OUT = {
+    "model": (0.05, 0.1), "gpu": (0.1, 0.2), "engine": (0.2, 0.4),
+    "model, speculating": (0.02, 0.05), "gpu, speculating": (0.1, 0.3), "engine, speculating": (0.3, 0.6),
+}  # fmt: skip
+
+
+def evidence(*unmeasured: str, **change) -> Evidence:
+    return Evidence(engine="mine", unmeasured=unmeasured, left_out=LEFT_OUT, draft_depth=(2, 5), **change)
+
+
+def test_the_error_to_expect_grows_with_what_was_not_measured():
+    assert evidence("model").error() == 0.1
+    assert evidence("together").error() == 0.2
+    assert evidence("gpu", "model").error() == pytest.approx(hypot(0.1, 0.2))
+    assert evidence("gpu", "model", "weights").error() == pytest.approx(hypot(0.1, 0.2, 0.2))
+    assert evidence("model").error(speculates=True) == pytest.approx(hypot(0.1, 0.05))
+    assert evidence("model", speculation=False).speedup_error() == 0.6
+
+
+def test_measured_together_has_the_error_of_those_measurements_as_far_as_they_go():
+    near = evidence(fitted={"all": (0.01, 0.03), "all, speculating": (0.02, 0.04)})
+    assert near.error() == 0.03
+    assert near.error(speculates=True) == pytest.approx(0.05)
+    assert near.error(extrapolated=True) == 0.2
+    assert near.beyond([0, 2, 5]) == []
+    assert near.beyond([3, 8]) == ["draft depth"]
+    assert near.says() == "measured together with mine; nine in ten are off by less than 3%"
+    assert near.says(beyond=["draft depth"]).startswith("never measured with mine (draft depth); nine in ten")
+    assert evidence(speculation=False).beyond([3]) == ["speculation"]
+
+
+def test_an_interval_is_of_what_was_measured_relative_to_its_error():
+    assert interval(10.0, 0.25) == (8.0, pytest.approx(40 / 3))
+    assert interval(10.0, 3.0) == (2.5, 40.0)
+    assert interval(10.0, None) is None
+    assert Evidence(engine="mine").interval(10.0) is None
+    assert "how far off is not known" in Evidence(engine="mine").says()
+
+
+def share_within(errors: tuple[float, float, float], bound: float) -> float:
+    return float(np.interp(bound, [0.0, *errors], [0.0, 0.5, 0.9, 1.0]))
+
+
+def test_pooled_errors_are_a_quantile_of_all_sets():
+    sets = [(0.1, 0.2, 0.3), (0.02, 0.05, 0.4)]
+    bound = pooled(sets, 0.8)
+    assert np.mean([share_within(one, bound) for one in sets]) == pytest.approx(0.8, abs=1e-4)
+
+
+@pytest.mark.parametrize("fold", ["model", "gpu", "engine"])
+def test_intervals_of_dense_models_hold_for_sets_that_they_were_not_made_of(fold: str):
+    """Each set of measurements against the interval that the others give."""
+    every, held = profiles(), []
+    for name, profile in every.engines.items():
+        for out in profile.measured:
+            if out.draft_depth or model(out.model).experts:
+                continue
+            rest = profile.model_copy(update={"measured": tuple(m for m in profile.measured if m is not out)})
+            without = Profiles.model_copy(every, update={"engines": every.engines | {name: rest}})
+            held.append(share_within(out.left_out[fold].spread, without.left_out(name, False)[fold][1]))
+    assert len(held) == 14
+    assert 0.9 <= np.mean(held) <= 0.95
+
+
+def test_most_errors_are_exceeded_as_often_as_said():
+    rng = np.random.default_rng(0)
+    for num in (3, 12, 40):
+        sample = rng.normal(0.0, 0.1, (2000, num + 1))
+        held = np.mean([abs(row[-1]) <= most_errors(row[:-1])[1] for row in sample])
+        assert held == pytest.approx(LEVEL, abs=0.035)
+
+
+def test_every_preset_says_what_it_rests_on():
+    found = {name: load_costs(name).evidence for name in presets()}
+    assert all(one.error(speculates=True) is not None for one in found.values())
+    assert found["h100-qwen2.5-32b-tp4"].distance == "measured together"
+    assert found["h200-llama-3.3-70b-tp4"].unmeasured == ("gpu", "model")
+    assert found["h100-qwen2.5-32b-tp4"].error() < found["h100-qwen2.5-7b"].error()
+    assert json.loads(json.dumps(found["cpu-small"].told()))["distance"] == "measured together"

@@ -1,0 +1,167 @@
+"""`what_if`: files of lengths of different origin, the same answer; its words say what its figures say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import tltlab
+from tltlab.cli.app import main
+from tltlab.errors import ConfigError
+from tltlab.sim.rl_steps import run_steps
+from tltlab.sim.simulate import simulate
+from tltlab.sim.topology import Colocated
+from tltlab.sim.what_if import Machine, what_if
+
+RNG = np.random.default_rng(0)
+LENGTHS = np.minimum(RNG.lognormal(6, 1, (3, 64)).astype(int) + 1, 4000)
+ROWS = [(step, f"g{i // 4}", 90 + i, int(n)) for step, row in enumerate(LENGTHS) for i, n in enumerate(row)]
+FRAME = pd.DataFrame(ROWS, columns=["step", "group", "prompt_len", "response_length"])
+FAST = {"systems": "verl,vllm-dynamic"}
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """The same responses as five programs would have written them."""
+    FRAME.assign(note="x").to_csv(folder / "lengths.csv", index=False)
+    FRAME.to_csv(folder / "lengths.tsv", index=False, sep="\t")
+    FRAME.rename(columns={"group": "uid"}).to_json(folder / "lengths.jsonl", orient="records", lines=True)
+    FRAME.to_parquet(folder / "lengths.parquet")
+    (folder / "verl").mkdir()
+    for step, rows in FRAME.groupby("step"):
+        records = [
+            {"input": f"{r.group}", "output": "x", "score": 1.0, "step": step, "gts": "1",
+             "prompt_tokens": r.prompt_len, "response_tokens": r.response_length}
+            for r in rows.itertuples()
+        ]  # fmt: skip
+        (folder / "verl" / f"{step}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    names = ("lengths.csv", "lengths.tsv", "lengths.jsonl", "lengths.parquet", "verl")
+    return {name: folder / name for name in names}
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["what-if", *map(str, args)])
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_five_files_of_different_origin_have_one_answer(tmp_path: Path):
+    answers = {name: what_if(path, **FAST) for name, path in files(tmp_path).items()}
+    for name, found in answers.items():
+        assert len(found.trace.rl_steps) == 3, name
+        assert found.trace.outcomes["response_tokens"].tolist() == LENGTHS.ravel().tolist()
+        assert found.verdict == answers["lengths.csv"].verdict
+    assert answers["lengths.csv"].ignored == ["note"]
+    assert answers["lengths.csv"].used == {
+        "response_tokens": "response_length", "rl_step": "step", "prompt_id": "group", "prompt_tokens": "prompt_len",
+    }  # fmt: skip
+    assert answers["verl"].ignored == ("output", "gts")
+
+
+def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
+    found = what_if(FRAME, accept=0.6, **FAST)
+    machine = Machine.of("8xH100", "Qwen2.5-7B", tokens=5000)
+    config = {"costs": machine.costs_name, "acceptance": "geometric:0.6", "workers": 8}
+    before = simulate(FRAME, "none", **config)
+    after = simulate(FRAME, found.chosen.policy, **config)
+    assert found.chosen.rollout.estimate == pytest.approx(before.makespan_s / after.makespan_s, rel=1e-9)
+    whole = [
+        run_steps(r, machine.stages, topology=Colocated(gpus_per_worker=1)).steps.step_s.sum() for r in (before, after)
+    ]
+    assert found.chosen.rl_step.estimate == pytest.approx(whole[0] / whole[1], rel=1e-9)
+    assert 1.0 < found.chosen.rl_step.estimate < found.chosen.rollout.estimate
+    by_accept = [s.rollout.estimate for s in found.speed_ups]
+    assert by_accept == sorted(by_accept)
+    assert f"{found.chosen.rollout.estimate:.2f}x [" in found.verdict
+    assert "at 50 %" in found.verdict
+    assert "at 85 %" in found.verdict
+    share = found.rollout_share
+    assert f"the rollout is {100 * share:.0f} % of the RL step" in found.verdict
+    assert f"more than {1 / (1 - share):.1f}x" in found.verdict
+
+
+def test_what_nobody_can_draft_for_is_not_promised():
+    found = what_if([300] * 40, accept=0.02, **FAST)
+    assert "would not make the rollout faster" in found.verdict
+    assert "no interval" not in found.verdict
+    assert not any(row.strategy.speculates for row in found.drafting)
+    assert "(one RL step, no interval)" in what_if([300] * 40, accept=0.9, **FAST).verdict
+
+
+def test_a_recorded_trace_brings_costs_and_acceptance_of_its_own():
+    found = what_if("traces/tiny", **FAST)
+    assert found.chosen.accept is None
+    assert found.chosen.rl_step is None
+    assert "as many drafted tokens accepted as were recorded" in found.verdict
+    assert found.workers == tltlab.read("traces/tiny").manifest.num_workers
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "tp", "workers"),
+    [("8xH100", "Qwen/Qwen2.5-7B-Instruct", 1, 8), ("8xH100", "Llama-3.3-70B", 4, 2), ("H200", "Qwen2.5-7B", 1, 1)],
+)
+def test_a_worker_has_the_fewest_gpus_that_hold_the_model(gpus: str, model: str, tp: int, workers: int):
+    machine = Machine.of(gpus, model, tokens=20_000)
+    assert (machine.costs.tensor_parallel, machine.workers) == (tp, workers)
+    assert machine.stages.num_gpus == tp * workers
+
+
+def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
+    config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+              "num_key_value_heads": 4, "vocab_size": 152064, "model_type": "mine"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mine = Machine.of("8xH100", str(tmp_path / "config.json"), engine="vllm")
+    known = Machine.of("8xH100", "Qwen2.5-7B", engine="vllm")
+    assert mine.costs.model.name == tmp_path.name
+    assert mine.costs.kv_capacity_tokens == known.costs.kv_capacity_tokens
+    assert mine.stages.train == known.stages.train
+
+
+def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, capsys):
+    path = files(tmp_path)["lengths.csv"]
+    code, out, err = run(capsys, path, "--systems", "verl,vllm-dynamic", "--out", tmp_path / "answer.html")
+    assert code == 0, err
+    assert out.startswith("Speculation would make the rollout ")
+    assert "ignored       note" in out
+    page = (tmp_path / "answer.html").read_text()
+    code, text, _ = run(capsys, path, "--systems", "verl,vllm-dynamic", "--json")
+    result = json.loads(text)
+    assert code == 0
+    assert result["verdict"] in page
+    assert set(result["speedup"]["rollout"]) == {"mean", "low", "high"}
+    assert (result["num_rl_steps"], result["num_responses"]) == (3, 192)
+    assert result["columns"]["ignored"] == ["note"]
+    assert result["distance"] == "measured together"
+    assert [row["system"] for row in result["systems"]] == ["vllm-dynamic", "verl"]
+    assert run(capsys, path, "--systems", "verl", "--out", tmp_path / "p.svg")[0] == 0
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus", "8xZ1"], "unknown GPU 'Z1': known are H100"),
+        (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "needs 141 GB for its weights"),
+        (["--tp", "3"], "no whole number of workers of 3 GPUs"),
+        (["--accept", "70"], "a chance between 0 and 1"),
+        (["--out", "x.doc"], "ends in .html, .png, .svg or .json"),
+        (["--column", "words"], "no column 'words'; there are: step, group"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(tmp_path: Path, capsys, options: list[str], said: str):
+    code, out, err = run(capsys, files(tmp_path)["lengths.csv"], *options)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+
+
+def test_a_result_in_a_notebook():
+    found = what_if(LENGTHS, **FAST)
+    assert repr(found) == f"<WhatIf: {found.verdict}>"
+    assert "<table" in found._repr_html_()
+    assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
+    assert len(found.plot().axes) == 2
+    with pytest.raises(ConfigError, match="70"):
+        what_if(LENGTHS, accept=70)

@@ -1,0 +1,96 @@
+"""`tltlab what-if`: from a file of lengths to what speculation would bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tltlab.charts import FORMATS, save_figure
+from tltlab.console import Json, emit, made_by, progress, table
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.planning.systems import SYSTEMS
+from tltlab.report.comparison import comparison_page
+from tltlab.report.page import write_page
+
+if TYPE_CHECKING:
+    from tltlab.sim.what_if import WhatIf
+
+_PAGES = (".html", ".htm")
+
+
+def what_if(
+    lengths: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Lengths: CSV, TSV, JSON, JSONL, Parquet, a dump of verl, TRL or vLLM, a log, a trace or RUN.",
+        ),
+    ],
+    gpus: Annotated[str | None, typer.Option(help="Such as 8xH100. [default: the trace's costs, else 8xH100]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A name, such as Qwen/Qwen2.5-7B, or a config.json. [default: Qwen2.5-7B]")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="The engine's profile. [default: the one measured nearest to GPUs and model]")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="GPUs of a worker. [default: the fewest that hold it]")] = None,
+    accept: Annotated[
+        float | None,
+        typer.Option(help="Chance that a drafted token is accepted. [default: recorded, else 0.7, and 0.5 and 0.85]"),
+    ] = None,
+    systems: Annotated[
+        str | None, typer.Option(help=f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]")
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="The column of lengths, where its name does not say so.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the systems.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of intervals.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write .html (a page), .png or .svg (the picture) or .json (the result).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what speculation would bring for responses of these lengths, on which GPUs, and what limits it.
+
+    Columns are found by their usual names, and which were used is said. All is simulated, nothing is measured here.
+
+    Example: tltlab what-if lengths.csv --gpus 8xH100 --model Qwen2.5-7B --out what-if.html
+    """
+    if out is not None and (out.is_dir() or out.suffix not in (*_PAGES, *FORMATS, ".json")):
+        raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
+    from tltlab.sim.cli.compare import system_rows, system_table
+    from tltlab.sim.what_if import what_if as run
+
+    found = run(
+        lengths, gpus=gpus, model=model, engine=engine, tp=tp, accept=accept, systems=systems, column=column,
+        jobs=jobs, seed=seed, say=progress,
+    )  # fmt: skip
+    attributes = ("baseline", "left_out", "num_gpus")
+    result: dict[str, Any] = found.json() | {"systems": system_rows(found.systems), "figures": "simulated"}
+    result |= {key: found.systems.attrs[key] for key in attributes}
+    result |= {"trace": str(lengths), "seed": seed, **made_by("numpy", "scipy", "simpy")}
+    if out is not None and out.suffix in _PAGES:
+        write_page(comparison_page(result, lengths), out)
+    elif out is not None and out.suffix in FORMATS:
+        save_figure(found.plot(), out)
+    elif out is not None:
+        write_json(out, result)
+    lines = [text(found), "", system_table(found.systems)]
+    emit(result, as_json=as_json, text="\n".join(lines if out is None else [*lines, f"wrote {out}"]))
+
+
+def text(found: WhatIf) -> str:
+    """The answer for people, words first."""
+    used = ", ".join(own if own == name else f"{own} ({name})" for name, own in found.used.items())
+    rows = [
+        ("on", f"{found.setting}: {found.workers} workers, {found.evidence.partition(';')[0]}"),
+        ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in found.drafting)),
+        ("used", used or "a trace"),
+        *([("ignored", ", ".join(found.ignored))] if found.ignored else []),
+        ("responses", f"{found.trace.num_rows('outcomes')} of {len(found.trace.rl_steps)} RL steps"),
+        *(("assumed", note) for note in found.notes),
+        ("simulated in", f"{found.wall_s:.1f} s"),
+    ]
+    return "\n".join([found.verdict, "", table([], rows, words=True)])
