@@ -493,10 +493,8 @@ def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
 
 
 def _steps_of(tables: Mapping[str, Table]) -> list[int]:
-    found: list[int] = tables["workload"].rl_steps.tolist()
-    return found
+    return list(tables["workload"].rl_steps.tolist())
 
 
 def _few(values: list[Any]) -> str:
-    shown = ", ".join(str(v) for v in values[:8])
-    return shown if len(values) <= 8 else f"{shown}, ... {values[-1]}"
+    return ", ".join([*map(str, values[:8]), *([f"... {values[-1]}"] if len(values) > 8 else [])])
