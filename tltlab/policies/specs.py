@@ -36,6 +36,7 @@ from tltlab.files import found_in, read_json
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
+from .adaptive import Adaptive
 from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
@@ -61,7 +62,7 @@ def code_allowed(modules: Iterable[str]) -> Iterator[None]:
 
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
     try:
-        return build(value)
+        return build(Strategy.parse(value) if isinstance(value, str) else value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
@@ -187,6 +188,11 @@ class GoodputSpec(_Spec, builds=Goodput, init=False):
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"costs": load_costs(self.costs)}
+
+
+class AdaptiveSpec(_Spec, builds=Adaptive, init=False):
+    kind: Literal["adaptive"] = "adaptive"
+    drafters: tuple[str, ...] = ("ngram",)
 
 
 class CustomSpec(Settings):
@@ -338,6 +344,7 @@ SelectorSpec = Annotated[
     | Ucb1Spec
     | BegMabSpec
     | GoodputSpec
+    | AdaptiveSpec
     | CustomSpec,
     Field(discriminator="kind"),
 ]
