@@ -243,7 +243,7 @@ class Scenario:
             if alike:
                 most = largest_batch(step, self.costs)
                 bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
-            bounds_s.append(bound_s)
+            bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
         return bounds_s
 
 

@@ -240,6 +240,8 @@ class Worker:
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
+        if len(self.queue) and self.simulator.costs.outside_s:
+            yield env.timeout(self.simulator.costs.outside_s)
         if len(self.queue) and self._drains_from_the_start():
             prompt_tokens = float(self.requests.prompts[self.queue].sum())
             first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), prompt_tokens)
