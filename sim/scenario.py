@@ -20,16 +20,16 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
-from tltlab.policies.specs import build_class, check_contract
+from tltlab.policies.specs import build_class, check_contract, from_user, raised
 from tltlab.sim.engine.batch import Batch, FluidBatch
-from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import TraceSource, read
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -134,7 +134,7 @@ class Scenario:
     coordinator: CoordinatorConfig | None = None
 
     @classmethod
-    def of(cls, trace: str | Path | Trace, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
+    def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
         """The simulation of a trace, or of what `read` finds at a path.
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
@@ -195,7 +195,14 @@ class Scenario:
                 batches = _batches(model if drafters else None, self, budgets)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
-            rollout = simulator.rollout(step, queues)
+            try:
+                rollout = simulator.rollout(step, queues)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a user's policy raises
+                if from_user(error):
+                    raise raised(error, type(simulator.selectors[0]).__name__) from error
+                raise
             tell_each_other(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter
@@ -279,6 +286,7 @@ def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftB
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",
             budgets=budgets,
+            refresh=max(REFRESH_ITERATIONS, scenario.decision_block),
         )
     if model.varies_by == "position":
         return lambda requests: ReplayBatch(requests, model)

@@ -25,8 +25,9 @@ from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
-from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind
-from tltlab.planning.systems import System, find_systems
+from tltlab.planning.composition import System
+from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
+from tltlab.planning.systems import find_systems
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
@@ -34,9 +35,13 @@ from .config import SimulationConfig, Source
 from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
+from .sensitivity import Variant, over_ranges
 from .simulate import SimResult, simulate
 from .sweep import ratio_columns
 from .topology import Colocated, Separate, Topology
+
+RANGE_STEPS = 2
+"""RL steps, the first ones, on which plausible ranges are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ def simulate_system(
     if bound.system.topology == "separate":
         # Refuses stage costs that are for other GPUs than all of them.
         topology.pools(workers, stages)
-        train_gpus = (workers - generating) * gpus
+        train_gpus = max(1, workers - generating) * gpus
         topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus)
         stages = on_gpus(stages, train_gpus)
     return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology))
@@ -122,6 +127,7 @@ def compare_systems(
     gpus_per_worker: int | None = None,
     repeats: int = 1,
     jobs: int = 1,
+    ranges: bool | None = None,
     **settings: Any,
 ) -> pd.DataFrame:
     """One row per system, the fastest first: a simulation, on the same responses with the same luck.
@@ -132,12 +138,14 @@ def compare_systems(
     the first system where that is not among them; below 1 is faster) with its paired bootstrap interval `ratio_low`
     to `ratio_high` over RL steps, `regret` of the rollout to the clairvoyant bound over all strategies of all systems
     on all workers (None under a per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `workers`
-    (those that generate), `assumptions`, `stand_ins`, `source`. With `stages`: `step_s`, `step_ratio`,
+    (those that generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
     `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
 
-    `attrs["left_out"]` says of each system that cannot be simulated here why; `attrs` has `baseline`, `num_rl_steps`,
-    `num_workers`, `num_gpus` and the costs' `evidence` (`Scenario.evidence`) too.
-    Raises ConfigError where no system is left.
+    No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
+    `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
+    first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there: `ratio_least`,
+    `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`, `num_gpus`
+    and the costs' `evidence` (`Scenario.evidence`) too.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
@@ -147,25 +155,38 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    bound, left_out = bind_all(find_systems(systems), scenario, model_free)
-    if not bound:
-        raise ConfigError(
-            "none of the systems can be simulated: " + "; ".join(f"{n}: {w}" for n, w in left_out.items())
-        )
+    bound = bind_all(find_systems(systems), scenario, model_free)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
-    tasks = [(one, replace(config, seed=config.seed + k)) for one in bound for k in range(repeats)]
-    with parallel_config(backend="loky", inner_max_num_threads=1):
-        measured = Parallel(n_jobs=jobs)(delayed(_measured)(trace, one, seeded, **placed) for one, seeded in tasks)
-    outcomes = {one.system.name: _mean(measured[i * repeats : (i + 1) * repeats]) for i, one in enumerate(bound)}
+
+    def measure(variants: Sequence[Variant], steps: Sequence[Requests] = scenario.steps) -> list[_Outcome]:
+        chosen = replace(config, rl_steps=[step.rl_step for step in steps])
+        tasks = [
+            (one, replace(chosen, costs=costs, seed=config.seed + k)) for one, costs in variants for k in range(repeats)
+        ]
+        with parallel_config(backend="loky", inner_max_num_threads=1):
+            measured = Parallel(n_jobs=jobs)(delayed(_measured)(trace, one, seeded, **placed) for one, seeded in tasks)
+        return [_mean(measured[i * repeats : (i + 1) * repeats]) for i in range(len(variants))]
+
+    measured = measure([(one, scenario.costs) for one in bound])
+    outcomes = {one.system.name: outcome for one, outcome in zip(bound, measured, strict=True)}
     bound_s = _bound_s(scenario, bound, repeats)
     baseline = "verl" if "verl" in outcomes else bound[0].system.name
     base = outcomes[baseline]
     rows = [_row(one, outcomes[one.system.name], base, bound_s, scenario) for one in bound]
     order = "makespan_s" if stages is None else "step_s"
     table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
+    ends = []
+    if ranges or (ranges is None and any(one.defaults for one in bound)):
+        first = scenario.steps[:RANGE_STEPS]
+        seconds = {name: outcome.seconds(len(first)) for name, outcome in outcomes.items()}
+        ends = over_ranges(
+            bound, scenario.costs, seconds, lambda variants: [o.seconds(len(first)) for o in measure(variants, first)]
+        )
+        _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
-        left_out=left_out,
+        ranges=ends,
+        left_out={},
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
@@ -175,19 +196,28 @@ def compare_systems(
     return table
 
 
-def bind_all(
-    systems: Sequence[System], scenario: Scenario, model_free: Acceptance | None
-) -> tuple[list[BoundSystem], dict[str, str]]:
-    """The systems that can run here, and for each of the others why it cannot."""
-    bound, left_out = [], {}
+def bind_all(systems: Sequence[System], scenario: Scenario, model_free: Acceptance | None) -> list[BoundSystem]:
+    """The systems fitted to what is known here, with defaults for what is not."""
     acceptance = replayable(scenario.acceptance, scenario.steps)
+    fitted = scenario.acceptance.pooled() if isinstance(scenario.acceptance, TraceAcceptance) else None
+    bound = []
     for system in systems:
-        try:
-            generating_workers(system, scenario.workers)
-            bound.append(bind(system, scenario.costs, acceptance, model_free))
-        except ConfigError as error:
-            left_out[system.name] = f"{error}{partly_recorded(scenario) if system.drafters else ''}"
-    return bound, left_out
+        one = bind_assuming(system, scenario.costs, acceptance, model_free, fitted)
+        if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
+            note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
+            one = replace(one, assumptions=(*one.assumptions, note), defaults=(*one.defaults, note))
+        bound.append(one)
+    return bound
+
+
+def _add_ranges(table: pd.DataFrame, ends: Sequence[dict[str, Any]], seconds: dict[str, float], baseline: str) -> None:
+    """The least and largest ratio and rank of each row, over what was assumed and the ends of its range."""
+    usual = {"seconds": seconds, "order": sorted(seconds, key=lambda name: seconds[name])}
+    for at, name in enumerate(table["system"]):
+        ratios = [end["seconds"][name] / end["seconds"][baseline] for end in (usual, *ends)]
+        ranks = [end["order"].index(name) + 1 for end in (usual, *ends)]
+        table.loc[at, ["ratio_least", "ratio_most"]] = min(ratios), max(ratios)
+        table.loc[at, ["rank_least", "rank_most"]] = min(ranks), max(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +228,10 @@ class _Outcome:
     step_s: Floats | None
     mean_accept_length: float | None
     bubble_fraction: float | None
+
+    def seconds(self, num_steps: int) -> float:
+        """Mean of the first RL steps: of whole ones where they are known, else of their rollouts."""
+        return float(np.mean((self.makespan_s if self.step_s is None else self.step_s)[:num_steps]))
 
 
 def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
@@ -232,7 +266,8 @@ def _row(
             **ratio_columns("step_ratio", outcome.step_s, base.step_s, scenario.seed),
             "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
         }
-    return row | {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "source": bound.system.source}
+    told = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
+    return row | told | {"source": bound.system.source}
 
 
 def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
@@ -251,8 +286,12 @@ def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
 def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> float | None:
     """The clairvoyant bound of the rollout, mean over RL steps and repeats, over what all systems may draft.
 
-    None where some drafters' acceptance is replayed and others' is a model: no bound covers both.
+    None where some drafters' acceptance is replayed and others' is a model: no bound covers both. Systems with a
+    per-request budget have no regret, and no part in it.
     """
+    bound = [one for one in bound if one.policy.budget is None]
+    if not bound:
+        return None
     strategies = tuple(dict.fromkeys(s for one in bound for s in one.policy.strategies))
     models: list[Acceptance] = []
     for one in bound:
@@ -313,13 +352,10 @@ def _recorded(acceptance: TraceAcceptance, drafter: str, steps: Sequence[Request
 
 
 def generating_workers(system: System, workers: int) -> int:
-    """How many of `workers` workers' GPUs generate; ConfigError where none is left to train."""
-    if system.topology == "colocated":
+    """How many of `workers` workers' GPUs generate; a single one cannot be split, and generates with all it has."""
+    if system.topology == "colocated" or workers == 1:
         return workers
-    generating = max(1, round(workers * system.generating_share))
-    if generating >= workers:
-        raise ConfigError(f"{workers} worker's GPUs cannot be split into generation and training: give 2 or more")
-    return generating
+    return min(workers - 1, max(1, round(workers * system.generating_share)))
 
 
 def on_gpus(stages: StageCosts, num_gpus: int) -> StageCosts:

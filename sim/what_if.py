@@ -336,7 +336,7 @@ def what_if(
     table = compare_systems(
         trace, names, replace(config, decision_block=block),
         model_free_acceptance=GeometricAcceptance(alpha=min(MODEL_FREE, accept)) if accept is not None else None,
-        stages=None if machine is None else machine.stages, jobs=jobs,
+        stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
     )  # fmt: skip
     if accept is not None and drafter == "learned":
         notes.append(f"n-gram drafts of systems are accepted {min(MODEL_FREE, accept):.2f} of the time (Seer)")

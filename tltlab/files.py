@@ -10,13 +10,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from .errors import ConfigError, InputError, RunError
 
+_SEAL = "sha256"
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
 
@@ -38,10 +39,40 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON; a missing or broken file is a ConfigError that names it."""
+def parse_json(data: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also for what is nested deeper than Python's parser goes."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def unsealed(data: str | bytes) -> Any:
+    """As `parse_json`, for files of ours: what is `sealed` is checked and comes without its seal. Raises ValueError."""
+    value = parse_json(data)
+    if isinstance(value, dict) and _SEAL in value:
+        seal = value.pop(_SEAL)
+        if seal != _seal_of(value):
+            raise ValueError(f"its {_SEAL} is that of another content: damaged, or changed by hand (then remove it)")
+    return value
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object that `unsealed` takes for damaged once a bit of its content is another.
+
+    Its "sha256" is the SHA-256 of the rest as ASCII JSON, keys sorted, without spaces.
+    """
+    return {**value, _SEAL: _seal_of(value)}
+
+
+def _seal_of(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON as `unsealed`; a missing or broken file is a ConfigError that names it."""
+    try:
+        return unsealed(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -127,39 +158,6 @@ def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterato
         raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
 
 
-def replace_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file in one move and wait until it is on the disk. Raises OSError.
-
-    It is written beside `path` with the ending `.tmp`; after a kill that may be left.
-    """
-    with replaced_durably(path) as file:
-        file.write(data)
-
-
-@contextmanager
-def replaced_durably(path: Path) -> Iterator[BinaryIO]:
-    """As `replace_durably`, for what is written bit by bit: the file to write to, in place once the block ends."""
-    new = path.with_suffix(".tmp")
-    try:
-        with open(new, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        fsync_folder(path.parent)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-
-
-def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file and wait until it is on the disk; a kill may leave half of it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 class Hashing:
     """A binary file to write to that knows the SHA-256 of what was written, as `hexdigest`; else it is `file`.
 
@@ -182,6 +180,43 @@ class Hashing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def replace_durably(path: Path, data: bytes | memoryview) -> None:
+    """Write a file in one move and wait until it is on the disk. Raises OSError.
+
+    It is written beside `path` with the ending `.tmp`; after a kill that may be left.
+    """
+    with replaced_durably(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replaced_durably(path: Path, name: Callable[[str], str] | None = None) -> Iterator[Hashing]:
+    """As `replace_durably`, for what is written bit by bit: the file to write to, in place once the block ends.
+
+    `name` makes of the SHA-256 of what was written the file's name, in place of `path`'s.
+    """
+    new = path.with_suffix(".tmp")
+    try:
+        with open(new, "wb") as file:
+            hashing = Hashing(file)
+            yield hashing
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path if name is None else path.with_name(name(hashing.hexdigest())))
+        fsync_folder(path.parent)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def write_durably(path: Path, data: bytes | memoryview) -> None:
+    """Write a file and wait until it is on the disk; a kill may leave half of it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sha256_of(path: Path) -> str:

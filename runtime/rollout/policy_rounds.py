@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, write_json
+from tltlab.files import read_json, sealed, write_json
 from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
@@ -209,7 +209,7 @@ class PolicyRounds:
         policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
         self._pool.set_policy(policy, rl_step)
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
-        write_json(self.out / "policies.json", {"seed": self.seed, "policies": self._in_force})
+        write_json(self.out / "policies.json", sealed({"seed": self.seed, "policies": self._in_force}))
         requests, epochs = self._requests(number, rl_step)
         shares = self._pool.share(requests)
         t_start = time.perf_counter() - self._started
@@ -224,7 +224,7 @@ class PolicyRounds:
             same = tokens[0] == tokens[1]
             row = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": again_s, "same_tokens": same}
             self._repeats.append(row)
-            write_json(self.out / "repeats.json", {"repeats": self._repeats})
+            write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
         return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s, again_s=again_s)
 
     def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
@@ -375,7 +375,7 @@ class GrpoRun:
         same = tokens[0] == tokens[1]
         times = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
         self.state.repeats.append(times)
-        write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
+        write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 
     def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
         """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
@@ -466,9 +466,9 @@ class GrpoRun:
         return self._recorder.snapshot()
 
     def _write_notes(self) -> None:
-        write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self.state.policies})
+        write_json(self.out / "policies.json", sealed({"seed": self.recipe.seed, "policies": self.state.policies}))
         if self.state.repeats or (self.out / "repeats.json").exists():
-            write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
+            write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 
 
 def _samples(collected: Collected) -> list[Sample]:

@@ -50,13 +50,20 @@ def compare(
         str | None, typer.Option(help="With --systems: stage costs, a file or preset, for whole RL steps too.")
     ] = None,
     gpus_per_worker: options.GpusPerWorker = None,
+    ranges: Annotated[
+        bool | None,
+        typer.Option(help="With --systems: the order over plausible ranges. [default: where a number was assumed]"),
+    ] = None,
     placement: Annotated[
         str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
     ] = None,
     mode: options.Mode = "fluid",
     rl_steps: options.RlSteps = None,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
-    decision_block: options.DecisionBlock = 1,
+    decision_block: Annotated[
+        int | None,
+        typer.Option(help="Iterations between decisions. [default: 1; systems on long responses: their cap / 256]"),
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
     ray_address: Annotated[
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
@@ -69,20 +76,22 @@ def compare(
     """Simulate several policies, or systems from the literature, on one trace with common random numbers.
 
     Ratios have paired 95 % intervals over RL steps; regret is against a clairvoyant bound over all their strategies.
-    A system whose drafter's acceptance is not known here is left out, or runs on a drafter that is named.
+    A number that is not known takes a default, which is marked; the order is then shown over its plausible range too.
 
     Example: tltlab compare traces/tiny --systems all --stages cpu-small
     """
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the name of a JSON file")
     source = read(trace)
+    if decision_block is None:
+        decision_block = 1 if systems is None else _block(source)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
         rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
     )  # fmt: skip
     if systems is None:
-        if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance)):
-            raise ConfigError("--stages, --gpus-per-worker and --model-free-acceptance are for --systems")
+        if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):
+            raise ConfigError("--stages, --gpus-per-worker, --model-free-acceptance and --ranges are for --systems")
         with code_allowed(allow_code or ()):
             result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
     else:
@@ -98,17 +107,30 @@ def compare(
             load_acceptance(model_free_acceptance)
         rows = compare_systems(
             source, asked, config, model_free_acceptance=model_free_acceptance, stages=stages,
-            gpus_per_worker=gpus_per_worker, repeats=repeats, jobs=jobs,
+            gpus_per_worker=gpus_per_worker, repeats=repeats, jobs=jobs, ranges=ranges,
         )  # fmt: skip
-        attributes = ("baseline", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
-        result = {"systems": system_rows(rows), "figures": "simulated"} | {key: rows.attrs[key] for key in attributes}
+        attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
+        result = {"systems": system_rows(rows), "figures": "simulated"}
+        result |= {key: rows.attrs[key] for key in attributes}
         result |= {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
         text = f"{system_table(rows)}\n{believed(rows.attrs['evidence'])}"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
-    result |= {"num_repeats": repeats, "mode": mode, "seed": seed, **made_by("numpy", "scipy", "simpy")}
+    result |= {
+        "num_repeats": repeats,
+        "mode": mode,
+        "seed": seed,
+        "decision_block": decision_block,
+        **made_by("numpy", "scipy", "simpy"),
+    }
     if out is not None:
         write_json(out, result)
     emit(result, as_json=as_json, text=text)
+
+
+def _block(source: Trace) -> int:
+    """Iterations between the decisions of learning policies: where responses are long, a few hundred decisions each."""
+    cap = int(source.workload["max_response_tokens"].max())
+    return cap // 256 if cap >= 4096 else 1
 
 
 def _policies(
@@ -158,18 +180,23 @@ def system_table(comparison: pd.DataFrame) -> str:
     whole = "step_s" in comparison
     columns = ["system", "rollout s", "ratio", "95 % interval", "regret", "accept"]
     columns += ["RL step s", "ratio", "95 % interval"] if whole else []
+    columns += ["rank in range"] if "rank_least" in comparison else []
     rows = []
     notes: dict[str, list[str]] = {}
     for row in comparison.to_dict("records"):
-        name = row["system"] + ("*" if row["stand_ins"] else "")
+        name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
         cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio"), regret, accept]
         if whole:
             cells += [f"{row['step_s']:.4g}", f"{row['step_ratio']:.3f}", _interval(row, "step_ratio")]
+        if "rank_least" in row:
+            cells.append(_span(int(row["rank_least"]), int(row["rank_most"])))
         rows.append(cells)
         for note in row["stand_ins"]:
             notes.setdefault(f"* {note}", []).append(row["system"])
+        for note in row["defaults"]:
+            notes.setdefault(f"+ {note}", []).append(row["system"])
         if not row["lossless"]:
             notes.setdefault("not lossless", []).append(row["system"])
     lines = [table(columns, rows)]
@@ -182,8 +209,16 @@ def system_table(comparison: pd.DataFrame) -> str:
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()
     ]
-    lines += [f"left out: {name}: {reason}" for name, reason in comparison.attrs["left_out"].items()]
+    lines += [
+        f"{end['number']} x {end['factor']:g}: fastest {end['order'][0]}, order Kendall tau {end['kendall_tau']:.2f}"
+        for end in comparison.attrs["ranges"]
+        if end["kendall_tau"] is not None
+    ]
     return "\n".join(lines)
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least}-{most}"
 
 
 def _interval(row: dict[Any, Any], name: str) -> str:

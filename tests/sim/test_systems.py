@@ -19,8 +19,9 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
+from tltlab.planning.composition import Rung, System, one_strategy
 from tltlab.planning.system_binding import bind
-from tltlab.planning.systems import SYSTEMS, Rung, System, one_strategy
+from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Colocated, Separate, run_steps, simulate
 from tltlab.sim.systems import compare_systems, on_gpus, simulate_system
 from tltlab.traces.trace import Trace
@@ -49,7 +50,8 @@ def found(trace: Trace) -> pd.DataFrame:
 
 def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFrame):
     assert set(found.index) == set(SYSTEMS)
-    assert not found.attrs["left_out"]
+    assert not any(found["defaults"])
+    assert not found.attrs["ranges"]
     for name, system in SYSTEMS.items():
         bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
         workers = 2 if name == "open-r1" else 4
@@ -159,13 +161,39 @@ def test_training_in_idle_time_is_worth_what_freshness_says():
     assert table.loc["mine", "makespan_s"] == pytest.approx(np.mean(spans))
 
 
-def test_systems_whose_acceptance_is_unknown_are_left_out_by_name(trace: Trace):
-    table = compare_systems(trace, "verl,tlt,tlt-base,das", acceptance="tlt-qwen2.5-32b", **GPU)
-    assert set(table["system"]) == {"verl", "tlt"}
-    assert set(table.attrs["left_out"]) == {"tlt-base", "das"}
-    assert all("seer-siblings" in reason for reason in table.attrs["left_out"].values())
-    with pytest.raises(ConfigError, match="none of the systems"):
-        compare_systems(trace, "das", **GPU)
+def test_a_missing_acceptance_takes_a_marked_default_and_its_range_is_shown(trace: Trace):
+    some = {"acceptance": "tlt-qwen2.5-32b", "rl_steps": [0, 1, 2], **GPU}
+    table = compare_systems(trace, "verl,tlt,tlt-base,das", **some)
+    rows = table.set_index("system")
+    assert [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert "seer-siblings" in rows.loc["das", "defaults"][0]
+    given = compare_systems(trace, "das", model_free_acceptance="seer-siblings", **some)
+    assert rows.loc["das", "makespan_s"] == given.loc[0, "makespan_s"]
+    text = [end for end in table.attrs["ranges"] if end["number"] == "chance of a model-free drafter's token"]
+    assert [end["factor"] for end in text] == [0.7, 1.2]
+    assert all(set(end["changed"]) == {"tlt-base", "das"} for end in text)
+    low, high = (end["seconds"] for end in text)
+    assert low["tlt-base"] > high["tlt-base"]
+    assert low["verl"] == high["verl"] == pytest.approx(compare_systems(trace, "verl", **some | {"rl_steps": [0, 1]})
+                                                        .loc[0, "makespan_s"])  # fmt: skip
+    assert (rows["ratio_least"] <= rows["ratio_most"]).all()
+    assert rows.loc["verl", ["ratio_least", "ratio_most"]].tolist() == [1.0, 1.0]
+    assert all(sorted(end["order"]) == sorted(rows.index) for end in table.attrs["ranges"])
+
+
+def test_costs_of_speculation_are_varied_even_where_nothing_was_assumed(trace: Trace):
+    table = compare_systems(trace, "verl,vllm-dynamic", costs=COSTS, acceptance="geometric:0.7", ranges=True)
+    ends = table.attrs["ranges"]
+    assert [(end["number"], end["factor"], end["changed"]) for end in ends] == [
+        ("what speculation adds to an iteration", factor, ["vllm-dynamic"]) for factor in (0.7, 1.3)
+    ]
+    cheap, dear = (end["seconds"]["vllm-dynamic"] for end in ends)
+    assert cheap < dear
 
 
 def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
@@ -179,17 +207,22 @@ def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
     )  # fmt: skip
     some = {"costs": COSTS, "rl_steps": [0, 1]}
     whole = compare_systems(trace.replace(acceptance=table), **some)
-    assert set(whole.attrs["left_out"]) == {"das"}
+    assert set(whole["system"]) == set(SYSTEMS)
+    das = whole.set_index("system").loc["das"]
+    assert das["defaults"] == ("acceptance of all responses alike, fitted to those of acceptance.parquet that have it",)
+    assert das["mean_accept_length"] <= 3.0
     assert whole.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
-    assert (whole["regret"] >= 0).all()
+    assert (whole["regret"].dropna() >= 0).all()
     part = compare_systems(trace.replace(acceptance=table.iloc[1:]), **some)
-    assert set(part["system"]) == {"verl", "open-r1"}
-    assert "for some responses only" in part.attrs["left_out"]["tlt"]
+    assert part.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
+    assert all("that have it" in part.set_index("system").loc[name, "defaults"][0] for name in ("tlt", "das"))
 
 
 def test_one_worker_cannot_be_split(trace: Trace):
     table = compare_systems(trace, "verl,open-r1", costs=COSTS, workers=1)
-    assert "cannot be split" in table.attrs["left_out"]["open-r1"]
+    rows = table.set_index("system")
+    assert "cannot be split" in rows.loc["open-r1", "defaults"][0]
+    assert rows.loc["open-r1", "makespan_s"] == rows.loc["verl", "makespan_s"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -225,7 +258,7 @@ def test_one_rl_step_has_a_ratio_and_no_interval(capsys: pytest.CaptureFixture[s
     assert [row["interval"] for row in json.loads(shown)["systems"]] == [None, None]
 
 
-def test_the_table_says_what_takes_whose_place_and_what_is_left_out(capsys: pytest.CaptureFixture[str]):
+def test_the_table_says_what_takes_whose_place_and_what_was_assumed(capsys: pytest.CaptureFixture[str]):
     _, shown, _ = run(capsys, "compare", str(TINY), "--systems", "all")
     assert "das*" in shown
     assert "'ngram' takes its place (das)" in shown
@@ -233,7 +266,9 @@ def test_the_table_says_what_takes_whose_place_and_what_is_left_out(capsys: pyte
     assert "simulated on 2 workers" in shown
     argv = ["--acceptance", "tlt-qwen2.5-32b", "--costs", "h100-qwen2.5-7b", "--systems", "verl,das"]
     _, shown, _ = run(capsys, "compare", str(TINY), *argv)
-    assert "left out: das" in shown
+    assert "das+" in shown
+    assert "the default seer-siblings is taken (das)" in shown
+    assert "what speculation adds to an iteration x 1.3: fastest" in shown
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .base import Key, Variation, known_drafter, only_chains, reach
+from .measured import FittedAcceptance, FittedDepth
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
 _Row = tuple[int, Bytes]
@@ -51,6 +52,21 @@ class TraceAcceptance:
     @property
     def trained_drafter(self) -> None:
         return None
+
+    def pooled(self) -> FittedAcceptance:
+        """All positions and responses alike, by each drafter's youngest rows, as deep as all of them go."""
+        rows: dict[str, list[_Row]] = {}
+        for (drafter, _), ages in self._rows.items():
+            if len(ages[min(ages)][1]):
+                rows.setdefault(drafter, []).append(ages[min(ages)])
+        fitted = {}
+        for drafter, found in rows.items():
+            depth = min(max_depth for max_depth, _ in found)
+            accepted = np.minimum(np.concatenate([positions for _, positions in found]), depth)
+            shares = np.bincount(accepted, minlength=depth + 1) / len(accepted)
+            known = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
+            fitted[drafter] = {depth: known} if depth else {}
+        return FittedAcceptance(drafters_by_depth=fitted)
 
     def knows(self, drafter: str) -> bool:
         return not self.drafters or drafter in self.drafters

@@ -18,6 +18,7 @@ from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.traces.recorder import repair as repair_recording
+from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace
 from tltlab.traces.trace import Trace, locate, read, read_one, together
@@ -54,7 +55,11 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
     Example: tltlab trace validate traces/tiny
     """
     found = read(trace)
-    emit(count(found) | {"valid": True}, as_json=as_json, text=f"valid: {_counts_text(found)}")
+    summed = found.path is not None and check_sums(found.path)
+    text = f"valid: {_counts_text(found)}"
+    if not summed:
+        text += "\nits tables have no checksums, so damage that leaves them valid would go unnoticed"
+    emit(count(found) | {"valid": True, "checksums": summed}, as_json=as_json, text=text)
 
 
 @app.command()

@@ -307,7 +307,6 @@ def predicted_rows(
             for row in compared.to_dict("records"):
                 rows.append(_row(row, f"{name}, {settings.gpus} {machine}, {lengths}"))
                 notes |= dict.fromkeys(f"{row['title']}: {each}" for each in row["assumptions"])
-            notes |= dict.fromkeys(f"{left} is left out: {why}" for left, why in compared.attrs["left_out"].items())
     return rows, [*_common_notes(settings), *notes]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import SerializeAsAny
 
@@ -14,6 +14,7 @@ from tltlab.acceptance.load import (
     RequestAcceptance,
     SettledModel,
     TreeAcceptance,
+    load_acceptance,
 )
 from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
@@ -22,7 +23,14 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Bucket, Policy
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .systems import Rung, System, strategies
+from .composition import Rung, System, strategies
+
+LEARNED_DEFAULT, TEXT_DEFAULT = "tlt-qwen2.5-32b-fresh", "seer-siblings"
+"""Acceptance of drafters with a network, and of those that draft from text, where a trace and its user know none."""
+
+
+class UnknownAcceptance(ConfigError):
+    """No acceptance is known that serves the system's drafters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +38,7 @@ class BoundSystem:
     """A system that can be simulated.
 
     `assumptions` are the system's and those of the binding; `stand_ins` the ones among them where one drafter's
-    acceptance is taken for another's.
+    acceptance is taken for another's, `defaults` those where a number is missing and the stated default taken.
     """
 
     system: System
@@ -39,6 +47,40 @@ class BoundSystem:
     spot: SpotTraining | None
     assumptions: tuple[str, ...]
     stand_ins: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = ()
+
+
+def bind_assuming(
+    system: System,
+    costs: CostModel,
+    acceptance: Acceptance | None,
+    model_free: Acceptance | None = None,
+    fitted: Acceptance | None = None,
+) -> BoundSystem:
+    """Bind a system as `bind` does; where acceptance is missing take a default and say so in `defaults`.
+
+    The default is `fitted`, a model of this trace's own drafters, where it serves, else `LEARNED_DEFAULT` and
+    `TEXT_DEFAULT`, published curves of other models.
+    """
+    try:
+        return bind(system, costs, acceptance, model_free)
+    except UnknownAcceptance:
+        pass
+    if fitted is not None:
+        try:
+            note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
+            return _assumed(bind(system, costs, fitted, model_free), note)
+        except UnknownAcceptance:
+            pass
+    if "learned" in system.drafters:
+        note = f"acceptance of a learned drafter is not known: the default {LEARNED_DEFAULT} is taken"
+        return _assumed(bind(system, costs, load_acceptance(LEARNED_DEFAULT), model_free), note)
+    note = f"acceptance of a model-free drafter is not known: the default {TEXT_DEFAULT} is taken"
+    return _assumed(bind(system, costs, None, load_acceptance(TEXT_DEFAULT)), note)
+
+
+def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
+    return replace(bound, assumptions=(*bound.assumptions, note), defaults=(note,))
 
 
 def bind(
@@ -79,7 +121,9 @@ def bind(
     if shallower := [str(arm) for arm in drafted if arm not in asked]:
         notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
     if system.budget is not None and model.varies_by == "position":
-        raise ConfigError("its budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
+        raise UnknownAcceptance(
+            "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
+        )
     policy = Policy(
         selector=system.selector(buckets),
         activation=system.activation,
@@ -118,10 +162,10 @@ def _drafters(
                 [f"the acceptance of drafter {system.drafters[0]!r} is not known: {known[0]!r} takes its place"],
             )
     if "learned" in system.drafters:
-        raise ConfigError(
+        raise UnknownAcceptance(
             "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
         )
-    raise ConfigError(
+    raise UnknownAcceptance(
         f"the acceptance of a model-free drafter ({system.drafters[0]}) is not known: name a model of it, such as "
         "seer-siblings or geometric:ALPHA (compare: --model-free-acceptance, simulate: --acceptance)"
     )
@@ -163,7 +207,7 @@ def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
     shallower = (Strategy.chain(drafter, depth) for depth in range(deepest - 1, 0, -1))
     deepest_arm = next((arm for arm in shallower if _covers(model, arm)), None)
     if deepest_arm is None:
-        raise ConfigError(f"the acceptance covers no draft of {drafter!r} at every batch size")
+        raise UnknownAcceptance(f"the acceptance covers no draft of {drafter!r} at every batch size")
     return [deepest_arm]
 
 

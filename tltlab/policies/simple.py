@@ -1,4 +1,4 @@
-"""Selectors that do not learn: no speculation, one strategy, a table over batch sizes, and blind exploration."""
+"""Selectors without rewards: no speculation, one strategy, a table over batch sizes, a ladder, blind exploration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.state import StepState
+from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .selector import Selector, rng_state, set_rng_state
@@ -61,6 +61,68 @@ class BatchTable(Selector):
     def choose(self, state: StepState) -> Strategy:
         self.bucket_ = bucket_of(self.thresholds, state.batch)
         return self.rows[self.bucket_]
+
+
+class AcceptLadder(Selector):
+    """Drafts deeper while drafts are kept, shallower while they are not: a step up or down at a time.
+
+    `strategies` ascend in draft depth; the first is where it starts. a is an exponential average of the accepted tokens
+    per draft, each iteration with weight `ema`. After `warmup` iterations, and every `hold` after that, it climbs where
+    a > depth - `slack` and descends where a <= depth of the rung below - `slack` - `hysteresis`.
+
+    >>> ladder = AcceptLadder([Strategy.chain("learned", d) for d in (1, 3)], ema=1.0, warmup=1, hold=1)
+    >>> for accepted in (1.0, 3.0, 0.0):
+    ...     chosen = ladder.choose(StepState(rl_step=0, batch=1))
+    ...     ladder.observe(chosen, StepOutcome(elapsed_s=0.01, batch=1, drafted=(3,), accepted=(accepted,)))
+    ...     print(chosen)
+    learned:1
+    learned:3
+    learned:3
+    >>> str(ladder.choose(StepState(rl_step=0, batch=1)))
+    'learned:1'
+    """
+
+    def __init__(
+        self, strategies: Sequence[Strategy], ema: float = 0.2, warmup: int = 10, hold: int = 5, slack: float = 0.5,
+        hysteresis: float = 0.25,
+    ) -> None:  # fmt: skip
+        self.strategies = checked_strategies(strategies)
+        depths = [s.draft_depth for s in self.strategies]
+        if any(a >= b for a, b in pairwise(depths)):
+            raise ConfigError(f"ladder: draft depths must ascend strictly, got {', '.join(map(str, depths))}")
+        if not 0.0 < ema <= 1.0 or warmup < 1 or hold < 1 or hysteresis < 0:
+            raise ConfigError(
+                f"ladder: ema must be in (0, 1], warmup and hold at least 1, hysteresis at least 0, got {ema}, "
+                f"{warmup}, {hold} and {hysteresis}"
+            )
+        self.ema, self.warmup, self.hold = ema, warmup, hold
+        self.slack, self.hysteresis = slack, hysteresis
+        self.rung_ = 0
+        self.left_ = warmup
+        self.average_: float | None = None
+
+    def choose(self, state: StepState) -> Strategy:
+        return self.strategies[self.rung_]
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        accepted = outcome.accept_length - 1.0
+        before = accepted if self.average_ is None else self.average_
+        self.average_ = before + self.ema * (accepted - before)
+        self.left_ -= 1
+        if self.left_ > 0:
+            return
+        self.left_ = self.hold
+        depths = [s.draft_depth for s in self.strategies]
+        if self.average_ > depths[self.rung_] - self.slack and self.rung_ + 1 < len(depths):
+            self.rung_ += 1
+        elif self.rung_ and self.average_ <= depths[self.rung_ - 1] - self.slack - self.hysteresis:
+            self.rung_ -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rung": self.rung_, "left": self.left_, "average": self.average_}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rung_, self.left_, self.average_ = state["rung"], state["left"], state["average"]
 
 
 class Explore(Selector):

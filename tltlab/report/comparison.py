@@ -90,7 +90,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     notes = result.get("notes")
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Text(text=str(note)) for note in notes)))
-    parts.append(_origin(result, {"systems", "policies", "candidates", "verdict", "notes", "left_out"}))
+    parts.append(_origin(result, {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges"}))
     ratio = best.get("step_ratio" if whole else "ratio")
     keys = [("fastest", str(best[key])), ("its ratio", number(ratio, ".3f"))]
     if tuned:
@@ -157,6 +157,11 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     ]
     if about:
         parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
+    ends = result.get("ranges")
+    if isinstance(ends, list) and ends:
+        orders = tuple((f"{end['number']} x {end['factor']:g}", ", ".join(map(str, end["order"]))) for end in ends)
+        lead = Text(text="The order, fastest first, with each number that was assumed at the ends of its range.")
+        parts.append(Section(title="Over the plausible ranges", blocks=(lead, Items(rows=orders))))
     left = result.get("left_out")
     if isinstance(left, dict) and left:
         items = Items(rows=tuple((str(name), str(why)) for name, why in left.items()))

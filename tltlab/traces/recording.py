@@ -1,13 +1,13 @@
 """The folder in which a trace is recorded: whole chunks of rows, which of them a run took back, and reading them.
 
-    manifest.json                  the manifest
-    000000.arrow 000001.arrow ...  one chunk per flush, an Arrow IPC file of one row: a column for each table that got
-                                   rows, which holds them as a list of structs
-    cuts.json                      [{"chunks": 7, "rl_steps": 5}, ...]: of chunks before 7, rows from RL step 5 on are
-                                   void
+    manifest.json   the manifest
+    NNNNNN-S.arrow  one chunk per flush, numbered from 0 on, an Arrow IPC file of one row: a column for each table that
+                    got rows, which holds them as a list of structs; S are the first 16 hex digits of its SHA-256
+    cuts.json       {"cuts": [{"chunks": 7, "rl_steps": 5}, ...]}: of chunks before 7, rows from RL step 5 on are void
 
-A chunk is one file because a durable file costs milliseconds, however small it is. Taking rows back writes one small
-file and touches no row: it has happened as a whole or not at all.
+A chunk is one file because a durable file costs milliseconds, however small it is; so its sum is part of its name.
+Taking rows back writes one small file and touches no row: it has happened as a whole or not at all. Both JSON files are
+sealed (`files.sealed`). Earlier versions wrote chunks NNNNNN.arrow and cuts as a list, without sums.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
@@ -31,7 +33,15 @@ import pyarrow.compute as pc
 
 from tltlab.arrays import Flags, Ints
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import new_folder, replace_durably, replaced_durably, write_durably
+from tltlab.files import (
+    new_folder,
+    replace_durably,
+    replaced_durably,
+    sealed,
+    sha256_of,
+    unsealed,
+    write_durably,
+)
 
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
 from .storage import StoredTable, fixed_bytes
@@ -39,10 +49,15 @@ from .validate import Part
 
 SUFFIX = ".recording"
 CUTS_FILE = "cuts.json"
+_CHUNK = re.compile(r"(\d+)(-[0-9a-f]{16})?\.arrow")
 
 
 def recording_of(path: Path) -> Path:
     """The folder in which the trace `path` is recorded."""
+    if path.name in ("", ".."):
+        path = path.resolve()
+        if not path.name:
+            return path / SUFFIX
     return path.with_name(path.name + SUFFIX)
 
 
@@ -55,7 +70,15 @@ class Chunk:
 
     @property
     def number(self) -> int:
-        return int(self.path.stem)
+        return int(self.path.stem.partition("-")[0])
+
+    def check(self) -> None:
+        """TraceError unless the file is what was written, as far as its name says."""
+        try:
+            if not sha256_of(self.path).startswith(self.path.stem.partition("-")[2]):
+                raise TraceError(f"{self.path}: not what was written (damaged)")
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
 
     def load(self, name: str, columns: Sequence[str] | None = None) -> pa.Table | None:
         """Its valid rows of a table, None where there are none. Raises TraceError for a damaged file."""
@@ -66,7 +89,9 @@ class Chunk:
                     return None
                 only = pa.ipc.IpcReadOptions(included_fields=[at])
                 rows = pa.ipc.open_file(source, options=only).read_all().column(0).combine_chunks()
-            rows.validate(full=True)  # Arrow trusts a file, and a damaged one has no checksums
+            rows.validate(full=True)  # Arrow trusts a file, and an old one has no checksum
+            if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
+                raise ValueError(f"its column {name} has type {rows.type}, which holds no rows")
             table = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
         except (OSError, ValueError, pa.ArrowException) as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
@@ -84,10 +109,10 @@ def chunks_of(folder: Path) -> list[Chunk]:
     """
     if any(chunk.is_dir() and chunk.name.isdigit() for chunk in folder.iterdir()):
         raise TraceError(f"{folder} was recorded by an earlier version of tltlab: repair it with that one")
-    found = sorted(chunk for chunk in folder.glob("*.arrow") if chunk.stem.isdigit())
     cuts = _cuts(folder)
-    limits = [[cut["rl_steps"] for cut in cuts if int(chunk.stem) < cut["chunks"]] for chunk in found]
-    return [Chunk(chunk, min(limit, default=None)) for chunk, limit in zip(found, limits, strict=True)]
+    found = sorted((int(name[1]), chunk) for chunk in folder.glob("*.arrow") if (name := _CHUNK.fullmatch(chunk.name)))
+    limits = [[cut["rl_steps"] for cut in cuts if number < cut["chunks"]] for number, _ in found]
+    return [Chunk(chunk, min(limit, default=None)) for (_, chunk), limit in zip(found, limits, strict=True)]
 
 
 class RecordedTable(StoredTable):
@@ -136,6 +161,9 @@ def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[st
     chunks = chunks_of(folder)
     if salvage:
         chunks = readable(chunks, notes)
+    else:
+        for chunk in chunks:
+            chunk.check()
     pieces: dict[str, list[tuple[Chunk, Ints, Ints]]] = {name: [] for name in TABLES}
     keys: dict[str, list[pa.Table]] = {name: [] for name in UNIQUE}
     num_bytes = dict.fromkeys(TABLES, 0)
@@ -164,11 +192,12 @@ def readable(chunks: Iterable[Chunk], notes: list[str]) -> list[Chunk]:
     good = []
     for chunk in chunks:
         try:
+            chunk.check()
             for name in TABLES:
                 chunk.load(name)
             good.append(chunk)
         except TraceError:
-            notes.append(f"chunk {chunk.path.stem} could not be read and was dropped")
+            notes.append(f"chunk {chunk.number:06d} could not be read and was dropped")
     return good
 
 
@@ -395,12 +424,21 @@ def _steps_together(parts: Sequence[Recorded], placed: _Placed) -> pa.Table:
 
 def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> None:
     """Add a chunk: after a kill it is there as a whole or not at all. Raises OSError, and leaves nothing then."""
-    final = folder / f"{number:06d}.arrow"
+    earlier = [*folder.glob(f"{number:06d}*.arrow")]
     columns = {name: _as_one_value(table) for name, table in tables.items()}
     schema = pa.schema([(name, column.type) for name, column in columns.items()])
+    plain = folder / f"{number:06d}.arrow"
     # Straight into the file: a chunk may be as large as all that is left of the memory.
-    with replaced_durably(final) as file, pa.ipc.new_file(file, schema) as writer:
+    with replaced_durably(plain, partial(_chunk_name, number)) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(pa.record_batch(columns))
+    # One that was written, and then could not be made durable, is written again with other rows.
+    for chunk in earlier:
+        if chunk.name != _chunk_name(number, file.hexdigest()):
+            chunk.unlink()
+
+
+def _chunk_name(number: int, sha256: str) -> str:
+    return f"{number:06d}-{sha256[:16]}.arrow"
 
 
 def new_recording(folder: Path, manifest: Manifest, chunks: Iterable[Mapping[str, pa.Table]] = ()) -> None:
@@ -426,7 +464,7 @@ def cut(folder: Path, rl_steps: int) -> int:
     after: int = max([0, *(chunk.number + 1 for chunk in chunks_of(folder)), *(cut["chunks"] for cut in cuts)])
     entry = {"chunks": after, "rl_steps": rl_steps}
     if entry not in cuts:
-        replace_durably(folder / CUTS_FILE, json.dumps([*cuts, entry]).encode())
+        replace_durably(folder / CUTS_FILE, json.dumps(sealed({"cuts": [*cuts, entry]})).encode())
     return after
 
 
@@ -477,8 +515,11 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        cuts: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = unsealed(file.read_text(encoding="utf-8"))
+        cuts: list[dict[str, Any]] = found["cuts"] if isinstance(found, dict) else found
+        if not all(isinstance(cut["chunks"], int) and isinstance(cut["rl_steps"], int) for cut in cuts):
+            raise ValueError("its numbers are none")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{file}: cannot be read (damaged?): {error}") from error
     return cuts
 

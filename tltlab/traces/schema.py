@@ -8,6 +8,7 @@ of the RL step a row names (`steps.t_start`: since the start of the run). Unknow
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,10 +18,13 @@ from pydantic import Field, ValidationError, field_validator
 
 from tltlab.config import FrozenModel, faults
 from tltlab.errors import TraceError
+from tltlab.files import sealed, unsealed
 
 FORMAT = "tltlab-trace"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
+SUMS = "sums"
+"""The key of the manifest with the SHA-256 of every table's file, by its name."""
 REQUIRED_TABLES = ("workload", "outcomes")
 
 KEY = ("rl_step", "prompt_id", "sample", "turn")
@@ -141,11 +145,11 @@ class Manifest(FrozenModel):
     def read(cls, path: Path) -> Self:
         """Read a `manifest.json`; keys unknown to this version are ignored. Raises TraceError."""
         try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
+            found: Any = unsealed(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise TraceError(f"{path}: not JSON: {error}") from error
+            raise TraceError(f"{path}: not JSON, or not what was written: {error}") from error
         if not isinstance(found, dict):
             raise TraceError(f"{path}: got a {type(found).__name__}, a manifest is a JSON object")
         if found.get("format") != FORMAT:
@@ -157,6 +161,10 @@ class Manifest(FrozenModel):
         except ValidationError as error:
             raise TraceError(f"{path}: {faults(error)}") from error
 
-    def to_json(self) -> str:
-        """The text of `manifest.json`; every field is there, None as null."""
-        return json.dumps(self.model_dump(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    def to_json(self, sums: Mapping[str, str] | None = None) -> str:
+        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, None as null.
+
+        `sums` are the SHA-256 of the files beside it, by name.
+        """
+        content = self.model_dump() | ({} if sums is None else {SUMS: dict(sums)})
+        return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
 from tltlab.errors import TraceError
-from tltlab.files import fsync_file
+from tltlab.files import fsync_file, sha256_of, unsealed, write_durably
 
-from .schema import TABLES
+from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
 from .validate import Part, check_columns, conform
 
 _STRING_BYTES = 16
@@ -200,6 +200,31 @@ class ReadTable:
 
 
 Table = MemoryTable | StoredTable | ReadTable
+
+
+def seal(folder: Path) -> None:
+    """Write into the manifest of a whole new trace the sum of every table beside it. Raises OSError."""
+    file = folder / MANIFEST_FILE
+    sums = {table.name: sha256_of(table) for table in sorted(folder.glob("*.parquet"))}
+    write_durably(file, Manifest.read(file).to_json(sums).encode())
+
+
+def check_sums(folder: Path) -> bool:
+    """TraceError where a table is not the one that was written; False where some table there has no sum."""
+    tables = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
+    try:
+        sums = unsealed((folder / MANIFEST_FILE).read_text(encoding="utf-8")).get(SUMS)
+        if not isinstance(sums, dict):
+            return False
+        for name in tables:
+            if name in sums and sha256_of(folder / name) != sums[name]:
+                raise TraceError(
+                    f"{folder / name}: not what was written: damaged, or changed by hand, and then remove {SUMS!r} and "
+                    f"'sha256' from {MANIFEST_FILE}"
+                )
+    except (OSError, ValueError, AttributeError) as error:
+        raise TraceError(f"{folder}: its sums cannot be checked: {error}") from error
+    return set(tables) <= set(sums)
 
 
 def write_parquet(path: Path, name: str, table: Table) -> None:

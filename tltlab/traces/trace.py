@@ -23,7 +23,7 @@ from tltlab.files import new_folder, write_durably
 from .csv import LengthTable, tables_from_csv
 from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, ReadTable, StoredTable, Table, write_parquet
+from .storage import FileTable, MemoryTable, ReadTable, StoredTable, Table, check_sums, seal, write_parquet
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
@@ -321,6 +321,8 @@ def read_one(found: Path) -> Trace:
             return read_one(found.with_name(found.name.removesuffix(SUFFIX)))
     trace = _opened(found)
     _check(trace)
+    if trace.path is not None:
+        check_sums(trace.path)
     return trace
 
 
@@ -472,6 +474,7 @@ def new_trace_folder(path: Path) -> Iterator[Path]:
     refuse_foreign_target(path)
     with new_folder(path, durable=True) as new:
         yield new
+        seal(new)
         _carry_over(path, new)
 
 

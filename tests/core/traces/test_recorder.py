@@ -14,12 +14,14 @@ import threading
 import time
 from types import MappingProxyType
 
+import pyarrow as pa
 import pytest
 
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.traces import recorder as recorder_module
 from tltlab.traces.recorder import Recorder, repair
-from tltlab.traces.schema import Manifest
+from tltlab.traces.recording import chunks_of, new_recording, write_chunk
+from tltlab.traces.schema import TABLES, Manifest
 from tltlab.traces.trace import read
 
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2)
@@ -289,11 +291,63 @@ def test_repair_says_what_was_lost(tmp_path):
 )
 def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path, damaged):
     interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(1)))
-    chunk = tmp_path / "t.recording" / "000002.arrow"
+    (chunk,) = (tmp_path / "t.recording").glob("000002-*.arrow")
     chunk.write_bytes(damaged(chunk.read_bytes()))
     trace = repair(tmp_path / "t")
     assert len(trace.outcomes) == 4
     assert "chunk 000002 could not be read" in trace.manifest.notes
+
+
+def test_no_single_bit_of_a_recording_flips_unseen(tmp_path):
+    """It is refused, or what is read of it has a note more. TLTLAB_FLIPS: how many bits."""
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        for step in range(3):
+            recorder.append("workload", workload(step))
+            recorder.append("outcomes", outcomes(step))
+            recorder.flush()
+        recorder.rewind(2)
+        folder = tmp_path / "t.recording"
+        whole = read(folder)
+        files = {file: file.read_bytes() for file in sorted(folder.iterdir()) if file.stat().st_size}
+        assert {file.suffix for file in files} == {".arrow", ".json"}
+        draw = random.Random(11)
+        for _ in range(int(os.environ.get("TLTLAB_FLIPS", 150))):
+            file = draw.choice(list(files))
+            data, bit = bytearray(files[file]), draw.randrange(8 * len(files[file]))
+            data[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(data)
+            with contextlib.suppress(TraceError):
+                trace = read(folder)
+                told = f"chunk {file.name[:6]} could not be read and was dropped" in trace.manifest.notes
+                same = trace.manifest == whole.manifest and trace.outcomes.equals(whole.outcomes)
+                assert told if file.suffix == ".arrow" else same, (file, bit)
+            file.write_bytes(files[file])
+
+
+def test_a_recording_of_an_earlier_version_is_read(tmp_path):
+    """Its chunks and cuts had no sums."""
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)), ("workload", workload(1)))
+    folder = tmp_path / "t.recording"
+    for chunk in folder.glob("*.arrow"):
+        chunk.rename(folder / f"{chunk.name.partition('-')[0]}.arrow")
+    (folder / "cuts.json").write_text('[{"chunks": 3, "rl_steps": 1}]')
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert read(folder).workload["rl_step"].tolist() == [0, 0, 0, 0]
+
+
+def test_a_chunk_that_is_written_again_takes_the_place_of_the_first(tmp_path):
+    folder = tmp_path / "t.recording"
+    new_recording(folder, MANIFEST)
+    for step in (0, 1):
+        write_chunk(
+            folder,
+            0,
+            {"workload": pa.Table.from_pylist([row | {"turn": 0} for row in workload(step)], TABLES["workload"])},
+        )
+    (chunk,) = chunks_of(folder)
+    assert set(chunk.load("workload")["rl_step"].to_pylist()) == {1}
 
 
 def test_repair_leaves_a_valid_trace_as_it_is(tmp_path):

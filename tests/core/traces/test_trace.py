@@ -1,12 +1,15 @@
 """A trace: what is accepted, what is refused and how it says so, and that writing is safe and deterministic."""
 
+import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import storage
 from tltlab.traces import trace as trace_module
 from tltlab.traces.schema import KEY, TABLES, Manifest
+from tltlab.traces.storage import check_sums
 from tltlab.traces.trace import Trace, read
 
 
@@ -88,8 +92,11 @@ def folder(written, tmp_path):
 
 
 def rewrite(folder, name, change):
-    """Change a table's file as an outside writer would."""
+    """Change a table's file as an outside writer would, who knows of no sums."""
     path = folder / f"{name}.parquet"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    unsealed = {key: value for key, value in manifest.items() if key not in ("sums", "sha256")}
+    (folder / "manifest.json").write_text(json.dumps(unsealed))
     pq.write_table(change(pq.read_table(path)), path)
 
 
@@ -322,9 +329,43 @@ def test_a_damaged_page_is_found_by_its_checksum(folder):
         read(folder)
 
 
+def test_no_single_bit_of_a_trace_flips_unseen(folder, tmp_path):
+    """Or what is read is as it was: a space in the manifest. TLTLAB_FLIPS: how many bits."""
+    written, passed = read(folder), 0
+    files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
+    draw = random.Random(7)
+    flips = int(os.environ.get("TLTLAB_FLIPS", 100))
+    for _ in range(flips):
+        file = draw.choice(list(files))
+        data, bit = bytearray(files[file]), draw.randrange(8 * len(files[file]))
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        with suppress(TraceError):
+            trace, passed = read(folder), passed + 1
+            assert file.name == "manifest.json", (file, bit)
+            assert trace.manifest == written.manifest, bit
+            assert all(trace.arrow(name) == written.arrow(name) for name in TABLES), bit
+        file.write_bytes(files[file])
+    assert passed < 0.2 * flips
+
+
+def test_a_table_changed_by_hand_is_refused_until_the_sums_are_gone(folder, capsys):
+    tokens = folder / "tokens.parquet"
+    tokens.write_bytes((folder / "tokens.parquet").read_bytes())
+    assert check_sums(folder)
+    pq.write_table(pq.read_table(tokens), tokens)
+    with pytest.raises(TraceError, match=r"tokens.parquet: not what was written: .* remove 'sums' and 'sha256'"):
+        read(folder)
+    rewrite(folder, "tokens", lambda table: table)
+    assert read(folder).tokens is not None
+    assert not check_sums(folder)
+    assert check_sums(read(folder).write(folder))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("[" * 100_000, "nested too deeply"),
         ("{", "not JSON"),
         ("[]", "JSON object"),
         ('{"format": "other", "version": 1}', "format is 'other'"),

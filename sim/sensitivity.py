@@ -1,0 +1,148 @@
+"""How the order of systems changes where numbers that had to be assumed lie elsewhere in their plausible range.
+
+Each range is tried at both ends, all else as it was, on the same responses with the same luck. Only the systems that
+the number touches are simulated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from tltlab.acceptance.load import Acceptance, FreshAcceptance, Freshness, Settled
+from tltlab.costs.base import CostModel, SpeculationCosts
+from tltlab.planning.system_binding import BoundSystem
+from tltlab.state import DrafterState
+from tltlab.stats import kendall_tau
+from tltlab.strategy import MODEL_FREE
+
+Variant = tuple[BoundSystem, CostModel]
+"""A system with the costs that it runs under."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A number that was assumed: `change(variant, end)` at an end, None where the system does not depend on it."""
+
+    name: str
+    ends: tuple[float, float]
+    change: Callable[[Variant, float], Variant | None]
+
+
+@dataclass(frozen=True)
+class ScaledChances:
+    """Another model with the chance of each token of some drafters multiplied by `ratio`, at most 1."""
+
+    base: Acceptance
+    names: tuple[str, ...]
+    ratio: float
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.base.drafters
+
+    @property
+    def trained_drafter(self) -> str | None:
+        return self.base.trained_drafter
+
+    @property
+    def varies_by(self) -> Any:
+        return self.base.varies_by
+
+    def knows(self, drafter: str) -> bool:
+        return self.base.knows(drafter)
+
+    def outside(self, strategy: Any) -> list[str]:
+        return self.base.outside(strategy)
+
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> Settled:
+        return self._scaled(self.base.in_state(drafters))
+
+    def at_best(self, drafters: Iterable[str]) -> Settled:
+        return self._scaled(self.base.at_best(drafters))
+
+    def _scaled(self, model: Any) -> Settled:
+        for name in self.names:
+            model = model.scaled(name, self.ratio)
+        settled: Settled = model
+        return settled
+
+
+def _scale_chances(of_text: bool) -> Callable[[Variant, float], Variant | None]:
+    def change(variant: Variant, ratio: float) -> Variant | None:
+        bound, costs = variant
+        drafted = {s.drafter for s in bound.policy.strategies if s.speculates}
+        names = tuple(sorted(name for name in drafted if (name in MODEL_FREE) == of_text))
+        if not names or not bound.defaults or bound.acceptance is None:
+            return None
+        return replace(bound, acceptance=ScaledChances(bound.acceptance, names, ratio)), costs
+
+    return change
+
+
+def _age_faster(variant: Variant, factor: float) -> Variant | None:
+    """The share of its chances that an untrained or old drafter loses times `factor`, which it loses as much faster."""
+    bound, costs = variant
+    model = bound.acceptance
+    if not isinstance(model, FreshAcceptance) or not bound.defaults:
+        return None
+    usual = model.freshness
+    freshness = Freshness(
+        untrained=max(0.0, 1.0 - factor * (1.0 - usual.untrained)),
+        floor=max(0.0, 1.0 - factor * (1.0 - usual.floor)),
+        updates_to_train=usual.updates_to_train * factor,
+        age_steps=usual.age_steps / factor,
+    )
+    return replace(bound, acceptance=model.model_copy(update={"freshness": freshness})), costs
+
+
+def _overhead(variant: Variant, factor: float) -> Variant | None:
+    bound, costs = variant
+    if not any(s.speculates for s in bound.policy.strategies):
+        return None
+    return bound, SpeculationCosts.of(costs, overhead=factor)
+
+
+RANGES = (
+    Range(name="chance of a learned drafter's token", ends=(0.8, 1.1), change=_scale_chances(of_text=False)),
+    Range(name="chance of a model-free drafter's token", ends=(0.7, 1.2), change=_scale_chances(of_text=True)),
+    Range(name="what a learned drafter loses untrained or old", ends=(0.5, 2.0), change=_age_faster),
+    Range(name="what speculation adds to an iteration", ends=(0.7, 1.3), change=_overhead),
+)
+"""What is varied, as factors: acceptance where a default stands for it, and costs by 30 % either way."""
+
+
+def over_ranges(
+    systems: Sequence[BoundSystem],
+    costs: CostModel,
+    seconds: Mapping[str, float],
+    measure: Callable[[Sequence[Variant]], Sequence[float]],
+) -> list[dict[str, Any]]:
+    """What each end of each range makes of the order; none for a range that touches no system.
+
+    `seconds` are the systems' times as assumed, `measure` returns those of variants. One entry per end: `number`,
+    `factor`, `seconds` by system, `order` (fastest first), `changed` (systems simulated again) and `kendall_tau` with
+    the order as assumed, None for fewer than two systems.
+    """
+    ends = []
+    for number in RANGES:
+        for factor in number.ends:
+            changed = {b.system.name: v for b in systems if (v := number.change((b, costs), factor)) is not None}
+            if changed:
+                ends.append((number.name, factor, changed))
+    measured = iter(measure([variant for _, _, changed in ends for variant in changed.values()]))
+    return [_end(name, factor, list(changed), measured, seconds) for name, factor, changed in ends]
+
+
+def _end(
+    name: str, factor: float, changed: Sequence[str], measured: Iterator[float], seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    there = dict(seconds) | {system: next(measured) for system in changed}
+    pairs = list(combinations(range(len(there)), 2))
+    tau = kendall_tau(list(seconds.values()), [there[system] for system in seconds], pairs) if pairs else None
+    order = sorted(there, key=lambda system: there[system])
+    return {
+        "number": name, "factor": factor, "seconds": there, "order": order, "changed": changed, "kendall_tau": tau,
+    }  # fmt: skip
