@@ -22,7 +22,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.composition import Admission
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
-from tltlab.policies.specs import build_class, check_contract
+from tltlab.policies.specs import build_class, check_contract, from_user, raised
 from tltlab.sim.engine.admission import Feed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
@@ -32,7 +32,7 @@ from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import TraceSource, read
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -139,7 +139,7 @@ class Scenario:
     admission: Admission | None = None
 
     @classmethod
-    def of(cls, trace: str | Path | Trace, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
+    def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
         """The simulation of a trace, or of what `read` finds at a path.
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
@@ -206,13 +206,20 @@ class Scenario:
                 batches = _batches(model if drafters else None, self, budgets)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
-            if stream is None:
-                rollout = simulator.rollout(step, queues)
-            else:
-                # A pass through the trace first: a stream that has just begun has only short responses behind it.
-                for before in range(0 if rollouts else len(self.steps)):
-                    _streamed(simulator, stream, before, self.workers)
-                rollout = _streamed(simulator, stream, at, self.workers)
+            try:
+                if stream is None:
+                    rollout = simulator.rollout(step, queues)
+                else:
+                    # A pass through the trace first: behind a stream that has just begun are only short responses.
+                    for before in range(0 if rollouts else len(self.steps)):
+                        _streamed(simulator, stream, before, self.workers)
+                    rollout = _streamed(simulator, stream, at, self.workers)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a user's policy raises
+                if from_user(error):
+                    raise raised(error, type(simulator.selectors[0]).__name__) from error
+                raise
             tell_each_other(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter

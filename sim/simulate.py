@@ -8,24 +8,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
+import tltlab
 from tltlab.costs.evidence import interval
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.regime import Regime
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces import metrics
-from tltlab.traces.trace import Manifest, Trace, read
+from tltlab.traces.trace import Manifest, Trace, TraceSource, read
 
 from .config import SimulationConfig
 from .scenario import AnyPolicy, Scenario, as_policy, budgets_of, policy_name
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SimResult:
     """A simulation's result. `summary` and `trace` are made when they are first read, from the logs in `rollouts`.
 
@@ -44,6 +48,31 @@ class SimResult:
     def makespan_s(self) -> float:
         """Mean over the RL steps, as in `summary`, without making a trace."""
         return float(np.mean([rollout.makespan_s for rollout in self.rollouts]))
+
+    def __repr__(self) -> str:
+        steps = f"{len(self.rollouts)} RL step{'s' * (len(self.rollouts) != 1)}"
+        where = f"{self.scenario.workers} workers"
+        return f"<SimResult {self.policy}: {steps}, mean rollout {self.makespan_s:.4g} s on {where}>"
+
+    def _repr_html_(self) -> str:
+        shown = {name: value for name, value in self.summary.items() if isinstance(value, str | int | float)}
+        return pd.Series(shown, name=self.policy).to_frame().to_html(float_format=lambda value: f"{value:.4g}")
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per RL step: `rl_step`, `policy`, `makespan_s`, `lower_bound_s` (None where there is no bound)."""
+        bounds_s = self.bounds_s()
+        return pd.DataFrame(
+            {
+                "rl_step": [step.rl_step for step in self.scenario.steps],
+                "policy": self.policy,
+                "makespan_s": [rollout.makespan_s for rollout in self.rollouts],
+                "lower_bound_s": [None] * len(self.rollouts) if bounds_s is None else bounds_s,
+            }
+        )
+
+    def plot(self, **options: Any) -> Figure:
+        """The timeline of an RL step, with the options of `tltlab.timeline`."""
+        return tltlab.timeline(self, **options)
 
     @cached_property
     def trace(self) -> Trace:
@@ -144,7 +173,7 @@ def _contexts_outside(c: Columns, least: float, most: float) -> int:
 
 
 def simulate(
-    trace: str | Path | Trace,
+    trace: TraceSource,
     policy: AnyPolicy = "none",
     config: SimulationConfig = SimulationConfig(),
     *,
@@ -153,10 +182,10 @@ def simulate(
 ) -> SimResult:
     """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
 
-    Response lengths are the trace's, a Trace or a path that `tltlab.read` takes; what is simulated is when each token
-    comes. `policy` is whatever `load_policy` takes, also a class that no module has, or a selector, of which every
-    worker gets a copy. `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, placement, mode,
-    seed, ...), which replace those of `config`.
+    Response lengths are the trace's, or whatever `tltlab.read` takes (a path, a DataFrame, an array); what is
+    simulated is when each token comes. `policy` is whatever `load_policy` takes, also a class that no module has, or a
+    selector, of which every worker gets a copy. `settings` are the fields of `SimulationConfig` (costs, acceptance,
+    workers, placement, mode, seed, ...), which replace those of `config`.
 
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -19,15 +19,40 @@ from joblib import Parallel, delayed, parallel_config
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.stats import paired_interval
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import TraceSource
 
 from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Policies = Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str
 
 
+class Comparison(pd.DataFrame):
+    """A comparison's rows: a DataFrame that draws itself."""
+
+    @property
+    def _constructor(self) -> Callable[..., pd.DataFrame]:
+        """Parts of it are DataFrames and nothing else."""
+        return pd.DataFrame
+
+    def to_frame(self) -> pd.DataFrame:
+        """A plain DataFrame of the same rows."""
+        return pd.DataFrame(self)
+
+    def plot(self) -> Figure:  # type: ignore[override]
+        """How many times as fast as the baseline each row is, with its interval."""
+        from tltlab.charts import bars
+
+        names = self["policy" if "policy" in self else "title"].tolist()
+        low, high = (1.0 / self[end] for end in ("ratio_high", "ratio_low"))
+        return bars(names, (1.0 / self["ratio"]).tolist(), low.tolist(), high.tolist(), reference=1.0,
+                    xlabel="times as fast as the baseline", title="Rollouts (simulated)")  # fmt: skip
+
+
 def sweep(
-    scenario: Scenario | Trace | str | Path,
+    scenario: Scenario | TraceSource,
     policies: Policies,
     *,
     jobs: int = 1,
@@ -35,8 +60,8 @@ def sweep(
 ) -> pd.DataFrame:
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
 
-    `scenario` may be a trace or its path: then it is that of `Scenario.of`. `policies` are a dict of policies by name,
-    a list or names with commas between, each as `simulate` takes it.
+    `scenario` may be a trace as `simulate` takes it: then it is that of `Scenario.of`. `policies` are a dict of
+    policies by name, a list or names with commas between, each as `simulate` takes it.
     `jobs` processes share the policies; with `ray_address` ("auto", "local", or an address) they run on a Ray cluster
     instead, `jobs` at a time, or as many as it has CPUs where jobs is 1. The numbers do not depend on either. Raises
     ConfigError for jobs < 1 or a missing Ray.
@@ -69,15 +94,18 @@ def sweep(
 
 
 def compare(
-    scenario: Scenario | Trace | str | Path,
+    scenario: Scenario | TraceSource,
     policies: Policies,
     *,
     baseline: str | None = None,
     repeats: int = 1,
     jobs: int = 1,
     ray_address: str | None = None,
-) -> pd.DataFrame:
+    **settings: Any,
+) -> Comparison:
     """Compare policies, given as `sweep` takes them: one row each, the fastest first.
+
+    Of a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...).
 
     Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
     1 is faster) with its paired bootstrap interval `ratio_low` to `ratio_high` over the RL steps, and `regret` to the
@@ -85,7 +113,10 @@ def compare(
     shares its luck among the policies, and a step's repeats are averaged before resampling, since they share its
     lengths. Raises ConfigError.
     """
-    scenario, policies = _scenario(scenario), named_policies(policies)
+    if isinstance(scenario, Scenario) and settings:
+        raise ConfigError(f"a Scenario has its settings already: leave out {', '.join(settings)}, or give the trace")
+    scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario, **settings)
+    policies = named_policies(policies)
     names = list(policies)
     baseline = names[0] if baseline is None else baseline
     if baseline not in policies:
@@ -110,7 +141,7 @@ def compare(
                 "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budgets_of(policies[name], 1) else None,
             }
         )
-    return pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True)
+    return Comparison(pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True))
 
 
 def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[str, float]:
@@ -119,7 +150,7 @@ def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[s
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
 
-def _scenario(given: Scenario | Trace | str | Path) -> Scenario:
+def _scenario(given: Scenario | TraceSource) -> Scenario:
     return given if isinstance(given, Scenario) else Scenario.of(given)
 
 

@@ -1,8 +1,9 @@
 """tltlab: a lab for the long tail of reasoning-RL rollouts.
 
 >>> trace = tltlab.read("traces/tiny")  # doctest: +SKIP
->>> result = tltlab.sim.simulate(trace, policy="beg-mab")  # doctest: +SKIP
->>> tltlab.timeline(result)  # doctest: +SKIP
+>>> result = tltlab.simulate(trace, policy="beg-mab")  # doctest: +SKIP
+>>> result.plot()  # doctest: +SKIP
+>>> tltlab.what_if("lengths.csv", gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from .policies.policy import Policy, load_policy
     from .policies.selector import Selector
     from .report.timeline import timeline
+    from .sim.simulate import simulate
+    from .sim.sweep import compare
+    from .sim.tuning.tune import tune
+    from .sim.what_if import what_if
     from .traces.trace import Trace, read
 
 __all__ = [
@@ -32,9 +37,13 @@ __all__ = [
     "TltlabError",
     "Trace",
     "TraceError",
+    "compare",
     "load_policy",
     "read",
+    "simulate",
     "timeline",
+    "tune",
+    "what_if",
 ]
 
 # Engines and Ray actors import tltlab too: what loads pandas, pydantic or matplotlib waits until it is asked for.
@@ -42,13 +51,21 @@ _MODULE_OF = {
     "Policy": "policies.policy",
     "Selector": "policies.selector",
     "Trace": "traces.trace",
+    "compare": "sim.sweep",
     "load_policy": "policies.policy",
     "read": "traces.trace",
+    "simulate": "sim.simulate",
     "timeline": "report.timeline",
+    "tune": "sim.tuning.tune",
+    "what_if": "sim.what_if",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tltlab")
     if name in ("sim", "runtime"):
         return import_module(f"tltlab.{name}")
     if name in _MODULE_OF:
@@ -57,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "sim", "runtime"})
+    return sorted({*globals(), *__all__, "__version__", "sim", "runtime"})

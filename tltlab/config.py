@@ -85,7 +85,7 @@ def json_or_text(text: str) -> Any:
     """The value that somebody typed: JSON where it is JSON (numbers, lists, true), else the text itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -1,5 +1,21 @@
 """What tltlab raises. Arguments are positional only: SimPy re-raises a failure as `type(e)(*e.args)`."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """For a message about an unknown `name`: the nearest that there is, or nothing.
+
+    >>> did_you_mean("simluate", ["simulate", "tune"])
+    ", did you mean 'simulate'?"
+    """
+    from difflib import get_close_matches
+
+    nearest = get_close_matches(name, list(known), n=1)
+    return f", did you mean {nearest[0]!r}?" if nearest else ""
+
 
 class TltlabError(Exception):
     """Something a user can understand and act on; the message says what was got and what to do.

@@ -40,14 +40,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(data: str | bytes) -> Any:
-    """The value of a JSON text; what is `sealed` is checked and comes without its seal. Raises ValueError.
-
-    So it does for what is nested deeper than Python's parser goes.
-    """
+    """The value of a JSON text. Raises ValueError, also for what is nested deeper than Python's parser goes."""
     try:
-        value = json.loads(data)
+        return json.loads(data)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def unsealed(data: str | bytes) -> Any:
+    """As `parse_json`, for files of ours: what is `sealed` is checked and comes without its seal. Raises ValueError."""
+    value = parse_json(data)
     if isinstance(value, dict) and _SEAL in value:
         seal = value.pop(_SEAL)
         if seal != _seal_of(value):
@@ -56,7 +58,7 @@ def parse_json(data: str | bytes) -> Any:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object that `parse_json` takes for damaged once a bit of its content is another.
+    """A JSON object that `unsealed` takes for damaged once a bit of its content is another.
 
     Its "sha256" is the SHA-256 of the rest as ASCII JSON, keys sorted, without spaces.
     """
@@ -68,9 +70,9 @@ def _seal_of(value: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON as `parse_json`; a missing or broken file is a ConfigError that names it."""
+    """Read JSON as `unsealed`; a missing or broken file is a ConfigError that names it."""
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
+        return unsealed(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .errors import ConfigError
+
+_WRITTEN = re.compile(r"([\w.-]+):(\d+)(?:x(\d+))?(?:/(\d+))?")
+_WRITTEN_BEFORE = re.compile(r"([\w.-]+):(\d+),(\d+),(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,25 @@ class Strategy:
         """A chain draft of `depth` tokens (vLLM's k = depth); depth 0 is `NO_SPECULATION`."""
         return cls(drafter, depth, 1, depth + 1) if depth else NO_SPECULATION
 
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The strategy that `str` writes: `none`, `ngram:4` (depth), `learned:8x4/48` (depth x top-k / to verify).
+
+        What is left out is a chain's, or a tree's every node. `learned:8,4,48`, as it was written before, is read too.
+        ConfigError for another text.
+
+        >>> [str(Strategy.parse(text)) for text in ("ngram:4", "learned:8x4/48", "learned:8,4,48")]
+        ['ngram:4', 'learned:8x4/48', 'learned:8x4/48']
+        """
+        if text == NO_SPECULATION.drafter:
+            return NO_SPECULATION
+        found = _WRITTEN.fullmatch(text) or _WRITTEN_BEFORE.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"{text!r} is no strategy: write none, ngram:4 or learned:8x4/48")
+        depth, top_k = int(found[2]), int(found[3] or 1)
+        most = 1 + top_k + (depth - 1) * top_k**2 if depth else 0
+        return cls(found[1], depth, top_k, int(found[4] or most))
+
     @property
     def speculates(self) -> bool:
         return self.draft_depth > 0
@@ -59,7 +82,7 @@ class Strategy:
             return "none"
         if self.top_k == 1 and self.tokens_to_verify == self.draft_depth + 1:
             return f"{self.drafter}:{self.draft_depth}"
-        return f"{self.drafter}:{self.draft_depth},{self.top_k},{self.tokens_to_verify}"
+        return f"{self.drafter}:{self.draft_depth}x{self.top_k}/{self.tokens_to_verify}"
 
 
 NO_SPECULATION = Strategy("none", 0, 0, 1)

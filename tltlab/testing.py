@@ -3,7 +3,7 @@
     from tltlab.testing import check_selector
 
     def test_my_policy_keeps_the_contract():
-        check_selector(lambda rng: MyPolicy(depth=4, rng=rng))
+        check_selector(lambda rng: MyPolicy(depth=4, rng=rng))  # or the class itself, or an instance
 
 Every broken promise raises AssertionError with a sentence that says which one and where. Exceptions of what is checked
 come through as they are.
@@ -11,9 +11,11 @@ come through as they are.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +33,17 @@ NUM_ITERATIONS = 150
 BATCHES = (4096, 512, 200, 64, 40, 33, 32, 31, 21, 20, 9, 8, 5, 4, 3, 2, 1)
 
 
-def check_selector(factory: Factory) -> None:
-    """Check that the selectors `factory(rng)` builds keep every promise of `Selector`; AssertionError if one does not.
+def check_selector(source: Factory | type[Selector] | Selector) -> None:
+    """Check that the selectors `source(rng)` builds keep every promise of `Selector`; AssertionError if one does not.
+
+    `source` may be a class too, which gets `rng` where it takes one, or an instance, which is copied.
 
     They choose only from `strategies`, with a propensity in (0, 1]; the same generator seed gives the same choices;
     `state_dict` survives JSON and a restored selector goes on identically; `reward` changes nothing; no requests in the
     state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill or an outcome that arrives one choice late
     do no harm; and a `memoryless` selector looks only at batch and waiting.
     """
+    factory = _factory(source)
     check_strategies(factory)
     check_choices(factory)
     check_deterministic(factory)
@@ -46,6 +51,15 @@ def check_selector(factory: Factory) -> None:
     check_state_round_trip(factory)
     check_late_outcomes(factory)
     check_memoryless(factory)
+
+
+def _factory(source: Factory | type[Selector] | Selector) -> Factory:
+    if isinstance(source, Selector):
+        return lambda rng: deepcopy(source)
+    if isinstance(source, type):
+        draws = "rng" in inspect.signature(source).parameters
+        return lambda rng: source(**({"rng": rng} if draws else {}))
+    return source
 
 
 def check_strategies(factory: Factory) -> None:

@@ -14,6 +14,7 @@ import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError
+from tltlab.files import parse_json
 from tltlab.runtime.recipe.recipe import DataConfig
 
 # The loader for a file, by its first suffix: what follows it may say how it is compressed.
@@ -100,7 +101,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}: line {number} is not a JSON object")
                 yield f"line {number}", row

@@ -8,14 +8,15 @@ import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import found_in, read_json, write_file
 from tltlab.policies.policy import Policy, code_allowed, load_policy
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
@@ -305,6 +306,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
     if str(name_or_path) not in recipes:
         raise ConfigError(
             f"cannot read recipe {name_or_path}: it is no file, and no recipe of tltlab's: {', '.join(recipes)}"
+            f"{did_you_mean(str(name_or_path), recipes)}"
         )
     return recipes[str(name_or_path)]
 
@@ -423,6 +425,21 @@ def _fault(fault: ErrorDetails) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "there is no such field"
+        message += did_you_mean(str(fault["loc"][-1]), fields_at(fault["loc"][:-1]))
     elif fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
         message = f"should be a section of fields, got {type(fault['input']).__name__}"
     return f"{place}: {message}" if place else message
+
+
+def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
+    """The fields of a section of recipes, the whole one's where `place` is empty; none where it is no section."""
+    section: type[BaseModel] = Recipe
+    for name in place:
+        field = section.model_fields.get(str(name))
+        # A section may be optional: one of its types then is the section's.
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not models:
+            return {}
+        section = models[0]
+    return dict(section.model_fields)

@@ -84,6 +84,13 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     parts = read_json(folder / STATE)
     if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
         raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can go on with")
+    try:
+        return _state_of(parts, folder, recipe)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{folder / STATE} is no whole state of a run: {type(error).__name__}: {error}") from error
+
+
+def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     # A model may have moved.
     parts["model"], model = (Path(name).name for name in (parts["model"], recipe.model))
     for name, ours in (("model", model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):

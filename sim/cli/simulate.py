@@ -31,7 +31,9 @@ from . import options
 
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
-    policy: Annotated[str, typer.Option(help="Policy file, shipped name or package.module:Class.")] = "none",
+    policy: Annotated[
+        str, typer.Option(help="Shipped name, drafts (ngram:4@8), policy file or package.module:Class.")
+    ] = "none",
     system: Annotated[
         str | None,
         typer.Option(help=f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
@@ -45,7 +47,7 @@ def simulate(
     ] = None,
     mode: options.Mode = "fluid",
     strategy: Annotated[
-        str | None, typer.Option(help="D,K,V: one strategy throughout, e.g. 4,1,5; replaces --policy.")
+        str | None, typer.Option(help="One strategy throughout, ngram:4 or D,K,V as 4,1,5; replaces --policy.")
     ] = None,
     drafter: Annotated[
         str | None,
@@ -163,11 +165,15 @@ def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, dra
 
 
 def parse_strategy(text: str, drafter: str) -> Strategy:
-    """`D,K,V` (draft depth, top-k, tokens to verify) as a strategy; `0,0,1` is no speculation."""
+    """`ngram:4`, or `D,K,V` (draft depth, top-k, tokens to verify) as a strategy; `0,0,1` is no speculation."""
+    if ":" in text or text == NO_SPECULATION.drafter:
+        return Strategy.parse(text)
     try:
         depth, top_k, tokens_to_verify = (int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--strategy {text!r}: give D,K,V as three whole numbers, such as 4,1,5") from error
+        raise ConfigError(
+            f"--strategy {text!r}: give ngram:4 or D,K,V as three whole numbers, such as 4,1,5"
+        ) from error
     return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
 
 

@@ -7,11 +7,14 @@ times. The best of each kind then meets the RL steps that were held out.
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import pandas as pd
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
@@ -19,17 +22,20 @@ from tltlab.sim.config import SimulationConfig
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace, TraceSource, read
 
 from .cases import TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
 from .search import Bandits, GraphMemory, Prices, Trial, elastic, fixed, search, tables
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _STAGE, _SELECTION, _JUDGEMENT = 10_000, 1, 2
 """How far apart the seeds of two stages lie, and the stages after the search."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Judged):
     """The chosen policy with its provenance, and what it was measured against; all times are simulated.
 
@@ -45,6 +51,26 @@ class TuneResult(Judged):
     judged_on: tuple[tuple[int, ...], ...]
     notes: tuple[str, ...]
     wall_s: float
+
+    def __repr__(self) -> str:
+        return f"<TuneResult {self.name}: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        rows = self.to_frame().to_html(index=False, float_format=lambda value: f"{value:.3g}")
+        return f"<p><b>{html.escape(self.verdict)}</b></p>{rows}"
+
+    def to_frame(self) -> pd.DataFrame:
+        """The candidates on the held-out RL steps, the fastest first."""
+        return pd.DataFrame([asdict(row) for row in self.candidates])
+
+    def plot(self) -> Figure:
+        """The candidates' ratios to the best fixed strategy, with their intervals."""
+        from tltlab.charts import bars
+
+        rows = self.candidates
+        return bars([row.name for row in rows], [row.ratio for row in rows], [row.ratio_low for row in rows],
+                    [row.ratio_high for row in rows], xlabel=f"time over that of {self.best_fixed}", reference=1.0,
+                    title="Held-out RL steps (simulated)")  # fmt: skip
 
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
@@ -119,7 +145,7 @@ class TuneConfig(SimulationConfig):
 
 
 def tune(
-    traces: str | Path | Trace | Sequence[str | Path | Trace],
+    traces: TraceSource | Sequence[TraceSource],
     config: TuneConfig = TuneConfig(),
     *,
     provenance: Mapping[str, Any] | None = None,
@@ -133,8 +159,10 @@ def tune(
     """
     config = replace(config, **settings)
     began = time.perf_counter()
-    several = traces if isinstance(traces, Sequence) and not isinstance(traces, str) else [traces]
-    sources = [read(trace) for trace in several]
+    each = isinstance(traces, list | tuple) and all(
+        isinstance(one, str | Path | Trace | pd.DataFrame) for one in traces
+    )
+    sources = [read(trace) for trace in (cast(Sequence[TraceSource], traces) if each else [cast(TraceSource, traces)])]
     if not sources:
         raise ConfigError("no trace to tune on: give at least one")
     if config.robust and len(sources) == 1 and not config.cost_error:

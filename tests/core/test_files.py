@@ -2,6 +2,7 @@
 
 import json
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError, InputError, RunError
-from tltlab.files import marked_folder, new_folder, read_json, read_object, replace_durably, write_json
+from tltlab.files import (
+    marked_folder,
+    new_folder,
+    read_json,
+    read_object,
+    replace_durably,
+    sealed,
+    sha256_of,
+    write_json,
+    write_sum,
+    written_sum,
+)
 
 
 @contextmanager
@@ -111,3 +123,27 @@ def test_an_object_that_cannot_be_read_is_empty(tmp_path: Path, text: str | None
     if text is not None:
         (tmp_path / "a.json").write_text(text)
     assert read_object(tmp_path / "a.json") == {}
+
+
+def test_what_is_sealed_is_what_was_written(tmp_path: Path):
+    content = {"b": [1, 2.5, None], "a": {"text": "ü"}}
+    write_json(tmp_path / "a.json", sealed(content))
+    assert read_json(tmp_path / "a.json") == content
+    text = (tmp_path / "a.json").read_text()
+    (tmp_path / "a.json").write_text(text.replace("2.5", "2.4"))
+    with pytest.raises(ConfigError, match=r"a\.json is not JSON: its sha256 is that of another content"):
+        read_json(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
+    file = tmp_path / "a b"
+    file.write_bytes(b"abc")
+    assert written_sum(file) is None
+    write_sum(file, sha256_of(file))
+    assert written_sum(file) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert subprocess.run(["sha256sum", "-c", "a b.sha256"], cwd=tmp_path, capture_output=True).returncode == 0
+    (tmp_path / "a b.sha256").write_bytes(b"\xff")
+    assert written_sum(file) == ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import re
 import shutil
 import tomllib
@@ -22,7 +21,7 @@ from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import fsync_file, new_file
+from tltlab.files import fsync_file, new_file, parse_json
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import SUFFIX
 from tltlab.traces.schema import MANIFEST_FILE
@@ -133,9 +132,10 @@ def _spec(text: str) -> Any:
     """A drafter of `drafters.DrafterSpec` from `KIND[:key=value,...]`, a JSON object, or a .json or .toml file."""
     try:
         if text.startswith("{"):
-            found = json.loads(text)
+            found = parse_json(text)
         elif text.endswith((".json", ".toml")):
-            found = (json if text.endswith(".json") else tomllib).loads(Path(text).read_text(encoding="utf-8"))
+            loads = parse_json if text.endswith(".json") else tomllib.loads
+            found = loads(Path(text).read_text(encoding="utf-8"))
         else:
             kind, _, options = text.partition(":")
             found = {"kind": kind} | dict(_option(text, part) for part in options.split(",") if part)
@@ -157,7 +157,7 @@ def _option(text: str, part: str) -> tuple[str, Any]:
     if key == "scopes":
         return key, value.split("+")
     try:
-        return key, json.loads(value)
+        return key, parse_json(value)
     except ValueError:
         return key, value
 

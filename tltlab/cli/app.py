@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points, metadata, requires, ver
 from typing import Any, NoReturn
 
 from tltlab.console import progress, running, sigterm_does
-from tltlab.errors import ConfigError, TltlabError
+from tltlab.errors import ConfigError, TltlabError, did_you_mean
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
@@ -30,11 +30,18 @@ def load(command: str) -> Any:
     """
     found = _commands()
     if command not in found:
-        raise ConfigError(f"no command named {command!r}; there are: {', '.join(sorted(found))}")
+        raise ConfigError(
+            f"no command named {command!r}{did_you_mean(command, found)}; there are: {', '.join(sorted(found))}"
+        )
     try:
         return found[command].load()
     except ModuleNotFoundError as error:
         raise _missing_extra(error) from error
+
+
+def command_names() -> list[str]:
+    """The commands that are installed, in order."""
+    return sorted(_commands())
 
 
 def _commands() -> dict[str, EntryPoint]:

@@ -102,10 +102,14 @@ def _described(name: str, model: CostModel) -> dict[str, Any]:
 
 
 def _strategy(text: str, drafter: str) -> Strategy:
+    if ":" in text:
+        return Strategy.parse(text)
     try:
         depth, top_k, verify = (int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--strategy is {text!r}: give depth, top_k and tokens to verify, such as 8,8,48") from error
+        raise ConfigError(
+            f"--strategy is {text!r}: give learned:8x8/48, or depth, top_k and tokens to verify, such as 8,8,48"
+        ) from error
     return Strategy(drafter, depth, top_k, verify)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TltlabError, TraceError
-from tltlab.files import read_object
+from tltlab.files import parse_json, read_object
 from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
@@ -260,7 +259,7 @@ def _lines(path: Path) -> tuple[dict[str, Any], ...]:
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             continue
         if isinstance(value, dict):

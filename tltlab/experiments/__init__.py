@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,5 +72,7 @@ EXPERIMENTS = {row.name: row for row in _ROWS}
 def find(name: str) -> Experiment:
     """The experiment of that name; ConfigError names those that there are."""
     if name not in EXPERIMENTS:
-        raise ConfigError(f"no experiment named {name!r}; there are {', '.join(EXPERIMENTS)}")
+        raise ConfigError(
+            f"no experiment named {name!r}{did_you_mean(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}"
+        )
     return EXPERIMENTS[name]

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,13 +30,12 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policies.policy import Activation, CustomSpec, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import CustomSpec, Policy, load_policy
 from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
 from tltlab.sim.verification.rollouts import overhead_s
 from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
-from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
@@ -148,9 +146,7 @@ class PolicyVerification:
 
 
 def named_policies(text: str) -> dict[str, Policy]:
-    """Policies by name from a list: shipped names, policy files, package.module:Class, and drafts in short.
-
-    `ngram:4` always drafts 4 tokens, `ngram:4@8` only while at most 8 requests run. "default" is a set that is spread
+    """Policies by name from a list, each as `load_policy` takes it. "default" is a set that is spread
     out, with the suffix drafter where its library is installed. A policy file is called as without its folder, or as it
     was given where another policy has that name.
 
@@ -164,7 +160,6 @@ def named_policies(text: str) -> dict[str, Policy]:
         given[at : at + 1] = [*DEFAULT, *(WITH_SUFFIX if suffix else ())]
     policies: dict[str, Policy] = {}
     for part in given:
-        drafts = re.fullmatch(r"([\w-]+):([1-9]\d*)(?:@([1-9]\d*))?", part)
         name = Path(part).stem if os.path.isfile(part) else part
         name = part if name in policies else name
         if name in policies or name == EXPLORE:
@@ -172,15 +167,10 @@ def named_policies(text: str) -> dict[str, Policy]:
                 f"--policies {text}: {name!r} "
                 + ("is there twice" if name in policies else "always runs beside the others, to calibrate on")
             )
-        policies[name] = load_policy(part) if drafts is None else _drafting(*drafts.groups())
+        policies[name] = load_policy(part)
     if len(policies) < 2:
         raise ConfigError(f"--policies {text!r}: name at least two policies to put in order, or 'default'")
     return policies
-
-
-def _drafting(drafter: str, depth: str, most: str | None) -> Policy:
-    activation = None if most is None else Activation(max_requests=int(most))
-    return Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, int(depth))), activation=activation)
 
 
 def verify_policies(

@@ -8,7 +8,6 @@ too), TRL's printed dictionaries, NeMo-RL's blocks of `• name: value`, JSON Li
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
+from tltlab.files import parse_json
 
 from .step_metrics import Record, plain_key
 
@@ -233,7 +233,7 @@ def _tensorboard(files: list[Path]) -> Iterator[Record]:
 def _json(text: str | bytes) -> Any:
     """A JSON value, None for what is none."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.errors import TraceError
+from tltlab.files import parse_json
 
 _MOST = 2**31 - 1
 
@@ -56,9 +56,13 @@ class Row:
         value = self.fields.get(field)
         if value is None or value != value:
             return None
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            self.fault(field, f"got {value!r}, wanted a number")
-        return float(value)
+        try:
+            number = float(value) if isinstance(value, int | float) else math.inf
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            self.fault(field, f"got {_short(value)}, wanted a number")
+        return number
 
     def text(self, field: str) -> str:
         """A text, or the contents of a list of chat messages one after the other."""
@@ -90,17 +94,17 @@ def rows_of(path: Path) -> Iterator[Row]:
             if not line:
                 raise TraceError(f"{path}: empty; wanted one JSON object per line")
             try:
-                first = json.loads(line)
+                first = parse_json(line)
             except ValueError as error:
                 file.seek(0)
                 try:
-                    first = json.loads(file.read())
+                    first = parse_json(file.read())
                 except ValueError:
                     raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
             yield from _json_rows(path, f"line {number}", first)
             for number, line in lines:
                 try:
-                    found = json.loads(line)
+                    found = parse_json(line)
                 except ValueError as error:
                     raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
                 yield from _json_rows(path, f"line {number}", found)

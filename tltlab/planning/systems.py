@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tltlab.coordination.progress import SpotTraining
 from tltlab.drafters.specs import SYSTEM_DRAFTERS
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.policies.policy import Activation
 
 from .composition import (
@@ -417,5 +417,7 @@ def find_systems(names: str | Sequence[str | System] = "all") -> tuple[System, .
 
 def _row(name: str) -> System:
     if name not in SYSTEMS:
-        raise ConfigError(f"no system named {name!r}; there are {', '.join(SYSTEMS)}, or all")
+        raise ConfigError(
+            f"no system named {name!r}{did_you_mean(name, SYSTEMS)}; there are {', '.join(SYSTEMS)}, or all"
+        )
     return SYSTEMS[name]

@@ -122,7 +122,8 @@ class Ucb1(Selector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
         names = [str(arm) for arm in self.strategies]
-        if state["arms"] != names:
+        # Checkpoints have had trees in another notation.
+        if [str(Strategy.parse(arm)) for arm in state["arms"]] != names:
             raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {names}")
         self.order_ = deque(self.strategies[i] for i in state["order"])
         self.all_.refill(state["rewards"])

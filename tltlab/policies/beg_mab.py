@@ -127,7 +127,8 @@ class BegMab(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        if state["arms"] != self._arm_names():
+        # Checkpoints have had trees in another notation.
+        if [[str(Strategy.parse(arm)) for arm in arms] for arms in state["arms"]] != self._arm_names():
             raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {self._arm_names()}")
         for windows, saved in zip(self.windows_, state["windows"], strict=True):
             for window, values in zip(windows.values(), saved, strict=True):

@@ -102,7 +102,7 @@ class Goodput(Selector):
         if strategy.speculates and strategy in self._tokens and len(outcome.accepted):
             depth = _reach(strategy)
             accepted = np.asarray(outcome.accepted, np.float64)
-            kept = _kept(accepted, depth).sum(axis=0).tolist()
+            kept = kept_by_position(accepted, depth).sum(axis=0).tolist()
             reached = [float(len(accepted)), *kept[:-1]]
             for counts, new in ((self.reached_, reached), (self.kept_, kept)):
                 of_drafter = counts[strategy.drafter]
@@ -146,7 +146,7 @@ def _reach(strategy: Strategy) -> int:
     return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
 
-def _kept(accepted: Floats, depth: int) -> Floats:
+def kept_by_position(accepted: Floats, depth: int) -> Floats:
     """What was kept at each position, (requests, depth): 1s and then 0s that sum to `accepted` where it is whole.
 
     Else it is an expected value, of the simulator's fluid mode, and the chances are those of the geometric distribution

@@ -17,13 +17,14 @@ from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .activation import Count, ElasticActivation
 from .selector import Selector
 from .specs import (
+    AdaptiveSpec,
     BegMabSpec,
     Bucket,
     CustomSpec,
@@ -46,6 +47,7 @@ __all__ = [
     "SHIPPED",
     "AcceptanceBudgetSpec",
     "Activation",
+    "AdaptiveSpec",
     "BegMabSpec",
     "Bucket",
     "BudgetSpec",
@@ -181,11 +183,12 @@ PolicySource = str | Path | Mapping[str, Any] | BaseModel | Strategy | type[Sele
 def load_policy(source: PolicySource) -> Policy:
     """Return the policy that a user means; a Policy is returned as it is.
 
-    That is a shipped name, a policy file, "package.module:Class" or the class itself, what stands in a policy file or
-    its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be one that
-    other processes can import, and pass `tltlab.testing.check_selector`; a file may name one only of a module that
-    `code_allowed` or `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault with
-    its place, on one line.
+    That is a shipped name, a policy file, drafts in short (`ngram:4` always drafts 4 tokens, `learned:8x4/48` a tree,
+    `ngram:4@8` only while at most 8 requests run), "package.module:Class" or the class itself, what stands in a policy
+    file or its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be
+    one that other processes can import, and pass `tltlab.testing.check_selector`; a file may name one only of a module
+    that `code_allowed` or `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault
+    with its place, on one line.
 
     >>> load_policy(Strategy.chain("ngram", 2)).strategies
     (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
@@ -210,12 +213,15 @@ def load_policy(source: PolicySource) -> Policy:
     path = Path(source)
     # `os.path` takes a name that is too long for a file as none.
     if isinstance(source, str) and not os.path.isfile(path):
+        if drafts := re.fullmatch(r"([\w-]+:[1-9]\d*(?:x[1-9]\d*)?(?:/[1-9]\d*)?)(?:@([1-9]\d*))?", source):
+            activation = Activation(max_requests=int(drafts[2])) if drafts[2] else None
+            return Policy(selector=FixedSpec(strategy=Strategy.parse(drafts[1])), activation=activation)
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
             return _checked(Policy(selector=CustomSpec(path=source)))
         if "/" not in source and not path.suffix:
             raise ConfigError(
-                f"no policy named {source!r}; there are {', '.join(SHIPPED)}, "
-                f"or give a policy file or package.module:Class"
+                f"no policy named {source!r}{did_you_mean(source, SHIPPED)}; there are {', '.join(SHIPPED)}, "
+                f"or give drafts such as ngram:4, a policy file or package.module:Class"
             )
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
@@ -305,6 +311,7 @@ SHIPPED: dict[str, Policy] = {
     # For engines that have a drafter "learned", as runs with a [drafter] do.
     "beg-mab-learned": _between("learned", "suffix"),
     "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
+    "adaptive": Policy(selector=AdaptiveSpec()),
     # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
     "das": Policy(
         selector=FixedSpec(strategy=Strategy.chain("suffix", 8)),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,12 +36,15 @@ from tltlab.files import found_in, read_json
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
+from .adaptive import Adaptive
 from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
 from .selector import Selector
 from .simple import AcceptLadder, BatchTable, Explore, Fixed, NoSpeculation
 
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 ALLOW_CODE = "TLTLAB_ALLOW_CODE"
 """The variable of the environment with modules that files may name, with commas between."""
 _allowed: ContextVar[frozenset[str]] = ContextVar("allowed", default=frozenset())
@@ -57,7 +62,7 @@ def code_allowed(modules: Iterable[str]) -> Iterator[None]:
 
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
     try:
-        return build(value)
+        return build(Strategy.parse(value) if isinstance(value, str) else value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
@@ -185,6 +190,11 @@ class GoodputSpec(_Spec, builds=Goodput, init=False):
         return super().arguments() | {"costs": load_costs(self.costs)}
 
 
+class AdaptiveSpec(_Spec, builds=Adaptive, init=False):
+    kind: Literal["adaptive"] = "adaptive"
+    drafters: tuple[str, ...] = ("ngram",)
+
+
 class CustomSpec(Settings):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
@@ -298,9 +308,30 @@ def check_contract(build: Callable[[np.random.Generator], Selector], name: str) 
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's class raises
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(at.filename).name}, line {at.lineno}"
-        raise ConfigError(f"policy {name} raised {type(error).__name__}: {error} ({where})") from error
+        raise raised(error, name) from error
+
+
+def raised(error: Exception, name: str) -> ConfigError:
+    """What a user's class of that `name` raised, in a line: its own file and line, and what it may have meant."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
+    at = (own or frames)[-1]
+    where = f"{Path(at.filename).name}, line {at.lineno}"
+    meant: list[str] = []
+    if isinstance(error, AttributeError) and error.name and error.obj is not None:
+        meant = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
+    elif isinstance(error, NameError) and error.name:
+        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        meant = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
+    asked = f"; did you mean {meant[0]!r}?" if meant else ""
+    return ConfigError(f"policy {name} raised {type(error).__name__}: {error}{asked} ({where})")
+
+
+def from_user(error: Exception) -> bool:
+    """Whether an exception came out of code that we called and that is neither ours nor of an installed package."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = max((n for n, file in enumerate(files) if file.startswith(_PACKAGE)), default=-1)
+    return any(not file.startswith((*_INSTALLED, "<frozen")) for file in files[ours + 1 :])
 
 
 SelectorSpec = Annotated[
@@ -313,6 +344,7 @@ SelectorSpec = Annotated[
     | Ucb1Spec
     | BegMabSpec
     | GoodputSpec
+    | AdaptiveSpec
     | CustomSpec,
     Field(discriminator="kind"),
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import TltlabError
-from tltlab.files import read_object
+from tltlab.files import parse_json, read_object
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
@@ -55,7 +55,7 @@ def events_part(run: Path) -> Part:
     rows: list[tuple[str, str]] = []
     for line in text.splitlines():
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue  # a run that was killed may leave half a line
         if isinstance(event, dict):

@@ -37,8 +37,11 @@ def lanes(
     places = step_offsets(trace) if offsets is None else offsets
     if rl_step != "all" and rl_step not in trace.rl_steps:
         known = trace.rl_steps
-        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {known[0]}..{known[-1]}")
+        there = f"{known[0]}..{known[-1]}" if known else "none"
+        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {there}")
     steps = trace.rl_steps if rl_step == "all" else [rl_step]
+    if not steps:
+        raise TraceError(f"{trace.path or 'this trace'} has no RL step with a whole response")
     pieces = []
     for step in steps:
         one = trace.select([step])

@@ -35,11 +35,11 @@ from tltlab.arrays import Flags, Ints
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import (
     new_folder,
-    parse_json,
     replace_durably,
     replaced_durably,
     sealed,
     sha256_of,
+    unsealed,
     write_durably,
 )
 
@@ -54,6 +54,10 @@ _CHUNK = re.compile(r"(\d+)(-[0-9a-f]{16})?\.arrow")
 
 def recording_of(path: Path) -> Path:
     """The folder in which the trace `path` is recorded."""
+    if path.name in ("", ".."):
+        path = path.resolve()
+        if not path.name:
+            return path / SUFFIX
     return path.with_name(path.name + SUFFIX)
 
 
@@ -85,7 +89,9 @@ class Chunk:
                     return None
                 only = pa.ipc.IpcReadOptions(included_fields=[at])
                 rows = pa.ipc.open_file(source, options=only).read_all().column(0).combine_chunks()
-            rows.validate(full=True)  # Arrow trusts a file, and a damaged one has no checksums
+            rows.validate(full=True)  # Arrow trusts a file, and an old one has no checksum
+            if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
+                raise ValueError(f"its column {name} has type {rows.type}, which holds no rows")
             table = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
         except (OSError, ValueError, pa.ArrowException) as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
@@ -509,7 +515,7 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        found = parse_json(file.read_text(encoding="utf-8"))
+        found = unsealed(file.read_text(encoding="utf-8"))
         cuts: list[dict[str, Any]] = found["cuts"] if isinstance(found, dict) else found
         if not all(isinstance(cut["chunks"], int) and isinstance(cut["rl_steps"], int) for cut in cuts):
             raise ValueError("its numbers are none")

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from tltlab.config import FrozenModel, faults
 from tltlab.errors import TraceError
-from tltlab.files import parse_json, sealed
+from tltlab.files import sealed, unsealed
 
 FORMAT = "tltlab-trace"
 VERSION = 1
@@ -145,7 +145,7 @@ class Manifest(FrozenModel):
     def read(cls, path: Path) -> Self:
         """Read a `manifest.json`; keys unknown to this version are ignored. Raises TraceError."""
         try:
-            found: Any = parse_json(path.read_text(encoding="utf-8"))
+            found: Any = unsealed(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:

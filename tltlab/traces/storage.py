@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
 from tltlab.errors import TraceError
-from tltlab.files import fsync_file, parse_json, sha256_of, write_durably
+from tltlab.files import fsync_file, sha256_of, unsealed, write_durably
 
 from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
 from .validate import Part, check_columns, conform
@@ -213,7 +213,7 @@ def check_sums(folder: Path) -> bool:
     """TraceError where a table is not the one that was written; False where some table there has no sum."""
     tables = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
     try:
-        sums = parse_json((folder / MANIFEST_FILE).read_text(encoding="utf-8")).get(SUMS)
+        sums = unsealed((folder / MANIFEST_FILE).read_text(encoding="utf-8")).get(SUMS)
         if not isinstance(sums, dict):
             return False
         for name in tables:

@@ -6,7 +6,6 @@ Hidden states come from one pass of the target over each text, alone and unpadde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
+from tltlab.files import parse_json
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
@@ -130,7 +130,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             return
         with path.open() as file:
             for number, line in enumerate(file, start=1):
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}: line {number} is no JSON object")
                 yield row

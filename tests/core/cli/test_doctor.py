@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import tltlab.report.write
 import tltlab.sim
 from tltlab.doctor.environment import check_environment
 from tltlab.doctor.machine import GIB, Machine, _try_imports
@@ -158,6 +160,18 @@ def test_a_recorded_run_is_told_in_json_and_in_words(doctor: Command) -> None:
     assert code == 0
     assert "hint         The rollout is not the bottleneck, train is\n" in out
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(TRACES / "tiny", tmp_path / "run" / "trace")
+    deep = "[" * 100_000
+    (tmp_path / "run" / "events.jsonl").write_text(f'{deep}\n{{"event": "began", "rl_step": 0}}\n')
+    for folder in ("run", "run/trace"):
+        monkeypatch.chdir(tmp_path / folder)
+        assert doctor(".", "--json")[0] == 0
+    monkeypatch.chdir(tmp_path / "run")
+    page = tltlab.report.write.report(Path("."), verify=False)
+    assert "Events" in {section.title for section in page.sections}
 
 
 def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:

@@ -156,6 +156,8 @@ def test_a_row_without_its_step_has_that_of_its_file(tmp_path):
         ('{"input": 3, "output": "b", "score": 1, "step": 1}', "line 2, field input: got 3, wanted a text"),
         ('{"input": "a", "output": "b", "score": "x", "step": 1}', "line 2, field score: got 'x', wanted a number"),
         ('{"input": "a", "output": "b", "score": Infinity, "step": 1}', "line 2, field score: got inf"),
+        (f'{{"input": "a", "output": "b", "score": {10**399}, "step": 1}}', "line 2, field score: got 1000"),
+        ("[" * 100_000, "line 2: not JSON .*: it is nested too deeply"),
         ('{"input": "a", "output": "b", "score": 0, "step": -1}', "line 2, field step: got -1, wanted a whole number"),
         ('{"input": "a", "output": "b", "score": 0, "step": true}', "line 2, field step: got True"),
         (

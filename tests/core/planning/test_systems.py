@@ -94,7 +94,7 @@ def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():
     assert found.policy.activation == Activation(max_requests=32, count="running", hold_iterations=10)
     assert isinstance(found.acceptance, FreshAcceptance)
     assert found.spot is not None
-    assert any("extrapolated for learned:8,4,8" in note for note in found.assumptions)
+    assert any("extrapolated for learned:8x4/8" in note for note in found.assumptions)
 
 
 def test_a_static_drafter_is_the_same_drafter_that_nobody_trains():

@@ -67,8 +67,10 @@ MODEL_FREE = [name for name in SHIPPED if name != "beg-mab-learned"]
 @pytest.mark.parametrize("name", MODEL_FREE)
 def test_a_shipped_policy_drafts_at_a_few_depths_with_drafters_that_every_engine_has_or_it_brings_along(name):
     policy = load_policy(name)
+    # The one that learns what depths cost has them all; for the others few are enough, and few are measured.
+    depths = range(9) if name == "adaptive" else (0, 1, 2, 4, 8)
     for strategy in policy.strategies:
-        assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in (0, 1, 2, 4, 8)]
+        assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in depths]
         assert strategy.drafter in {*DEFAULT_DRAFTERS, *policy.drafters, "none"}
 
 
@@ -429,3 +431,41 @@ def test_a_policy_file_may_name_the_papers_grouping(tmp_path):
     assert "got 2 of the former (48, 16) and 1 of the latter (1)" in message
     message = error_of(write(path, selector={"kind": "beg-mab"}))
     assert "either buckets, or strategies and thresholds" in message
+
+
+@pytest.mark.parametrize("text", ["none", "ngram:4", "learned:8x4/48", "suffix:4x1/3"])
+def test_a_strategy_is_read_as_it_is_written(text: str):
+    assert str(Strategy.parse(text)) == text
+    assert Strategy.parse(str(Strategy.parse(text))) == Strategy.parse(text)
+
+
+def test_trees_are_read_as_they_were_written_before():
+    assert Strategy.parse("learned:8,4,48") == Strategy.parse("learned:8x4/48") == Strategy("learned", 8, 4, 48)
+    assert Strategy.parse("learned:2x2") == Strategy("learned", 2, 2, 7)
+    for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8x4/4800"):
+        with pytest.raises(ConfigError, match=r"is no strategy|nodes at most"):
+            Strategy.parse(text)
+
+
+def test_drafts_in_short_are_policies_and_stand_in_policy_files(tmp_path: Path):
+    assert load_policy("ngram:4") == Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
+    up_to_eight = load_policy("learned:8x4/48@8")
+    assert up_to_eight.activation == Activation(max_requests=8)
+    assert up_to_eight.selector == FixedSpec(strategy=Strategy("learned", 8, 4, 48))
+    file = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "fixed", "strategy": "ngram:4"}}
+    (tmp_path / "mine.json").write_text(json.dumps(file))
+    assert load_policy(tmp_path / "mine.json") == load_policy("ngram:4")
+
+
+def test_a_bandit_takes_back_a_state_that_names_trees_as_before():
+    spec = {"kind": "beg-mab", "buckets": [{"min_batch": 1, "strategies": ["learned:8x4/48", "learned:4x4/48"]}]}
+    bandit = load_policy(spec).build(np.random.default_rng(0))
+    state = bandit.state_dict()
+    assert state["arms"] == [["learned:8x4/48", "learned:4x4/48"]]
+    bandit.load_state_dict(state | {"arms": [["learned:8,4,48", "learned:4,4,48"]]})
+    assert bandit.state_dict() == state
+
+
+def test_a_name_that_is_misspelt_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match="no policy named 'beg-mob', did you mean 'beg-mab'\\?; there are none,"):
+        load_policy("beg-mob")

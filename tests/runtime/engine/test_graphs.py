@@ -326,7 +326,7 @@ def test_what_vllm_searches_is_noted_to_be_its_own(name, noted):
 
 def test_trees_are_refused():
     policy = Policy(selector=FixedSpec(strategy=Strategy("learned", 8, 8, 48)))
-    with pytest.raises(ConfigError, match=r"vLLM drafts chains only: strategy learned:8,8,48 is a tree"):
+    with pytest.raises(ConfigError, match=r"vLLM drafts chains only: strategy learned:8x8/48 is a tree"):
         plan_graphs(policy, 8)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import NoneSpec, Policy
+from tltlab.policies.policy import CustomSpec, NoneSpec, Policy
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents, RunState, read_state, write_state
@@ -83,3 +83,27 @@ def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeyp
     found = [json.loads(line) for line in events.path.read_text().splitlines()]
     assert [row["event"] for row in found] == ["before", "after"]
     assert events.take() == ["before", "lost", "lost", "after"]
+
+
+@pytest.mark.parametrize("lacks", ["model", "rl_step", "policies", "reports"])
+def test_a_state_that_lacks_a_field_is_refused_in_a_sentence(tmp_path: Path, lacks: str):
+    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
+    write_state(tmp_path, RunState(rl_step=1), {}, [{}, {}], recipe)
+    state = json.loads((tmp_path / "state.json").read_text())
+    del state[lacks]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=rf"state\.json is no whole state of a run: KeyError: '{lacks}'"):
+        read_state(tmp_path, recipe)
+
+
+def test_a_class_that_a_state_names_is_none_that_is_imported_unasked(tmp_path: Path):
+    def recipe(**rollout: object) -> Recipe:
+        return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}, "rollout": rollout})
+
+    state = RunState(rl_step=1)
+    state.in_force(Policy(selector=CustomSpec(path="theirs:Choice")))
+    write_state(tmp_path, state, {}, [{}, {}], recipe())
+    with pytest.raises(ConfigError, match=r"state\.json names theirs:Choice, .* a recipe rollout\.allow_code"):
+        read_state(tmp_path, recipe())
+    for trusted in (recipe(policy="theirs:Choice"), recipe(allow_code=["theirs"])):
+        assert read_state(tmp_path, trusted)[0].policy_name == "custom"

@@ -1,0 +1,151 @@
+"""Folders of others: whatever stands in them, no command runs code of theirs, unpickles or starts a program for it."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tltlab.files import read_json
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.trace import read
+
+TINY = Path(__file__).parents[3] / "traces" / "tiny"
+CLASS = {"kind": "custom", "path": "evil:Evil", "args": {}}
+POLICY = {"format": "tltlab-policy", "version": 1, "selector": CLASS}
+
+# Every command in one process, in which what must not happen is refused and told.
+WATCHED = """
+import json, os, sys
+told, folder = [], os.getcwd()
+STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pickle.find_class"}
+
+def watch(event, args):
+    wrong = event in STARTS
+    wrong |= event == "import" and args[0].partition(".")[0] in ("evil", "antigravity")
+    wrong |= event == "exec" and getattr(args[0], "co_filename", "").startswith(folder)
+    if wrong:
+        told.append(f"{event} {args!r}"[:300])
+        raise RuntimeError(f"refused: {told[-1]}")
+
+sys.addaudithook(watch)
+from tltlab.cli.app import main
+
+ended = []
+for command in json.loads(sys.argv[1]):
+    before = [*sys.path]
+    try:
+        main(command)
+    except SystemExit as error:
+        ended.append(error.code or 0)
+    except BaseException as error:
+        ended.append(f"{type(error).__name__}: {error}")
+    assert sys.path == before, command
+sys.stderr.flush()
+print("ENDED", json.dumps({"codes": ended, "told": told}))
+"""
+
+
+class Evil:
+    """Pickled, leaves a file where it is read."""
+
+    def __reduce__(self):
+        return os.system, ("touch unpickled",)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder of hostile runs, traces, recordings, policies and dumps, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    payload = pickle.dumps(Evil())
+    Path("evil.py").write_text("open('imported', 'w').close()\nclass Evil: ...\n")
+    Path("sitecustomize.py").write_text("open('imported', 'w').close()\n")
+    run = Path("run")
+    shutil.copytree(TINY, run / "trace")
+    policies = [{"rl_step": 0, "name": "mine", "policy": POLICY}]
+    write = {
+        "policies.json": {"seed": 0, "policies": policies},
+        "policy.json": POLICY,
+        "run.json": {"recipe": {"model": "m", "reward": "evil:reward", "code": ["."]}, "argv": ["evil"]},
+        "summary.json": {"steps": [], "policy": "evil:Evil"},
+        "graphs.json": {"__reduce__": ["os.system", "touch unpickled"]},
+    }
+    for name, value in write.items():
+        (run / name).write_text(json.dumps(value))
+    (run / "code").mkdir()
+    (run / "code" / "evil.py").write_text(Path("evil.py").read_text())
+    checkpoint = run / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    for name in (".metadata", "state.json", "checkpoint.json"):
+        (checkpoint / name).write_bytes(payload)
+
+    # Arrow's way to say "this column is of a type that a pickle makes".
+    extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": payload}
+    shutil.copytree(TINY, "typed")
+    table = pq.read_table("typed/outcomes.parquet")
+    field = table.schema.field("reward").with_metadata(extension)
+    at = table.schema.get_field_index("reward")
+    pq.write_table(table.set_column(at, field, table["reward"]), "typed/outcomes.parquet")
+
+    recorder = Recorder("live/trace", read(TINY).manifest)
+    recorder.append("workload", read(TINY).workload.to_dict("records"))
+    recorder.flush()
+    recorder._lock.close()
+    (chunk,) = Path("live/trace.recording").glob("*.arrow")
+    chunk.with_name("000001.arrow").write_bytes(payload)
+    column = pa.field("outcomes", pa.binary(), metadata=extension)
+    with pa.ipc.new_file("live/trace.recording/000002.arrow", pa.schema([column])) as writer:
+        writer.write_batch(pa.record_batch([pa.array([payload])], schema=pa.schema([column])))
+
+    Path("policy.json").write_text(json.dumps(POLICY))
+    Path("standard.json").write_text(json.dumps({**POLICY, "selector": {**CLASS, "path": "antigravity:Fly"}}))
+    for name in ("dump.pkl", "dump.pt", "dump.jsonl", "dump.parquet", "dump.csv", "dump.json", "events.out.tfevents.1"):
+        Path(name).write_bytes(payload)
+    rows = [{"prompt": "p", "response": "r", "length": 3, "__class__": "evil.Evil", "py/object": "evil.Evil"}]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows * 4)))
+    return tmp_path
+
+
+def test_nothing_in_a_folder_is_run(place):
+    per_trace = [
+        ["verify"], ["report"], ["doctor"], ["simulate", "--costs", "cpu-small"], ["trace", "describe"],
+        ["trace", "validate"], ["timeline", "--out", "t.json"], ["calibrate", "--out", "c.json"],
+        ["off-policy", "--policy", "none"], ["compare", "--policies", "none,table", "--acceptance", "constant:2"],
+    ]  # fmt: skip
+    commands = [[*command, trace] for command in per_trace for trace in ("run", "live")]
+    for policy in ("policy.json", "standard.json", "antigravity:Fly"):
+        commands += [
+            ["simulate", "typed", "--policy", policy],
+            ["compare", "typed", "--policies", f"none,{policy}"],
+            ["off-policy", "typed", "--policy", policy],
+            ["export-policy", policy],
+        ]
+    commands += [
+        ["trace", "repair", "live/trace", "--out", "repaired"],
+        ["verify", "typed"],
+        ["train", "--resume", "run", "--dry-run"],
+    ]
+    for dump in (*Path().glob("dump.*"), "events.out.tfevents.1", "rows.jsonl"):
+        commands += [["trace", "import", str(dump), "--out", "new"], ["simulate", "typed", "--costs", str(dump)]]
+        commands.append(["simulate", "typed", "--acceptance", str(dump)])
+
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WATCHED, json.dumps(commands)],
+        capture_output=True, text=True, timeout=300, env=environ, check=False,
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if line.startswith("ENDED ")]
+    assert told, done.stderr[-2000:]
+    found = json.loads(told[-1].removeprefix("ENDED "))
+    assert found["told"] == []
+    assert {" ".join(c): code for c, code in zip(commands, found["codes"], strict=True) if code not in (0, 1, 2)} == {}
+    assert found["codes"].count(0) > 10
+    for left in ("imported", "unpickled"):
+        assert not any(place.rglob(left)), left
+    assert read_json(place / "policy.json") == POLICY

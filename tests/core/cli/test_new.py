@@ -1,0 +1,114 @@
+"""Files that `new` writes run as they stand; `settings` tells all of them; Tab completes what there is."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tltlab.cli.app import command_names, main
+from tltlab.cli.start.completion import SHELLS, words
+from tltlab.policies.policy import load_policy
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a command in an empty folder; its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_a_new_policy_keeps_the_contract_and_is_a_policy(said, tmp_path: Path, capsys):
+    code, out, _ = said("new", "policy", "quarter_step")
+    assert (code, out) == (0, "wrote quarter_step.py; next: python quarter_step.py\n")
+    runpy.run_path(str(tmp_path / "quarter_step.py"), run_name="__main__")
+    assert "QuarterStep" in capsys.readouterr().out
+    assert len(load_policy("quarter_step:QuarterStep").strategies) == 3
+
+
+def test_a_new_experiment_ends_in_a_table_and_a_picture(said, tmp_path: Path):
+    assert said("new", "experiment", "longest")[0] == 0
+    runpy.run_path(str(tmp_path / "longest.py"), run_name="__main__")
+    assert (tmp_path / "longest.csv").read_text().startswith("policy,makespan_s,ratio")
+    assert (tmp_path / "longest.png").stat().st_size > 10_000
+
+
+def test_a_new_recipe_passes_its_checks_and_a_new_reward_its_examples(said, tmp_path: Path):
+    code, out, err = said("new", "recipe", "mine", "--model", "Qwen/Qwen2.5-7B", "--json")
+    assert (code, json.loads(out)["files"]) == (0, ["mine/recipe.toml", "mine/reward.py", "mine/prompts.jsonl"]), err
+    assert load_recipe(tmp_path / "mine" / "recipe.toml").model == "Qwen/Qwen2.5-7B"
+    code, out, err = said("train", "mine/recipe.toml", "--dry-run")
+    assert code == 0, err
+    assert "7.62 B parameters" in out
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(tmp_path / "mine" / "reward.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("recipie",), "cannot write a 'recipie', did you mean 'recipe'?; there are recipe, policy,"),
+        (("policy", "My-Policy"), "no name for a module"),
+        (("policy", "taken"), "taken.py is there already"),
+    ],
+)
+def test_nothing_is_overwritten_and_a_wrong_name_is_told(said, tmp_path: Path, args: tuple[str, ...], message: str):
+    (tmp_path / "taken.py").write_text("mine")
+    code, _, err = said("new", *args)
+    assert code == 2
+    assert message in err
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("taken.py", "mine")]
+
+
+def test_settings_lists_every_field_with_its_default(said):
+    rows = json.loads(said("settings", "--json")[1])["settings"]
+    told = {(row["section"], row["name"]): row for row in rows}
+    for section in ("data", "rollout", "train", "eval", "cluster", "faults"):
+        for name, field in Recipe.model_fields[section].annotation.model_fields.items():  # type: ignore[union-attr]
+            assert (section, name) in told or any(row["section"] == f"{section}.{name}" for row in rows), name
+            if (section, name) in told and isinstance(field.default, int | float) and field.default is not True:
+                assert told[section, name]["default"] == repr(field.default)
+    assert told["train", "lr"]["type"] == "float > 0"
+    assert told["recipe", "model"]["default"] == "required"
+    assert "`policy`" not in told["rollout", "num_workers"]["about"]
+    assert told["rollout", "num_workers"]["about"].startswith("`num_workers` engines share")
+    code, out, _ = said("settings", "eval")
+    assert code == 0
+    assert out.splitlines()[0] == "[eval]"
+    assert "did you mean 'rollout'?" in said("settings", "rolout")[2]
+
+
+@pytest.mark.parametrize(("section", "title"), [("recipe", "Recipe"), ("policy", "Policy")])
+def test_editors_get_a_schema(said, section: str, title: str):
+    schema = json.loads(said("settings", section, "--schema")[1])
+    assert schema["title"] == title
+    assert schema["additionalProperties"] is False
+    assert {"model", "selector"} & set(schema["required"])
+
+
+def test_a_misspelt_setting_and_command_are_answered_with_the_nearest(said):
+    said("new", "recipe", "mine")
+    err = said("train", "mine/recipe.toml", "rollout.group_sise=4", "--dry-run")[2]
+    assert "rollout.group_sise: there is no such field, did you mean 'group_size'?" in err
+    assert "no command named 'simluate', did you mean 'simulate'?" in said("simluate")[2]
+
+
+def test_tab_offers_commands_options_and_subcommands(said):
+    assert words(["si"]) == ["simulate"]
+    assert words([""]) == command_names()
+    assert words(["simulate", "x.csv", "--pol"]) == ["--policy"]
+    assert words(["trace", "va"]) == ["validate"]
+    assert "--tokenizer" in words(["trace", "import", "--to"])
+    assert words(["nothing", "--x"]) == []
+    for shell in SHELLS:
+        assert "tltlab completion words" in said("completion", shell)[1]
+    assert said("completion", "words", "--", "simulate", "--pol")[1] == "--policy\n"

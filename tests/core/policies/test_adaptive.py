@@ -1,0 +1,155 @@
+"""Adaptive: learns what iterations take and bring, and then drafts what is best."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tltlab.costs.base import LinearCosts
+from tltlab.errors import ConfigError
+from tltlab.policies.adaptive import Adaptive
+from tltlab.policies.policy import AdaptiveSpec, Policy, load_policy
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.testing import check_selector
+
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=1e-5, per_token_s=1e-4, per_context_s=1e-8, sd_base_s=2e-4, sd_idle_s=0.0,
+    draft_level_s=1e-4, draft_level_per_request_s=0.0,
+)  # fmt: skip
+
+
+class World:
+    """Decoding where each drafted token is kept with a chance by drafter and iterations take what `costs` say."""
+
+    def __init__(self, kept: dict[str, float], costs: LinearCosts = COSTS, seed: int = 0) -> None:
+        self.kept, self.costs, self.rng = kept, costs, np.random.default_rng(seed)
+
+    def seconds(self, strategy: Strategy, batch: int) -> float:
+        return self.costs.iteration(strategy).seconds(batch, 500.0 * batch)
+
+    def tokens(self, strategy: Strategy) -> float:
+        return 1.0 + sum(self.kept[strategy.drafter] ** i for i in range(1, strategy.draft_depth + 1))
+
+    def decode(self, policy: Adaptive, iterations: int, batch: int, rl_step: int = 0) -> tuple[float, list[Strategy]]:
+        """Let the policy choose; the share of time that its choices lost, and they."""
+        lost, total, chosen = 0.0, 0.0, []
+        takes = {s: self.seconds(s, batch) for s in policy.strategies}
+        rates = {s: self.tokens(s) / takes[s] for s in takes}
+        loss = {s: 1.0 - rates[s] / max(rates.values()) for s in rates}
+        for _ in range(iterations):
+            state = StepState(rl_step=rl_step, batch=batch, context_tokens=500.0 * batch)
+            strategy = policy.choose(state)
+            depth, seconds = strategy.draft_depth, takes[strategy]
+            alive = self.rng.random((batch, depth)) < self.kept.get(strategy.drafter, 0.0)
+            accepted = np.cumprod(alive, axis=1).sum(axis=1).tolist() if depth else ()
+            elapsed_s = seconds * float(self.rng.lognormal(0.0, 0.08))
+            policy.observe(strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, accepted=accepted))
+            lost += seconds * loss[strategy]
+            total += seconds
+            chosen.append(strategy)
+        return lost / total, chosen
+
+
+def adaptive(*drafters: str, **settings) -> Adaptive:
+    return Adaptive(drafters or ("ngram",), **({"rng": np.random.default_rng(3)} | settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"switch_s": 0.05}, {"max_depth": 1}, {"exploration": 0.0}])
+def test_it_keeps_the_contract_of_selectors(settings: dict):
+    check_selector(lambda rng: Adaptive(rng=rng, **settings))
+    check_selector(lambda rng: Adaptive(["learned", "suffix"], rng=rng, **settings))
+
+
+@pytest.mark.parametrize("kept", [0.05, 0.5, 0.85])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_it_finds_the_best_strategy_and_then_loses_about_a_hundredth(kept: float, batch: int):
+    world, policy = World({"ngram": kept}), adaptive()
+    world.decode(policy, 600, batch)
+    lost, _ = world.decode(policy, 1500, batch)
+    assert lost < 0.015
+
+
+def test_of_two_drafters_it_takes_the_better_one_at_its_depth():
+    world, policy = World({"ngram": 0.3, "suffix": 0.8}), adaptive("ngram", "suffix")
+    world.decode(policy, 800, 4)
+    lost, chosen = world.decode(policy, 500, 4)
+    assert lost < 0.015
+    assert sum(strategy.drafter == "suffix" for strategy in chosen) > 450
+
+
+def test_a_drafter_that_went_stale_is_dropped_in_the_next_rl_step():
+    world, policy = World({"ngram": 0.85}), adaptive()
+    _, before = world.decode(policy, 800, 32)
+    world.kept["ngram"] = 0.02
+    world.decode(policy, 60, 32, rl_step=1)
+    _, after = world.decode(policy, 300, 32, rl_step=1)
+    assert np.mean([s.draft_depth for s in before[-300:]]) > 2
+    assert np.mean([s.draft_depth for s in after]) < 1
+
+
+def test_a_machine_that_slows_down_is_learned_anew():
+    world, policy = World({"ngram": 0.7}), adaptive()
+    world.decode(policy, 1500, 16)
+    before = policy.strategies[policy.best_]
+    world.costs = COSTS.model_copy(update={"per_token_s": 8e-4})
+    rates = {s: world.tokens(s) / world.seconds(s, 16) for s in policy.strategies}
+    world.decode(policy, 400, 16)
+    lost, _ = world.decode(policy, 500, 16)
+    assert rates[before] < 0.9 * max(rates.values())
+    assert lost < 0.05
+
+
+def test_it_learns_seconds_and_tokens():
+    world, policy = World({"ngram": 0.6}), adaptive()
+    world.decode(policy, 1500, 8)
+    best = policy.strategies[policy.best_]
+    expected = policy.seconds(8, 4000.0)[policy.best_]
+    assert expected == pytest.approx(world.seconds(best, 8), rel=0.05)
+    assert policy.tokens(8)[policy.best_] == pytest.approx(world.tokens(best), rel=0.05)
+
+
+def test_propensities_are_the_chances_that_were_drawn_from():
+    world, policy = World({"ngram": 0.6}), adaptive(exploration=0.05)
+    world.decode(policy, 300, 8)
+    drawn, tried = 0.0, 0
+    for _ in range(4000):
+        _, (strategy,) = world.decode(policy, 1, 8)
+        chances = np.diff([0.0, *policy.chances_])
+        index = policy.strategies.index(strategy)
+        if index == policy.best_:
+            assert policy.propensity_ == pytest.approx(1.0 - chances.sum())
+        else:
+            assert policy.propensity_ == pytest.approx(chances[index])
+            tried += 1
+        drawn += chances.sum()
+    # As often as the chances say, give or take four standard deviations.
+    assert abs(tried - drawn) < 4 * drawn**0.5
+
+
+def test_a_drafter_that_costs_time_to_bring_in_waits_until_plain_decoding_has_lost_as_much():
+    world, policy = World({"ngram": 0.85}), adaptive(switch_s=0.2)
+    world.decode(policy, 2000, 4)
+    _, chosen = world.decode(policy, 600, 4, rl_step=1)
+    first = next(i for i, strategy in enumerate(chosen) if strategy is not NO_SPECULATION)
+    best = max(policy.strategies, key=lambda s: world.tokens(s) / world.seconds(s, 4))
+    saved_s = world.seconds(NO_SPECULATION, 4) - world.seconds(best, 4) / world.tokens(best)
+    assert first * saved_s == pytest.approx(0.2, rel=0.3)
+
+
+def test_it_needs_no_file_and_is_one():
+    policy = load_policy("adaptive")
+    assert [str(s) for s in policy.strategies] == ["none", *(f"ngram:{depth}" for depth in range(1, 9))]
+    two = Policy(selector=AdaptiveSpec(drafters=("learned", "suffix"), max_depth=3))
+    assert load_policy(json.loads(two.model_dump_json())).strategies == two.strategies
+
+
+def test_what_makes_no_sense_is_refused():
+    for settings in ({"max_depth": 0}, {"window": 1}, {"exploration": 0.6}, {"switch_s": -1.0}):
+        with pytest.raises(ConfigError, match="adaptive"):
+            adaptive(**settings)
+    for drafters in (("none",), ("ngram", "ngram")):
+        with pytest.raises(ConfigError, match="each once"):
+            adaptive(*drafters)
+    with pytest.raises(ConfigError, match="saved state"):
+        adaptive().load_state_dict(adaptive("suffix").state_dict())

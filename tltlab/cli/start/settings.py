@@ -1,0 +1,126 @@
+"""`tltlab settings`: every setting of a recipe with its default, its type and what it does; and JSON schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tltlab.config import shown
+from tltlab.console import Json, emit, table
+from tltlab.errors import ConfigError, did_you_mean
+from tltlab.policies.policy import Policy
+
+WHOLE = "recipe"
+
+
+def settings(
+    section: Annotated[
+        str | None, typer.Argument(help="A section of recipes, such as train, or policy. [default: all of a recipe]")
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print a JSON schema, of recipes or of policy files, for editors.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List every setting of a recipe, or of one section, with its default, its type and what it does.
+
+    Example: tltlab settings rollout
+    """
+    from tltlab.runtime.recipe.recipe import Recipe
+
+    if schema:
+        model: type[BaseModel] = Policy if section == "policy" else Recipe
+        if section not in (None, WHOLE, "policy"):
+            raise ConfigError(f"a schema is of a recipe or of a policy, not of {section!r}")
+        print(json.dumps(model.model_json_schema(), indent=2))
+        return
+    rows = rows_of(Policy, "policy") if section == "policy" else rows_of(Recipe)
+    sections = [*dict.fromkeys(str(row["section"]) for row in rows), "policy"]
+    if section not in (None, "policy"):
+        rows = [row for row in rows if row["section"] == section or row["section"].startswith(f"{section}.")]
+    if not rows:
+        nearest = did_you_mean(str(section), sections)
+        raise ConfigError(f"recipes have no section {section!r}{nearest}; there are {', '.join(sections)}")
+    emit({"settings": rows}, as_json=as_json, text=text(rows))
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The settings for people, section by section."""
+    lines = []
+    for section in dict.fromkeys(row["section"] for row in rows):
+        own = [row for row in rows if row["section"] == section]
+        cells = [(row["name"], row["default"], row["type"], row["about"]) for row in own]
+        lines += [f"[{section}]" if section != WHOLE else WHOLE, table([], cells, left=4, indent=2), ""]
+    return "\n".join(lines).rstrip()
+
+
+def rows_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, Any]]:
+    """A row for each setting, sections after what stands by itself; `about` is what the section's docstring says."""
+    own, inner = [], []
+    for name, field in model.model_fields.items():
+        inside = name if section == WHOLE else f"{section}.{name}"
+        part = _section(field)
+        if part is not None:
+            inner += rows_of(part, inside)
+            continue
+        about = _about(model, name)
+        own.append({"section": section, "name": name, "default": _default(field), "type": _type(field), "about": about})
+    return own + inner
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a section: the field's type, or the only one beside None."""
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind is not type(None)]
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    plain = isinstance(field.annotation, type) or get_origin(field.annotation) in (Union, types.UnionType)
+    return models[0] if plain and len(models) == 1 and len([k for k in kinds if isinstance(k, type)]) == 1 else None
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "required" if value is PydanticUndefined else "none" if value is None else shown(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def _type(field: FieldInfo) -> str:
+    """The type as a person writes it, with the limits that the setting has."""
+    limits = [
+        f"{sign} {getattr(mark, name):g}"
+        for mark in field.metadata
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(mark, name, None) is not None
+    ]
+    return " ".join([_written(field.annotation), ", ".join(limits)]).rstrip()
+
+
+def _written(kind: Any) -> str:
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "|".join(map(str, inside))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_written(one) for one in inside if one is not type(None))
+    if origin is Annotated:
+        return _written(inside[0])
+    if origin in (tuple, list):
+        return f"list of {_written(inside[0])}"
+    if origin is dict:
+        return "section"
+    return str(getattr(kind, "__name__", kind)).replace("str", "text").replace("bool", "true|false")
+
+
+def _about(model: type[BaseModel], name: str) -> str:
+    """The sentence of the docstring that names the setting; nothing where none does."""
+    sentences = re.split(r"(?<=[.:;])\s+", " ".join((model.__doc__ or "").split()))
+    return next((sentence for sentence in sentences if f"`{name}`" in sentence), "")

@@ -1,0 +1,351 @@
+"""Adaptive: learn seconds and acceptance while decoding, and draft what promises the most tokens per second."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tltlab.arrays import Floats
+from tltlab.costs.base import FAR_TOKENS
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .goodput import kept_by_position
+from .selector import Selector, rng_state, set_rng_state
+
+NUM_BANDS = 14
+"""Bands of batch sizes [1], [2, 3], [4, 7], ...; the last is open-ended."""
+MOST_COUNTED = 32
+"""Requests of an iteration whose accepted tokens are counted: of more, every n-th, which then counts for n."""
+MOST_OFTEN = 0.03
+"""Chance of any one strategy that is tried though another looks better."""
+EVERY, SETTLED = 8, 200
+"""Iterations between two looks at all strategies, unless the batch changes by more than 5 % before; and how many it
+takes to know what the best one does."""
+PRIOR_CHANCE, PRIOR_DRAFTS = 0.6, 8.0
+BAND_DRAFTS = 64.0
+"""Drafts that all bands together count for in one of them."""
+CHANGE, LOOK_AROUND = 0.64, 30
+"""Mean error of the last 20 iterations, squared, over the noise's variance, from which on the machine has changed; and
+the iterations that then count as known, which decide on how much is tried."""
+WANDER, UNREST = 0.01, 0.1
+"""Share of the prior's variance that coefficients may wander by within `window` iterations, and when the machine
+changed."""
+CELL_ITERATIONS, CELL_WINDOW = 12.0, 150.0
+RL_STEP_DRAFTS = np.array([100.0, *([32.0] * NUM_BANDS)])[:, None, None]
+"""Drafts that what was known of a drafter counts for at most, in all bands together and in one of them, in a new
+RL step: the target has moved, and training the drafter."""
+NO_PROMISE = 0.01
+"""What the other strategies have to promise together before the share of time for them is used up."""
+_WARM_UP = 4.0
+_CLIP = 4.0
+
+
+class Adaptive(Selector):
+    """The strategy with the most expected tokens per second, by costs and acceptance that it learns: it needs no file.
+
+    Strategies are no speculation and chains of 1 to `max_depth` tokens of each of the `drafters`. An iteration with b
+    requests, contexts that sum to S and d drafted tokens each, hence n = b*(d + 1) tokens to verify, takes
+
+        base + per_request*b + per_token*n + far_token*max(0, n - 128) + per_context*S
+          + [if drafting]  drafting_k + level_k*d                                        k the drafter
+
+    seconds, as in `LinearCosts`. Recursive least squares on relative errors learn the coefficients, which are taken to
+    wander (Ljung and Soderstrom 1983, section 2.6.2). Errors beyond 4 standard deviations count as 4; where they lean
+    to one side the machine has changed, and more is tried for a while. What a strategy takes more or less at batches of
+    a band (padding, a kernel's step) is a factor of its own, drawn towards 1 while few of its iterations are known.
+
+    Tokens are 1 plus the sum of survival, the product of the chances to keep each drafted token, counted per drafter
+    and position as in `Goodput`, per band of batch sizes and drawn towards all bands together. Iterations with that
+    drafter forget over `window`, and a new RL step leaves little of what is known, since the target has moved.
+
+    A strategy that loses the share gap of an iteration's time against the best is tried with probability
+    exploration * u / gap, where u weighs how likely it is to be the better one after all and sums to 1 at most:
+    inverse-gap weighting (Foster and Rakhlin 2020, SquareCB), spent on what is unknown. By its own estimates that costs
+    at most the share `exploration` of the time, more in the first hundred iterations. Bringing in drafters, `switch_s`
+    seconds once an RL step, waits until plain decoding has lost as much, which is at most twice the best of both.
+
+    A decision is O(strategies), whatever the batch. The outcome may come one choice late, as in vLLM: it is filed under
+    the batch that it names.
+
+    >>> adaptive = Adaptive(["ngram"], max_depth=2, rng=np.random.default_rng(0))
+    >>> [str(strategy) for strategy in adaptive.strategies]
+    ['none', 'ngram:1', 'ngram:2']
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[str] = ("ngram",),
+        max_depth: int = 8,
+        window: int = 500,
+        exploration: float = 0.005,
+        switch_s: float = 0.0,
+        *,
+        rng: np.random.Generator,
+    ) -> None:
+        names = tuple(drafters)
+        if not names or len(set(names)) < len(names) or NO_SPECULATION.drafter in names:
+            raise ConfigError(f"adaptive: drafters are names, each once and without 'none', got {', '.join(names)}")
+        if max_depth < 1 or window < 2:
+            raise ConfigError(f"adaptive: max_depth must be at least 1, window at least 2: got {max_depth}, {window}")
+        if not 0.0 <= exploration <= 0.5 or not 0.0 <= switch_s < float("inf"):
+            raise ConfigError(
+                f"adaptive: exploration is a share of the time up to 0.5 and switch_s seconds from 0 up, got "
+                f"{exploration} and {switch_s}"
+            )
+        self.drafters = names
+        self.max_depth = max_depth
+        self.window = window
+        self.exploration = exploration
+        self.switch_s = switch_s
+        self.rng = rng
+        depths = range(1, max_depth + 1)
+        self.strategies = (NO_SPECULATION, *(Strategy.chain(name, depth) for name in names for depth in depths))
+        self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
+        self._fixed, self._per_request = _features(len(names), max_depth)
+        self._forget = 1.0 - 1.0 / window
+        means, spreads = _prior(len(names))
+        self._most_variance = float((spreads**2).sum())
+        self._wander = np.diag(spreads**2) * (EVERY * WANDER / window)
+        self._unrest = np.diag(spreads**2) * UNREST
+        # Coefficients in units of `scale_`, the first iteration's seconds, and their covariance.
+        self.coef_, self.covariance_ = means, np.diag(spreads**2)
+        self.scale_ = 0.0
+        self.noise_, self.bias_ = 0.04, 0.0
+        # Per strategy and band: sum of relative errors, and of iterations.
+        self.errors_ = np.zeros((2, NUM_BANDS, len(self.strategies)))
+        # Per drafter and position: drafts that got there, and that were kept; the first row is of all bands.
+        self.drafts_ = np.zeros((len(names), NUM_BANDS + 1, 2, max_depth))
+        self.iterations_ = 0
+        self.rl_step_: int | None = None
+        self.context_per_request_ = 0.0
+        self.lost_s_ = 0.0
+        # The last look: batch, iterations since, index of the best, cumulative chances of the others, its loss.
+        self.look_batch_, self.look_age_, self.best_ = 0, 0, 0
+        self.chances_ = [0.0] * len(self.strategies)
+        self.loss_s_ = 0.0
+
+    def choose(self, state: StepState) -> Strategy:
+        batch = max(state.batch, 1)
+        self.context_per_request_ = state.context_tokens / batch
+        if state.rl_step != self.rl_step_:
+            self._new_rl_step(state.rl_step)
+        if self.look_age_ >= (EVERY if self.iterations_ > SETTLED else 2) or 20 * abs(batch - self.look_batch_) > batch:
+            self._look(batch, state.context_tokens)
+        self.look_age_ += 1
+        u = float(self.rng.random())
+        if self.lost_s_ < self.switch_s:
+            # Renting until the rent has cost as much as buying loses at most twice the best of both.
+            self.lost_s_ += self.loss_s_
+            if self.lost_s_ < self.switch_s:
+                self.propensity_ = 1.0
+                return NO_SPECULATION
+        chances = self.chances_
+        total = chances[-1]
+        if u < total:
+            i = bisect_right(chances, u)
+            self.propensity_ = chances[i] - (chances[i - 1] if i else 0.0)
+            return self.strategies[i]
+        self.propensity_ = 1.0 - total
+        return self.strategies[self.best_]
+
+    def seconds(self, batch: int, context_tokens: float) -> Floats:
+        """Expected seconds of an iteration by strategy, in order; 1-scaled before the first was measured."""
+        rows = self._rows(batch, context_tokens)
+        return self._seconds(rows, batch) * (self.scale_ or 1.0)
+
+    def tokens(self, batch: int) -> Floats:
+        """Expected tokens per request and iteration by strategy, in order, the bonus token included."""
+        return self._tokens(_band(batch))[0]
+
+    def _rows(self, batch: int, context_tokens: float) -> Floats:
+        rows: Floats = self._fixed + (batch / 32.0) * self._per_request
+        rows[:, 2] = context_tokens * 1e-5
+        if batch * (self.max_depth + 1) > FAR_TOKENS:
+            np.maximum(rows[:, 3] - FAR_TOKENS / 64.0, 0.0, out=rows[:, 4])
+        return rows
+
+    def _seconds(self, rows: Floats, batch: int) -> Floats:
+        sums, counts = self.errors_[:, _band(batch)]
+        least = 0.1 * float(rows[0] @ self.coef_)
+        seconds: Floats = np.maximum(rows @ self.coef_, max(least, 1e-3)) * (1.0 + sums / (counts + CELL_ITERATIONS))
+        return seconds
+
+    def _tokens(self, band: int) -> tuple[Floats, Floats]:
+        """Expected tokens by strategy, and the variance of their logarithm."""
+        reached, kept = self.drafts_[:, 0, 0], self.drafts_[:, 0, 1]
+        chance = (kept + PRIOR_DRAFTS * PRIOR_CHANCE) / (reached + PRIOR_DRAFTS)
+        drafts = np.minimum(reached, BAND_DRAFTS) + PRIOR_DRAFTS
+        reached = self.drafts_[:, band + 1, 0] + drafts
+        chance = (self.drafts_[:, band + 1, 1] + drafts * chance) / reached
+        survival = np.cumprod(chance, axis=1)
+        variance = np.cumsum((1.0 - chance) / (chance * reached), axis=1)
+        tokens = np.ones(len(self.strategies))
+        spread = np.zeros(len(self.strategies))
+        tokens[1:] += np.cumsum(survival, axis=1).ravel()
+        spread[1:] = (1.0 - 1.0 / tokens[1:]) ** 2 * variance.ravel()
+        return tokens, spread
+
+    def _look(self, batch: int, context_tokens: float) -> None:
+        """Find the best strategy and the chances of the others; let coefficients wander."""
+        if float(self.covariance_.trace()) < self._most_variance:
+            self.covariance_ += self._wander
+            if self.bias_ * self.bias_ > CHANGE * self.noise_:
+                self._machine_changed()
+        rows = self._rows(batch, context_tokens)
+        seconds = self._seconds(rows, batch)
+        tokens, variance = self._tokens(_band(batch))
+        variance += self.noise_ * ((rows @ self.covariance_) * rows).sum(axis=1) / seconds**2
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        gap = 1.0 - rates / rates[best]
+        spread = np.sqrt(variance + variance[best])
+        promise = spread * np.exp(-0.5 * np.minimum(gap / spread, 8.0) ** 2)
+        promise[best] = 0.0
+        seen = 1.0 + self.iterations_
+        budget = min(self.exploration + _WARM_UP / (seen * seen / 16.0 + seen), 0.5)
+        chances = np.minimum(
+            budget * promise / ((float(promise.sum()) + NO_PROMISE) * np.maximum(gap, 1e-3) * seconds / seconds[best]),
+            MOST_OFTEN if seen > 50 else 0.5 / len(rates),
+        )
+        chances[best] = 0.0
+        self.chances_ = np.cumsum(chances).tolist()
+        self.best_, self.look_batch_, self.look_age_ = best, batch, 0
+        self.loss_s_ = self.scale_ * float(seconds[0] * max(0.0, 1.0 - rates[0] / rates[best]))
+
+    def _machine_changed(self) -> None:
+        """What is known of seconds is in doubt: let coefficients move, and look around as when it was new."""
+        self.covariance_ += self._unrest
+        self.errors_ *= 0.2
+        self.bias_ = 0.0
+        self.iterations_ = min(self.iterations_, LOOK_AROUND)
+
+    def _new_rl_step(self, rl_step: int) -> None:
+        if self.rl_step_ is not None:
+            self.drafts_ *= RL_STEP_DRAFTS / np.maximum(self.drafts_[:, :, :1, :1], RL_STEP_DRAFTS)
+        self.rl_step_, self.lost_s_, self.look_age_ = rl_step, 0.0, EVERY
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        i = self._index.get(strategy)
+        if i is None or outcome.batch < 1:
+            return
+        self.iterations_ += 1
+        # Once there is plenty of what the best strategy does, its iterations teach time and acceptance in turn.
+        turn = self.iterations_ % 2 if i == self.best_ and self.iterations_ > SETTLED else None
+        if i and turn != 0 and len(outcome.accepted):
+            self._count(i, outcome)
+        if turn != 1 and outcome.elapsed_s > 0.0 and not outcome.had_prefill:
+            self._time(i, outcome.batch, outcome.elapsed_s)
+
+    def _count(self, i: int, outcome: StepOutcome) -> None:
+        drafter, depth = divmod(i - 1, self.max_depth)
+        depth += 1
+        accepted = outcome.accepted
+        every = (len(accepted) - 1) // MOST_COUNTED + 1
+        some = np.array(accepted[::every] if every > 1 else accepted, np.float64)
+        whole = some.astype(np.intp)
+        if float(some.sum()) == float(whole.sum()):
+            at = np.bincount(np.minimum(whole, depth), minlength=depth + 1)
+            alive = at[::-1].cumsum()[::-1] * every
+        else:
+            kept = kept_by_position(some, depth).sum(axis=0)
+            alive = np.concatenate([[float(len(some))], kept]) * every
+        for row in (0, _band(outcome.batch) + 1):
+            counts = self.drafts_[drafter, row]
+            counts *= self._forget
+            counts[0, :depth] += alive[:-1]
+            counts[1, :depth] += alive[1:]
+
+    def _time(self, i: int, batch: int, elapsed_s: float) -> None:
+        if not self.scale_:
+            self.scale_ = elapsed_s
+        row = self._fixed[i] + (batch / 32.0) * self._per_request[i]
+        row[2] = self.context_per_request_ * batch * 1e-5
+        row[4] = max(row[3] - FAR_TOKENS / 64.0, 0.0)
+        elapsed = elapsed_s / self.scale_
+        expected = max(float(row @ self.coef_), 0.05 * elapsed)
+        error = elapsed / expected - 1.0
+        most = _CLIP * self.noise_**0.5
+        cut = min(max(error, -most), most)
+        self.noise_ += (min(error * error, 9.0 * self.noise_ + 1e-6) - self.noise_) / 50.0
+        self.noise_ = max(self.noise_, 1e-4)
+        # Relative errors: both sides of the equation over what was expected.
+        row /= expected
+        along = self.covariance_ @ row
+        gain = along / (1.0 + float(row @ along))
+        self.coef_ = self.coef_ + cut * gain
+        self.covariance_ -= gain[:, None] * along
+        self.bias_ += (cut - self.bias_) / 20.0
+        sums, counts = self.errors_[:, _band(batch)]
+        left = cut - float(row @ gain) * cut
+        keep = 1.0 - 1.0 / CELL_WINDOW
+        sums[i] = keep * sums[i] + left
+        counts[i] = keep * counts[i] + 1.0
+
+    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
+        """Tokens per second of the iteration, None where it teaches nothing about time."""
+        if outcome.had_prefill or outcome.elapsed_s <= 0.0 or outcome.batch < 1 or strategy not in self._index:
+            return None
+        return outcome.accept_length * outcome.batch / outcome.elapsed_s
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "arms": [str(strategy) for strategy in self.strategies],
+            "arrays": {name: getattr(self, name).tolist() for name in _ARRAYS},
+            "values": {name: getattr(self, name) for name in _VALUES},
+            "rng": rng_state(self.rng),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
+        names = [str(strategy) for strategy in self.strategies]
+        if state["arms"] != names:
+            raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {names}")
+        for name in _ARRAYS:
+            setattr(self, name, np.array(state["arrays"][name], np.float64))
+        for name in _VALUES:
+            setattr(self, name, state["values"][name])
+        self.chances_ = list(self.chances_)
+        set_rng_state(self.rng, state["rng"])
+
+
+_ARRAYS = ("coef_", "covariance_", "errors_", "drafts_")
+_VALUES = (
+    "scale_", "noise_", "bias_", "iterations_", "rl_step_", "context_per_request_", "lost_s_", "look_batch_",
+    "look_age_", "best_", "chances_", "loss_s_",
+)  # fmt: skip
+
+
+def _band(batch: int) -> int:
+    return min(batch.bit_length(), NUM_BANDS) - 1
+
+
+def _features(num_drafters: int, max_depth: int) -> tuple[Floats, Floats]:
+    """What a strategy multiplies each coefficient with, and the same per 32 requests; (strategies, coefficients).
+
+    Coefficients are base, per_request, per_context, per_token, far_token, then drafting and level of each drafter.
+    """
+    shape = 1 + num_drafters * max_depth, 5 + 2 * num_drafters
+    fixed, per_request = np.zeros(shape), np.zeros(shape)
+    fixed[:, 0] = per_request[:, 1] = 1.0
+    per_request[:, 3] = 0.5
+    for i in range(1, shape[0]):
+        drafter, depth = divmod(i - 1, max_depth)
+        per_request[i, 3] = 0.5 * (depth + 2)
+        fixed[i, 5 + 2 * drafter : 7 + 2 * drafter] = 1.0, depth + 1
+    return fixed, per_request
+
+
+def _prior(num_drafters: int) -> tuple[Floats, Floats]:
+    """Mean and spread of the coefficients over the seconds of a plain iteration: memory-bound, drafting cheap.
+
+    Per request of 32, per 64 tokens, per 100,000 tokens of context. Spreads are in standard deviations of the noise, as
+    the covariance is.
+    """
+    means = np.array([0.9, 0.05, 0.1, 0.05, 0.0, *([0.1, 0.02] * num_drafters)])
+    spreads = np.array([0.5, 0.3, 2.0, 0.5, 0.5, *([0.3, 0.06] * num_drafters)])
+    return means, spreads * 5.0
