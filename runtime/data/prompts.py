@@ -83,6 +83,21 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
     return PromptSet(prompts=prompts, num_dropped=len(lengths) - len(prompts))
 
 
+def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
+    """The first problem of a .jsonl or .parquet file as the reward sees it, prompt and answer; None for other sources.
+
+    ConfigError where a column is missing or empty; no tokenizer is asked.
+    """
+    if not Path(source).is_file() or Path(source).suffix not in (".jsonl", ".parquet"):
+        return None
+    place, row = next(_rows(source, config, config.split), ("", None))
+    if row is None:
+        return None
+    where = f"{source}: {place}"
+    text, _ = _messages(_column(row, config.prompt_column, where), config, where)
+    return text, _answer(_column(row, config.answer_column, where))
+
+
 def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each row with its place in the source."""
     path = Path(source)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from tltlab.drafters.specs import LearnedSpec
+from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import read_object
 from tltlab.policies.policy import Policy
+from tltlab.runtime.data.prompts import first_row
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.runtime.rollout.reward_pool import RewardPool
+from tltlab.runtime.rollout.rewards import load_rewards
 from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
 from tltlab.traces.trace import read
 
@@ -26,18 +28,23 @@ from .rules import exact_replay, refuse, undivided_heads
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 
 
-def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> None:
+def check(
+    recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None, try_reward: bool = False
+) -> None:
     """Raise ConfigError with all that keeps a run of `recipe` in the folder `out` from being done.
 
     Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
     machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
-    that the recipe goes on with; `replay` must be a trace with decisions. Models and datasets of the Hugging Face Hub
+    that the recipe goes on with; `replay` must be a trace with decisions. First rows of files must have the columns;
+    with `try_reward` the reward is called once, on the first of them. Models and datasets of the Hugging Face Hub
     are not looked for.
     """
     # Standard output is for results, and what a user's module prints is none.
     with redirect_stdout(sys.stderr):
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
+    if try_reward and not complaints:
+        complaints += _all_of(tried_reward, recipe)
     if resume:
         complaints += _all_of(same_run, recipe, out)
     if replay is not None:
@@ -122,6 +129,48 @@ def data(recipe: Recipe) -> Iterator[str]:
                 yield f"{field}: cannot read {source}: there is no such file or folder"
 
 
+def first_rows(recipe: Recipe) -> Iterator[str]:
+    """Columns that the first row of a file lacks."""
+    for source in (recipe.data.train, recipe.data.heldout):
+        if source is not None:
+            yield from _all_of(_read, recipe, source)
+
+
+def _read(recipe: Recipe, source: str) -> Iterable[str]:
+    first_row(source, recipe.data)
+    return ()
+
+
+def context(recipe: Recipe) -> Iterator[str]:
+    """A model whose context cannot hold a response of the longest allowed, and a token of a prompt."""
+    file = Path(recipe.model) / "config.json"
+    config = read_object(file) if file.is_file() else {}
+    room = config.get("max_position_embeddings")
+    longest = recipe.rollout.max_response_tokens
+    if isinstance(room, int) and longest >= room:
+        yield (
+            f"rollout.max_response_tokens = {longest}, but the context of {recipe.model} holds {room} tokens, prompt "
+            "included: lower it, or take another model"
+        )
+
+
+def tried_reward(recipe: Recipe) -> Iterator[str]:
+    """What the reward raises, or gives that is no number, for the first prompt with its own answer as the response."""
+    row = first_row(recipe.data.train, recipe.data)
+    if row is None:
+        return
+    prompt, answer = row
+    reward = load_rewards(recipe.reward_terms, recipe.code)
+    try:
+        with redirect_stdout(sys.stderr):
+            reward(prompt, answer, answer)
+    except Exception as error:  # whatever a user's function raises
+        yield (
+            f"reward raised {type(error).__name__}: {error} for the first row of {recipe.data.train}, its answer taken "
+            "for the response"
+        )
+
+
 def gpus(recipe: Recipe) -> Iterable[str]:
     bundles_of(recipe)
     return ()
@@ -132,7 +181,7 @@ def graphs(recipe: Recipe) -> Iterable[str]:
     return ()
 
 
-RULES = (rewards, policy, model, sequence_parallel, data, gpus, graphs)
+RULES = (rewards, policy, model, sequence_parallel, data, first_rows, context, gpus, graphs)
 """Of a recipe on this machine."""
 
 

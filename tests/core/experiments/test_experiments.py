@@ -83,7 +83,7 @@ def test_without_a_name_all_experiments_are_listed(capsys: pytest.CaptureFixture
 def test_an_unknown_name_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]):
     code, out, err = command(capsys, "baselin")
     assert (code, out) == (2, "")
-    assert "no experiment named 'baselin'; there are baseline, " in err
+    assert "no experiment named 'baselin', did you mean 'baseline'?; there are baseline, " in err
 
 
 def test_settings_are_the_defaults_then_those_of_fast_then_the_users():

@@ -128,3 +128,32 @@ def test_a_dry_run_prints_its_plan_alone_and_imports_nothing_heavy(place: Path):
     )  # fmt: skip
     assert json.loads(ran.stdout)["responses_per_step"] == 192
     assert ran.stderr.split() == ["imported"]
+
+
+@pytest.mark.parametrize(
+    ("files", "override", "said"),
+    [
+        ({"t.jsonl": '{"question": "1", "answer": "2"}'}, "seed=1", "t.jsonl: line 1 has no column 'prompt'; it has"),
+        ({"t.jsonl": '{"prompt": "1 + 1", "answer": null}'}, "seed=1", "line 1 has nothing in column 'answer'"),
+        (
+            {"m/config.json": json.dumps(SHAPE | {"max_position_embeddings": 512})},
+            "seed=1",
+            "context of m holds 512 tokens",
+        ),
+        (
+            {
+                "t.jsonl": '{"prompt": "1 + 1", "answer": "2"}',
+                "bad.py": "def reward(p, r, a): return 1 / int(r == '3')",
+            },
+            "reward=bad:reward",
+            "reward raised ZeroDivisionError: division by zero for the first row of t.jsonl",
+        ),
+    ],
+    ids=["column", "answer", "context", "reward"],
+)
+def test_a_dry_run_reads_the_first_rows_and_tries_the_reward(place: Path, capsys, files, override: str, said: str):
+    for name, text in files.items():
+        (place / name).write_text(text)
+    code, out, err = train(capsys, "recipe.toml", override, "--dry-run")
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
