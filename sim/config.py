@@ -18,6 +18,7 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.planning.composition import Admission, Workload
 from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]
@@ -37,6 +38,9 @@ class SimulationConfig:
     In `fluid` mode every request gains the expected tokens in each iteration, in `sampled` mode they are drawn from the
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
     `decision_block` iterations and told their mean. `max_response_tokens` cuts longer responses.
+
+    `workload` is what a system changes about the responses, `online_updates` how often its drafter is trained beside
+    each rollout, and `admission` what its RL steps begin and leave (`tltlab.planning.composition`).
 
     `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
     updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
@@ -59,6 +63,9 @@ class SimulationConfig:
     max_response_tokens: int | None = None
     spot: SpotTraining | Source | None = None
     coordinator: CoordinatorConfig | None = None
+    workload: Workload | None = None
+    online_updates: int = 0
+    admission: Admission | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

@@ -12,20 +12,23 @@ import numpy as np
 from pydantic import BaseModel
 
 from tltlab.acceptance.load import Acceptance, Settled
+from tltlab.arrays import Floats
 from tltlab.config import shown
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
+from tltlab.planning.composition import Admission
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import build_class, check_contract, from_user, raised
+from tltlab.sim.engine.admission import Feed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests, requests_by_step
+from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
@@ -132,6 +135,8 @@ class Scenario:
     acceptance_name: str | None
     spot: SpotTraining | None = None
     coordinator: CoordinatorConfig | None = None
+    online_updates: int = 0
+    admission: Admission | None = None
 
     @classmethod
     def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
@@ -141,10 +146,13 @@ class Scenario:
         """
         trace, config = read(trace), replace(config, **settings)
         workers = config.num_workers(trace)
-        steps = tuple(requests_by_step(trace, config.rl_steps, config.max_response_tokens))
+        steps = tuple(
+            changed(step, config.workload, config.seed)
+            for step in requests_by_step(trace, config.rl_steps, config.max_response_tokens)
+        )
         acceptance, acceptance_name = config.find_acceptance(trace)
-        queues = tuple(place(step, workers, config.placement or "contiguous") for step in steps)
         costs, costs_name = config.find_costs(trace)
+        queues = tuple(place(step, workers, config.placement or "contiguous", costs) for step in steps)
         return cls(
             steps=steps,
             queues=queues,
@@ -158,6 +166,8 @@ class Scenario:
             acceptance_name=acceptance_name,
             spot=None if config.spot is None else load_spot_training(config.spot),
             coordinator=config.coordinator,
+            online_updates=config.online_updates,
+            admission=config.admission,
         )
 
     def rollouts(
@@ -185,6 +195,7 @@ class Scenario:
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
         )
+        stream = None if self.admission is None else Stream(self.steps, self.admission, self.seed)
         rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
@@ -196,7 +207,13 @@ class Scenario:
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
             try:
-                rollout = simulator.rollout(step, queues)
+                if stream is None:
+                    rollout = simulator.rollout(step, queues)
+                else:
+                    # A pass through the trace first: behind a stream that has just begun are only short responses.
+                    for before in range(0 if rollouts else len(self.steps)):
+                        _streamed(simulator, stream, before, self.workers)
+                    rollout = _streamed(simulator, stream, at, self.workers)
             except ConfigError:
                 raise
             except Exception as error:  # whatever a user's policy raises
@@ -206,6 +223,8 @@ class Scenario:
             tell_each_other(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter
+            elif self.online_updates:
+                state = DrafterState(age=0, updates=state.updates + self.online_updates)
             else:
                 state = replace(state, age=state.age + 1)
             rollouts.append(rollout)
@@ -250,8 +269,31 @@ class Scenario:
             if alike:
                 most = largest_batch(step, self.costs)
                 bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
-            bounds_s.append(bound_s)
+            bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
         return bounds_s
+
+
+def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int) -> SimulatedRollout:
+    """RL step k of a stream: the rollout as of the responses that it trains on."""
+    work = stream.begin(k)
+    feed = Feed(stream, work, workers)
+    rollout = simulator.rollout(work.requests, feed.first(), feed)
+    wasted = stream.wasted_tokens
+    trained = stream.end(work)
+    requests, at = stream.trained_on(work, trained)
+
+    def of(values: Floats, before: float) -> Floats:
+        return np.array([before if n is None else values[n] for n in at], values.dtype)
+
+    return replace(
+        rollout,
+        requests=requests,
+        worker_of=np.array([0 if n is None else rollout.worker_of[n] for n in at], np.int64),
+        first_token_s=np.minimum(of(rollout.first_token_s, 0.0), of(rollout.finish_s, 0.0)),
+        finish_s=of(rollout.finish_s, 0.0),
+        old_tokens=float(sum(job.length if n is None else job.old for job, n in zip(trained, at, strict=True))),
+        wasted_tokens=stream.wasted_tokens - wasted,
+    )
 
 
 def budgets_of(policy: PolicyLike, workers: int) -> list[DraftBudget]:

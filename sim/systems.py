@@ -22,6 +22,7 @@ from tltlab.acceptance.load import (
     load_acceptance,
 )
 from tltlab.arrays import Floats
+from tltlab.costs.base import SpeculationCosts
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
@@ -70,7 +71,12 @@ def simulate_system(
     """
     config, trace = replace(config, **settings), read(trace)
     workers = config.num_workers(trace)
-    generating = generating_workers(bound.system, workers)
+    generating, system = generating_workers(bound.system, workers), bound.system
+    config = replace(config, workload=system.workload, online_updates=system.online_updates, admission=system.admission)
+    if system.draft_pass_share is not None:
+        costs, _ = config.find_costs(trace)
+        changed = SpeculationCosts.of(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
+        config = replace(config, costs=changed)
     result = simulate(
         trace,
         bound.policy,
@@ -90,7 +96,7 @@ def simulate_system(
         # Refuses stage costs that are for other GPUs than all of them.
         topology.pools(workers, stages)
         train_gpus = max(1, workers - generating) * gpus
-        topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus)
+        topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, system.max_staleness))
         stages = on_gpus(stages, train_gpus)
     return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology))
 
@@ -228,6 +234,8 @@ class _Outcome:
     step_s: Floats | None
     mean_accept_length: float | None
     bubble_fraction: float | None
+    off_policy_share: float
+    wasted_share: float
 
     def seconds(self, num_steps: int) -> float:
         """Mean of the first RL steps: of whole ones where they are known, else of their rollouts."""
@@ -237,11 +245,15 @@ class _Outcome:
 def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
     run = simulate_system(trace, bound, config, **placed)
     summary = replace(run.result, bounds_s=lambda: None).summary
+    trained = max(1.0, float(sum(r.requests.lengths.sum() for r in run.result.rollouts)))
+    wasted = sum(r.wasted_tokens for r in run.result.rollouts)
     return _Outcome(
         makespan_s=np.array([rollout.makespan_s for rollout in run.result.rollouts]),
         step_s=None if run.whole is None else run.whole.steps["step_s"].to_numpy(np.float64),
         mean_accept_length=summary["mean_accept_length"],
         bubble_fraction=summary["bubble_fraction"],
+        off_policy_share=sum(r.old_tokens for r in run.result.rollouts) / trained,
+        wasted_share=wasted / (trained + wasted),
     )
 
 
@@ -254,10 +266,15 @@ def _row(
         "title": bound.system.title,
         "makespan_s": makespan_s,
         **ratio_columns("ratio", outcome.makespan_s, base.makespan_s, scenario.seed),
-        "regret": makespan_s / bound_s - 1 if bound_s and bound.policy.budget is None else None,
+        "regret": makespan_s / bound_s - 1
+        if bound_s and bound.policy.budget is None and bound.system.same_work
+        else None,
         "lossless": bound.system.lossless,
+        "on_policy": bound.system.on_policy,
         "mean_accept_length": outcome.mean_accept_length,
         "bubble_fraction": outcome.bubble_fraction,
+        "off_policy_share": outcome.off_policy_share,
+        "wasted_share": outcome.wasted_share,
         "workers": generating_workers(bound.system, scenario.workers),
     }
     if outcome.step_s is not None and base.step_s is not None:
@@ -267,7 +284,8 @@ def _row(
             "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
         }
     told = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
-    return row | told | {"source": bound.system.source}
+    system = bound.system
+    return row | told | {"source": system.source, "algorithm": system.algorithm, "exact": system.exact}
 
 
 def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
@@ -280,6 +298,8 @@ def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
         step_s=np.mean(steps, axis=0) if steps else None,
         mean_accept_length=float(np.mean(accepts)) if accepts else None,
         bubble_fraction=float(np.mean(bubbles)) if bubbles else None,
+        off_policy_share=float(np.mean([one.off_policy_share for one in repeats])),
+        wasted_share=float(np.mean([one.wasted_share for one in repeats])),
     )
 
 
@@ -289,7 +309,7 @@ def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> 
     None where some drafters' acceptance is replayed and others' is a model: no bound covers both. Systems with a
     per-request budget have no regret, and no part in it.
     """
-    bound = [one for one in bound if one.policy.budget is None]
+    bound = [one for one in bound if one.policy.budget is None and one.system.same_work]
     if not bound:
         return None
     strategies = tuple(dict.fromkeys(s for one in bound for s in one.policy.strategies))

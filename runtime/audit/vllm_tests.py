@@ -175,10 +175,11 @@ def _run(place: Path, side: Side, tests: Sequence[str], limit_s: float) -> dict[
     except subprocess.TimeoutExpired:
         raise RunError(f"{SIDES[side]}: vLLM's tests took more than {limit_s:.0f} s") from None
     found = outcomes_of(report) if report.is_file() else {}
-    if not any(outcome.result == "passed" for outcome in found.values()):
+    # Tests may all fail, as long as they do on every side; what pytest cannot collect tells nothing of vLLM.
+    if not found or ended.returncode not in (0, 1):
         said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
         error = next((line for line in reversed(said) if re.match(r"E? *\w*Error", line)), said[-1] if said else "")
-        raise RunError(f"{SIDES[side]}: none of vLLM's tests passed; pytest says: {error[:300]}")
+        raise RunError(f"{SIDES[side]}: pytest could not run vLLM's tests; it says: {error[:300]}")
     return found
 
 
@@ -237,6 +238,8 @@ def text(report: Mapping[str, Any]) -> str:
             lines.append(f"UNEXPLAINED, {SIDES[each['side']]}: {each['test']}: {each['stock']} -> {each['ours']}")
             lines += [f"    {each['message']}"] if each["message"] else []
     lines += [f"{len(tests)} differ, {SIDES[side]}: {why}" for (side, why), tests in explained.items()]  # type: ignore[index]
+    if not report["counts"]["stock"]["passed"]:
+        lines.append("none of these tests passes here with vLLM as it is, so that ours differs in nothing says little")
     unexplained = sum(not each["why"] for each in report["differences"])
     lines.append(
         f"vLLM {report['vllm']}: {unexplained} of {len(report['differences'])} differences are unexplained"

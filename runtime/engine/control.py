@@ -28,7 +28,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
 from .metrics import Metrics, NullTally, Tally
-from .seat import Seat, raised_at
+from .seat import Seat, what_was_raised
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class Control:
     def _give_up(self, error: Exception) -> None:
         """Decode plainly from now on: the policy may be anybody's, and requests are being served."""
         if not self.failure:
-            failure = f"the policy raised {type(error).__name__}: {error} ({raised_at(error)})"
+            failure = f"the policy raised {what_was_raised(error)}"
             logger.error("%s; the engine goes on without speculation", failure)
             self.set_selector(None)
             self.failure = failure

@@ -13,7 +13,7 @@ import torch
 
 from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.hardware import available_memory
 from tltlab.policies.policy import FixedSpec, Policy
@@ -21,11 +21,8 @@ from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.vllm.options import (
     Attachment,
-    check_drafter,
-    check_sampled_drafts,
     engine_settings,
     speculative_config,
 )
@@ -35,7 +32,7 @@ from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
 from .generation import EngineDied, GenerationRequest, Response, Rollout
-from .graphs import GraphPlan
+from .graphs import CapturedGraphs, GraphPlan
 from .recording import how_it_ended
 from .seat import PolicyFailed
 

@@ -48,6 +48,21 @@ Kind = Literal["full", "piecewise", "eager"]
 """What an iteration runs in: one graph, graphs between which attention is launched, or none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraphs:
+    """The CUDA graphs of one engine, as its model runner has them; `mode` is vLLM's, "NONE" where there are none.
+
+    `full` has (tokens, K) of each, K None where it serves requests of any lengths, `piecewise` the tokens of each,
+    ascending. `num_bytes` is the device memory that capture took, None where nothing was measured.
+    """
+
+    runner: Runner
+    mode: str
+    full: tuple[tuple[int, int | None], ...] = ()
+    piecewise: tuple[int, ...] = ()
+    num_bytes: int | None = None
+
+
 def vllm_batches(max_batch: int, spacing: float = 1.0) -> tuple[int, ...]:
     """The batch sizes that vLLM 0.32 captures for uniform decoding; of these, such as lie a ratio `spacing` apart.
 

@@ -6,13 +6,15 @@ Requests with keys say of which RL step they are; those without are put into RL 
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import logging
 import math
+import os
 import re
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -27,7 +29,7 @@ from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
 from .ledger import Clock, Over, Row
-from .seat import raised_at
+from .seat import what_was_raised
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +127,9 @@ class LiveRecording:
     what is durable stays. Methods called after the end do nothing; an error of ours they raise, and whoever calls them
     is to `give_up`. ConfigError where a recording is at `path` already, or none can be made.
 
+    A thread of its own owns the files: to it goes all that is to be written, in order. It closes at the latest when its
+    process ends; a process that is forked off has no part in it.
+
     Requests that are under way when it closes are aborted ones. An RL step never begins again: what comes late has the
     times of its own RL step and runs in the iterations of the newest. Rewards and log-probs are not known here and stay
     null. Of prompts and keys `remembered` are remembered, the newest ones:
@@ -136,6 +141,7 @@ class LiveRecording:
     flush_bytes: ClassVar[int] = 16 << 20
     most_bytes: ClassVar[int] = 256 << 20
     close_s: ClassVar[float] = 40.0
+    finish_s: ClassVar[float] = 600.0
     remembered: ClassVar[int] = 1 << 18
 
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
@@ -156,10 +162,12 @@ class LiveRecording:
         self._arrived_s: dict[Key, float] = {}
         self._seen: dict[Key, None] = {}
         self._forgotten_rl_step = -1
-        self._waiting: deque[tuple[Over | tuple[str, Row], int]] = deque()
+        # Notes, iterations, and rows of a table. The engine's thread alone counts what it has given.
+        self._waiting: deque[tuple[str | Over | tuple[str, Row], int]] = deque()
         self._given = self._written = 0
         self._is_idle = self._closing = False
-        self._wake, self._ending = Event(), Lock()
+        self._wake, self._durable, self._ending = Event(), Event(), Lock()
+        self._process = os.getpid()
         self.path = Path(path)
         self._recorder = Recorder(
             path,
@@ -177,6 +185,8 @@ class LiveRecording:
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
         self._thread.start()
+        # Before threads are gone, which an engine that is only deleted then would need.
+        atexit.register(self.close)
 
     @classmethod
     def numbered(cls, path: str | Path, control: Control, **who: str) -> LiveRecording:
@@ -240,7 +250,7 @@ class LiveRecording:
             for each in live:
                 self._updated_at.setdefault(each.key, []).append(len(each.output))
             if not before:
-                self._recorder.note(f"recorded by the engine itself; {self._grouping.notes}")
+                self._give(f"recorded by the engine itself; {self._grouping.notes}", _ROW_BYTES)
 
     def arrived(self, live: Live) -> None:
         """A request has entered."""
@@ -322,29 +332,34 @@ class LiveRecording:
         return all(0 <= number <= _LARGEST for number in (rl_step, sample, turn))
 
     def close(self) -> None:
-        """Write the trace; waits until the disk has what waits, at most `close_s`."""
+        """Write the trace. Waits until the disk has what waits, at most `close_s`, and then until the trace is made.
+
+        May be called again, also where it was interrupted.
+        """
+        if self._process != os.getpid() or sys.is_finalizing():
+            return
         try:
-            if not self.ended:
+            if not (self.ended or self._closing):
                 for live in list(self.control.live.values()):
-                    self.left(live, "abort")
+                    if live.key in self._arrived_s:
+                        self.left(live, "abort")
                 self.control.end()
                 self._hand_over()
             self._closing = True
             self._wake.set()
-            if not sys.is_finalizing():  # threads are gone then, and none is to be waited for
-                self._thread.join(self.close_s)
-                if self._thread.is_alive():
-                    self._end(f"the disk has not answered for {self.close_s:g} s")
-            if not self.ended:
-                self._write()
-                self._recorder.close()
-                self.ended = True
+            if not self._durable.wait(self.close_s):
+                self._end(f"the disk has not answered for {self.close_s:g} s")
+            self._thread.join(0.0 if self.ended else self.finish_s)
+            if self._thread.is_alive():
+                self._end(f"no trace was made of it within {self.finish_s:g} s")
         except Exception as error:  # whatever the disk does, or a bug of ours: the engine's process goes on
             self._end(error)
+        atexit.unregister(self.close)
 
     def give_up(self, error: Exception) -> None:
-        """Record nothing more after `error`. What happened before it becomes durable and stays."""
-        self._hand_over()
+        """Record nothing more after `error`. What happened before it becomes durable and stays. Raises nothing."""
+        with suppress(Exception):
+            self._hand_over()
         self._end(error)
 
     def _append(self, table: str, key: Key, **columns: Any) -> None:
@@ -358,7 +373,7 @@ class LiveRecording:
         if over.passed:
             self._give(over, sum(_ROW_BYTES + 8 * len(it.drafted) for it in over.passed))
 
-    def _give(self, what: Over | tuple[str, Row], num_bytes: int) -> None:
+    def _give(self, what: str | Over | tuple[str, Row], num_bytes: int) -> None:
         """Leave something to the thread that writes."""
         if self.ended:
             return
@@ -366,34 +381,39 @@ class LiveRecording:
         self._given += num_bytes
         waiting = self._given - self._written
         if waiting > self.most_bytes:
-            self._waiting.clear()
             self._end(f"the disk does not keep up, {waiting >> 20} MiB wait to be written")
+            self._waiting.clear()
         elif waiting > self.flush_bytes and not self._wake.is_set():
             self._wake.set()
 
     def _write_on(self) -> None:
-        """Write what waits, now and then, until the recording ends or closes."""
-        flushed_s = time.monotonic()
-        while not (self._closing or self.ended):
-            is_full = self._wake.wait(self.idle_s)
-            self._wake.clear()
-            if self.ended:
-                break
-            now_s = time.monotonic()
-            if is_full or self._is_idle or now_s - flushed_s >= self.flush_s:
-                try:
+        """In the thread: write what waits, now and then, until the recording ends or closes; then it is finished."""
+        try:
+            flushed_s = time.monotonic()
+            while not (self._closing or self.ended):
+                is_full = self._wake.wait(self.idle_s)
+                self._wake.clear()
+                now_s = time.monotonic()
+                if not self.ended and (is_full or self._is_idle or now_s - flushed_s >= self.flush_s):
                     self._write()
-                except Exception as error:  # whatever it is, others are being served
-                    self._end(error)
-                flushed_s = now_s
-        if self.ended:
-            ended = RunError("the recording has ended")
-            with contextlib.suppress(Exception):
-                self._append_waiting()
-                self._recorder.__exit__(type(ended), ended, None)
+                    flushed_s = now_s
+            if not self.ended:
+                self._write()
+                self._durable.set()
+                self._recorder.close()
+                self.ended = True
+                return
+        except Exception as error:  # whatever it is, others are being served
+            self._end(error)
+        ended = RunError("the recording has ended")
+        with suppress(Exception):
+            self._append_waiting()
+        with suppress(Exception):
+            self._recorder.__exit__(type(ended), ended, None)
+        self._durable.set()
 
     def _write(self) -> None:
-        """Make durable what waits. Not in two threads at a time."""
+        """Make durable what waits."""
         num_bytes = self._append_waiting()
         self._recorder.flush()
         self._written += num_bytes
@@ -402,9 +422,14 @@ class LiveRecording:
         num_bytes = 0
         rows: dict[str, list[Row]] = {}
         while self._waiting:
-            what, size = self._waiting.popleft()
+            try:
+                what, size = self._waiting.popleft()
+            except IndexError:  # the engine has thrown it away meanwhile
+                break
             num_bytes += size
-            if isinstance(what, Over):
+            if isinstance(what, str):
+                self._recorder.note(what)
+            elif isinstance(what, Over):
                 iterations, decisions = what.rows()
                 rows.setdefault("iterations", []).extend(iterations)
                 rows.setdefault("decisions", []).extend(decisions)
@@ -420,8 +445,7 @@ class LiveRecording:
                 return
             self.ended = True
         if isinstance(why, Exception):
-            at = "" if isinstance(why, RunError) else f" ({raised_at(why)})"
-            why = f"{type(why).__name__}: {why}{at}"
+            why = f"RunError: {why}" if isinstance(why, RunError) else what_was_raised(why)
         logger.error(
             "the recording %s ends here, and the engine goes on: %s; what is durable stays in %s",
             *(self.path, why, recording_of(self.path)),

@@ -34,13 +34,20 @@ class PolicyFailed(RunError):
     """The policy raised in mid-rollout, and is asked no more: a rollout of another policy would be taken for its."""
 
 
-def raised_at(error: Exception) -> str:
-    """File and line that raised it: the innermost that is not ours and in no library, if there is one."""
+def what_was_raised(error: Exception) -> str:
+    """Its name, what it says, and the file and line: the innermost that is not ours and in no library, if there is one.
+
+    For messages about errors that end nothing; it raises none itself, whatever the error is like.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(tltlab.__file__).parent)
     theirs = [at for at in frames if not at.filename.startswith(ours) and "site-packages" not in at.filename]
-    at = (theirs or frames)[-1]
-    return f"{at.filename}, line {at.lineno}"
+    where = "".join(f" ({at.filename}, line {at.lineno})" for at in (theirs or frames)[-1:])
+    try:
+        said = str(error)
+    except Exception:
+        said = "it cannot be shown"
+    return f"{type(error).__name__}: {said}{where}"
 
 
 class Seat:
@@ -181,7 +188,7 @@ class PolicyFile:
 
     def _refuse(self, error: Exception) -> None:
         self.changes["refused"] += 1
-        sentence = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        sentence = str(error) if isinstance(error, ConfigError) else what_was_raised(error)
         logger.error("%s is refused, and the policy in force goes on: %s", self.path, sentence)
 
     def _stamp(self) -> tuple[int, ...] | None:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from tltlab.drafters.specs import LearnedSpec
+from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_object
 from tltlab.policies.policy import Policy
 from tltlab.runtime.data.prompts import first_row
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import load_rewards
 from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of

@@ -13,8 +13,15 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import gpu as gpu_by_name
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import GIB, GraphPlan, fitting_plan, memory_bytes, plan_graphs, vllm_pool
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.graphs import (
+    GIB,
+    CapturedGraphs,
+    GraphPlan,
+    fitting_plan,
+    memory_bytes,
+    plan_graphs,
+    vllm_pool,
+)
 
 from .gpus import bundles_of
 from .memory import requests_per_engine, shape_of, vllm_batch

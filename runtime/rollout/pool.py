@@ -17,7 +17,7 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Response, Rollout
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
 from tltlab.runtime.recipe.graphs import EngineBuild

@@ -23,7 +23,7 @@ from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,8 +12,11 @@ import pandas as pd
 from tltlab.acceptance.load import Key
 from tltlab.arrays import Ints
 from tltlab.errors import ConfigError
+from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
+
+from .random_numbers import request_seeds, uniforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,54 @@ def requests_by_step(
     if max_response_tokens is not None:
         joined = cut(joined, max_response_tokens)
     return [_step(int(step), joined[joined["rl_step"] == step]) for step in chosen]
+
+
+def changed(requests: Requests, workload: Workload | None, seed: int) -> Requests:
+    """The requests as a system that changes them has them; what it draws is a hash of (seed, key)."""
+    if workload is None:
+        return requests
+    luck = uniforms(request_seeds(seed, requests.keys), np.full(len(requests), _APART), 1)[:, 0]
+    lengths = requests.lengths
+    if isinstance(workload, Truncated):
+        caps = np.array([max(1, int(cap * workload.share)) for cap in requests.max_response_tokens])
+        rows = requests.rows.assign(response_tokens=np.minimum(lengths, caps), max_response_tokens=caps)
+        return replace(
+            requests, rows=rows, response_tokens=np.minimum(lengths, caps).tolist(), max_response_tokens=caps.tolist()
+        )
+    if isinstance(workload, EarlierEpoch):
+        with np.errstate(divide="ignore"):
+            run = np.log1p(-luck) / np.log(workload.keep) if workload.keep < 1 else np.full(len(luck), np.inf)
+        kept = np.minimum(np.floor(run), lengths).astype(np.int64)
+        return replace(
+            requests, prompt_tokens=(requests.prompts + kept).tolist(), response_tokens=(lengths - kept).tolist()
+        )
+    assert isinstance(workload, Regrouped)
+    of: dict[str, list[int]] = {}
+    for i, key in enumerate(requests.keys):
+        of.setdefault(key[1], []).append(i)
+    groups = list(of.values())
+    lengths_of = requests.response_tokens
+    # Every factor-th prompt stands for those up to the next one: samples of its own lengths, drawn again.
+    source = list(range(len(requests)))
+    for at, group in enumerate(groups):
+        first = groups[at - at % workload.factor]
+        for i in group:
+            source[i] = first[int(luck[i] * len(first))] if group is not first else i
+    keys = [
+        (key[0], requests.keys[j][1], i, key[3]) for i, (key, j) in enumerate(zip(requests.keys, source, strict=True))
+    ]
+    rows = requests.rows.assign(
+        prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys],
+        response_tokens=[lengths_of[j] for j in source], prompt_tokens=[requests.prompt_tokens[j] for j in source],
+    )  # fmt: skip
+    return replace(
+        requests, rows=rows, keys=keys, response_tokens=[lengths_of[j] for j in source],
+        prompt_tokens=[requests.prompt_tokens[j] for j in source],
+    )  # fmt: skip
+
+
+_APART = 1 << 40
+"""Where these draws begin in a request's: no iteration comes so far."""
 
 
 def cut(rows: pd.DataFrame, max_response_tokens: int) -> pd.DataFrame:

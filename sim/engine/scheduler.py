@@ -137,6 +137,11 @@ class Scheduler:
             return (limit if left_tokens > 0 else min(limit, 1.0)), 0.0
         return min(limit, max(1.0, (left_tokens + TOLERANCE_TOKENS) // tokens)), tokens
 
+    def unfinished(self) -> list[tuple[int, float]]:
+        """Requests that run, wait or are prefilled, with what each has generated."""
+        prefilled = [(p.request, p.tokens - self._prompt_tokens[p.request]) for p in self.prefilling]
+        return [*((r, self.batch.generated(r)) for r in self.batch.running), *self.waiting, *prefilled]
+
     def take_joined(self) -> list[int]:
         """Those that have entered the batch since this was last called."""
         joined, self.joined = self.joined, []

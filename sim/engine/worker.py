@@ -24,6 +24,7 @@ from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .admission import Feed
 from .batch import Batch, FluidBatch, MacroStep, RequestsView
 from .log import Entry, WorkerLog
 from .memoryless import MemorylessChoices, check_listed
@@ -60,7 +61,11 @@ class LeaveIdle:
 
 @dataclass(slots=True)
 class SimulatedRollout:
-    """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end."""
+    """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end.
+
+    `old_tokens` of its responses were generated under the weights of earlier steps; `wasted_tokens` were generated for
+    nothing.
+    """
 
     requests: Requests
     worker_of: Ints
@@ -70,6 +75,8 @@ class SimulatedRollout:
     worker_end_s: list[float]
     makespan_s: float = 0.0
     spot: SpotResult | None = None
+    old_tokens: float = 0.0
+    wasted_tokens: float = 0.0
 
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
         """These have got tokens by now; what is known of one from before a preemption stays."""
@@ -103,8 +110,11 @@ class RolloutSimulator:
         self.choices = MemorylessChoices(self.selectors[0], regimes)
         return self
 
-    def rollout(self, requests: Requests, queues: list[list[int]]) -> SimulatedRollout:
-        """Simulate one RL step; `queues` are the requests of each worker in order of admission."""
+    def rollout(self, requests: Requests, queues: list[list[int]], feed: Feed | None = None) -> SimulatedRollout:
+        """Simulate one RL step; `queues` are the requests of each worker in order of admission.
+
+        With a `feed` they are those that it begins with.
+        """
         check_fits(requests, self.costs.kv_capacity_tokens)
         n = len(requests)
         result = SimulatedRollout(
@@ -120,7 +130,7 @@ class RolloutSimulator:
         workers = []
         for w, queue in enumerate(queues):
             result.worker_of[queue] = w
-            workers.append(env.process(Worker(self, w, queue, result).run(env)))
+            workers.append(env.process(Worker(self, w, queue, result, feed).run(env)))
         env.run(until=env.all_of(workers))
         result.makespan_s = max(result.worker_end_s)
         self.idle_use.rollout_ended(result.makespan_s)
@@ -219,7 +229,15 @@ class PolicySeat:
 class Worker:
     """One engine in virtual time: its scheduler and its policy, stepped from macro-step to macro-step."""
 
-    def __init__(self, simulator: RolloutSimulator, index: int, queue: list[int], rollout: SimulatedRollout) -> None:
+    def __init__(
+        self,
+        simulator: RolloutSimulator,
+        index: int,
+        queue: list[int],
+        rollout: SimulatedRollout,
+        feed: Feed | None = None,
+    ) -> None:
+        self.feed = feed
         self.simulator = simulator
         self.index = index
         self.rollout = rollout
@@ -235,11 +253,13 @@ class Worker:
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
         # The rest of a rollout has a closed form where all gain alike, nothing is learned and costs are exact.
-        closed = self.policy.memoryless and self.noise is None
+        closed = self.policy.memoryless and self.noise is None and feed is None
         self.fluid = self.batch if closed and isinstance(self.batch, FluidBatch) else None
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
+        if len(self.queue) and self.simulator.costs.outside_s:
+            yield env.timeout(self.simulator.costs.outside_s)
         if len(self.queue) and self._drains_from_the_start():
             prompt_tokens = float(self.requests.prompts[self.queue].sum())
             first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), prompt_tokens)
@@ -255,7 +275,7 @@ class Worker:
     def _decode(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """Schedule, ask the policy, advance the batch, tell the policy: one timeout per macro-step."""
         costs, scheduler, policy = self.simulator.costs, self.scheduler, self.policy
-        while not scheduler.is_done:
+        while not scheduler.is_done and not (self.feed is not None and self.feed.stopped):
             start_s = env.now
             up_front = scheduler.schedule()
             waiting = scheduler.num_waiting
@@ -265,7 +285,8 @@ class Worker:
                 return
             asked, switch_s, prefill_s = policy.ask(), self._switch_s(), costs.prefill_s(up_front)
             regime = policy.regime(self.drafter_ready)
-            limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, policy.max_iterations)
+            most = policy.max_iterations if self.feed is None else min(policy.max_iterations, self.feed.max_iterations)
+            limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
             macro = self.batch.advance(regime, limit, scheduler.room_tokens)
             noise = self._add_noise(macro)
             beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
@@ -277,6 +298,10 @@ class Worker:
             self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
             for request in macro.finished:
                 self.rollout.finish_s[request] = env.now
+            if self.feed is not None:
+                for request in self.feed.finished(macro.finished, self.index):
+                    self.rollout.worker_of[request] = self.index
+                    scheduler.waiting.append((request, 0.0))
             scheduler.prefill(beside)
             prefill_s, tokens = prefill_s + beside_s, up_front + beside
             reward = policy.tell(macro, prefill_s, tokens > 0) if asked else None
@@ -287,6 +312,9 @@ class Worker:
             )  # fmt: skip
             self.rollout.logs[self.index].append(entry)
             self.iteration += macro.num_iterations
+        if self.feed is not None:
+            for request, generated in scheduler.unfinished():
+                self.feed.left(request, generated)
 
     def _drains_from_the_start(self) -> bool:
         """Whether everything can be admitted at once, and all that follows has a closed form."""

@@ -25,8 +25,8 @@ from tltlab.files import fsync_file, new_file, parse_json
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import SUFFIX
 from tltlab.traces.schema import MANIFEST_FILE
-from tltlab.traces.storage import parquet_writer
-from tltlab.traces.trace import Trace, cannot_write, new_trace_folder, read
+from tltlab.traces.storage import cannot_write, parquet_writer
+from tltlab.traces.trace import Trace, new_trace_folder, read
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)

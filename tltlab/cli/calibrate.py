@@ -28,12 +28,17 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 from tltlab.traces.trace import read
+
+TABLES = (".csv", ".parquet")
+"""Endings of tables of measured iterations."""
 
 
 def calibrate(
     source: Annotated[
-        Path, typer.Argument(help="A recorded trace or RUN folder; or a .csv or .parquet of measured iterations.")
+        Path,
+        typer.Argument(help="A recorded trace, RUN folder or training log; or a .csv or .parquet of iterations."),
     ],
     out: Annotated[Path | None, typer.Option(help="Where the cost model goes (JSON).")] = None,
     acceptance_out: Annotated[
@@ -61,12 +66,18 @@ def calibrate(
         Path | None,
         typer.Option(help="Fit acceptance by the drafter's age and updates too, for simulate --acceptance."),
     ] = None,
+    log_costs: Annotated[
+        str | None,
+        typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
 
     A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth,
-    top_k and prefill_tokens where not 0, 1 and 0.
+    top_k and prefill_tokens where not 0, 1 and 0. Of a training log (verl, TRL, NeMo-RL, SkyRL) rollout times tell a
+    level of iterations and a time outside of them.
 
     Example: tltlab calibrate run/trace --out run/costs.json
     """
@@ -79,6 +90,19 @@ def calibrate(
             "--freshness-out"
         )
     known = hardware(gpu, model, tp)
+    if source.suffix not in TABLES and is_log(trace := read(source)):
+        if out is None or asked not in (["out"], ["out", "stages_out"]):
+            raise ConfigError(f"{source} has no iterations: it tells costs (--out) and --stages-out, nothing else")
+        if known is not None or kind != "linear":
+            raise ConfigError("--kind, --gpu, --model and --tp are for iterations: name a log's engine by --log-costs")
+        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
+        trace = trace if chosen is None else trace.select(chosen)
+        fits = _Fits(log=fit_log(trace, log_costs, workers), stages=None if stages_out is None else fit_stages(trace))
+        fits.write(outs)
+        emit(fits.json(outs), as_json=as_json, text=fits.text())
+        return
+    if log_costs is not None or workers is not None:
+        raise ConfigError("--log-costs and --workers are for training logs: iterations tell their own")
     if source.is_file():
         if asked != ["out"] or acceptance != "by-batch":
             raise ConfigError(f"{source} is a table of measured iterations: it tells costs (--out), nothing else")
@@ -124,6 +148,7 @@ class _Fits:
     """What one call fitted; None is what it did not ask for."""
 
     costs: CostFit | None = None
+    log: LogFit | None = None
     acceptance: AcceptanceFit | None = None
     stages: StageFit | None = None
     spot: SpotFit | None = None
@@ -132,7 +157,7 @@ class _Fits:
     def write(self, outs: Mapping[str, Path | None]) -> None:
         """Write each model where `outs` says."""
         models: dict[str, BaseModel | None] = {
-            "out": self.costs.costs if self.costs else None,
+            "out": fitted.costs if (fitted := self.costs or self.log) else None,
             "acceptance_out": self.acceptance.model if self.acceptance else None,
             "stages_out": self.stages.costs if self.stages else None,
             "spot_out": self.spot.model if self.spot else None,
@@ -144,7 +169,7 @@ class _Fits:
 
     @property
     def notes(self) -> list[str]:
-        costs = self.costs.costs.notes if self.costs else ()
+        costs = fitted.costs.notes if (fitted := self.costs or self.log) else ()
         others = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
         return list(dict.fromkeys([*costs, *(note for notes in others for note in notes)]))
 
@@ -162,6 +187,8 @@ class _Fits:
                 "cross_validation": _records(fit.cross_validation),
                 "held_out_error": fit.held_out_error,
             }
+        if (log := self.log) is not None:
+            told |= {"kind": "log", "costs": log.costs.model_dump(mode="json", exclude={"notes"}), "log": log.json()}
         if (accepted := self.acceptance) is not None:
             told["acceptance"] = _accepted(accepted)
         if (stages := self.stages) is not None:
@@ -186,6 +213,8 @@ class _Fits:
                 residuals_table(fit.residuals, fit.sums),
                 held_out_table(fit.cross_validation),
             ]
+        if self.log is not None:
+            parts.append(self.log.text())
         if (accepted := self.acceptance) is not None and accepted.model is not None:
             error, constant = accepted.held_out_error, accepted.constant_error
             known = "not tested, there is one RL step only"

@@ -26,7 +26,10 @@ _MARK = {"problem": "PROBLEM", "hint": "hint", "fine": "fine"}
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(help="A RUN or trace folder. [default: this machine alone]", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="A RUN or trace folder, or a training log. [default: this machine alone]", show_default=False
+        ),
     ] = None,
     costs: Annotated[
         str | None,

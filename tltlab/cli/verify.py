@@ -13,13 +13,15 @@ from tltlab.errors import ConfigError
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
+from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
+from tltlab.sim.verification.training_log import is_log, verify_log
 from tltlab.traces.trace import read
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
 
 def verify(
-    run: Annotated[Path, typer.Argument(help="A RUN folder, or a recorded trace of shipped policies.")],
+    run: Annotated[Path, typer.Argument(help="A RUN folder, a recorded trace of shipped policies, or a training log.")],
     policies: Annotated[
         str | None,
         typer.Option(
@@ -37,8 +39,14 @@ def verify(
         str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
     ] = None,
     window: Annotated[
-        int | None, typer.Option(min=2, help=f"Other RL steps to fit on, the nearest. [default: {WINDOW}]")
+        int | None,
+        typer.Option(min=2, help=f"Other RL steps to fit on, the nearest. [default: {WINDOW}, of a log {LOG_WINDOW}]"),
     ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")] = None,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
@@ -52,6 +60,8 @@ def verify(
     With --policies: roll out each policy on this machine, with the run's model and data, and say whether the simulator
     predicts their times and their order. It takes engines, and some minutes.
 
+    Of a training log, which has no iterations, later RL steps are predicted from earlier ones.
+
     Example: tltlab verify demo --json
 
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
@@ -59,7 +69,15 @@ def verify(
     if policies is None:
         if repeats is not None or out is not None:
             raise ConfigError("--repeats and --out belong to rollouts on this machine: say of which --policies")
-        chosen = parse_rl_steps(rl_steps, read(run).rl_steps)
+        trace = read(run)
+        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
+        if is_log(trace):
+            trace = trace if chosen is None else trace.select(chosen)
+            told = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW)
+            emit(told.json(), as_json=as_json, text=told.text())
+            return
+        if costs is not None or workers is not None:
+            raise ConfigError("--costs and --workers are for training logs: a recorded run tells its own")
         found = run_verify(
             run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
             allow_code=allow_code or (),

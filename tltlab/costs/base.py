@@ -62,11 +62,13 @@ class CostModel(FrozenModel, ABC):
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
     cut. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
     is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
-    (`sd_idle_s`). `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit,
+    (`sd_idle_s`). `outside_s` is what a rollout takes before its first iteration, and beside all of them: starting,
+    collecting. `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit,
     `evidence` what speaks for the fit.
     """
 
     switch_s: Seconds = 0.0
+    outside_s: Seconds = 0.0
     kv_capacity_tokens: Annotated[int, Field(gt=0)] | None = None
     max_num_seqs: Annotated[int, Field(gt=0)] | None = None
     max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None

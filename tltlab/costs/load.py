@@ -16,11 +16,12 @@ from tltlab.files import read_json
 from .base import CostModel, LinearCosts
 from .profiles import named_costs, profiles
 from .roofline import RooflineCosts
+from .scaled import ScaledCosts
 from .stages import RooflineStages, StageCosts
 from .table import TableCosts
 
-_COSTS: TypeAdapter[LinearCosts | RooflineCosts | TableCosts] = TypeAdapter(
-    Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
+_COSTS: TypeAdapter[LinearCosts | RooflineCosts | TableCosts | ScaledCosts] = TypeAdapter(
+    Annotated[LinearCosts | RooflineCosts | TableCosts | ScaledCosts, Field(discriminator="kind")]
 )
 _STAGES: TypeAdapter[StageCosts | RooflineStages] = TypeAdapter(
     Annotated[StageCosts | RooflineStages, Field(discriminator="kind")]

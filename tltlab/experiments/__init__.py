@@ -65,6 +65,12 @@ _ROWS = (
         question="Do rewards and sampled tokens stay the same with speculation?",
         takes="10 minutes, and 2 once to train its model; 1 with --fast",
     ),
+    Experiment(
+        name="policies",
+        module="policies",
+        question="Which policy comes closest to the best fixed strategy in hindsight, on regimes it was not tuned for?",
+        takes="half an hour; 5 minutes with --fast",
+    ),
 )
 EXPERIMENTS = {row.name: row for row in _ROWS}
 

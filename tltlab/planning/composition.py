@@ -17,12 +17,15 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import (
+    AcceptanceBudgetSpec,
     Activation,
     BegMabSpec,
     Bucket,
     BudgetSpec,
     FixedSpec,
+    LadderSpec,
     LengthAwareBudgetSpec,
+    MbaBudgetSpec,
     NoneSpec,
     TableRow,
     TableSpec,
@@ -62,8 +65,8 @@ def beg_mab(buckets: Sequence[Bucket]) -> SelectorSpec:
     return BegMabSpec(buckets=tuple(buckets), epsilon=0.1, window=300, reward="paper")
 
 
-def length_aware(costs: CostModel) -> BudgetSpec:
-    """DAS's budget with t = c_base + c_tok * n fitted to iterations of 1 to 32 requests of 1 to 9 tokens."""
+def pass_costs(costs: CostModel) -> tuple[float, float]:
+    """c_base and c_tok of t = c_base + c_tok * n, fitted to iterations of 1 to 32 requests of 1 to 9 tokens."""
     points = []
     for depth in (0, 1, 2, 4, 8):
         strategy = Strategy.chain("suffix", depth)
@@ -72,12 +75,92 @@ def length_aware(costs: CostModel) -> BudgetSpec:
     tokens, seconds = np.array(points, np.float64).T
     token_s, base_s = np.polyfit(tokens, seconds, 1)
     least = 1e-6 * float(seconds.max())
-    return LengthAwareBudgetSpec(base_s=max(float(base_s), least), token_s=max(float(token_s), least))
+    return max(float(base_s), least), max(float(token_s), least)
+
+
+def length_aware(costs: CostModel) -> BudgetSpec:
+    """DAS's budget with these costs."""
+    base_s, token_s = pass_costs(costs)
+    return LengthAwareBudgetSpec(base_s=base_s, token_s=token_s)
+
+
+def climbing(buckets: Sequence[Bucket]) -> SelectorSpec:
+    """The strategies of the first bucket as a ladder by accepted length."""
+    return LadderSpec(strategies=tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth)))
+
+
+def doubling(buckets: Sequence[Bucket]) -> SelectorSpec:
+    """A ladder that moves after every draft: up where all of it was kept on average, else down."""
+    arms = tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth))
+    return LadderSpec(strategies=arms, ema=1.0, warmup=1, hold=1, hysteresis=0.0)
+
+
+def marginal(costs: CostModel) -> BudgetSpec:
+    """Seer's budget with the same fit of the costs as DAS's."""
+    base_s, token_s = pass_costs(costs)
+    return MbaBudgetSpec(base_s=base_s, token_s=token_s)
+
+
+def by_survival(costs: CostModel) -> BudgetSpec:
+    """Drafts to the requests that are most likely to keep them."""
+    return AcceptanceBudgetSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierEpoch:
+    """Every prompt was visited an epoch before, and each token of that response is kept with chance `keep`.
+
+    Up to the first that is not, the response is taken over: its prefix is prefilled, only the rest is generated.
+    """
+
+    keep: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncated:
+    """Responses end at `share` of their cap."""
+
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrouped:
+    """As many responses in all, of `factor` times as many samples for each of `factor` times fewer prompts."""
+
+    factor: int
+
+
+Workload = EarlierEpoch | Truncated | Regrouped
+"""What a system changes about the responses that it is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which responses an RL step begins, when it ends, and what becomes of those that it leaves.
+
+    A step that trains P prompts of G samples (N = P * G) begins ceil(`issue` * P) of them with ceil(`samples` * G)
+    samples each, or keeps `concurrency` * N responses in flight, the next beginning when one ends. It ends with P
+    complete prompts, or, by `unit` "response", with N responses. What is left goes on in the next step before anything
+    new begins ("resume", its prefix prefilled again under the new weights), or begins anew ("restart") in a long round
+    of its own once there are P such prompts. With `staleness` eta AReaL's bound says what may begin.
+    """
+
+    issue: float = 1.0
+    samples: float = 1.0
+    concurrency: float | None = None
+    unit: Literal["group", "response"] = "group"
+    leftover: Literal["resume", "restart"] = "resume"
+    staleness: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
     """One system. `lossless`: every token is drawn from the current policy, as without the system.
+
+    `on_policy`: all trained tokens are from the weights that the step began with. `algorithm` is the equation or
+    algorithm of the `source`, `exact` what of it is simulated as published. `draft_pass_share` is what a draft's pass
+    takes of the target's own, for each token or once for a block (`block_drafts`). `online_updates` train the drafter
+    in every RL step beside the rollout; `history` references to retrieve from are there before a group's first finish.
 
     `drafters` are names in order of preference, "learned" for one with a network; a system runs with those whose
     acceptance is known. `generating_share` of the workers' GPUs generate; where it is below 1 the rest trains
@@ -94,11 +177,26 @@ class System:
     budget: Callable[[CostModel], BudgetSpec] | None = None
     specs: tuple[tuple[str, DrafterSpec], ...] = ()
     idle_use: SpotTraining | None = None
-    placement: Literal["contiguous", "round_robin", "least_loaded"] = "contiguous"
+    placement: Literal["contiguous", "round_robin", "least_loaded", "two_pools", "rank_groups"] = "contiguous"
     topology: Literal["colocated", "separate"] = "colocated"
     generating_share: float = 1.0
     lossless: bool = True
+    on_policy: bool = True
+    algorithm: str = ""
+    exact: tuple[str, ...] = ()
+    draft_pass_share: float | None = None
+    block_drafts: bool = False
+    online_updates: int = 0
+    history: int = 0
+    workload: Workload | None = None
+    admission: Admission | None = None
+    max_staleness: int = 0
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def same_work(self) -> bool:
+        """Whether it generates the trace's own responses at the costs' own prices: then a bound holds for it."""
+        return self.workload is None and self.admission is None and self.draft_pass_share is None
 
 
 def strategies(rung: Rung, drafter: str, *, trees: bool) -> tuple[Strategy, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from pydantic import SerializeAsAny
 
 from tltlab.acceptance.load import (
@@ -13,6 +14,7 @@ from tltlab.acceptance.load import (
     Key,
     RequestAcceptance,
     SettledModel,
+    SiblingAcceptance,
     TreeAcceptance,
     load_acceptance,
 )
@@ -97,6 +99,10 @@ def bind(
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     chosen, model, stand_ins = _drafters(system, acceptance, model_free)
     notes = [*stand_ins]
+    if system.history and isinstance(model, SiblingAcceptance):
+        there = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
+        model = model.model_copy(update={"alone": there})
+        notes.append(f"{system.history} responses of an earlier epoch to retrieve from, as good as finished siblings")
     if isinstance(model, TreeAcceptance):
         model = FreshAcceptance(base=model)
         notes.append(

@@ -155,6 +155,7 @@ class Recorder:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
         self._writing: Future[bool] | None = None
         self._failed: _Rows = {}
+        self._failed_notes: str | None = None
 
     def rewind(self, rl_steps: int) -> None:
         """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
@@ -190,18 +191,19 @@ class Recorder:
         try:
             self._settle()
             rows, self._rows = self._rows, {}
+            # Taken here: a thread that writes shares nothing with callers.
+            notes, self._notes = self._notes, None
             if wait:
                 # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
-                self._count(partial(self._write, rows, self._next_chunk))
+                self._count(partial(self._write, rows, notes, self._next_chunk))
             else:
-                self._writing = self._writer.submit(self._write, rows, self._next_chunk)
+                self._writing = self._writer.submit(self._write, rows, notes, self._next_chunk)
         finally:
             self.seconds += self._clock() - started
 
-    def _write(self, rows: _Rows, number: int) -> bool:
-        """Write rows as chunk `number`; whether there were any."""
+    def _write(self, rows: _Rows, notes: str | None, number: int) -> bool:
+        """Write the manifest's notes if there are others, and rows as chunk `number`; whether there were any."""
         try:
-            notes, self._notes = self._notes, None
             if notes is not None:
                 there = self._folder / MANIFEST_FILE
                 manifest = Manifest.read(there).model_copy(update={"notes": notes})
@@ -211,7 +213,7 @@ class Recorder:
                 write_chunk(self._folder, number, tables)
             return bool(tables)
         except BaseException as error:
-            self._failed = rows
+            self._failed, self._failed_notes = rows, notes
             if isinstance(error, OSError):
                 raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
             raise
@@ -231,6 +233,8 @@ class Recorder:
             for table, since in self._rows.items():
                 rows.setdefault(table, []).extend(since)
             self._rows = rows
+            if self._notes is None:
+                self._notes = self._failed_notes
             raise
 
     def snapshot(self) -> Trace:
@@ -263,6 +267,8 @@ class Recorder:
             return
         with contextlib.suppress(TraceError, RunError):  # the first error is the one to show
             self.flush()
+        # What the disk did not take is nobody's any more, and may be much.
+        self._rows, self._failed = {}, {}
         self._writer.shutdown()
         self._lock.close()
 

@@ -168,3 +168,11 @@ class Manifest(FrozenModel):
         """
         content = self.model_dump() | ({} if sums is None else {SUMS: dict(sums)})
         return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a folder says it is a trace of this format (it is not checked)."""
+    try:
+        return f'"{FORMAT}"' in (path / MANIFEST_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
-from tltlab.errors import TraceError
+from tltlab.errors import InputError, TraceError
 from tltlab.files import fsync_file, sha256_of, unsealed, write_durably
 
 from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
@@ -284,3 +286,33 @@ def _rl_steps(part: Part) -> Ints:
     part.require((steps >= 0) & (steps < 2**31) & (steps == np.floor(steps)), "rl_step", "got {}, not an RL step")
     whole: Ints = steps.astype(np.int64)
     return whole
+
+
+def frame_to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
+    """A DataFrame as a table `name`, its columns those of the schema. Raises TraceError naming the column."""
+    columns = {}
+    for field in TABLES[name]:
+        if field.name in frame.columns:
+            try:
+                # A frame without rows has whatever types its writer's library gives to nothing.
+                values = frame[field.name] if len(frame) else pa.nulls(0, field.type)
+                columns[field.name] = pa.array(values, from_pandas=True)
+            except (pa.ArrowException, OverflowError) as error:
+                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
+    return pa.table(columns)
+
+
+def carry_over(old: Path, new: Path) -> None:
+    """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
+    ours = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
+    for item in sorted(old.iterdir()) if old.is_dir() else ():
+        if item.name not in ours:
+            if item.is_dir() and not item.is_symlink():
+                shutil.copytree(item, new / item.name, symlinks=True)
+            else:
+                shutil.copy2(item, new / item.name, follow_symlinks=False)
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """The error of a trace that cannot be written."""
+    return InputError(f"cannot write the trace {path}: {error.strerror or error}")

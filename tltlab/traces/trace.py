@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,13 +16,25 @@ from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.console import progress
-from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.errors import ConfigError, TraceError
 from tltlab.files import new_folder, write_durably
 
 from .csv import LengthTable, tables_from_csv
 from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
-from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, ReadTable, StoredTable, Table, check_sums, seal, write_parquet
+from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest, is_trace
+from .storage import (
+    FileTable,
+    MemoryTable,
+    ReadTable,
+    StoredTable,
+    Table,
+    cannot_write,
+    carry_over,
+    check_sums,
+    frame_to_arrow,
+    seal,
+    write_parquet,
+)
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
@@ -420,7 +431,7 @@ def checked(
     for name in TABLES:
         given = tables.get(name)
         if given is not None:
-            table = _to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
+            table = frame_to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
             first = (num_before or {}).get(name, 0)
             parts[name] = conform(Part(name=name, file=name, table=table, rows=np.arange(first, first + len(table))))
         elif name in REQUIRED_TABLES:
@@ -446,14 +457,6 @@ def run_folder(trace: Path) -> Path:
     return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
 
 
-def is_trace(path: Path) -> bool:
-    """Whether a folder says it is a trace of this format (it is not checked)."""
-    try:
-        return f'"{FORMAT}"' in (path / MANIFEST_FILE).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
-
-
 def refuse_foreign_target(path: Path) -> None:
     """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
     if path.name.endswith(SUFFIX):
@@ -475,12 +478,7 @@ def new_trace_folder(path: Path) -> Iterator[Path]:
     with new_folder(path, durable=True) as new:
         yield new
         seal(new)
-        _carry_over(path, new)
-
-
-def cannot_write(path: Path, error: OSError) -> InputError:
-    """The error of a trace that cannot be written."""
-    return InputError(f"cannot write the trace {path}: {error.strerror or error}")
+        carry_over(path, new)
 
 
 def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
@@ -495,34 +493,8 @@ def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
 
 
 def _steps_of(tables: Mapping[str, Table]) -> list[int]:
-    found: list[int] = tables["workload"].rl_steps.tolist()
-    return found
-
-
-def _to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
-    columns = {}
-    for field in TABLES[name]:
-        if field.name in frame.columns:
-            try:
-                # A frame without rows has whatever types its writer's library gives to nothing.
-                values = frame[field.name] if len(frame) else pa.nulls(0, field.type)
-                columns[field.name] = pa.array(values, from_pandas=True)
-            except (pa.ArrowException, OverflowError) as error:
-                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
-    return pa.table(columns)
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
-    ours = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
-    for item in sorted(old.iterdir()) if old.is_dir() else ():
-        if item.name not in ours:
-            if item.is_dir() and not item.is_symlink():
-                shutil.copytree(item, new / item.name, symlinks=True)
-            else:
-                shutil.copy2(item, new / item.name, follow_symlinks=False)
+    return list(tables["workload"].rl_steps.tolist())
 
 
 def _few(values: list[Any]) -> str:
-    shown = ", ".join(str(v) for v in values[:8])
-    return shown if len(values) <= 8 else f"{shown}, ... {values[-1]}"
+    return ", ".join([*map(str, values[:8]), *([f"... {values[-1]}"] if len(values) > 8 else [])])

@@ -6,15 +6,40 @@ the policy in `additional_config`, new weights through its weight-transfer sessi
 another process through its utility messages. No vLLM source is copied or replaced.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
+_Otherwise = TypeVar("_Otherwise")
 
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
 """What the plugin reads from the environment of a program that knows nothing of tltlab: see `options.Variables`."""
 
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
+
+
+def ours(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherwise) -> _Value | _Otherwise:
+    """What a part of ours within vLLM's `owner` returns; `otherwise` once one has raised there, whatever it was.
+
+    That is said once, and this owner goes on as vLLM's own: others are being served.
+    """
+    if "tltlab_failed" in vars(owner):
+        return otherwise
+    try:
+        return part(*args)
+    except Exception as error:
+        from tltlab.runtime.engine.seat import what_was_raised
+
+        owner.tltlab_failed = True
+        # vLLM's log is often off.
+        logging.getLogger(__name__).error(
+            "tltlab raised %s; vLLM's %s goes on without", what_was_raised(error), type(owner).__name__
+        )
+        return otherwise
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from pydantic import Field
 from tltlab.config import FrozenModel, faults_in, shown
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, check_sampled_drafts
 from tltlab.errors import ConfigError, TltlabError
-from tltlab.files import read_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -31,9 +30,6 @@ _HERE = __package__
 
 Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", "openrlhf", "trl"]
 """Whose engines `vllm_options` are for: how its users hand arguments on to vLLM."""
-
-MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
 
 
 class Attachment(FrozenModel):
@@ -487,45 +483,3 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
 def drafts_nothing(speculative: Any) -> bool:
     """Whether an engine of this SpeculativeConfig, or None, leaves all drafts to what sits beside its scheduler."""
     return speculative is not None and str(speculative.model).endswith("NoProposer")
-
-
-def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
-    """Raise ConfigError where the configurations of drafter and target, if they are folders, do not go together.
-
-    A draft model needs the target's vocabulary, an EAGLE head its hidden size too; an EAGLE-3 head may draft from a
-    part of the vocabulary. A target whose own MTP layers are to draft needs to have some.
-    """
-    theirs, ours = _config(target), _config(spec.model or target)
-    if theirs is not None and not spec.model and not any(theirs.get(field) for field in MTP_LAYERS):
-        raise ConfigError(
-            f"drafter {name}: {target} brings no MTP layers along, its config.json has none of {', '.join(MTP_LAYERS)}"
-        )
-    if theirs is None or ours is None:
-        return
-    for field in ("vocab_size",) if spec.method == "draft_model" else ("vocab_size", "hidden_size"):
-        if ours.get(field) != theirs.get(field):
-            raise ConfigError(
-                f"drafter {name}: {spec.model} has {field} {ours.get(field)} and the target {target} has "
-                f"{theirs.get(field)}; they must be equal"
-            )
-
-
-def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for a hybrid beside a learned drafter that samples its drafts.
-
-    vLLM keeps the probabilities of such drafts and verifies with them whatever drafts it is given, so a request that
-    gets other drafts instead would be sampled from the wrong distribution.
-    """
-    sampled = (speculative or {}).get("draft_sample_method") == "probabilistic"
-    if sampled and any(isinstance(spec, HybridSpec) for spec in drafters.values()):
-        raise ConfigError(
-            'a hybrid cannot stand beside drafts that are sampled: leave out draft_sample_method "probabilistic"'
-        )
-
-
-def _config(model: str) -> dict[str, Any] | None:
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    config = read_json(path)
-    return config if isinstance(config, dict) else None

@@ -26,10 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from tltlab.errors import ConfigError
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES
+from . import OPTIONS, POLICY, RECORD, VARIABLES, ours
 from .capabilities import missing
-from .dispatch import keep_captured_bytes
-from .runners import model_runners, spare_speculation, time_drafting
+from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
 
 if TYPE_CHECKING:
@@ -92,14 +91,14 @@ def follow_variables() -> None:
 
 
 def _say(line: str) -> None:
-    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline.
-    print(f"tltlab: {line}", file=sys.stderr, flush=True)
+    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline. Nobody may listen here.
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"tltlab: {line}", file=sys.stderr, flush=True)
 
 
 def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
     """The configuration that `make` makes of the arguments, with what the environment asks for as far as it goes."""
-    from .options import Variables
-
     environments = [dict(os.environ)]
     if os.environ.get(POLICY) and os.environ.get(RECORD):
         # A policy that is wrong is no reason to lose a trace.
@@ -108,6 +107,8 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
     for environment in environments:
         before = vars(engine_args).copy()
         try:
+            from .options import Variables
+
             asked = Variables.read(environment)
             if asked is None:
                 return make()
@@ -138,11 +139,11 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
 
 
 def _strict() -> bool:
-    from .options import Variables
-
     try:
+        from .options import Variables
+
         return Variables.read_options(os.environ.get(OPTIONS, "")).strict
-    except ConfigError:
+    except Exception:  # whatever is wrong with them, or with what reads them
         return '"strict": true' in os.environ.get(OPTIONS, "")
 
 
@@ -231,9 +232,9 @@ def answer_for_the_policy() -> None:
 
     def shutdown(self: Any) -> None:
         # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
-        close_recording = getattr(getattr(self, "scheduler", None), "close_recording", None)
-        if close_recording is not None:
-            close_recording()
+        scheduler: Any = getattr(self, "scheduler", None)
+        if hasattr(scheduler, "close_recording"):
+            ours(scheduler, scheduler.close_recording, otherwise=None)
         stock(self)
 
     EngineCore.shutdown, EngineCore.post_step = shutdown, post_step
@@ -247,10 +248,10 @@ def _then_tell_of_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def method(self: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, asked, *args, **kwargs)
-        new_weights = getattr(getattr(self, "scheduler", None), "new_weights", None)
-        if new_weights is not None:
-            of_workers = stock.__name__ == "collective_rpc"
-            new_weights((asked if isinstance(asked, str) else getattr(asked, "__name__", "")) if of_workers else None)
+        scheduler: Any = getattr(self, "scheduler", None)
+        if hasattr(scheduler, "new_weights"):
+            name = asked if isinstance(asked, str) else getattr(asked, "__name__", "")
+            ours(self, scheduler.new_weights, name if stock.__name__ == "collective_rpc" else None, otherwise=None)
         return result
 
     return method
@@ -267,13 +268,23 @@ def record_where_asked() -> None:
     @wraps(start)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
-        if isinstance(self.vllm_config.additional_config, dict) and "tltlab" in self.vllm_config.additional_config:
-            from .watch import record_only
-
-            record_only(self)
+        ours(self, _record_where_asked, self, otherwise=None)
 
     __init__.recorded_by_tltlab = True  # type: ignore[attr-defined]
     Scheduler.__init__ = __init__
+
+
+def _record_where_asked(scheduler: Any) -> None:
+    if "tltlab" in (scheduler.vllm_config.additional_config or {}):
+        from .watch import record_only
+
+        record_only(scheduler)
+
+
+def _asked(config: Any, name: str) -> bool:
+    """Whether the options that are attached to vLLM's configuration have this one."""
+    attached = (getattr(config, "additional_config", None) or {}).get("tltlab") or {}
+    return attached.get(name) is not None
 
 
 def wait_for_recordings() -> None:
@@ -291,15 +302,14 @@ def wait_for_recordings() -> None:
 
     @wraps(start)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = getattr(kwargs.get("vllm_config"), "additional_config", None)
-        if isinstance(config, dict) and (config.get("tltlab") or {}).get("record") is not None:
+        if ours(self, _asked, kwargs.get("vllm_config"), "record", otherwise=False):
             self.tltlab_grace_s = GRACE_S
         start(self, *args, **kwargs)
 
     @wraps(stop)
-    def shutdown(self: Any, timeout: float | None = None) -> None:
+    def shutdown(self: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
         grace_s = self.tltlab_grace_s
-        stop(self, timeout=max(timeout or 0.0, grace_s) if grace_s else timeout)
+        stop(self, max(timeout or 0.0, grace_s) if grace_s else timeout, *args, **kwargs)
 
     CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
 
@@ -319,12 +329,15 @@ def show_metrics() -> None:
     @wraps(start)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
-        config = self.vllm_config.additional_config
-        if isinstance(config, dict) and (config.get("tltlab") or {}).get("policy"):
-            _collector().asks.append(partial(ask_for_metrics, weakref.ref(self)))
+        ours(self, _show_metrics_of, self, otherwise=None)
 
     __init__.tltlab = True  # type: ignore[attr-defined]
     AsyncMPClient.__init__ = __init__
+
+
+def _show_metrics_of(client: Any) -> None:
+    if _asked(client.vllm_config, "policy"):
+        _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
 
 
 @cache

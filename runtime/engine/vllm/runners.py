@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from . import ours
 from .capabilities import missing
+
+if TYPE_CHECKING:
+    from tltlab.runtime.engine.graphs import CapturedGraphs, Kind
 
 
 def spare_speculation() -> None:
@@ -23,6 +27,7 @@ def spare_speculation() -> None:
     rests while no drafts are asked for, and catches up when they are. Where that cannot be, it goes on as in vLLM: with
     EAGLE heads, whose inputs are hidden states that are gone, under asynchronous scheduling, and without a policy of
     ours. Hybrid models (Mamba) keep their states by what is drafted. What is sampled there is the same whatever drafts.
+    Where anything of this raises, that runner is vLLM's own from then on.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
@@ -31,42 +36,28 @@ def spare_speculation() -> None:
     execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
     propose_stock, draw_stock = V1Runner.propose_draft_token_ids, V1Runner._sample
 
-    names = list(signature(propose_stock).parameters)[2:]
+    arguments = signature(propose_stock)
 
     @wraps(execute_stock)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        rest = _rest_of(self)
-        rest.came_and_went(scheduler_output)
-        rest.plain = not scheduler_output.scheduled_spec_decode_tokens and rest.rests(scheduler_output)
-        with _without_speculation(self, rest.plain):
+        with _without_speculation(self, ours(self, _begins_plain, self, scheduler_output, otherwise=False)):
             return execute_stock(self, scheduler_output, *args, **kwargs)
 
     @wraps(sample_stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rest = _rest_of(self)
-        plain = rest.plain and self.execute_model_state is not None
-        if plain:
-            rest.falls_behind(self.input_batch)
-        with _without_speculation(self, plain):
+        with _without_speculation(self, ours(self, _ends_plain, self, otherwise=False)):
             return sample_stock(self, *args, **kwargs)
 
     @wraps(draw_stock)
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         # Sampling by rejection draws more random numbers, also where there is nothing to reject.
-        drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        drafts = ours(self, _has_drafts, spec_decode_metadata, otherwise=True)
         return draw_stock(self, logits, spec_decode_metadata if drafts else None)
 
     @wraps(propose_stock)
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, *args: Any) -> Any:
-        rest = _rest_of(self)
-        if rest.of_a_model:
-            if rest.rests(scheduler_output):
-                rest.falls_behind(self.input_batch)
-                return torch.empty((self.input_batch.num_reqs, 0), dtype=torch.int64, device=self.device)
-            given = dict(zip(names, args, strict=False))
-            common, hidden = given["common_attn_metadata"], given["hidden_states"]
-            rest.catches_up(self, common, hidden, given["sampling_metadata"])
-        return propose_stock(self, scheduler_output, *args)
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = ours(self, _at_rest, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None)
+        return propose_stock(self, *args, **kwargs) if drafts is None else drafts
 
     execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
     V1Runner.execute_model, V1Runner.sample_tokens = execute_model, sample_tokens
@@ -84,6 +75,40 @@ def _without_speculation(runner: Any, wanted: bool) -> Iterator[None]:
         yield
     finally:
         runner.speculative_config = speculative
+
+
+def _begins_plain(runner: Any, output: Any) -> bool:
+    """Whether the iteration that `output` schedules neither verifies drafts nor makes any."""
+    rest = _rest_of(runner)
+    rest.came_and_went(output)
+    rest.plain = not output.scheduled_spec_decode_tokens and rest.rests(output)
+    return rest.plain
+
+
+def _ends_plain(runner: Any) -> bool:
+    """Whether the iteration under way is such a one, and has computed something."""
+    rest = _rest_of(runner)
+    plain = rest.plain and runner.execute_model_state is not None
+    if plain:
+        rest.falls_behind(runner.input_batch)
+    return plain
+
+
+def _has_drafts(metadata: Any) -> bool:
+    return metadata is not None and any(metadata.num_draft_tokens)
+
+
+def _at_rest(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
+    """No drafts (B, 0) where a draft model rests; None where something drafts, a draft model once it has caught up."""
+    rest = _rest_of(runner)
+    if not rest.of_a_model:
+        return None
+    given = arguments()
+    if rest.rests(given["scheduler_output"]):
+        rest.falls_behind(runner.input_batch)
+        return torch.empty((runner.input_batch.num_reqs, 0), dtype=torch.int64, device=runner.device)
+    rest.catches_up(runner, given["common_attn_metadata"], given["hidden_states"], given["sampling_metadata"])
+    return None
 
 
 class Rest:
@@ -226,25 +251,27 @@ def time_drafting() -> None:
     V1Runner, V2Runner = model_runners()
     if hasattr(V1Runner.take_draft_token_ids, "timed_by_tltlab"):
         return
-    V1Runner.propose_draft_token_ids = _timed(V1Runner.propose_draft_token_ids, lambda args: _stopwatch(args[0]))
+    V1Runner.propose_draft_token_ids = _timed(V1Runner.propose_draft_token_ids)
     for runner in (V1Runner, V2Runner):
         runner.take_draft_token_ids = _with_time(runner.take_draft_token_ids)
 
 
 class _Stopwatch:
-    """Seconds within `with`, on the device where there is one."""
+    """Seconds from `start` to `stop`, on the device where there is one."""
 
     def __init__(self) -> None:
         self.events: tuple[Any, Any] | None = None
         self.seconds = 0.0
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
+        """Something begins."""
         if torch.cuda.is_available():
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self.events[0].record()
         self.seconds = -time.perf_counter()
 
-    def __exit__(self, *exception: object) -> None:
+    def stop(self) -> None:
+        """It is over."""
         self.seconds += time.perf_counter()
         if self.events is not None:
             self.events[1].record()
@@ -259,11 +286,16 @@ class _Stopwatch:
         return seconds
 
 
-def _timed(function: Any, watch_of: Callable[[tuple[Any, ...]], _Stopwatch]) -> Any:
+def _timed(function: Any, runner: Any = None) -> Any:
+    """The same with the stopwatch of `runner`, or of the object that it is a method of."""
+
     @wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        with watch_of(args):
-            return function(*args, **kwargs)
+        owner = args[0] if runner is None else runner
+        ours(owner, lambda: _stopwatch(owner).start(), otherwise=None)
+        result = function(*args, **kwargs)
+        ours(owner, lambda: _stopwatch(owner).stop(), otherwise=None)
+        return result
 
     timed.timed_by_tltlab = True  # type: ignore[attr-defined]
     return timed
@@ -272,18 +304,21 @@ def _timed(function: Any, watch_of: Callable[[tuple[Any, ...]], _Stopwatch]) -> 
 def _with_time(take: Any) -> Any:
     @wraps(take)
     def take_draft_token_ids(self: Any) -> Any:
-        watch = _stopwatch(self)
-        speculator = getattr(self, "speculator", None)
-        if speculator is not None and not hasattr(speculator.propose, "timed_by_tltlab"):
-            # The V2 runner's drafter is an object of its own; its first drafts pass untimed.
-            speculator.propose = _timed(speculator.propose, lambda args: watch)
+        ours(self, _time_speculator, self, otherwise=None)
         drafts = take(self)
         if drafts is not None:
-            drafts.draft_s = watch.read()
+            ours(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()), otherwise=None)
         return drafts
 
     take_draft_token_ids.timed_by_tltlab = True  # type: ignore[attr-defined]
     return take_draft_token_ids
+
+
+def _time_speculator(runner: Any) -> None:
+    """The V2 runner's drafter is an object of its own; its first drafts pass untimed."""
+    speculator = getattr(runner, "speculator", None)
+    if speculator is not None and not hasattr(speculator.propose, "timed_by_tltlab"):
+        speculator.propose = _timed(speculator.propose, runner)
 
 
 def _stopwatch(runner: Any) -> _Stopwatch:
@@ -326,3 +361,64 @@ def _weight_bytes(model: Any) -> dict[int, int]:
             if hasattr(handler, "handler_tensor"):
                 found[id(handler)] = handler.n * handler.k * value
     return found
+
+
+_KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": "eager"}
+
+
+def kind_of(runtime_mode: str) -> Kind:
+    """vLLM's name of a runtime mode in ours.
+
+    >>> kind_of("NONE")
+    'eager'
+    """
+    return _KINDS[runtime_mode]
+
+
+def keep_captured_bytes(runner: Any) -> None:
+    """Have model runners of this class keep what their `capture_model` returns; call it before the engine starts.
+
+    vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
+    """
+    capture = runner.capture_model
+    if hasattr(capture, "kept_by_tltlab"):
+        return
+
+    @wraps(capture)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = self.tltlab_captured_bytes = capture(self, *args, **kwargs)
+        return taken
+
+    kept.kept_by_tltlab = True  # type: ignore[attr-defined]
+    runner.capture_model = kept
+
+
+def captured_bytes(worker: Any) -> int | None:
+    """Bytes of device memory that a vLLM worker's graph capture took; None where nothing was captured or kept."""
+    taken = getattr(worker.model_runner, "tltlab_captured_bytes", None)
+    return int(taken) if taken else None
+
+
+def captured_graphs(worker: Any) -> CapturedGraphs:
+    """What a vLLM worker has captured."""
+    from tltlab.runtime.engine.graphs import CapturedGraphs
+
+    runner = worker.model_runner
+    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+    if dispatcher is not None:
+        by_kind = {kind_of(mode.name): descs for mode, descs in dispatcher.get_capture_descs()}
+        full = {(d.num_tokens, d.num_tokens // d.num_reqs - 1 if d.uniform else None) for d in by_kind.get("full", ())}
+        name, mode = "V1", dispatcher.cudagraph_mode
+    else:
+        manager = runner.cudagraph_manager
+        by_kind = {kind_of(mode.name): descs for mode, descs in manager._capture_descs.items()}
+        lengths = [(d.num_tokens, d.uniform_token_count) for d in by_kind.get("full", ())]
+        full = {(tokens, None if each is None else each - 1) for tokens, each in lengths}
+        name, mode = "V2", manager.cudagraph_mode
+    return CapturedGraphs(
+        runner="V1" if name == "V1" else "V2",
+        mode=mode.name,
+        full=tuple(sorted(full, key=lambda graph: (graph[0], graph[1] or 0))),
+        piecewise=tuple(sorted({d.num_tokens for d in by_kind.get("piecewise", ())})),
+        num_bytes=captured_bytes(worker),
+    )

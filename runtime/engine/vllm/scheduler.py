@@ -27,15 +27,14 @@ from vllm.v1.request import Request
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.metrics import Metrics
-from tltlab.runtime.engine.seat import PolicyFile, raised_at
+from tltlab.runtime.engine.seat import PolicyFile, what_was_raised
 
 from .capabilities import missing
 from .capture import NoCapture, pause_capture, start_capture
-from .dispatch import captured_graphs
 from .options import Attachment, check_engine, drafts_nothing
 from .plugin import is_registered, speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
-from .runners import held_bytes
+from .runners import captured_graphs, held_bytes
 from .watch import Watch
 
 logger = init_logger(__name__)
@@ -101,7 +100,7 @@ class PolicyScheduler(Scheduler):
             return part(*args)
         except Exception as error:
             self.given_up = True
-            failure = f"tltlab raised {type(error).__name__}: {error} ({raised_at(error)})"
+            failure = f"tltlab raised {what_was_raised(error)}"
             logger.error("%s; the engine goes on without a policy, a recording or a capture", failure)
             self.control.failure = self.control.failure or failure
             self._worker_depth, self._due = 0, None

@@ -27,8 +27,8 @@ from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 
-from .dispatch import kind_of
 from .options import Attachment
+from .runners import kind_of
 
 EXTRA = "tltlab"
 """Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
@@ -289,7 +289,7 @@ def record_only(scheduler: Any) -> None:
         control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
         watch = Watch(scheduler, control, settings)
         if watch.recording is not None:
-            _RecordOnly(watch, watch.recording)
+            _RecordOnly(watch, watch.recording).begin()
     except Exception as error:  # the engine is the user's
         logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
 
@@ -301,8 +301,12 @@ class _RecordOnly:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
         self._known = False
         self._before: Live | None = None
-        self._scheduler.close_recording = self._close
-        self._scheduler.new_weights = lambda method: self._take_down(watch.new_weights, (method,))
+        # Of each method what stood for it in the scheduler itself, None for its class's, and what does now.
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
+
+    def begin(self) -> None:
+        """Wrap them; where that fails the recording ends and they are as they were."""
+        watch = self._watch
         around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
             "add_request": (self._adds, self._added),
             "_update_request_as_session": (self._turns, lambda session, *_: watch.continues(session, self._before)),
@@ -313,13 +317,19 @@ class _RecordOnly:
             "_free_request": (lambda request, *_: watch.left(request), None),
             "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
         }
-        for name in WATCHED:
-            self._wrap(name, *around[name])
+        try:
+            for name in WATCHED:
+                self._wrap(name, *around[name])
+        except Exception as error:
+            self._recording.give_up(error)
+            self._unwrap()
+        self._scheduler.close_recording = self._close
+        self._scheduler.new_weights = lambda method: self._take_down(watch.new_weights, (method,))
 
     def _close(self) -> None:
         self._unwrap()
-        self._scheduler.__dict__.pop("close_recording", None)
         self._recording.close()
+        self._scheduler.__dict__.pop("close_recording", None)
 
     def _adds(self, request: Request) -> None:
         self._known = request.request_id in self._scheduler.requests
@@ -340,7 +350,7 @@ class _RecordOnly:
             self._watch.watched(what, depth)
 
     def _wrap(self, name: str, before: Callable[..., object], after: Callable[..., object] | None) -> None:
-        stock = getattr(self._scheduler, name)
+        before_ours, stock = vars(self._scheduler).get(name), getattr(self._scheduler, name)
 
         @wraps(stock)
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -350,6 +360,7 @@ class _RecordOnly:
                 self._take_down(after, args)
             return result
 
+        self._wrapped[name] = before_ours, method
         setattr(self._scheduler, name, method)
 
     def _take_down(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -363,8 +374,16 @@ class _RecordOnly:
             self._unwrap()
 
     def _unwrap(self) -> None:
-        for name in (*WATCHED, "new_weights"):
-            self._scheduler.__dict__.pop(name, None)
+        """Take ours away. Where others have wrapped it since it stays, and passes on."""
+        attributes = vars(self._scheduler)
+        for name, (before_ours, method) in self._wrapped.items():
+            if attributes.get(name) is method:
+                if before_ours is None:
+                    del attributes[name]
+                else:
+                    attributes[name] = before_ours
+        self._wrapped.clear()
+        attributes.pop("new_weights", None)
 
 
 @cache

@@ -1,5 +1,7 @@
 """Systems from the literature: what each row of the table is, and how it is fitted to the acceptance that is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from tltlab.acceptance.load import (
     GeometricAcceptance,
     load_acceptance,
 )
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.base import LinearCosts, SpeculationCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import Rung, System, length_aware, one_strategy, strategies
 from tltlab.planning.system_binding import PerDrafter, bind
@@ -34,14 +36,53 @@ def measured(*drafters: str, depth: int = 8) -> FittedAcceptance:
     return FittedAcceptance(drafters_by_depth={name: {depth: known} for name in drafters})
 
 
-def test_six_systems_say_where_they_come_from_and_what_was_assumed():
-    assert list(SYSTEMS) == ["verl", "open-r1", "tlt", "tlt-base", "das", "vllm-dynamic"]
+def test_every_system_says_where_it_comes_from_and_what_was_assumed():
+    assert len(SYSTEMS) >= 20
     for name, system in SYSTEMS.items():
         assert system.name == name
         assert system.title
         assert system.source
         assert system.assumptions
-        assert system.lossless
+
+
+def test_no_row_is_another_under_a_new_name():
+    compositions = [
+        repr(replace(system, name="", title="", source="", algorithm="", exact=(), assumptions=()))
+        for system in SYSTEMS.values()
+    ]
+    assert len(set(compositions)) == len(SYSTEMS)
+
+
+def test_what_changes_tokens_or_trains_on_old_ones_is_not_called_lossless_or_on_policy():
+    assert {name for name, system in SYSTEMS.items() if not system.lossless} >= {"spec-rl"}
+    assert {name for name, system in SYSTEMS.items() if not system.on_policy} >= {"rhymerl", "streamrl-async"}
+    assert all(system.on_policy for system in SYSTEMS.values() if not system.max_staleness and not system.admission)
+
+
+def test_earlier_responses_count_as_finished_siblings():
+    found = bind(SYSTEMS["histospec"], COSTS, None, SIBLINGS)
+    nobody = np.zeros(1)
+    assert found.acceptance.alpha(nobody, nobody) == pytest.approx(SIBLINGS.alpha(nobody + 16, nobody))
+    assert any("earlier epoch" in note for note in found.assumptions)
+
+
+@pytest.mark.parametrize(("siblings", "tokens"), [(0, 1.70), (1, 2.04), (5, 2.32), (15, 2.53)])
+def test_seers_accepted_length_by_number_of_siblings(siblings, tokens):
+    """Its table of linear drafts, which the shipped curve is fitted to."""
+    nobody = np.zeros(1)
+    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), nobody, nobody, nobody + siblings)
+    assert 1 + survival.sum() == pytest.approx(tokens, abs=0.03)
+
+
+def test_a_block_is_drafted_in_one_pass_and_a_chain_in_one_for_each_token():
+    costs = COSTS.model_copy(update={"draft_level_s": 0.0})
+    four, eight = Strategy.chain("learned", 4), Strategy.chain("learned", 8)
+    plain = COSTS.iteration(NO_SPECULATION).seconds(4, 0)
+    chain, block = (SpeculationCosts.of(costs, pass_share=0.25, block=block) for block in (False, True))
+    for strategy, passes in ((four, 4), (eight, 8)):
+        verified = costs.iteration(strategy).seconds(4, 0)
+        assert chain.iteration(strategy).seconds(4, 0) == pytest.approx(verified + 0.25 * passes * plain)
+        assert block.iteration(strategy).seconds(4, 0) == pytest.approx(verified + 0.25 * plain)
 
 
 def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():

@@ -412,14 +412,17 @@ def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
 def test_what_a_flush_could_not_write_is_said_next_and_written_once_the_disk_takes_it(tmp_path, monkeypatch):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         add(recorder, 0)
+        recorder.note("said while the disk is full")
         with monkeypatch.context() as patch:
-            patch.setattr(recorder_module, "write_chunk", disk_full)
+            patch.setattr(recorder_module, "replace_durably", disk_full)
             recorder.flush(wait=False)
             add(recorder, 1)
             with pytest.raises(RunError, match="No space left"):
                 recorder.flush(wait=False)
         recorder.flush()
-    assert read(tmp_path / "t").rl_steps == [0, 1]
+    trace = read(tmp_path / "t")
+    assert trace.rl_steps == [0, 1]
+    assert trace.manifest.notes == "said while the disk is full"
 
 
 def test_the_time_spent_recording_is_measured(tmp_path):

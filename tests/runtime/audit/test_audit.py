@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS, TinyModels, make_tiny_models
@@ -260,6 +260,33 @@ def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[s
     (tmp_path / "PKG-INFO").write_text("Name: vllm\nVersion: 0.1.0\n")
     with pytest.raises(ConfigError, match=sentence):
         run_vllm_tests(tmp_path, tests=["tests/v1"], progress=print)
+
+
+def sdist(folder: Path, test: str) -> Path:
+    """What vLLM's sdist unpacks to, with one test of ours in it."""
+    (folder / "tests" / "v1").mkdir(parents=True)
+    for name in ("tests/conftest.py", "pyproject.toml"):
+        (folder / name).write_text("")
+    (folder / "tests" / "v1" / "test_x.py").write_text(test)
+    return folder
+
+
+@pytest.mark.engine
+def test_tests_that_fail_on_every_side_are_no_difference_and_no_error(
+    tmp_path: Path, run: Callable[..., tuple[int, dict]]
+):
+    """Such as one that asks for a GPU, or for a model that is not here."""
+    source = sdist(tmp_path, "import sys\ndef test_a():\n    assert 'vllm' not in sys.modules\n")
+    code, report = run("vllm-tests", str(source), "--test", "tests/v1")
+    assert (code, report["passed"], report["differences"]) == (0, True, [])
+    assert [counts["failed"] for counts in report["counts"].values()] == [1, 1, 1]
+    assert "none of these tests passes here with vLLM as it is" in text(report)
+
+
+def test_tests_that_cannot_be_collected_are_an_error(tmp_path: Path):
+    source = sdist(tmp_path, "import no_such_module_anywhere\n")
+    with pytest.raises(RunError, match=r"vLLM as it is: pytest could not run .*: .*no_such_module_anywhere"):
+        run_vllm_tests(source, tests=["tests/v1"], progress=print)
 
 
 SDIST = os.environ.get("TLTLAB_VLLM_TESTS", "")

@@ -34,14 +34,8 @@ from tltlab.runtime.engine.graphs import (
     plan_graphs,
     vllm_batches,
 )
-from tltlab.runtime.engine.vllm.dispatch import (
-    captured_bytes,
-    captured_graphs,
-    dispatched_kinds,
-    keep_captured_bytes,
-    v1_dispatcher,
-    v2_manager,
-)
+from tltlab.runtime.engine.vllm.runners import captured_bytes, captured_graphs, keep_captured_bytes
+from tltlab.runtime.engine.vllm.stock import dispatched_kinds, v1_dispatcher, v2_manager
 from tltlab.strategy import Strategy
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=1, bytes_per_layer=1e6)

@@ -26,7 +26,7 @@ from tltlab.runtime.engine.profile import (
     start_engine,
 )
 from tltlab.runtime.engine.profile import profile as measure
-from tltlab.runtime.engine.vllm.dispatch import dispatched_kinds
+from tltlab.runtime.engine.vllm.stock import dispatched_kinds
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pandas as pd
 import pytest
@@ -180,3 +185,142 @@ def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
         trace.manifest.notes or ""
     )
     assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
+
+
+class Disk:
+    """It takes what it is given, until it `hangs`: then once it `answers`."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers, self._fsync = Event(), Event(), os.fsync
+        self.answers.set()
+
+    def hangs(self) -> None:
+        self.answers.clear()
+
+    def fsync(self, descriptor: int) -> None:
+        self.asked.set()
+        self.answers.wait(100)
+        self._fsync(descriptor)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    yield disk
+    disk.answers.set()
+
+
+def test_closing_waits_for_a_disk_that_hangs_only_so_long_and_nothing_is_lost(
+    engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(LiveRecording, "close_s", 0.05)
+    engine.serves(2)
+    engine.arrives()
+    disk.hangs()
+    engine.recording.close()
+    assert engine.recording.ended
+    engine.recording.close()
+    assert caplog.text.count("the disk has not answered for 0.05 s") == 1
+    assert not engine.path.exists()
+    disk.answers.set()
+    engine.recording._thread.join(60)
+    trace = read(engine.path)
+    assert trace.outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
+    assert "unfinished: the recording was interrupted" in (trace.manifest.notes or "")
+
+
+def test_a_trace_that_takes_too_long_to_make_is_not_waited_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    goes_on, close = Event(), engine.recording._recorder.close
+    monkeypatch.setattr(engine.recording._recorder, "close", lambda: (goes_on.wait(100), close()))
+    monkeypatch.setattr(LiveRecording, "finish_s", 0.05)
+    engine.serves(2)
+    engine.recording.close()
+    assert "no trace was made of it within 0.05 s" in caplog.text
+    goes_on.set()
+    engine.recording._thread.join(60)
+    assert of_steps(read(engine.path)) == [2]
+
+
+def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    engine.serves()
+    engine.arrives()
+    durable = engine.recording._durable
+
+    class Interrupts:
+        def wait(self, timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.recording, "_durable", Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        engine.recording.close()
+    monkeypatch.setattr(engine.recording, "_durable", durable)
+    assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "abort"]
+
+
+def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
+    engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    engine.serves(2)
+    disk.hangs()
+    disk.asked.clear()
+    monkeypatch.setattr(LiveRecording, "flush_bytes", 0)
+    engine.serves()
+    assert disk.asked.wait(60)
+    monkeypatch.setattr(LiveRecording, "most_bytes", 20_000)
+    while not engine.recording.ended:
+        engine.serves()
+    assert "the disk does not keep up" in caplog.text
+    engine.serves()
+    assert not engine.recording._waiting
+    disk.answers.set()
+    engine.recording._thread.join(60)
+    # The last one's was on its way as a whole or in part.
+    assert of_steps(read(engine.path)) in ([2], [3])
+    assert not engine.recording._recorder._rows
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("of a bug in a bug")
+
+
+def test_giving_up_raises_nothing_whatever_was_raised(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def take() -> None:
+        raise LookupError("the ledger too")
+
+    engine.serves(2)
+    monkeypatch.setattr(engine.control.ledger, "take", take)
+    engine.recording.give_up(Unspeakable())
+    assert "Unspeakable: it cannot be shown; what is durable stays" in caplog.text
+    engine.recording.close()
+    assert of_steps(read(engine.path)) == [2]
+
+
+FORGETS = """
+import os, sys
+from pathlib import Path
+root, path = sys.argv[1:]
+sys.path.insert(0, root)
+from tests.runtime.engine.test_recording import Engine
+
+engine = Engine(Path(path))
+engine.serves(2)
+if os.fork() == 0:
+    engine.recording.close()
+    sys.exit()
+os.wait()
+engine.serves(3)
+"""
+
+
+def test_a_process_that_ends_without_closing_leaves_a_trace_and_one_that_was_forked_off_it_nothing(tmp_path: Path):
+    command = [sys.executable, "-W", "ignore", "-c", FORGETS, str(Path(__file__).parents[3]), str(tmp_path / "trace")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [item.name for item in tmp_path.iterdir()] == ["trace"]
+    assert of_steps(read(tmp_path / "trace")) == [5]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.graphs import GIB
-from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.graphs import GIB, CapturedGraphs
 from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.graphs import EngineBuild, engines_of
 from tltlab.runtime.recipe.recipe import load_recipe

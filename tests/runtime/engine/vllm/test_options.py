@@ -11,7 +11,7 @@ import pytest
 
 import tltlab.runtime
 from tltlab.costs.base import LinearCosts
-from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
@@ -19,8 +19,6 @@ from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import (
     Attachment,
     Variables,
-    check_drafter,
-    check_sampled_drafts,
     serve_arguments,
 )
 from tltlab.strategy import Strategy

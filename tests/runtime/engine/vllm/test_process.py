@@ -1,7 +1,8 @@
 """Engines as a user's own program starts them: what they leave in its process, and what they record until it ends.
 
 One program starts three engines in turn, one server has its core in a process of its own, and two engines are Ray
-actors: starting is what costs. The server, the actors and TRL's trainer know nothing of tltlab; the environment does.
+actors, of which one is killed: starting, and importing vLLM, is what costs. The server, the actors and TRL's trainer
+know nothing of tltlab; the environment does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -39,14 +39,18 @@ from tltlab.traces.trace import read_one
 pytestmark = pytest.mark.engine
 STRATEGY_COLUMNS = ("drafter", "draft_depth", "top_k", "tokens_to_verify")
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+"""Compiling parts of the sampler takes longer than all that a program does with it."""
 
 PROGRAM = """
-import json, os, shutil, sys
+import json, os, sys
 root, model, traces = sys.argv[1:]
 sys.path.insert(0, root)
 from tests.runtime.engine.asking import changed, requests, settings
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.vllm import uncompiled
+from tltlab.runtime.engine.vllm.watch import record_only
 
 before, found = settings(), {}
 engine = Engine(model, max_draft_depth=2,
@@ -68,22 +72,32 @@ from vllm.v1.request import RequestStatus
 
 small = {"enforce_eager": True, "dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 25}
 
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+prompts = [{"prompt_token_ids": [1, 4 + n, 5]} for n in range(3)]
+without_compiling = uncompiled(True)
+without_compiling.__enter__()
+
+os.environ["TLTLAB_RECORD"] = f"{traces}/pools"
+llm = LLM(model, runner="pooling", **small)
+vectors = [answer.outputs.embedding for answer in llm.embed(prompts, use_tqdm=False)]
+options = vllm_options(None, record=f"{traces}/pools")
+scheduler_of(llm).vllm_config.additional_config = options["additional_config"]
+record_only(scheduler_of(llm))
+again = [answer.outputs.embedding for answer in llm.embed(prompts, use_tqdm=False)]
+found["pools"] = [len(set(map(tuple, vectors))), again == vectors, "schedule" in vars(scheduler_of(llm))]
+llm.llm_engine.engine_core.shutdown()
+
 def generate(llm, **settings):
-    prompts = [{"prompt_token_ids": [1, 4 + n, 5]} for n in range(3)]
     settings = SamplingParams(ignore_eos=True, max_tokens=20, **settings)
     return [output.outputs[0].finish_reason for output in llm.generate(prompts, settings, use_tqdm=False)]
-
-llm = LLM(model, **small, **vllm_options("none", record=f"{traces}/vanishes"))
-found["vanishes"] = [generate(llm)]
-shutil.rmtree(f"{traces}/vanishes.recording")
-found["vanishes"] += [generate(llm), generate(llm)]
-llm.llm_engine.engine_core.shutdown()
 
 os.environ.update(TLTLAB_POLICY="beg-mab", TLTLAB_RECORD=f"{traces}/exits")
 llm = LLM(model, **small)
 repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
 found["exits"] = [generate(llm), generate(llm, allowed_token_ids=[9], repetition_detection=repeats)]
-scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+scheduler = scheduler_of(llm)
 stock, failed = scheduler.update_from_output, []
 
 def update_from_output(*args):
@@ -99,35 +113,6 @@ llm.llm_engine.add_request("ends", {"prompt_token_ids": [1, 8, 5]}, SamplingPara
 while scheduler.has_unfinished_requests():
     llm.llm_engine.step()
 print(json.dumps(found))
-"""
-
-
-KILLED = """
-import os, signal, sys, time
-root, model, trace = sys.argv[1:]
-sys.path.insert(0, root)
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-import tltlab
-from tltlab.runtime import vllm_options
-from vllm import LLM, SamplingParams
-
-llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
-          **vllm_options("beg-mab", record=trace))
-settings = SamplingParams(ignore_eos=True, max_tokens=24)
-prompts = [{"prompt_token_ids": [1, 4 + n, 5, 6, 4 + n, 5]} for n in range(3)]
-llm.generate(prompts, settings, use_tqdm=False)
-llm.collective_rpc("reload_weights")
-llm.reset_prefix_cache()
-for _ in range(2):
-    llm.generate(prompts, settings, use_tqdm=False)
-llm.sleep(level=0)
-llm.wake_up()
-llm.generate(prompts, settings, use_tqdm=False)
-while len(tltlab.read(trace).outcomes) < 12:
-    time.sleep(0.1)
-llm.llm_engine.add_request("under way", prompts[0], settings)
-llm.llm_engine.step()
-os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -161,27 +146,12 @@ def test_what_a_program_recorded_is_a_trace_when_it_has_ended_however_its_reques
     assert f"follows the policy beg-mab and records to {traces / 'exits'}" in program[1]
 
 
-def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tuple[dict[str, Any], str], traces: Path):
+def test_an_engine_that_pools_goes_on_unrecorded_and_says_so_once(program: tuple[dict[str, Any], str], traces: Path):
+    """By variables, and where its arguments ask for a recording."""
     found, said = program
-    assert found["vanishes"] == [["length"] * 3] * 3
-    assert said.count("the engine goes on") == 1
-    assert not (traces / "vanishes").exists()
-
-
-def test_what_was_durable_when_a_program_was_killed_is_read_simulated_and_tuned(random_model: Path, traces: Path):
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[4]), str(random_model), str(traces / "killed")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-    trace = tltlab.read(traces / "killed")
-    assert trace.outcomes["response_tokens"].tolist() == [24] * 12
-    # New weights begin an RL step, and nothing else does.
-    assert trace.outcomes.groupby("rl_step").size().tolist() == [3, 9]
-    assert trace.workload["policy_version"].tolist() == [0] * 3 + [1] * 9
-    notes = trace.manifest.notes or ""
-    assert "ends with a weight update" in notes
-    assert "unfinished: the recording was interrupted" in notes
-    simulated = tltlab.sim.simulate(trace, policy="beg-mab")
-    assert simulated.summary["acceptance"].startswith("measured in the trace's iterations")
+    assert found["pools"] == [3, True, False]
+    assert said.count("it pools and generates nothing") == said.count("nothing is recorded") == 1
+    assert not [item.name for item in traces.iterdir() if item.name.startswith("pools")]
 
 
 @dataclass(kw_only=True)
@@ -198,13 +168,13 @@ class Served:
 
 
 async def streamed(url: str, model: Path) -> list[str]:
-    """The texts of 64 streams at a time, greedy, of 40 to 80 tokens."""
+    """The texts of 64 streams at a time, greedy, of 25 to 55 tokens."""
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=200, max_retries=0)
 
     async def read(n: int) -> str:
         prompt, extra = [1, *(4 + (n * k + k) % 20 for k in range(8))], {"ignore_eos": True}
         chunks = await client.completions.create(
-            model=str(model), prompt=prompt, temperature=0, max_tokens=40 + n % 41, stream=True, extra_body=extra
+            model=str(model), prompt=prompt, temperature=0, max_tokens=25 + n % 31, stream=True, extra_body=extra
         )
         return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
 
@@ -238,7 +208,7 @@ def port_of_its_own() -> int:
 def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A server whose policy file changes; it was told to end after all that it did.
 
-    Its KV cache has room for three or four requests: however slowly they come, some are preempted.
+    Its KV cache has room for three requests: however slowly they come, some are preempted.
     """
     folder = tmp_path_factory.mktemp("served")
     server_of = Served(folder=folder)
@@ -247,10 +217,13 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
     load_policy("beg-mab").write(policy)
     asked = vllm_options(policy, record=server_of.trace, reload=True, for_="trl")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model)]
-    limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "10", "--dtype", "float32"]
+    limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "8", "--dtype", "float32"]
     limits += ["--kv-cache-memory-bytes", str(1 << 25), "--enforce-eager", "--port", str(port)]
+    limits += ["--distributed-executor-backend", "uni"]
     with open(folder / "log", "w") as log:
-        server = subprocess.Popen([*command, *limits], env=os.environ | asked, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [*command, *limits], env=os.environ | UNCOMPILED | asked, stdout=log, stderr=subprocess.STDOUT
+        )
 
     def ask(**body: Any) -> None:
         data = json.dumps({"model": str(random_model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
@@ -367,37 +340,87 @@ def test_the_policy_speculated_in_the_other_process(served: Served):
 
 
 ACTORS = """
-import os, sys
+import json, os, signal, sys, time
 import ray
 
-model, folder = sys.argv[1:]
+model, variables = sys.argv[1], json.loads(sys.argv[2])
 
 class Actor:
     def __init__(self):
-        from vllm import LLM
-        self.llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=64, kv_cache_memory_bytes=1 << 25)
+        from vllm import LLM, SamplingParams
+        self.llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
+                       distributed_executor_backend="uni")
+        self.settings = SamplingParams(ignore_eos=True, max_tokens=24)
+        self.prompts = [{"prompt_token_ids": [1, 4 + n, 5, 6, 4 + n, 5]} for n in range(3)]
 
-    def generate(self, number):
-        from vllm import SamplingParams
-        prompts = [{"prompt_token_ids": [1, 4 + number, 5]}] * 2
-        self.llm.generate(prompts, SamplingParams(ignore_eos=True, max_tokens=10 + number), use_tqdm=False)
+    def generate(self):
+        self.llm.generate(self.prompts, self.settings, use_tqdm=False)
+
+    def ends(self):
+        for _ in range(2):
+            self.generate()
         self.llm.llm_engine.engine_core.shutdown()
 
-asked = {"TLTLAB_RECORD": folder + "/x", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, runtime_env={"env_vars": asked})
-actors = [ray.remote(num_cpus=1)(Actor).remote() for _ in range(2)]
-ray.get([actor.generate.remote(number) for number, actor in enumerate(actors)])
+    def is_killed(self):
+        from tltlab.traces.trace import read_one
+        self.generate()
+        self.llm.collective_rpc("reload_weights")
+        self.llm.reset_prefix_cache()
+        for _ in range(2):
+            self.generate()
+        self.llm.sleep(level=0)
+        self.llm.wake_up()
+        self.generate()
+        path = self.llm.llm_engine.engine_core.engine_core.scheduler.watch.recording.path
+        while len(read_one(path.with_name(path.name + ".recording")).outcomes) < 12:
+            time.sleep(0.1)
+        self.llm.llm_engine.add_request("under way", self.prompts[0], self.settings)
+        self.llm.llm_engine.step()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, runtime_env={"env_vars": variables})
+killed, ends = (ray.remote(num_cpus=1)(Actor).remote() for _ in range(2))
+under_way = killed.is_killed.remote()
+ray.get(ends.ends.remote())
+try:
+    ray.get(under_way)
+except ray.exceptions.RayActorError:
+    print("killed")
 """
 
 
-def test_engines_in_rays_actors_get_the_variables_and_record_side_by_side(random_model: Path, tmp_path: Path):
-    command = [sys.executable, "-c", ACTORS, str(random_model), str(tmp_path)]
+@pytest.fixture(scope="module")
+def actors(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What two engines in Ray's actors left that shared their variables: one that was killed, and one that ended."""
+    folder = tmp_path_factory.mktemp("actors")
+    single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    variables = {"TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(folder / "x"), **single, **UNCOMPILED}
+    command = [sys.executable, "-c", ACTORS, str(random_model), json.dumps(variables)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    # What actors say is there too.
+    assert "killed" in done.stdout.splitlines()
+    return sorted(folder.iterdir(), key=lambda path: path.suffix != ".recording")
+
+
+def test_engines_in_rays_actors_get_the_variables_and_record_side_by_side(actors: list[Path]):
+    assert sorted(path.name.removesuffix(".recording") for path in actors) == ["x", "x-1"]
+    assert [path.suffix for path in actors] == [".recording", ""]
     # One by one: `read` puts together what overlaps in time.
-    traces = [read_one(tmp_path / name).outcomes for name in ("x", "x-1")]
-    assert sorted(sorted(outcomes["response_tokens"]) for outcomes in traces) == [[10, 10], [11, 11]]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert read_one(actors[1]).outcomes["response_tokens"].tolist() == [24] * 6
+
+
+def test_what_was_durable_when_a_program_was_killed_is_read_simulated_and_tuned(actors: list[Path]):
+    trace = read_one(actors[0])
+    assert trace.outcomes["response_tokens"].tolist() == [24] * 12
+    # New weights begin an RL step, and nothing else does.
+    assert trace.outcomes.groupby("rl_step").size().tolist() == [3, 9]
+    assert trace.workload["policy_version"].tolist() == [0] * 3 + [1] * 9
+    notes = trace.manifest.notes or ""
+    assert "ends with a weight update" in notes
+    assert "unfinished: the recording was interrupted" in notes
+    simulated = tltlab.sim.simulate(trace, policy="beg-mab")
+    assert simulated.summary["acceptance"].startswith("measured in the trace's iterations")
 
 
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
@@ -416,8 +439,8 @@ def test_trls_trainer_runs_under_a_policy_and_leaves_a_trace_without_a_line_chan
     environment = {
         "PYTHONPATH": os.pathsep.join([os.environ["TLTLAB_TRL"], str(tmp_path)]),
         "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
-        # Compiling the model takes longer than both RL steps, and by default the KV cache takes a third of the memory.
-        "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        # By default the KV cache takes a third of the memory.
+        **UNCOMPILED, "VLLM_CPU_KVCACHE_SPACE": "1",
         "TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(tmp_path / "x"),
     }  # fmt: skip
     runner = [sys.executable, "-m", "tltlab.bench.train.trl", "script.py", "times.json", "--torch-linear"]

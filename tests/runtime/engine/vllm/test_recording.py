@@ -12,6 +12,7 @@ import re
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,34 @@ def test_where_a_recording_is_already_another_one_goes_beside_it(recorded: Recor
     beside.scheduler.close_recording()
     assert len(tltlab.read(recorded.path.with_name("trace-1")).outcomes) == 3
     first._close()
+
+
+def test_what_others_have_wrapped_stays_wrapped_when_a_recording_ends(recorded: Recorded, llm: Any, tmp_path: Path):
+    """Another plugin's, that was there before ours and that came after it."""
+    called: Counter[str] = Counter()
+
+    def wrap(name: str) -> Callable[..., Any]:
+        stock = getattr(recorded.scheduler, name)
+
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            called[name] += 1
+            return stock(*args, **kwargs)
+
+        setattr(recorded.scheduler, name, theirs)
+        return theirs
+
+    recorded.scheduler.close_recording()
+    before = wrap("update_from_output")
+    again = Recorded(llm, tmp_path / "again")
+    after = wrap("schedule")
+    again.answers(1, max_tokens=4)
+    assert len(again.trace().outcomes) == 1
+    called.clear()
+    again.answers(1, max_tokens=4)
+    assert called["update_from_output"] == called["schedule"] > 0
+    assert vars(recorded.scheduler)["update_from_output"] is before
+    assert vars(recorded.scheduler).pop("schedule") is after
+    del recorded.scheduler.update_from_output
 
 
 def test_a_place_that_cannot_be_written_leaves_the_engine_unrecorded(

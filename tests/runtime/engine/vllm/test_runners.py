@@ -11,6 +11,7 @@ import torch
 
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.vllm import runners
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -138,3 +139,45 @@ def test_it_catches_up_in_passes_that_it_has_room_for(attentive: Engine, monkeyp
     always = refused(attentive, off=0, rl_step=0)
     monkeypatch.setattr(runner.drafter, "max_num_tokens", 50)
     assert refused(attentive, off=30, rl_step=1, first=4) <= always + 0.01
+
+
+@pytest.fixture
+def runner(roomy: Engine) -> Iterator[Any]:
+    """The roomy engine's, which is as it was afterwards."""
+    runner = roomy.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    yield runner
+    for name in ("tltlab_failed", "tltlab_rest", "tltlab_stopwatch"):
+        vars(runner).pop(name, None)
+    roomy.llm.reset_prefix_cache()
+
+
+def raises(*args: Any, **kwargs: Any) -> Any:
+    raise LookupError("a bug of ours")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "_rest_of", "Rest.came_and_went", "Rest.rests", "Rest.falls_behind", "Rest.catches_up", "_has_drafts",
+        "_Stopwatch.start", "_Stopwatch.stop", "_Stopwatch.read", "_time_speculator",
+    ],
+)  # fmt: skip
+def test_whatever_of_ours_raises_in_a_model_runner_is_said_once_and_the_same_tokens_come(
+    roomy: Engine, runner: Any, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    roomy.set_policy(None)
+    plain = roomy.generate(requests(3, 40), rl_step=0, temperature=0.0)
+    roomy.set_policy(OffThenOn(6))
+    *owner, name = part.split(".")
+    # In the middle: a draft model has rested already, and is behind.
+    times = iter(range(100))
+    where = getattr(runners, owner[0]) if owner else runners
+    stock = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *args: stock(*args) if next(times) < 3 else raises())
+    drafted = roomy.generate(requests(3, 40, rl_step=1), rl_step=1, temperature=0.0)
+    assert [r.token_ids for r in drafted.responses] == [r.token_ids for r in plain.responses]
+    assert sum(row["num_drafted"] for row in drafted.iterations) > 0
+    assert runner.tltlab_failed
+    (said,) = [record.getMessage() for record in caplog.records if "tltlab raised" in record.getMessage()]
+    assert "LookupError: a bug of ours" in said
+    assert "goes on without" in said

@@ -6,6 +6,8 @@ The CPU platform turns asynchronous scheduling off, so no engine runs it here.
 from __future__ import annotations
 
 import copy
+import shutil
+import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
@@ -22,6 +24,7 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -445,6 +448,42 @@ def test_whatever_of_ours_raises_is_said_once_and_the_engine_goes_on_without_dra
     assert "LookupError: a bug of ours" in said
     assert "test_scheduler.py, line" in said
     assert scheduler.control.failure in said
+
+
+def test_a_recording_that_vanishes_beside_a_policy_is_said_once_and_the_policy_goes_on(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
+
+    monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
+    monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
+    recorded = {"tltlab": BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}}
+    worker = Overlapped.of(scheduled_by(policy_scheduler, engine, settings=recorded))
+    recording = worker.scheduler.watch.recording
+    shutil.rmtree(tmp_path / "trace.recording")
+    number, deadline = 0, time.monotonic() + 60
+    while not recording.ended or worker.flight:
+        if not recording.ended and not worker.scheduler.requests:
+            number += 1
+            worker.add(str(number), 5)
+        if worker.scheduler.has_unfinished_requests():
+            worker.schedule()
+        worker.finish(kept=2)
+        assert time.monotonic() < deadline
+    worker.add("after", 9)
+    request = worker.scheduler.requests["after"]
+    drafted = [worker.schedule(), worker.schedule()][1].scheduled_spec_decode_tokens
+    assert len(drafted["after"]) == 4
+    while worker.flight:
+        worker.finish(kept=4)
+        if worker.scheduler.has_unfinished_requests():
+            worker.schedule()
+    assert len(request.output_token_ids) == 9
+    assert not worker.scheduler.given_up
+    worker.scheduler.close_recording()
+    (said,) = [record.getMessage() for record in caplog.records if "the engine goes on" in record.getMessage()]
+    assert "No such file" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):

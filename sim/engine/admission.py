@@ -1,0 +1,276 @@
+"""RL steps that begin more than they train, end early, and leave responses to later steps.
+
+The trace is a stream of prompts that begins again when it has ended, so that every step finds more to begin. A
+response that a step leaves is a request of the next one, its prefix part of the prompt, and the prefill of that is paid
+under the new weights. Lengths of samples beyond a trace's group are drawn from their prompt's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pandas as pd
+
+from tltlab.arrays import Floats
+from tltlab.planning.composition import Admission
+from tltlab.planning.dispatch import may_start
+
+from .random_numbers import request_seeds, uniforms
+from .requests import Requests
+
+MOST_ITERATIONS = 64
+"""Iterations after which a worker looks whether the step has ended or something new may begin."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One response: where it stands in the trace, and how far it has come. `step` is the RL step that began it."""
+
+    source: int
+    index: int
+    sample: int
+    length: int
+    group: Group
+    generated: float = 0.0
+    old: float = 0.0
+    began: bool = False
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one prompt; `needed` of them make it complete."""
+
+    needed: int
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        return sum(job.done for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What an RL step has to do: `requests` for the engine in order of admission, one for each of `jobs`."""
+
+    requests: Requests
+    jobs: list[Job]
+    most_running: float
+    most_begun: float
+    num_groups: int
+    num_responses: int
+
+
+class Stream:
+    """The prompts of a trace, again and again, and what earlier steps have left of them."""
+
+    def __init__(self, steps: Sequence[Requests], admission: Admission, seed: int) -> None:
+        self.steps = steps
+        self.admission = admission
+        self.seed = seed
+        self.version = 0
+        self.accepted = 0
+        self.wasted_tokens = 0.0
+        self._new = self._groups()
+        self._open: list[Group] = []
+        self._again: deque[Group] = deque()
+        self._ready: list[Job] = []
+        """Whole responses that no step has trained on yet, where responses count by themselves."""
+
+    def _groups(self) -> Iterator[Group]:
+        lap = 0
+        while True:
+            for source, step in enumerate(self.steps):
+                members: dict[str, list[int]] = {}
+                for i, key in enumerate(step.keys):
+                    members.setdefault(key[1], []).append(i)
+                for indices in members.values():
+                    yield self._group(source, indices, lap)
+            lap += 1
+
+    def _group(self, source: int, indices: Sequence[int], lap: int) -> Group:
+        step = self.steps[source]
+        group = Group(needed=len(indices))
+        extra = math.ceil(self.admission.samples * len(indices)) - len(indices)
+        lengths = [step.response_tokens[i] for i in indices]
+        luck: Floats = uniforms(request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(lap + 1) << 41]), extra)[
+            0
+        ]
+        chosen = [*indices, *(indices[int(u * len(indices))] for u in luck)]
+        lengths += [step.response_tokens[i] for i in chosen[len(indices) :]]
+        # Who comes first in a group says nothing of how long it gets: samples are in the trace's order.
+        for sample, (i, length) in enumerate(zip(chosen, lengths, strict=True)):
+            group.jobs.append(Job(source=source, index=i, sample=sample, length=length, group=group))
+        return group
+
+    def begin(self, k: int) -> Round:
+        """The work of RL step k: what is left comes first."""
+        step, rule = self.steps[k], self.admission
+        num_groups, num_responses = len({key[1] for key in step.keys}), len(step)
+        most_running = math.inf if rule.concurrency is None else max(1.0, rule.concurrency * num_responses)
+        if rule.leftover == "restart" and len(self._again) >= num_groups:
+            groups = [self._again.popleft() for _ in range(num_groups)]
+            for group in groups:
+                del group.jobs[group.needed :]
+        else:
+            groups, self._open = self._open, []
+            if rule.concurrency is None:
+                missing = math.ceil(rule.issue * num_groups) - len(groups)
+                groups += [next(self._new) for _ in range(max(0, missing))]
+            else:
+                # As many as may begin, and no more than could ever run.
+                num_jobs = sum(not job.done for group in groups for job in group.jobs)
+                while num_jobs < most_running + num_responses:
+                    groups.append(next(self._new))
+                    num_jobs += len(groups[-1].jobs)
+        self._open = groups
+        jobs = [job for group in groups for job in group.jobs if not job.done]
+        # What has begun goes on first; the rest stays in order.
+        jobs.sort(key=lambda job: not job.began)
+        running = sum(job.began for job in jobs)
+        most_begun = math.inf
+        if rule.staleness is not None:
+            most_begun = may_start(
+                running, self.accepted, self.version, batch=num_responses, staleness=rule.staleness,
+                most_running=len(jobs),
+            ) + running  # fmt: skip
+        for job in jobs:
+            job.old = job.generated
+        return Round(
+            requests=self._requests(k, jobs), jobs=jobs, most_running=most_running, most_begun=most_begun,
+            num_groups=num_groups, num_responses=num_responses,
+        )  # fmt: skip
+
+    def _requests(self, k: int, jobs: Sequence[Job]) -> Requests:
+        step = self.steps[k]
+        sources = [self.steps[job.source] for job in jobs]
+        done = [math.floor(job.generated) for job in jobs]
+        return replace(
+            step,
+            keys=[
+                (step.rl_step, source.keys[job.index][1], 10_000 * job.source + 100 * job.index + job.sample, n)
+                for n, (job, source) in enumerate(zip(jobs, sources, strict=True))
+            ],
+            prompt_tokens=[
+                source.prompt_tokens[job.index] + made for job, source, made in zip(jobs, sources, done, strict=True)
+            ],
+            max_response_tokens=[
+                source.max_response_tokens[job.index] for job, source in zip(jobs, sources, strict=True)
+            ],
+            response_tokens=[job.length - made for job, made in zip(jobs, done, strict=True)],
+            recorded_worker=[None] * len(jobs),
+        )
+
+    def is_enough(self, work: Round) -> bool:
+        """Whether the step can train on what is done."""
+        if self.admission.unit == "response":
+            return len(self._ready) + sum(job.done for job in work.jobs) >= work.num_responses
+        return sum(group.num_done >= group.needed for group in self._open) >= work.num_groups
+
+    def trained_on(self, work: Round, trained: Sequence[Job]) -> tuple[Requests, list[int | None]]:
+        """The step's requests as a recorder would have them: those it trains on, and which of the round's each was."""
+        step = work.requests
+        rows = pd.concat([self.steps[job.source].rows.iloc[job.index : job.index + 1] for job in trained])
+        names = rows["prompt_id"].tolist()
+        samples = [names[:n].count(name) for n, name in enumerate(names)]
+        rows = rows.assign(rl_step=step.rl_step, sample=samples).reset_index(drop=True)
+        at = {id(job): n for n, job in enumerate(work.jobs)}
+        requests = replace(
+            step,
+            keys=[(step.rl_step, name, sample, 0) for name, sample in zip(names, samples, strict=True)],
+            prompt_tokens=[int(n) for n in rows["prompt_tokens"]],
+            max_response_tokens=[int(n) for n in rows["max_response_tokens"]],
+            response_tokens=[job.length for job in trained],
+            recorded_worker=[None] * len(trained),
+            rows=rows,
+        )
+        return requests, [at.get(id(job)) for job in trained]
+
+    def end(self, work: Round) -> list[Job]:
+        """Close the step: what it trains on, in order; the rest is left to later steps as the rule says."""
+        self.version += 1
+        if self.admission.unit == "response":
+            ready = [*self._ready, *(job for job in work.jobs if job.done)]
+            trained, self._ready = ready[: work.num_responses], ready[work.num_responses :]
+            self.accepted += len(ready) - len(self._ready)
+            self._open = [group for group in self._open if group.num_done < len(group.jobs)]
+            return trained
+        complete = [group for group in self._open if group.num_done >= group.needed][: work.num_groups]
+        trained = [job for group in complete for job in [job for job in group.jobs if job.done][: group.needed]]
+        self.accepted += len(trained)
+        left = [group for group in self._open if group not in complete]
+        kept = set(map(id, trained))
+        self.wasted_tokens += sum(job.generated for g in complete for job in g.jobs if id(job) not in kept)
+        if self.admission.leftover == "restart":
+            for group in left:
+                self.wasted_tokens += sum(job.generated for job in group.jobs)
+                for job in group.jobs:
+                    job.generated, job.old, job.began, job.done = 0.0, 0.0, False, False
+            self._again.extend(left)
+            left = []
+        self._open = left
+        return trained
+
+
+class Feed:
+    """Hands the requests of a round to its workers, and says when the round is over.
+
+    Those that may run at once are shared out in order to the worker with the fewest; each end lets the next begin.
+    """
+
+    max_iterations = MOST_ITERATIONS
+
+    def __init__(self, stream: Stream, work: Round, num_workers: int) -> None:
+        self.stream = stream
+        self.work = work
+        self.counts = [0] * num_workers
+        self.stopped = False
+        self._next = 0
+        self._running = 0
+        # A response without tokens (an abort before its first) takes no time.
+        for job in work.jobs:
+            if job.length <= job.generated:
+                job.began = job.done = True
+
+    def first(self) -> list[list[int]]:
+        """The requests with which each worker begins."""
+        queues: list[list[int]] = [[] for _ in self.counts]
+        while (chosen := self._take()) is not None:
+            worker = self.counts.index(min(self.counts))
+            self.counts[worker] += 1
+            queues[worker].append(chosen)
+        self.stopped = self.stream.is_enough(self.work)
+        return queues
+
+    def _take(self) -> int | None:
+        jobs = self.work.jobs
+        while self._next < len(jobs) and jobs[self._next].done:
+            self._next += 1
+        if self._next >= min(len(jobs), self.work.most_begun) or self._running >= self.work.most_running:
+            return None
+        self._next += 1
+        self._running += 1
+        jobs[self._next - 1].began = True
+        return self._next - 1
+
+    def finished(self, requests: Sequence[int], worker: int) -> list[int]:
+        """These are done; what begins on this worker in their place."""
+        for request in requests:
+            job = self.work.jobs[request]
+            job.done, job.generated = True, float(job.length)
+            self.counts[worker] -= 1
+            self._running -= 1
+        self.stopped = self.stopped or (bool(requests) and self.stream.is_enough(self.work))
+        begun: list[int] = []
+        while not self.stopped and len(begun) < len(requests) and (chosen := self._take()) is not None:
+            self.counts[worker] += 1
+            begun.append(chosen)
+        return begun
+
+    def left(self, request: int, generated: float) -> None:
+        """A request that the round leaves, with what it has generated in it."""
+        self.work.jobs[request].generated += generated

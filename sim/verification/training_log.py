@@ -1,0 +1,329 @@
+"""Training logs, which have no iterations: what they identify of an engine, and later RL steps from earlier ones.
+
+An RL step of a log has lengths (often maximum-entropy ones), the rollout's seconds and perhaps the accept length. With
+costs at hand its rollout is what they say times one level, and a time outside of iterations:
+
+    rollout_s = level * simulated_s + outside_s
+
+Without, it is what linear costs say of a worker that has its share of the tokens and the longest response, A tokens
+being kept per iteration:
+
+    rollout_s = base_s * longest / A + per_request_s * tokens / (workers * A) + outside_s
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab import console
+from tltlab.arrays import Floats
+from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
+from tltlab.calibration.stages import Constant, StageEstimator
+from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
+from tltlab.costs.evidence import LEVEL, Evidence, interval
+from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.scaled import ScaledCosts
+from tltlab.costs.table import TableCosts
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.sim.scenario import Scenario
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
+
+LINEAR_TERMS = (("base_s",), ("base_s", "per_request_s"), ("base_s", "per_request_s", "outside_s"))
+LEVEL_TERMS = (("level",), ("level", "outside_s"))
+WINDOW = 24
+FEWEST = 6
+"""RL steps from which on a later one is predicted."""
+STEPS_PER_TERM = 2
+WORTH = 0.9
+"""A further term stays where the left-out error falls below this share of what it was without."""
+
+
+def is_log(trace: Trace) -> bool:
+    """Whether a trace has rollout times and no iterations, as one of a training log."""
+    steps = trace.steps
+    return trace.iterations is None and steps is not None and "rollout_s" in steps and trace.manifest.kind == "imported"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepColumns:
+    """What rollout times are fitted to: a row per RL step with rl_step, measured_s and a column per term."""
+
+    rows: pd.DataFrame
+    terms: tuple[tuple[str, ...], ...]
+    workers: int
+    accept_length: pd.Series[float]
+    shape: CostModel | None = None
+
+    @classmethod
+    def of(cls, trace: Trace, costs: str | None = None, workers: int | None = None) -> StepColumns:
+        """The RL steps of a trace whose rollouts have a time. Raises ConfigError where fewer than three have."""
+        steps = trace.steps
+        if steps is None or "rollout_s" not in steps:
+            raise ConfigError(f"{trace.path or 'the log'}: no rollout times in it, so nothing to fit")
+        known = steps[steps["rollout_s"] > 0].set_index("rl_step")
+        if len(known) < 3:
+            raise ConfigError(
+                f"{trace.path or 'the log'}: {len(known)} RL steps say how long their rollout took "
+                "(timing_s/gen and the like); three are needed"
+            )
+        accepted = known["accept_length"] if "accept_length" in known else pd.Series(np.nan, known.index)
+        accepted = accepted.astype(np.float64).fillna(1.0).clip(lower=1.0)
+        rows = pd.DataFrame({"rl_step": known.index, "measured_s": known["rollout_s"].to_numpy(np.float64)})
+        rows["outside_s"] = 1.0
+        num_workers = workers or trace.manifest.num_workers
+        if costs is None:
+            lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[known.index]
+            rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
+            rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
+            return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted)
+        if num_workers is None:
+            raise ConfigError("a log does not say on how many engines it ran: give --workers")
+        shape = load_costs(costs)
+        if isinstance(shape, ScaledCosts):
+            raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
+        rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in known.index]
+        return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape)
+
+    def estimator(self, rows: pd.DataFrame) -> StageEstimator:
+        """With as many terms as these RL steps bear and need."""
+        chosen, best = StageEstimator(self.terms[0]), math.inf
+        for terms in self.terms:
+            if len(rows) < STEPS_PER_TERM * len(terms):
+                break
+            estimator = StageEstimator(terms)
+            error = float(np.mean(np.abs(_left_out(estimator, rows))))
+            if error < WORTH * best:
+                chosen, best = estimator, error
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFit:
+    """What a log identifies: costs, the `terms` they are made of, and relative errors of RL steps left out.
+
+    `accept_length` is the mean over RL steps that say it, `accept_spread` their standard deviation (None: not said).
+    """
+
+    costs: LinearCosts | ScaledCosts
+    terms: dict[str, float]
+    rows: pd.DataFrame
+    constant_error: float
+    accept_length: float | None
+    accept_spread: float | None
+    notes: tuple[str, ...]
+
+    @property
+    def median_error(self) -> float:
+        return float(self.rows["error"].abs().median())
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `log` in `tltlab calibrate --json`."""
+        return {
+            "terms": self.terms,
+            "num_steps": len(self.rows),
+            "median_error": self.median_error,
+            "worst_error": float(self.rows["error"].abs().max()),
+            "constant_error": self.constant_error,
+            "outside_share": self.outside_share,
+            "accept_length": self.accept_length,
+            "accept_spread": self.accept_spread,
+            "steps": json.loads(self.rows.to_json(orient="records")),
+        }
+
+    @property
+    def outside_share(self) -> float:
+        """Share of the median rollout outside of iterations."""
+        return self.costs.outside_s / float(self.rows["measured_s"].median())
+
+    def text(self) -> str:
+        """The same for people."""
+        named = console.table([], [(name, f"{value:.4g}") for name, value in self.terms.items()], left=2)
+        lines = [
+            named,
+            "",
+            f"rollout of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
+            f"{self.rows['error'].abs().max():.1%}; by the others' median {self.constant_error:.1%}",
+            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a rollout",
+        ]
+        if self.accept_length is not None:
+            lines.append(f"accept length {self.accept_length:.2f}, {self.accept_spread:.2f} between RL steps")
+        return "\n".join(lines)
+
+
+def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) -> LogFit:
+    """Fit what the rollout times of a log identify; `costs` (a preset, a profile, a file) give the shape."""
+    columns = StepColumns.of(trace, costs, workers)
+    estimator = columns.estimator(columns.rows).fit(columns.rows)
+    terms = {name: estimator.terms_.get(name, 0.0) for name in columns.terms[-1]}
+    error = _left_out(estimator, columns.rows)
+    rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
+    notes = [
+        f"fitted to the rollout times of {len(rows)} RL steps; lengths within an RL step are as the log tells them"
+    ]
+    if missing := [name for name in columns.terms[-1] if name not in estimator.terms]:
+        notes.append(f"not told apart by these RL steps, written 0: {', '.join(missing)}")
+    speculated = columns.accept_length > 1.0
+    if speculated.any():
+        notes.append(
+            "how deep was drafted is not in the log: drafting is in the other terms, for drafts like the log's"
+        )
+    notes.append("acceptance of single requests is not in the log: what is known is the spread between RL steps")
+    evidence = Evidence(
+        engine=trace.manifest.name or "this log",
+        speculation=bool(speculated.any()),
+        left_out={"RL steps": most_errors(error)},
+    )
+    if columns.shape is None and trace.manifest.num_workers is None and workers is None:
+        notes.append("on how many engines it ran is not said: one is taken, give --workers")
+    told = {"evidence": evidence, "notes": tuple(notes)}
+    made: LinearCosts | ScaledCosts
+    if columns.shape is None:
+        batch = math.ceil(trace.outcomes.groupby("rl_step").size().max() / columns.workers)
+        known: dict[str, Any] = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
+        if speculated.any():
+            drafting = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
+            known |= dict.fromkeys(drafting, 0.0)
+        known |= terms | told | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
+        made = LinearCosts(**known)
+    else:
+        assert isinstance(columns.shape, LinearCosts | RooflineCosts | TableCosts)
+        made = ScaledCosts.at(terms["level"], columns.shape, terms["outside_s"]).model_copy(update=told)
+    accepted = columns.accept_length[speculated]
+    return LogFit(
+        costs=made,
+        terms=terms,
+        rows=rows.assign(error=error),
+        constant_error=float(np.median(np.abs(_left_out(Constant(), columns.rows)))),
+        accept_length=float(accepted.mean()) if len(accepted) else None,
+        accept_spread=float(accepted.std(ddof=0)) if len(accepted) else None,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogVerification:
+    """Later RL steps of a log from earlier ones; None of a figure where no RL step was predicted.
+
+    Columns of `rows`: `rl_step`, `measured_s`, `predicted_s` from the earlier steps' times and this one's lengths, its
+    `error`, its 90 % interval `low_s` to `high_s`, the same without knowing its lengths (`forecast_s`,
+    `forecast_low_s`, `forecast_high_s`), and `constant_s`, the median of the earlier ones.
+    """
+
+    rows: pd.DataFrame
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab verify --json` for a log."""
+        rows = self.rows
+        error = rows["error"].abs()
+
+        def median_error(name: str) -> float:
+            return float((rows[name] / rows["measured_s"] - 1).abs().median())
+
+        def covered(low: str, high: str) -> float:
+            return float(rows["measured_s"].between(rows[low], rows[high]).mean())
+
+        return {
+            "median_error": float(error.median()),
+            "worst_error": float(error.max()),
+            "coverage": covered("low_s", "high_s"),
+            "forecast_median_error": median_error("forecast_s"),
+            "forecast_coverage": covered("forecast_low_s", "forecast_high_s"),
+            "constant_median_error": median_error("constant_s"),
+            "goal": 0.05,
+            "met": bool(error.median() <= 0.05),
+            "num_steps": len(rows),
+            "steps": json.loads(rows.to_json(orient="records")),
+        }
+
+    def text(self) -> str:
+        """The table for people."""
+        rows = [
+            (
+                row["rl_step"], f"{row['measured_s']:.2f}", f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
+                f"{row['low_s']:.2f}-{row['high_s']:.2f}", f"{row['forecast_s']:.2f}",
+                f"{row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}",
+            )
+            for row in self.rows.to_dict("records")
+        ]  # fmt: skip
+        found = self.json()
+        columns = ["step", "measured s", "predicted s", "error", "90 %", "forecast s", "90 %"]
+        return "\n".join(
+            [
+                console.table(columns, rows),
+                "",
+                f"rollouts from earlier RL steps: median error {found['median_error']:.1%}, worst "
+                f"{found['worst_error']:.1%}, {found['coverage']:.0%} within their 90 % interval; by the earlier ones' "
+                f"median {found['constant_median_error']:.1%}",
+                f"forecast without their lengths: median error {found['forecast_median_error']:.1%}, "
+                f"{found['forecast_coverage']:.0%} within their 90 % interval",
+            ]
+        )
+
+
+def verify_log(
+    trace: Trace, *, costs: str | None = None, workers: int | None = None, window: int = WINDOW
+) -> LogVerification:
+    """Predict each RL step from the `window` before it, from the seventh on. Raises ConfigError where there are fewer.
+
+    Intervals are conformal: of the errors of the fit on its own RL steps, each left out, and of the last predictions.
+    """
+    columns = StepColumns.of(trace, costs, workers)
+    made: list[dict[str, float]] = []
+    for at in range(FEWEST, len(columns.rows)):
+        earlier, now = columns.rows.iloc[max(0, at - window) : at], columns.rows.iloc[[at]]
+        estimator = columns.estimator(earlier).fit(earlier)
+        past = [row["error"] for row in made[-window:]]
+        _, most = most_errors(np.concatenate([_left_out(estimator, earlier), past]))
+        measured_s, predicted_s = float(now["measured_s"].iloc[0]), float(estimator.predict(now)[0])
+        span = interval(predicted_s, most)
+        assert span is not None
+        # Lengths like those of the earlier steps: the ends of what they take, and the fit's error beyond.
+        like = estimator.predict(earlier)
+        ahead = [interval(float(end), most) for end in np.quantile(like, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])]
+        assert ahead[0] is not None
+        assert ahead[1] is not None
+        made.append(
+            {
+                "rl_step": int(now["rl_step"].iloc[0]),
+                "measured_s": measured_s,
+                "predicted_s": predicted_s,
+                "error": predicted_s / measured_s - 1,
+                "low_s": span[0],
+                "high_s": span[1],
+                "forecast_s": float(np.median(like)),
+                "forecast_low_s": ahead[0][0],
+                "forecast_high_s": ahead[1][1],
+                "constant_s": float(earlier["measured_s"].median()),
+            }
+        )
+    if not made:
+        raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
+    return LogVerification(rows=pd.DataFrame(made))
+
+
+def _simulated_s(trace: Trace, step: int, costs: CostModel, workers: int, accept_length: float) -> float:
+    strategy, acceptance = NO_SPECULATION, None
+    if accept_length > 1.0:
+        strategy, acceptance = Strategy.chain("learned", math.ceil(accept_length)), f"constant:{accept_length}"
+    scenario = Scenario.of(trace.select([step]), costs=costs, acceptance=acceptance, workers=workers)
+    policy = Policy(selector=FixedSpec(strategy=strategy))
+    return scenario.rollouts(policy)[-1].makespan_s
+
+
+def _left_out(estimator: StageEstimator | Constant, rows: pd.DataFrame) -> Floats:
+    """Relative errors of RL steps, each predicted from the others."""
+    found = pd.Series(np.nan, rows.index)
+    for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
+        if isinstance(predicted, ConfigError):
+            raise predicted
+        found[fold.held.index] = predicted
+    return np.asarray(found / rows["measured_s"] - 1, np.float64)

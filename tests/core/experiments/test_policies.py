@@ -1,0 +1,68 @@
+"""The experiment policies: regimes in phases, the best fixed strategy in hindsight, and what the verdict says."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, Settings, judged, run, verdict
+from tltlab.policies.policy import load_policy
+from tltlab.sim.tuning.regimes import LastingPolicy, PolicyRegime, best_fixed, regimes
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, PolicyRegime]:
+    return {regime.name: regime for regime in regimes(TRACES, 2)}
+
+
+def test_there_are_at_least_twelve_regimes_and_those_that_change_have_phases(found: dict[str, PolicyRegime]):
+    assert len(found) >= 12
+    assert {"tiny", "gcd-small", "subset-sum-small", "h100-smoke"} <= set(found)
+    for name in ("drafter improves", "drafter goes stale", "machine slows down"):
+        assert len(found[name].phases) == 2
+    wrong = found["costs wrong, dearer"]
+    strategy = wrong.strategies[4]
+    true, told = (costs.iteration(strategy).seconds(4, 0.0) for costs in (wrong.phases[0].costs, wrong.told))
+    assert true == pytest.approx(1.3 * told)
+
+
+def test_selectors_live_through_all_phases():
+    lasting = LastingPolicy(load_policy("adaptive"), 2)
+    built = [lasting.build(np.random.default_rng(i)) for i in range(4)]
+    assert built[0] is built[2]
+    assert built[1] is built[3]
+    assert built[0] is not built[1]
+
+
+def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime]):
+    tiny = found["tiny"]
+    rows = {row["policy"]: row for row in judged(tiny, [0])}
+    assert set(rows) == set(SOURCES)
+    best, seconds = best_fixed(tiny, [0])
+    fixed = {s: tiny.seconds(load_policy(s), 0).sum() for s in tiny.strategies}
+    assert fixed[best] == min(fixed.values())
+    assert rows["none"]["ratio"] == pytest.approx(fixed[tiny.strategies[0]] / seconds[0].sum())
+    assert rows[ORACLE]["over_oracle"] == pytest.approx(1.0)
+    assert rows[ADAPTIVE]["ratio_low"] <= rows[ADAPTIVE]["ratio"] <= rows[ADAPTIVE]["ratio_high"]
+
+
+@pytest.mark.parametrize(("ratios", "words"), [((0.9, 1.01), "it clears"), ((0.9, 1.03), "does not clear")])
+def test_the_verdict_goes_by_the_worst_regime_and_names_who_is_better(ratios: tuple[float, float], words: str):
+    rows = [
+        {"regime": f"r{i}", "policy": name, "ratio": ratio - less, "over_oracle": 1.01}
+        for i, ratio in enumerate(ratios)
+        for name, less in ((ADAPTIVE, 0.0), ("goodput", 0.05))
+    ]
+    text = verdict(pd.DataFrame(rows))
+    assert words in text
+    assert "(r1)" in text
+    assert "better on average: goodput" in text
+
+
+def test_an_unknown_regime_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no regime named 'tinny'"):
+        run(Settings(only=("tinny",), traces=TRACES, rl_steps=1), folder=tmp_path, seed=0, progress=print)

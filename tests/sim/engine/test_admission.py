@@ -1,0 +1,118 @@
+"""RL steps that begin more than they train: what begins, when a step ends, what is left, and that no work is lost."""
+
+import numpy as np
+import pytest
+
+from tltlab.bench.simulator import COSTS
+from tltlab.lengths.generate import log_normal
+from tltlab.planning.composition import Admission
+from tltlab.sim import simulate
+from tltlab.sim.engine.admission import Feed, Stream
+from tltlab.sim.engine.requests import requests_by_step
+from tltlab.traces.trace import Trace
+
+PROMPTS, GROUP = 8, 4
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return log_normal(prompts=PROMPTS, group_size=GROUP, rl_steps=4, median=300, cap=4000, workers=4)
+
+
+def one_round(trace: Trace, rule: Admission) -> tuple[Stream, Feed, list[list[int]]]:
+    stream = Stream(requests_by_step(trace), rule, 0)
+    feed = Feed(stream, stream.begin(0), 2)
+    return stream, feed, feed.first()
+
+
+def test_over_issue_begins_half_as_many_prompts_again_and_ends_with_whole_groups(trace: Trace):
+    stream, feed, queues = one_round(trace, Admission(issue=1.5))
+    assert [len(queue) for queue in queues] == [24, 24]
+    for request in range(PROMPTS * GROUP - 1):
+        assert not feed.finished([request], request % 2)
+        assert not feed.stopped
+    feed.finished([PROMPTS * GROUP - 1], 1)
+    assert feed.stopped
+    feed.left(40, 7.0)
+    trained = stream.end(feed.work)
+    assert [job.index for job in trained] == list(range(PROMPTS * GROUP))
+    following = stream.begin(1)
+    # Four groups are left and eight begin anew; what had come furthest is no longer to be generated.
+    assert len(following.jobs) == 48
+    again = following.jobs.index(feed.work.jobs[40])
+    assert again < 16
+    assert following.requests.response_tokens[again] == feed.work.jobs[40].length - 7
+    assert following.requests.prompt_tokens[again] == feed.work.requests.prompt_tokens[40] + 7
+
+
+def test_with_fixed_concurrency_the_next_begins_where_one_ended(trace: Trace):
+    _, feed, queues = one_round(trace, Admission(concurrency=0.5))
+    assert sum(map(len, queues)) == PROMPTS * GROUP // 2
+    assert feed.finished([0], 0) == [16]
+    assert feed.finished([], 0) == []
+
+
+def test_a_restart_forgets_what_lost_and_a_long_round_runs_it_to_the_end(trace: Trace):
+    rule = Admission(issue=2.0, leftover="restart")
+    stream, feed, _ = one_round(trace, rule)
+    feed.finished(list(range(PROMPTS * GROUP)), 0)
+    feed.left(PROMPTS * GROUP, 11.0)
+    assert feed.stopped
+    stream.end(feed.work)
+    assert stream.wasted_tokens == 11.0
+    long_round = stream.begin(1)
+    assert len(long_round.jobs) == PROMPTS * GROUP
+    assert long_round.jobs[0] is feed.work.jobs[PROMPTS * GROUP]
+    assert long_round.jobs[0].generated == 0.0
+    assert not stream.is_enough(long_round)
+
+
+def test_samples_beyond_the_group_have_lengths_of_their_prompt(trace: Trace):
+    _, feed, _ = one_round(trace, Admission(samples=1.5))
+    step = requests_by_step(trace)[0]
+    assert len(feed.work.jobs) == PROMPTS * 6
+    for job in feed.work.jobs:
+        own = [n for key, n in zip(step.keys, step.response_tokens, strict=True) if key[1] == step.keys[job.index][1]]
+        assert job.length in own
+
+
+def test_a_bound_on_staleness_limits_what_may_begin(trace: Trace):
+    free, bound = (one_round(trace, Admission(unit="response", concurrency=4.0, staleness=eta))[2] for eta in (8, 0))
+    assert sum(map(len, free)) == 4 * PROMPTS * GROUP
+    assert sum(map(len, bound)) == PROMPTS * GROUP
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Admission(issue=1.5), Admission(concurrency=1.5), Admission(issue=1.25, samples=1.25, leftover="restart"),
+        Admission(unit="response", concurrency=2.0, staleness=4),
+    ],
+)  # fmt: skip
+def test_every_step_trains_as_many_responses_and_takes_as_long_each_time(trace: Trace, rule: Admission):
+    result, again = (simulate(trace, "none", costs=COSTS, admission=rule) for _ in range(2))
+    assert [rollout.makespan_s for rollout in result.rollouts] == [r.makespan_s for r in again.rollouts]
+    for rollout in result.rollouts:
+        assert len(rollout.requests) == PROMPTS * GROUP
+        assert len(set(rollout.requests.keys)) == PROMPTS * GROUP
+        assert 0 <= rollout.old_tokens <= rollout.requests.lengths.sum()
+        assert (rollout.finish_s <= rollout.makespan_s).all()
+    assert len(result.trace.outcomes) == 4 * PROMPTS * GROUP
+
+
+def test_nothing_over_issued_is_the_plain_rollout(trace: Trace):
+    plain = simulate(trace, "none", costs=COSTS, placement="round_robin")
+    stream = simulate(trace, "none", costs=COSTS, admission=Admission())
+    assert [r.makespan_s for r in stream.rollouts] == pytest.approx([r.makespan_s for r in plain.rollouts])
+    assert sum(r.old_tokens + r.wasted_tokens for r in stream.rollouts) == 0
+
+
+def test_resumed_work_is_conserved_in_the_long_run(trace: Trace):
+    """Every token is generated once: what a pass generates is, but for what is under way, what it trains."""
+    result = simulate(trace, "none", costs=COSTS, admission=Admission(issue=1.5))
+    generated = sum(float(log.columns.tokens.sum()) for r in result.rollouts for log in r.logs)
+    trained = sum(int(r.requests.lengths.sum()) for r in result.rollouts)
+    recorded = sum(int(step.lengths.sum()) for step in requests_by_step(trace))
+    assert generated == pytest.approx(trained, rel=0.35)
+    assert trained == pytest.approx(recorded, rel=0.35)
+    assert np.mean([r.old_tokens for r in result.rollouts]) > 0

@@ -1,0 +1,192 @@
+"""What training logs tell of an engine: a console log as verl writes it, of simulated rollouts, and others."""
+
+import json
+import numbers
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tltlab.cli.calibrate import calibrate
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.scaled import ScaledCosts
+from tltlab.doctor.signatures import diagnose
+from tltlab.errors import ConfigError
+from tltlab.sim.simulate import simulate
+from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import read
+
+ENGINE = "vllm:H100:Llama-3.1-8B"
+NUM, CAP, WORKERS, LEVEL, OUTSIDE_S = 128, 4096, 4, 1.2, 5.0
+
+
+def console_line(step: int, metrics: dict[str, float]) -> str:
+    """verl's `LocalLogger`: `concat_dict_to_str` of utils/logger/aggregate_logger.py."""
+    told = [f"{key}:{value:.3f}" for key, value in metrics.items() if isinstance(value, numbers.Number)]
+    return " - ".join([f"step:{step}", *told])
+
+
+def lengths_of(step: int) -> np.ndarray:
+    """Their tail grows and shrinks, so that the longest says something."""
+    rng = np.random.default_rng(step)
+    return np.minimum(rng.exponential(150.0 * (1 + step % 5), NUM).astype(int) + 1, CAP)
+
+
+@pytest.fixture(scope="module")
+def metrics_of() -> dict[int, dict[str, float]]:
+    """RL steps of an engine at 1.2 times the profile's level, 5 s beside, and 2 % of noise."""
+    found = {}
+    for step in range(1, 25):
+        lengths = lengths_of(step)
+        decoding_s = simulate([lengths.tolist()], "none", costs=ENGINE, workers=WORKERS).makespan_s
+        gen = (LEVEL * decoding_s + OUTSIDE_S) * np.exp(np.random.default_rng([9, step]).normal(0.0, 0.02))
+        found[step] = {
+            "response_length/mean": lengths.mean(),
+            "response_length/max": lengths.max(),
+            "response_length/min": lengths.min(),
+            "response_length/clip_ratio": (lengths == CAP).mean(),
+            "prompt_length/mean": 0.0,
+            "perf/total_num_tokens": int(lengths.sum()),
+            "timing_s/gen": gen,
+            "timing_s/update_actor": 10.0,
+            "timing_s/step": gen + 12.0,
+        }
+    return found
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def log(tmp_path: Path, metrics_of) -> Path:
+    return write(tmp_path / "verl.log", "INFO starting", *(console_line(s, m) for s, m in metrics_of.items()))
+
+
+def test_level_and_time_outside_are_told_apart(log: Path):
+    found = fit_log(read(log), ENGINE, WORKERS)
+    assert found.terms["level"] == pytest.approx(LEVEL, rel=0.08)
+    assert found.terms["outside_s"] == pytest.approx(OUTSIDE_S, rel=0.3)
+    assert found.median_error < 0.04
+    assert found.constant_error > 5 * found.median_error
+    assert isinstance(found.costs, ScaledCosts)
+    assert found.costs.evidence.left_out["RL steps"][1] < 0.1
+
+
+def test_without_costs_linear_ones_are_fitted_that_predict_as_well(log: Path):
+    found = fit_log(read(log), workers=WORKERS)
+    assert isinstance(found.costs, LinearCosts)
+    assert found.costs.base_s > 0
+    assert found.median_error < 0.06
+    assert found.accept_length is None
+    with pytest.raises(ConfigError, match="no sd_base_s"):
+        found.costs.iteration(Strategy.chain("learned", 3))
+
+
+def test_costs_of_a_log_simulate_its_rollouts(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "costs.json"
+    calibrate(log, out=out, log_costs=ENGINE, workers=WORKERS, stages_out=tmp_path / "stages.json", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["log"]["num_steps"]) == ("log", 24)
+    train = told["stages"]["costs"]["train"]
+    assert {row["stage"]: row["num_steps"] for row in told["stages"]["held_out"]}["train_s"] == 24
+    assert train["base_s"] + train["per_token_s"] * 50_000 == pytest.approx(10.0, rel=0.05)
+    costs = load_costs(str(out))
+    result = simulate(log, "none", costs=str(out), workers=WORKERS)
+    assert result.makespan_s == pytest.approx(read(log).steps["rollout_s"].mean(), rel=0.03)
+    assert result.summary["lower_bound_s"] <= result.makespan_s
+    assert result.trace.iterations is None
+    shape, chain = load_costs(ENGINE), Strategy.chain("learned", 3)
+    for strategy in (NO_SPECULATION, chain):
+        seconds = [one.iteration(strategy).seconds(8, 4000.0) for one in (costs, shape)]
+        assert seconds[0] == pytest.approx(costs.level * seconds[1])
+
+
+def test_later_rl_steps_are_predicted_from_earlier_ones_with_intervals_that_hold(log: Path):
+    found = verify_log(read(log), costs=ENGINE, workers=WORKERS).json()
+    assert found["num_steps"] == 18
+    assert found["median_error"] < 0.05
+    assert found["worst_error"] < 0.15
+    assert found["coverage"] >= 0.8
+    assert found["forecast_coverage"] >= 0.85
+    assert found["constant_median_error"] > 3 * found["median_error"]
+    assert all(row["low_s"] < row["predicted_s"] < row["high_s"] for row in found["steps"])
+
+
+def test_what_comes_later_in_a_log_changes_no_prediction(tmp_path: Path, metrics_of):
+    lines = [console_line(s, m) for s, m in metrics_of.items()]
+    whole = verify_log(read(write(tmp_path / "a.log", *lines)), workers=WORKERS).rows
+    part = verify_log(read(write(tmp_path / "b.log", *lines[:15])), workers=WORKERS).rows
+    assert whole.iloc[: len(part)].equals(part)
+
+
+def test_gaps_resumed_steps_and_missing_keys_are_borne(tmp_path: Path, metrics_of):
+    """Killed after RL step 8 and resumed from 6; 12 was lost, 14 has no time, 15 no longest response."""
+    first = [console_line(s, metrics_of[s] | {"timing_s/gen": 999.0}) for s in (7, 8)]
+    second = {s: dict(metrics_of[s]) for s in range(7, 21) if s != 12}
+    del second[14]["timing_s/gen"], second[15]["response_length/max"]
+    lines = [*(console_line(s, metrics_of[s]) for s in range(1, 7)), *first, "Traceback (most recent call last):"]
+    trace = read(write(tmp_path / "x.log", *lines, *(console_line(s, m) for s, m in second.items())))
+    assert is_log(trace)
+    found = verify_log(trace, workers=WORKERS).rows
+    assert found["rl_step"].tolist() == [7, 8, 9, 10, 11, 13, 15, 16, 17, 18, 19, 20]
+    assert found["measured_s"].max() < 500
+    assert found["error"].abs().median() < 0.08
+
+
+def test_too_little_of_a_log_is_refused_in_a_sentence(tmp_path: Path, metrics_of, log: Path):
+    lines = [console_line(s, metrics_of[s]) for s in (1, 2, 3, 4)]
+    with pytest.raises(ConfigError, match="7 are needed"):
+        verify_log(read(write(tmp_path / "a.log", *lines)))
+    with pytest.raises(ConfigError, match="2 RL steps say how long"):
+        fit_log(read(write(tmp_path / "b.log", *lines[:2])))
+    with pytest.raises(ConfigError, match="give --workers"):
+        fit_log(read(log), ENGINE)
+    with pytest.raises(ConfigError, match="name a log's engine by --log-costs"):
+        calibrate(log, out=tmp_path / "costs.json", kind="table")
+    with pytest.raises(ConfigError, match="nothing else"):
+        calibrate(log, out=tmp_path / "costs.json", spot_out=tmp_path / "spot.json")
+
+
+def test_speculation_is_part_of_what_a_log_identifies(tmp_path: Path, metrics_of):
+    spec = {s: m | {"spec_decode/mean_acceptance_length": 2.0 + s % 2} for s, m in metrics_of.items()}
+    found = fit_log(read(write(tmp_path / "x.log", *(console_line(s, m) for s, m in spec.items()))), workers=WORKERS)
+    assert found.accept_length == pytest.approx(2.5)
+    assert found.accept_spread == pytest.approx(0.5)
+    assert any("how deep was drafted" in note for note in found.notes)
+
+
+def drafting_from_13_on(metrics_of, path: Path, times: float) -> Path:
+    lines = []
+    for step, metrics in metrics_of.items():
+        told = {"spec_decode/mean_acceptance_length": 2.0, "timing_s/gen": times * metrics["timing_s/gen"]}
+        lines.append(console_line(step, metrics | (told if step > 12 else {})))
+    return write(path, *lines)
+
+
+def test_the_doctor_says_what_a_log_shows(tmp_path: Path, metrics_of):
+    found = {f.code: f for f in diagnose(read(drafting_from_13_on(metrics_of, tmp_path / "a.log", 1.4))).findings}
+    assert found["drafts-lose-time"].title == "Speculation is net negative"
+    assert found["drafts-lose-time"].where == "RL steps 13-24"
+    share = sum(m["timing_s/gen"] for m in metrics_of.values()) / sum(m["timing_s/step"] for m in metrics_of.values())
+    assert found["rollout-share"].title.startswith("The rollout is ")
+    assert 0.5 < share < 1
+    good = diagnose(read(drafting_from_13_on(metrics_of, tmp_path / "b.log", 0.7))).good
+    assert "drafts-lose-time" in {check.name for check in good}
+
+
+@pytest.mark.parametrize(("after", "is_found"), [(0.85, True), (1.1, False)])
+def test_a_drafter_that_is_worse_when_just_trained_is_found(tmp_path: Path, metrics_of, after: float, is_found: bool):
+    lines = []
+    for step, metrics in metrics_of.items():
+        length = 3.0 - 0.01 * step
+        told = {"spec_decode/mean_acceptance_length": length * (after if step % 4 == 1 else 1.0)}
+        told |= {"timing_s/update_drafter": 2.0} if step % 4 == 0 else {}
+        lines.append(console_line(step, metrics | told))
+    found = {finding.code: finding for finding in diagnose(read(write(tmp_path / "x.log", *lines))).findings}
+    assert ("worse-when-just-trained" in found) == is_found
+    if is_found:
+        assert "5 times the accept length is -15.0%" in found["worse-when-just-trained"].evidence
