@@ -142,12 +142,12 @@ def _read(recipe: Recipe, source: str) -> Iterable[str]:
 
 
 def context(recipe: Recipe) -> Iterator[str]:
-    """A model whose context cannot hold a response of the longest allowed, and a token of a prompt."""
+    """A model whose context cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
     file = Path(recipe.model) / "config.json"
     config = read_object(file) if file.is_file() else {}
     room = config.get("max_position_embeddings")
     longest = recipe.rollout.max_response_tokens
-    if isinstance(room, int) and longest >= room:
+    if isinstance(room, int) and longest > room:
         yield (
             f"rollout.max_response_tokens = {longest}, but the context of {recipe.model} holds {room} tokens, prompt "
             "included: lower it, or take another model"
