@@ -21,11 +21,11 @@ from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import fsync_file, new_file, parse_json
+from tltlab.files import fsync_file, new_file, parse_json, sha256_of
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import SUFFIX
 from tltlab.traces.schema import MANIFEST_FILE
-from tltlab.traces.storage import cannot_write, parquet_writer
+from tltlab.traces.storage import cannot_write, parquet_writer, put_sum
 from tltlab.traces.trace import Trace, new_trace_folder, read
 
 FILE = "acceptance.parquet"
@@ -178,8 +178,12 @@ def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
     assert source.path is not None
     try:
         if path.exists() and path.resolve() == source.path.resolve():
-            with new_file(path / FILE, durable=True) as new, parquet_writer(new, "acceptance") as writer:
-                yield writer
+            with new_file(path / FILE, durable=True) as new:
+                with parquet_writer(new, "acceptance") as writer:
+                    yield writer
+                # A kill between the two leaves a table without a sum, not one with another's.
+                put_sum(path, FILE, None)
+            put_sum(path, FILE, sha256_of(path / FILE))
             return
         with new_trace_folder(path) as folder:
             for name in [MANIFEST_FILE, *(f"{table}.parquet" for table in source.names)]:
@@ -189,6 +193,7 @@ def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
             with parquet_writer(folder / FILE, "acceptance") as writer:
                 yield writer
             fsync_file(folder / FILE)
+            put_sum(folder, FILE, sha256_of(folder / FILE))
     except OSError as error:
         raise cannot_write(path, error) from error
 

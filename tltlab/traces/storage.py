@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
 from tltlab.errors import InputError, TraceError
-from tltlab.files import fsync_file, sha256_of, unsealed, write_durably
+from tltlab.files import fsync_file, replace_durably, sha256_of, unsealed, write_durably
 
 from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
 from .validate import Part, check_columns, conform
@@ -209,6 +209,15 @@ def seal(folder: Path) -> None:
     file = folder / MANIFEST_FILE
     sums = {table.name: sha256_of(table) for table in sorted(folder.glob("*.parquet"))}
     write_durably(file, Manifest.read(file).to_json(sums).encode())
+
+
+def put_sum(folder: Path, name: str, digest: str | None) -> None:
+    """Have the manifest say this of a file, or nothing with None; a trace that has no sums stays so. Raises OSError."""
+    file = folder / MANIFEST_FILE
+    sums = unsealed(file.read_text(encoding="utf-8")).get(SUMS)
+    if isinstance(sums, dict):
+        others = {other: known for other, known in sums.items() if other != name}
+        replace_durably(file, Manifest.read(file).to_json(others | ({} if digest is None else {name: digest})).encode())
 
 
 def check_sums(folder: Path) -> bool:

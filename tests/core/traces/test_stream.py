@@ -276,6 +276,7 @@ def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
     table = pq.read_table(path / "outcomes.parquet").to_pandas()
     table.loc[23, ["prompt_id", "sample"]] = table.loc[22, ["prompt_id", "sample"]]
     table.to_parquet(path / "outcomes.parquet", index=False)
+    storage.put_sum(path, "outcomes.parquet", None)
     with pytest.raises(TraceError, match=r"outcomes.parquet: .*row 23.*there twice"):
         read(path)
 
