@@ -77,12 +77,13 @@ def sweep(
     if jobs == 1 and ray_address is None:
         makespans = _makespans(lean, policies)
     else:
-        with _backend(ray_address, jobs) as num_jobs:
-            parts = [names[i::num_jobs] for i in range(min(num_jobs, len(names)))]
-            done = Parallel(n_jobs=num_jobs)(
-                delayed(_makespans)(lean, {name: policies[name] for name in part}) for part in parts
-            )
-        makespans = {name: seconds for part in done for name, seconds in part.items()}
+        try:
+            makespans = _in_parallel(lean, policies, jobs, ray_address)
+        except Exception as error:
+            if ray_address != "local" or not type(error).__module__.startswith("ray."):
+                raise
+            # The cluster that was started here has died, as Ray's do on a busy machine.
+            makespans = _in_parallel(lean, policies, jobs, ray_address)
     steps = [step.rl_step for step in scenario.steps]
     return pd.DataFrame(
         {
@@ -152,6 +153,18 @@ def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[s
 
 def _scenario(given: Scenario | TraceSource) -> Scenario:
     return given if isinstance(given, Scenario) else Scenario.of(given)
+
+
+def _in_parallel(
+    scenario: Scenario, policies: Mapping[str, PolicyLike], jobs: int, ray_address: str | None
+) -> dict[str, list[float]]:
+    names = list(policies)
+    with _backend(ray_address, jobs) as num_jobs:
+        parts = [names[i::num_jobs] for i in range(min(num_jobs, len(names)))]
+        done = Parallel(n_jobs=num_jobs)(
+            delayed(_makespans)(scenario, {name: policies[name] for name in part}) for part in parts
+        )
+    return {name: seconds for part in done for name, seconds in part.items()}
 
 
 def _makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:

@@ -88,8 +88,8 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
         pid, parent = ray.get(actor.place.remote())
         assert "tltlab.runtime.ray.prefork" in psutil.Process(parent).cmdline()
         assert ray.get([actor.knows.remote("decimal"), actor.sees.remote("OWN")]) == [True, "mine"]
-        ray.kill(actor)
         fork = psutil.Process(pid)
+        ray.kill(actor)
         psutil.wait_procs([fork], timeout=WAIT_S)
         assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE
     assert start.fork_command() is None
