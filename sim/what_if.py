@@ -35,6 +35,7 @@ from .tuning.cases import TuningCase
 from .tuning.search import Prices
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GPUS = "8xH100"
@@ -237,14 +238,27 @@ class WhatIf:
         }
 
     def plot(self) -> Figure:
-        """Two panels: times as fast by acceptance, and the systems' rollouts."""
+        """Times as fast by acceptance, where it is not known; and the systems' rollouts."""
         from matplotlib.figure import Figure
 
-        from tltlab.charts import COLORS, DASHES, draw_bars, finish
+        from tltlab.charts import draw_bars
 
-        figure = Figure(figsize=(7.2, 5.4), layout="constrained")
-        above, below = figure.subplots(2, 1, height_ratios=(3, 2))
         known = [s for s in self.speed_ups if s.accept is not None]
+        figure = Figure(figsize=(7.2, 5.4 if known else 2.4), layout="constrained")
+        heights = (3, 2) if known else (1,)
+        *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for above in curves:
+            self._plot_speed_ups(above, known)
+        frame = self.to_frame()
+        title = f"Systems on {self.setting} (simulated)" if not known else "Systems (simulated)"
+        draw_bars(below, frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
+                  (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's", title=title,
+                  reference=1.0)  # fmt: skip
+        return figure
+
+    def _plot_speed_ups(self, above: Axes, known: Sequence[SpeedUp]) -> None:
+        from tltlab.charts import COLORS, DASHES, finish
+
         for i, name in enumerate(("rollout", "rl_step")):
             points = [(s.accept, interval) for s in known if (interval := getattr(s, name)) is not None]
             if points:
@@ -254,15 +268,9 @@ class WhatIf:
                 ends = [(interval.low, interval.high) for _, interval in points]
                 above.fill_between(x, *np.transpose(ends), color=COLORS[i], alpha=0.18, linewidth=0)
         above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
-        if known:
-            above.legend(fontsize=8, frameon=False)
+        above.legend(fontsize=8, frameon=False)
         finish(above, title=f"With speculation: {self.setting} (simulated)", xlabel="drafted tokens accepted, each",
                ylabel="times as fast", grid="both")  # fmt: skip
-        frame = self.to_frame()
-        draw_bars(below, frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
-                  (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's",
-                  title="Systems (simulated)", reference=1.0)  # fmt: skip
-        return figure
 
     def __repr__(self) -> str:
         return f"<WhatIf: {self.verdict}>"
@@ -344,7 +352,7 @@ def what_if(
     evidence = getattr(costs, "evidence", None)
     return WhatIf(
         trace=trace, used=given.used, ignored=given.ignored, workers=scenario.workers, chosen=chosen,
-        setting=machine.name if machine else f"{scenario.workers} workers, {scenario.costs_name}",
+        setting=machine.name if machine else f"costs {scenario.costs_name}",
         costs_name=machine.costs_name if machine else scenario.costs_name,
         distance=evidence.distance if evidence is not None else _measured_here(scenario, plain),
         evidence=str(evidence) if evidence is not None else f"costs {scenario.costs_name}",

@@ -163,5 +163,6 @@ def test_a_result_in_a_notebook():
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
     assert len(found.plot().axes) == 2
+    assert len(what_if("traces/tiny", systems="verl,tlt-base").plot().axes) == 1, "acceptance is known"
     with pytest.raises(ConfigError, match="70"):
         what_if(LENGTHS, accept=70)

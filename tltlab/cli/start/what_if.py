@@ -84,8 +84,9 @@ def what_if(
 def text(found: WhatIf) -> str:
     """The answer for people, words first."""
     used = ", ".join(own if own == name else f"{own} ({name})" for name, own in found.used.items())
+    evidence = [] if found.evidence == found.setting else [found.evidence.partition(";")[0]]
     rows = [
-        ("on", f"{found.setting}: {found.workers} workers, {found.evidence.partition(';')[0]}"),
+        ("on", ", ".join([f"{found.setting}: {found.workers} workers", *evidence])),
         ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in found.drafting)),
         ("used", used or "a trace"),
         *([("ignored", ", ".join(found.ignored))] if found.ignored else []),
