@@ -176,7 +176,8 @@ def _ask(address: str, argv: Sequence[str]) -> NoReturn:
         asked = {"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}
         message = json.dumps(asked).encode() + b"\n"
         sent = socket.send_fds(server, [message], _STREAMS)
-        server.sendall(message[sent:])
+        if rest := message[sent:]:  # of nothing too, `sendall` fails where a short worker has ended already
+            server.sendall(rest)
         code = int(server.recv(16) or b"1")
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
