@@ -166,8 +166,9 @@ class Large:
 def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
     """Rank 1 dies or stops once its part is on the way; the others go on, first alone and then in a new group."""
     training = made(folder / str(rank))
-    with joined(folder, "ready", rank, 3, PATIENT_S):
-        """None of them has still to be started."""
+    with joined(folder, "ready", rank, 3, PATIENT_S) as ready:
+        # None of them has still to be started; without an exchange, one could leave while others still connect.
+        ready.sum(torch.zeros(1))
     group = joined(folder, "term-1", rank, 3, TIMEOUT_S)
     training.share(group)
     training.update([text.sequence(rank)], group)
