@@ -39,6 +39,8 @@ class SimulationConfig:
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
     `decision_block` iterations and told their mean. `max_response_tokens` cuts longer responses.
 
+    With `prefix_caching` samples of a group on one worker share their prompt: it is prefilled, and held, once.
+
     `workload` is what a system changes about the responses, `online_updates` how often its drafter is trained beside
     each rollout, and `admission` what its RL steps begin and leave (`tltlab.planning.composition`).
 
@@ -61,6 +63,7 @@ class SimulationConfig:
     rl_steps: Sequence[int] | None = None
     decision_block: int = 1
     max_response_tokens: int | None = None
+    prefix_caching: bool = False
     spot: SpotTraining | Source | None = None
     coordinator: CoordinatorConfig | None = None
     workload: Workload | None = None

@@ -62,6 +62,7 @@ def simulate(
     ] = None,
     rl_steps: options.RlSteps = None,
     max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
+    prefix_caching: options.PrefixCaching = False,
     decision_block: options.DecisionBlock = 1,
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
@@ -99,7 +100,7 @@ def simulate(
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
         rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
-        max_response_tokens=max_response_tokens, spot=spot_training,
+        max_response_tokens=max_response_tokens, prefix_caching=prefix_caching, spot=spot_training,
     )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
@@ -229,6 +230,8 @@ def table(summary: dict[str, Any]) -> str:
             f"(regret {shown('regret', '.1%')})",
             f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
             f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
+            f"prefilled          {summary['prefilled_tokens']} tokens"
+            + (", a group's prompt once on each worker" if summary["prefix_caching"] else ""),
             f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
             f"tail               {shown('tail_fraction', '.1%')} of the rollout",
             f"accept length      {accept}",

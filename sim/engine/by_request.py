@@ -40,9 +40,8 @@ class Groups:
 
     def __init__(self, requests: Requests) -> None:
         self.levels: dict[str, Floats] = {}
-        number: dict[tuple[int, str], int] = {}
-        self._group = np.array([number.setdefault(key[:2], len(number)) for key in requests.keys], np.int64)
-        self._finished = np.zeros(len(number), np.int64)
+        self._group = requests.groups
+        self._finished = np.zeros(int(self._group.max(initial=-1)) + 1, np.int64)
 
     def finish(self, requests: Sequence[int]) -> None:
         """These are done; each once."""

@@ -212,14 +212,12 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
     unit = float(excess.mean())
 
     def loss(at: Floats) -> float:
-        shape, log_scale = float(at[0]), float(at[1])
-        grown = 1 + shape * excess / (unit * math.exp(log_scale))
-        if not -0.5 <= shape < 0.99 or (grown <= 0).any():
+        # At 0 the logarithm below has no value, beside it the same one.
+        shape, log_scale = float(at[0]) or 1e-9, float(at[1])
+        growth = shape * excess / (unit * math.exp(log_scale))
+        if not -0.5 <= shape < 0.99 or (growth <= -1).any():
             return math.inf
-        if abs(shape) < 1e-6:
-            rarity = excess / (unit * math.exp(log_scale))
-        else:
-            rarity = np.log(grown) / shape
+        rarity = np.log1p(growth) / shape
         penalty = 1 / (1 - shape) - 1 if shape > 0 else 0.0
         return float((log_scale + shape * rarity)[ended].sum() + rarity.sum()) + penalty
 

@@ -63,12 +63,12 @@ class LengthModel(FrozenModel):
         log L = m + t log(1 + median_growth) + h(z),   h(z) = (q(z) - m) * ((1 + tail_growth)^t where z > 0, else 1)
 
     with m = q(0); q is log length against z, through `quantiles` (pairs of probability and tokens) and straight between
-    and beyond them, so two quantiles are a log-normal and a steeper end is a heavier tail. With a `tail` what lies beyond
-    the last quantile follows that instead: the longest responses, which end a rollout, are few, and a straight line
-    through two quantiles invents them. L is rounded, at least 1, and cut at `max_response_tokens`. `prompt_share` is the intraclass correlation of z; before the cut and for a
-    log-normal also that of log L. From one epoch to the next a prompt's u keeps the correlation `prompt_memory`.
-    Prompts have log-normal lengths; `prompt_length_correlation` is that of their log with u. `notes` say where the
-    values come from.
+    and beyond them, so two quantiles are a log-normal and a steeper end is a heavier tail. Beyond the last one a `tail`
+    takes over where there is one: a rollout ends with its few longest responses, and a line through two quantiles
+    invents them. L is rounded, at least 1, and cut at `max_response_tokens`. `prompt_share` is the intraclass
+    correlation of z; before the cut and for a log-normal also that of log L. From one epoch to the next a prompt's u
+    keeps the correlation `prompt_memory`. Prompts have log-normal lengths; `prompt_length_correlation` is that of their
+    log with u. `notes` say where the values come from.
 
     >>> model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
     >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)
@@ -248,8 +248,8 @@ REGIMES = {
             "quantiles are geometric means over 8 open-weight reasoning models, each about 5 answers to 19 prompts, "
             "from 1 + 1 to AIME (LRMTokenEconomy); prompt share there .84 to .97, median .94; without the 6 trivial "
             "prompts .52 to .90, median .80",
-            "assumed: prompt memory and prompt lengths; 95 answers of a model are too few for a tail, so beyond .99 the "
-            "last two quantiles go on",
+            "assumed: prompt memory and prompt lengths; 95 answers of a model are too few for a tail: beyond .99 the "
+            "line through the last two quantiles goes on",
         ),
     ),
 }  # fmt: skip
