@@ -42,6 +42,7 @@ def compare(
     workers: options.Workers = None,
     costs: options.Costs = None,
     acceptance: options.Acceptance = None,
+    acceptance_spread: options.AcceptanceSpread = 0.0,
     model_free_acceptance: Annotated[
         str | None,
         typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
@@ -87,8 +88,9 @@ def compare(
     if decision_block is None:
         decision_block = 1 if systems is None else _block(source)
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
+        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block,
         prefix_caching=prefix_caching,
     )  # fmt: skip
     if systems is None:
@@ -123,6 +125,7 @@ def compare(
         "seed": seed,
         "decision_block": decision_block,
         "prefix_caching": prefix_caching,
+        "acceptance_spread": acceptance_spread,
         **made_by("numpy", "scipy", "simpy"),
     }
     if out is not None:

@@ -41,6 +41,7 @@ def simulate(
     workers: options.Workers = None,
     costs: options.Costs = None,
     acceptance: options.Acceptance = None,
+    acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
@@ -98,8 +99,9 @@ def simulate(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
         )
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
+        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block,
         max_response_tokens=max_response_tokens, prefix_caching=prefix_caching, spot=spot_training,
     )  # fmt: skip
     whole: RunResult | None = None

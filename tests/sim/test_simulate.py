@@ -74,6 +74,22 @@ def test_samples_share_their_prompt_where_prefixes_are_cached_and_it_is_said():
     assert shared["lower_bound_s"] <= shared["makespan_s"]
 
 
+def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
+    trace = log_normal(prompts=16, group_size=4, rl_steps=2, median=400, sigma=0.5, cap=1200, workers=2)
+    how = {"costs": FREE.model_copy(update={"base_s": 1.0}), "acceptance": "geometric:0.7"}
+    alike, apart = (simulate(trace, fixed(), acceptance_spread=spread, **how) for spread in (0.0, 0.8))
+    assert apart.makespan_s > 1.05 * alike.makespan_s
+    assert apart.summary["mean_accept_length"] == pytest.approx(alike.summary["mean_accept_length"], rel=0.08)
+    assert apart.summary["acceptance"] == "geometric:0.7, spread 0.8"
+    assert apart.summary["lower_bound_s"] <= apart.makespan_s
+    # A request keeps its level whoever runs beside it.
+    again = simulate(trace, fixed(), acceptance_spread=0.8, workers=1, **how).rollouts[0]
+    alone = apart.rollouts[0]
+    assert again.finish_s == pytest.approx(alone.finish_s)
+    with pytest.raises(ConfigError, match="acceptance_spread is in logits"):
+        SimulationConfig(acceptance_spread=-1.0)
+
+
 def test_the_context_grows_by_a_token_per_request_and_iteration():
     costs = ONE_SECOND.model_copy(update={"base_s": 0.0, "per_context_s": 1.0})
     # Contexts: 20, 22 with both; then 12 + 13 for the longer one alone.
