@@ -80,9 +80,7 @@ class SimulationConfig:
         if self.decision_block < 1:
             raise ConfigError(f"decision_block must be at least 1, got {self.decision_block}")
         if not 0 <= self.acceptance_spread <= 5:
-            raise ConfigError(
-                f"acceptance_spread is a standard deviation in logits, 0 to 5, got {self.acceptance_spread}"
-            )
+            raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
 

@@ -18,8 +18,8 @@ from .errors import ConfigError
 BYTES_PER_VALUE = 2
 GIB = float(1 << 30)
 RUNTIME_BYTES = 0.65 * GIB
-"""Per GPU, of what an engine may use: its context, communication, captured graphs and what fragments. Read off vLLM 0.19
-with Llama-3.1-8B on an RTX 4090, whose cache had 2,588 blocks of 16 tokens."""
+"""Per GPU, of what an engine may use: its context, communication, captured graphs and what fragments. Read off vLLM
+0.19 with Llama-3.1-8B on an RTX 4090, whose cache had 2,588 blocks of 16 tokens."""
 KV_BLOCK_TOKENS = 16
 LARGE_BYTES = 70 * GIB
 """GPUs from here on have an engine admit more tokens and requests to an iteration: see `activation_bytes`."""
@@ -265,9 +265,9 @@ def model(name: str | ModelShape) -> ModelShape:
 def activation_bytes(gpu: Gpu, model: ModelShape, tp: int) -> float:
     """Bytes that the largest iteration of an engine takes beside weights and cache, on each of `tp` GPUs.
 
-    The residual stream, the MLP's two inputs and its product, in bf16, for the tokens of an iteration; and the logits of
-    its requests, in bf16 and twice in fp32. vLLM V1 serves 8,192 tokens and 1,024 requests where a GPU has `LARGE_BYTES`
-    (an A100 apart), else 2,048 and 256, unless it is told otherwise.
+    The residual stream, the MLP's two inputs and its product, in bf16, for the tokens of an iteration; and the logits
+    of its requests, in bf16 and twice in fp32. vLLM V1 serves 8,192 tokens and 1,024 requests where a GPU has
+    `LARGE_BYTES` (an A100 apart), else 2,048 and 256, unless it is told otherwise.
     """
     large = gpu.memory_bytes >= LARGE_BYTES and gpu.name != "A100"
     tokens, requests = (8192, 1024) if large else (2048, 256)

@@ -47,7 +47,7 @@ class MacroStep:
     def tokens(self) -> float:
         if self.gains is None:
             return self.num_iterations * self.batch * self.regime.tokens
-        return float(self.gains.sum()) * (self.num_iterations / self.gains.shape[1])
+        return float(self.gains.sum()) * self.num_iterations / int(self.gains.shape[1])
 
     @property
     def accepted(self) -> tuple[float, ...]:

@@ -75,10 +75,10 @@ def test_samples_share_their_prompt_where_prefixes_are_cached_and_it_is_said():
 
 
 def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
-    trace = log_normal(prompts=16, group_size=4, rl_steps=2, median=400, sigma=0.5, cap=1200, workers=2)
+    trace = lengths(*[400] * 64, workers=2)
     how = {"costs": FREE.model_copy(update={"base_s": 1.0}), "acceptance": "geometric:0.7"}
     alike, apart = (simulate(trace, fixed(), acceptance_spread=spread, **how) for spread in (0.0, 0.8))
-    assert apart.makespan_s > 1.05 * alike.makespan_s
+    assert apart.makespan_s > 1.4 * alike.makespan_s
     assert apart.summary["mean_accept_length"] == pytest.approx(alike.summary["mean_accept_length"], rel=0.08)
     assert apart.summary["acceptance"] == "geometric:0.7, spread 0.8"
     assert apart.summary["lower_bound_s"] <= apart.makespan_s

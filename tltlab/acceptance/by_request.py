@@ -263,8 +263,8 @@ class SpreadAcceptance(RequestAcceptance):
 
 def _kept(logits: Floats, levels: Floats) -> Floats:
     """P(accepted >= i), shape (requests, reach)."""
-    kept: Floats = np.cumprod(1.0 / (1.0 + np.exp(-(logits[None, :] + levels[:, None]))), axis=1)
-    return kept
+    chances: Floats = 1.0 / (1.0 + np.exp(-(logits[None, :] + levels[:, None])))
+    return np.asarray(np.cumprod(chances, axis=1), np.float64)
 
 
 def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:

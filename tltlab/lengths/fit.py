@@ -66,11 +66,11 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     median_growth, tail_growth = (_kept(d, what, notes) for d, what in ((median, "median"), (tail, "tail")))
     log_tokens = _without_drift(rows, median_growth, tail_growth)
     quantiles = _quantiles(log_tokens, rows["cut"].to_numpy())
-    tail = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
-    notes.append(_told(tail, quantiles[-1], float(rows["at_cap"].mean())))
+    longest = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
+    notes.append(_told(longest, quantiles[-1], float(rows["at_cap"].mean())))
     model = LengthModel(
         quantiles=quantiles,
-        tail=tail,
+        tail=longest,
         prompt_share=0.0,
         max_response_tokens=int(rows["cap"].max()),
         median_growth=median_growth,
