@@ -66,7 +66,7 @@ class RewardPoolConfig(FiniteModel):
 
     processes: int = Field(default=1, ge=0)
     timeout_s: float = Field(default=10.0, gt=0)
-    on_failure: float = 0.0
+    on_failure: float = Field(default=0.0, ge=-1e38, le=1e38)
 
 
 class PartialConfig(FiniteModel):
