@@ -305,7 +305,7 @@ def test_log_probs_losses_and_weights_that_are_not_finite_stop_an_update(random_
     fresh = trainer(random_model)
     with pytest.raises(RunError, match=r"bad: its weight model.* go on from another checkpoint"):
         fresh.load_checkpoint(str(tmp_path / "bad"))
-    before = flat(fresh := trainer(random_model))
+    before = flat(fresh := trainer(random_model, minibatches=1))
     drawn[1] = replace(drawn[1], logprobs=[float("nan")] * len(drawn[1].token_ids))
     fresh.old_logprobs(drawn)
     with pytest.raises(RunError, match=r"norm is nan and the losses of sample [0-7] are not finite .*left as they are"):
