@@ -17,8 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TextIO
+from typing import IO, Any, TextIO
 from weakref import WeakValueDictionary
 
 from .errors import ConfigError, InputError, RunError
@@ -81,7 +82,7 @@ def _seal_of(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def open_input(path: Path) -> BinaryIO:
+def open_input(path: Path) -> BufferedReader:
     """A file to read from. Raises OSError, also for a pipe that nobody writes to within PIPE_S seconds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

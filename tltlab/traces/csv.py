@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from pandas.io.common import get_handle, infer_compression
+from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, MOST_ROWS, check_parquet, open_input, parse_json, read_text
@@ -232,7 +232,7 @@ def _unpacked(path: Path) -> bytes:
     packed = infer_compression(path, "infer")
     try:
         with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=packed) as opened:
-            data: bytes = opened.handle.read(MOST_JSON_BYTES + 1)  # type: ignore[assignment]
+            data: bytes = opened.handle.read(MOST_JSON_BYTES + 1)
     except OSError:
         raise
     except Exception as error:  # each way of packing has errors of its own
