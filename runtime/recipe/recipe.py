@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.files import found_in, read_json, write_file
+from tltlab.files import found_in, read_json, read_text, write_file
 from tltlab.policies.policy import Policy, code_allowed, load_policy
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
@@ -26,6 +26,8 @@ from .rules import RULES, refuse, vllm_arguments
 
 FOLDER = Path(__file__).parent / "recipes"
 """Of the recipes that come with tltlab."""
+MOST_TOML_BYTES = 1 << 20
+"""Of a recipe."""
 CODE = "code"
 """In a run's folder: copies of the user's own modules."""
 
@@ -66,7 +68,7 @@ class RewardPoolConfig(FiniteModel):
 
     processes: int = Field(default=1, ge=0)
     timeout_s: float = Field(default=10.0, gt=0)
-    on_failure: float = 0.0
+    on_failure: float = Field(default=0.0, ge=-1e38, le=1e38)
 
 
 class PartialConfig(FiniteModel):
@@ -318,7 +320,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(recipe)
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = tomllib.loads(read_text(path, MOST_TOML_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
     except ValueError as error:  # nor UTF-8, which TOML is

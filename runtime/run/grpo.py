@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import sealed, write_json
+from tltlab.files import lock, sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
@@ -27,9 +27,8 @@ from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.traces.recorder import Recorder
-from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
 
 from .actors import RunActors
@@ -277,10 +276,14 @@ class GrpoRun:
         self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
+        samples = _samples(collected)
+        nothing_to_learn = check(samples, self.recipe.train, self.recipe.rollout.max_response_tokens, rl_step)
+        if nothing_to_learn is not None:
+            self.events.note(nothing_to_learn)
 
         start = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
-        metrics = asdict(self.trainers.old_logprobs(_samples(collected), rl_step))
+        metrics = asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -481,6 +484,7 @@ def _samples(collected: Collected) -> list[Sample]:
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
             truncated=t.truncated,
+            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)
     ]

@@ -99,7 +99,7 @@ class TrainerGroup:
             for rank in range(recipe.train.data_ranks)
         ]
         asked = [
-            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of)
+            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of, rl_step)
             for rank, actor in enumerate(self.handles)
         ]
         mismatch: Mismatch = self._wait(asked, "old_logprobs")[0]

@@ -1,21 +1,28 @@
 """Files and folders are there as a whole or not at all, whatever the disk says."""
 
 import json
+import os
 import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tltlab import files
 from tltlab.errors import ConfigError, InputError, RunError
 from tltlab.files import (
+    check_parquet,
+    lines_of,
     marked_folder,
     new_folder,
+    open_input,
     read_json,
     read_object,
+    read_text,
     replace_durably,
     sealed,
     sha256_of,
@@ -143,6 +150,50 @@ def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 1 << 20)
     with pytest.raises(ConfigError, match=r"/dev/full has more than 1 MiB, the most that is read as JSON"):
         read_json(Path("/dev/full"))
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for_and_another_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "PIPE_S", 0.0)
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"pipe.json: it is a pipe that nobody wrote to within 0 s"):
+        read_json(pipe)
+    with pytest.raises(OSError, match="nobody wrote"):
+        sha256_of(pipe)
+    writer = os.open(pipe, os.O_RDWR)
+    os.write(writer, b"[1]")
+    with open_input(pipe) as file:
+        os.close(writer)
+        assert file.read() == b"[1]"
+
+
+def test_a_text_and_its_lines_are_read_up_to_a_size_that_the_message_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbf1\n2")
+    assert read_text(tmp_path / "a", encoding="utf-8-sig") == "1\n2"
+    with pytest.raises(OSError, match="it has more than 1 MiB, the most that is read"):
+        read_text(Path("/dev/zero"), 1 << 20)
+    monkeypatch.setattr(files, "MOST_JSON_BYTES", 2 << 20)
+    with open("/dev/zero") as zeros, pytest.raises(OSError, match="a line has more than 2 MiB"):
+        list(lines_of(zeros))
+
+
+def test_a_parquet_file_of_too_many_rows_or_values_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "MOST_ROWS", 100)
+    pq.write_table(pa.table({"a": [0] * 101}), tmp_path / "long.parquet")
+    pq.write_table(pa.table({"a": [[0] * 50, [0] * 51]}), tmp_path / "wide.parquet")
+    pq.write_table(pa.table({"a": [0] * 100}), tmp_path / "whole.parquet")
+    check_parquet(tmp_path / "whole.parquet")
+    for name in ("long", "wide"):
+        with pytest.raises(OSError, match="it has 101 rows, and at most 100 are read"):
+            check_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(OSError, match="it is no file"):
+        check_parquet(tmp_path)
 
 
 def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
