@@ -1,6 +1,8 @@
 """Files and folders are there as a whole or not at all, whatever the disk says."""
 
 import json
+import os
+import posix
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -23,6 +25,12 @@ from tltlab.files import (
     write_sum,
     written_sum,
 )
+
+
+@pytest.fixture(autouse=True)
+def _disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real `fsync`, without which other tests do."""
+    monkeypatch.setattr(os, "fsync", posix.fsync)
 
 
 @contextmanager
