@@ -22,6 +22,7 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
+from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
@@ -74,6 +75,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         run,
     ):
         write_json(out / "run.json", description)
+        seal_code(out)
         run.policy.write(out / "policy.json")
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
