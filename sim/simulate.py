@@ -98,7 +98,7 @@ class SimResult:
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
-            "mean_accept_length": self._mean_accept_length(),
+            "mean_accept_length": self.mean_accept_length,
             "outside_calibration": outside,
             "evidence": evidence,
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
@@ -155,7 +155,9 @@ class SimResult:
                 outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
         return {name: count / total for name, count in outside.items() if count}
 
-    def _mean_accept_length(self) -> float | None:
+    @property
+    def mean_accept_length(self) -> float | None:
+        """Over all speculative iterations, as in `summary`, without making a trace."""
         tokens, pairs = [], 0
         for columns in self._columns():
             chosen = columns.speculates
