@@ -94,7 +94,7 @@ class SimResult:
         bounds_s = self.bounds_s()
         strategies = [regime.strategy for regime in self._regimes()]
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = self._outside_calibration()
+        outside = self.outside_calibration
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
@@ -132,7 +132,8 @@ class SimResult:
         """What every worker did in every rollout."""
         return (log.columns for rollout in self.rollouts for log in rollout.logs)
 
-    def _outside_calibration(self) -> dict[str, float] | None:
+    @property
+    def outside_calibration(self) -> dict[str, float] | None:
         """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
         calibrated, acceptance = self.scenario.costs.calibrated, self.scenario.acceptance
         strange = {
