@@ -124,9 +124,9 @@ class Grid:
 
     def points(self) -> Iterator[Point]:
         """In order: model, weights, schedule, context, load."""
-        fields = ("model", "weights", "schedule", "context", "load")
-        for values in product(self.models, self.weights, self.schedules, self.contexts, self.loads):
-            yield Point(**dict(zip(fields, values, strict=True)))
+        for name, weights, schedule in product(self.models, self.weights, self.schedules):
+            for context, load in product(self.contexts, self.loads):
+                yield Point(model=name, weights=weights, schedule=schedule, context=context, load=load)
 
     def trace(self, point: Point) -> Trace:
         """The point's responses; the same for all models, weights and schedules."""
