@@ -186,7 +186,7 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it."""
     whole = "step_s" in comparison
-    columns = ["system", "rollout s", "ratio", "95 % interval", "regret", "accept"]
+    columns = ["system", "rollout s", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
     columns += ["RL step s", "ratio", "95 % interval"] if whole else []
     columns += ["rank in range"] if "rank_least" in comparison else []
     rows = []
@@ -195,7 +195,8 @@ def system_table(comparison: pd.DataFrame) -> str:
         name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio"), regret, accept]
+        cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio")]
+        cells += [f"{row['tokens_per_s_ratio']:.2f}x", regret, accept]
         if whole:
             cells += [f"{row['step_s']:.4g}", f"{row['step_ratio']:.3f}", _interval(row, "step_ratio")]
         if "rank_least" in row:
@@ -209,8 +210,9 @@ def system_table(comparison: pd.DataFrame) -> str:
             notes.setdefault("not lossless", []).append(row["system"])
     lines = [table(columns, rows)]
     lines.append(
-        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios "
-        f"to {comparison.attrs['baseline']}; --json has each system's assumptions and source"
+        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios, "
+        f"also of tokens trained on per second, to {comparison.attrs['baseline']}; --json has each system's "
+        "assumptions and source, and the other intervals"
     )
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
