@@ -196,7 +196,7 @@ def simulate(
 
     >>> simulate("traces/tiny", "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
     """
-    config, trace = replace(config, **settings), read(trace)
+    config, trace = config.changed(settings, simulate), read(trace)
     chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
     started = time.perf_counter()

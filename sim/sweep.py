@@ -21,6 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.stats import paired_interval
 from tltlab.traces.trace import TraceSource
 
+from .config import SimulationConfig
 from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def compare(
     """
     if isinstance(scenario, Scenario) and settings:
         raise ConfigError(f"a Scenario has its settings already: leave out {', '.join(settings)}, or give the trace")
-    scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario, **settings)
+    if not isinstance(scenario, Scenario):
+        scenario = Scenario.of(scenario, SimulationConfig().changed(settings, compare))
     policies = named_policies(policies)
     names = list(policies)
     baseline = names[0] if baseline is None else baseline

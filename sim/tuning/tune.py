@@ -157,7 +157,7 @@ def tune(
     what is found here. Raises ConfigError for a trace with fewer than two RL steps, a missing acceptance, and where no
     policy is possible.
     """
-    config = replace(config, **settings)
+    config = config.changed(settings, tune)
     began = time.perf_counter()
     each = isinstance(traces, list | tuple) and all(
         isinstance(one, str | Path | Trace | pd.DataFrame) for one in traces
