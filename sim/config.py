@@ -122,9 +122,8 @@ def check_keywords(given: Iterable[str], known: Sequence[str], function: Callabl
     for name in given:
         if name not in known:
             words = sorted({*known, *own} - {"self", "cls", "config"})
-            raise ConfigError(
-                f"{function.__qualname__} has no keyword {name!r}{did_you_mean(name, words)}; there are {', '.join(words)}"
-            )
+            near = did_you_mean(name, words)
+            raise ConfigError(f"{function.__qualname__} has no keyword {name!r}{near}; there are {', '.join(words)}")
 
 
 def _measured_acceptance(trace: Trace) -> tuple[Acceptance, str] | None:

@@ -179,7 +179,7 @@ class Sources:
             node = next((part for part in node.body if isinstance(part, ast.Return)), None)
         value = getattr(node, "value", None)
         try:
-            constants = ast.literal_eval(value.slice if isinstance(value, ast.Subscript) else value)
+            constants = ast.literal_eval(value.slice if isinstance(value, ast.Subscript) else value or ast.Constant(None))
         except (ValueError, TypeError):
             return []
         return list(constants) if isinstance(constants, list | tuple) else []
