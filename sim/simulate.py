@@ -88,6 +88,7 @@ class SimResult:
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
         "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used;
+        `prefix_caching` and `prefilled_tokens` say whether samples shared their prompts, and what was prefilled in all;
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` has the measured makespan with a
         probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
         """
@@ -103,6 +104,8 @@ class SimResult:
             "evidence": evidence,
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
             "spot_training": self._spot_training(),
+            "prefix_caching": any(step.prefix_caching for step in self.scenario.steps),
+            "prefilled_tokens": round(sum(float(c.prefill_tokens.sum()) for c in self._columns())),
             "costs": self.scenario.costs_name,
             "acceptance": self.scenario.acceptance_name if speculates else None,
             "lower_bound_s": bound_s,

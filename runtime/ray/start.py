@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +17,7 @@ from ray._private.node import Node
 
 from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import leaves
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
 from .prefork import Prefork
@@ -75,11 +78,20 @@ def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
     """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks."""
     with preforking(cluster):
         started = start_ray(cluster)
+        node = ray._private.worker._global_node if started else None
+        session = None if node is None else Path(node.get_session_dir_path())
+        if session is not None:
+            leaves(session)
         try:
             yield
+        except BaseException:
+            session = None  # Ray's logs may say why
+            raise
         finally:
             if started:
                 ray.shutdown()
+                if session is not None:
+                    shutil.rmtree(session, ignore_errors=True)
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:

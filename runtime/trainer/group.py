@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
+from tltlab.files import scratch_folder
 from tltlab.runtime.engine.weights import Engines, Way
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
@@ -99,7 +99,7 @@ class TrainerGroup:
             for rank in range(recipe.train.data_ranks)
         ]
         asked = [
-            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of)
+            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of, rl_step)
             for rank, actor in enumerate(self.handles)
         ]
         mismatch: Mismatch = self._wait(asked, "old_logprobs")[0]
@@ -169,7 +169,7 @@ class TrainerGroup:
         if len(where) == 1:
             return None
         if {node for node, _, _ in where} == {ray.get_runtime_context().get_node_id()}:
-            self._meeting = Path(tempfile.mkdtemp(prefix="tltlab-trainers-"))
+            self._meeting = scratch_folder("t")
             return f"file://{self._meeting / 'meeting'}"
         _, address, port = where[0]
         return f"tcp://{address}:{port}"

@@ -42,6 +42,7 @@ def compare(
     workers: options.Workers = None,
     costs: options.Costs = None,
     acceptance: options.Acceptance = None,
+    acceptance_spread: options.AcceptanceSpread = 0.0,
     model_free_acceptance: Annotated[
         str | None,
         typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
@@ -59,6 +60,7 @@ def compare(
     ] = None,
     mode: options.Mode = "fluid",
     rl_steps: options.RlSteps = None,
+    prefix_caching: options.PrefixCaching = False,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
     decision_block: Annotated[
         int | None,
@@ -86,8 +88,10 @@ def compare(
     if decision_block is None:
         decision_block = 1 if systems is None else _block(source)
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
+        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block,
+        prefix_caching=prefix_caching,
     )  # fmt: skip
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):
@@ -120,10 +124,14 @@ def compare(
         "mode": mode,
         "seed": seed,
         "decision_block": decision_block,
+        "prefix_caching": prefix_caching,
+        "acceptance_spread": acceptance_spread,
         **made_by("numpy", "scipy", "simpy"),
     }
     if out is not None:
         write_json(out, result)
+    if prefix_caching:
+        text += "\na group's prompt is prefilled, and held, once on each worker"
     emit(result, as_json=as_json, text=text)
 
 

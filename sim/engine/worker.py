@@ -261,8 +261,8 @@ class Worker:
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
         if len(self.queue) and self._drains_from_the_start():
-            prompt_tokens = float(self.requests.prompts[self.queue].sum())
-            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), prompt_tokens)
+            to_prefill = self.scheduler.to_prefill(self.queue)
+            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), to_prefill)
             self.rollout.first_token_s[self.queue] = first_s
         else:
             self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())

@@ -463,9 +463,10 @@ def test_bytes_that_are_no_message_are_dropped_and_counted(cluster):
     assert not [message for message in server.messages if message == REPORT], "only worker 0 may speak for worker 0"
 
 
-def test_only_workers_with_their_own_key_are_heard():
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", None])
+def test_only_workers_with_their_own_key_are_heard_also_on_this_machine(endpoint):
     keys, clients = make_keys(3)
-    server = OpenServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 3, lambda worker: None, keys)
+    server = OpenServer(CoordinatorConfig(), endpoint, 3, lambda worker: None, keys)
     stranger = make_keys(1)[1][0]
     wrong = ClientKeys(public=stranger.public, secret=stranger.secret, server=keys.public)
     links = [

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
+from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, load_recipe, located, resumed_recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
@@ -117,6 +118,7 @@ def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere
     run = tmp_path / "run"
     keep_code(recipe, ["beside_reward"], run)
     write_json(run / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
+    seal_code(run)
     assert sorted(p.name for p in (run / "code").iterdir()) == [f"beside_{n}.py" for n in ("helper", "later", "reward")]
 
     # The recipe's folder has gone, or says something else by now.
