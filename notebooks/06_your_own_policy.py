@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 6. Your own policy in five minutes
 #
-# A policy says, before each decode iteration, how many tokens to guess ahead, and hears afterwards what came of it. Here
-# one is written, checked, compared and improved, in the simulator. The same class drives real training.
+# A policy says, before each decode iteration, how many tokens to guess ahead, and hears afterwards what came of it.
+# Here one is written, checked, compared and improved, in the simulator. The same class drives real training.
 
 # %%
 from pathlib import Path
@@ -34,9 +34,9 @@ trace = tltlab.read(root / "traces" / "tiny")
 # %% [markdown]
 # ## Minute one: a class with one method
 #
-# `strategies` are all that it may choose, so that engines can be built for them. `choose` is given the worker's state:
-# `batch` (running requests), `waiting`, `context_tokens`, `rl_step` and more. Drafts by n-grams cost nothing to make and
-# little to check while few requests run.
+# `strategies` are all that it may choose, so that engines can be built for them. `choose` is given the worker's
+# state: `batch` (running requests), `waiting`, `context_tokens`, `rl_step` and more. Drafts by n-grams cost nothing
+# to make and little to check while few requests run.
 
 
 # %%
@@ -55,13 +55,13 @@ check_selector(Halving)
 #
 # ## Minute two: what it brings
 #
-# The responses of a recorded run are replayed under it. A policy is a class, an instance, a name, a file or a draft in
-# short.
+# The responses of a recorded run are replayed under it. A policy is a class, an instance, a name, a file or a draft
+# in short.
 
 # %%
 result = tltlab.simulate(trace, Halving)
 display(result)
-print(f"{result.summary['regret']:.0%} above what any choice among its strategies could reach (its regret to the bound)")
+print(f"{result.summary['regret']:.0%} above the least that its strategies could reach: its regret to the bound")
 
 # %% [markdown]
 # ## Minute three: against others
@@ -77,9 +77,9 @@ display(rows.plot())
 # %% [markdown]
 # ## Minute four: one that learns
 #
-# `observe` hears of each iteration: its seconds, its batch, what was accepted. This one keeps the mean tokens per second
-# of each strategy by batch size, tries what it does not know, and takes the best. A selector draws from `rng` alone, so
-# the same seed gives the same run.
+# `observe` hears of each iteration: its seconds, its batch, what was accepted. This one keeps the mean tokens per
+# second of each strategy by batch size, tries what it does not know, and takes the best. A selector draws from `rng`
+# alone, so the same seed gives the same run.
 
 
 # %%
@@ -109,8 +109,8 @@ check_selector(Greedy)
 display(tltlab.compare(trace, ["none", Halving, Greedy, "beg-mab"]))
 
 # %% [markdown]
-# Learning has a price on few iterations: every strategy has to be tried at every batch size first. TLT's bandit groups
-# batch sizes for that reason.
+# Learning has a price on few iterations: every strategy has to be tried at every batch size first. TLT's bandit
+# groups batch sizes for that reason.
 #
 # ## Minute five: into real training
 #

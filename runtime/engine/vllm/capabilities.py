@@ -177,9 +177,9 @@ class Sources:
             node = self._member(wanted.module, node, wanted.path[1])
         if isinstance(node, ast.FunctionDef):
             node = next((part for part in node.body if isinstance(part, ast.Return)), None)
-        value = getattr(node, "value", None)
+        value = getattr(node, "value", None) or ast.Constant(None)
         try:
-            constants = ast.literal_eval(value.slice if isinstance(value, ast.Subscript) else value or ast.Constant(None))
+            constants = ast.literal_eval(value.slice if isinstance(value, ast.Subscript) else value)
         except (ValueError, TypeError):
             return []
         return list(constants) if isinstance(constants, list | tuple) else []
