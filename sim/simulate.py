@@ -95,11 +95,11 @@ class SimResult:
         bounds_s = self.bounds_s()
         strategies = [regime.strategy for regime in self._regimes()]
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = outside_calibration(self.scenario, self.rollouts)
+        outside = self.outside_calibration
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
-            "mean_accept_length": self._mean_accept_length(),
+            "mean_accept_length": self.mean_accept_length,
             "outside_calibration": outside,
             "evidence": evidence,
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
@@ -135,7 +135,14 @@ class SimResult:
         """What every worker did in every rollout."""
         return (log.columns for rollout in self.rollouts for log in rollout.logs)
 
-    def _mean_accept_length(self) -> float | None:
+    @property
+    def outside_calibration(self) -> dict[str, float] | None:
+        """Shares of iterations outside what was measured, as the function of that name."""
+        return outside_calibration(self.scenario, self.rollouts)
+
+    @property
+    def mean_accept_length(self) -> float | None:
+        """Over all speculative iterations, as in `summary`, without making a trace."""
         tokens, pairs = [], 0
         for columns in self._columns():
             chosen = columns.speculates

@@ -202,7 +202,7 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it."""
     whole = "step_s" in comparison
-    columns = ["system", "rollout s", "speed-up", "ratio", "95 % interval", "regret", "accept"]
+    columns = ["system", "rollout s", "speed-up", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
     columns += ["RL step s", "speed-up", "ratio", "95 % interval"] if whole else []
     columns += ["rank in range"] if "rank_least" in comparison else []
     rows = []
@@ -212,7 +212,7 @@ def system_table(comparison: pd.DataFrame) -> str:
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
         cells = [name, f"{row['makespan_s']:.4g}", _speed_up(row["ratio"]), f"{row['ratio']:.3f}"]
-        cells += [_interval(row, "ratio"), regret, accept]
+        cells += [_interval(row, "ratio"), f"{row['tokens_per_s_ratio']:.2f}x", regret, accept]
         if whole:
             cells += [f"{row['step_s']:.4g}", _speed_up(row["step_ratio"]), f"{row['step_ratio']:.3f}"]
             cells.append(_interval(row, "step_ratio"))
@@ -227,8 +227,9 @@ def system_table(comparison: pd.DataFrame) -> str:
             notes.setdefault("not lossless", []).append(row["system"])
     lines = [table(columns, rows)]
     lines.append(
-        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios "
-        f"to {comparison.attrs['baseline']}; --json has each system's assumptions and source"
+        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios, "
+        f"also of tokens trained on per second, to {comparison.attrs['baseline']}; --json has each system's "
+        "assumptions and source, and the other intervals"
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]

@@ -75,6 +75,25 @@ def test_ratios_are_to_verl_and_have_intervals(trace: Trace, found: pd.DataFrame
     assert other.attrs["baseline"] == "das"
 
 
+def test_figures_beside_the_makespan_are_those_of_the_simulated_trace_and_have_intervals(
+    trace: Trace, found: pd.DataFrame
+):
+    alone = simulate(trace, "none", costs=COSTS, workers=4).summary
+    verl = found.loc["verl"]
+    assert verl["bubble_fraction"] == pytest.approx(alone["bubble_fraction"])
+    assert verl["wasted_share"] == verl["off_policy_share"] == 0.0
+    assert verl["tokens_per_s_ratio"] == 1.0
+    for name in ("makespan_s", "tokens_per_s", "bubble_fraction", "regret", "step_s"):
+        low, high = verl["intervals"][name]
+        assert low < verl[name] < high
+    assert found.loc["das", "intervals"]["regret"] is None
+    april = found.loc["april"]
+    # It trains on other responses than the trace's step has.
+    assert april["tokens_per_s_ratio"] == pytest.approx(april["tokens_per_s"] / verl["tokens_per_s"])
+    assert april["tokens_per_s_ratio"] != pytest.approx(1.0 / april["ratio"])
+    assert 0.0 < april["off_policy_share"] < 1.0
+
+
 def test_whole_rl_steps_differ_by_who_has_which_gpus(trace: Trace, found: pd.DataFrame):
     plain = simulate(trace, "none", costs=COSTS, workers=4)
     assert found.loc["verl", "step_s"] == run_steps(plain, STAGES, topology=Colocated()).step_s
