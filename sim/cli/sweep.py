@@ -84,7 +84,11 @@ def sweep(
     if grid.resumed:
         progress(f"{grid.resumed} points were done before")
     rows: list[dict[str, Any]] = json.loads(grid.frame.to_json(orient="records", double_precision=15))
-    result = {"points": rows, "axes": {name: list(getattr(axes, name)) for name in axes.names}, "figures": "simulated"}
+    result: dict[str, Any] = {
+        "points": rows,
+        "axes": {name: list(getattr(axes, name)) for name in axes.names},
+        "figures": "simulated",
+    }
     result |= {"trace": source.manifest.name or str(trace), "resumed": grid.resumed, "seed": seed}
     result |= made_by("numpy", "scipy", "simpy")
     if out is not None:
