@@ -19,5 +19,6 @@ def test_a_token_that_others_may_read_is_refused_before_ray_is_asked(tmp_path: P
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     # Joining there fails: what comes first says what was looked at first.
     monkeypatch.setenv("RAY_ADDRESS", "nowhere://")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"token, Ray's token, can be read by others \(its mode is 640\): chmod 600"):
         start_ray()
