@@ -70,7 +70,8 @@ def lower_bound_s(
     ran = [i for i, length in enumerate(requests.response_tokens) if length > 0]
     if not ran:
         return 0.0
-    prefill = costs.prefill_s(1.0) * np.array([requests.prompt_tokens[i] for i in ran], np.float64)
+    # With prefix caching a prompt may have been prefilled for another sample.
+    prefill = costs.prefill_s(1.0) * (requests.prompts - requests.shared)[ran].astype(np.float64)
     most = largest_batch(requests, costs)
     batches = range(1, most + 1)
     fixed = [
@@ -85,7 +86,7 @@ def lower_bound_s(
 
 def largest_batch(requests: Requests, costs: CostModel) -> int:
     """Most requests that a worker can run at once."""
-    prompts = requests.prompts[requests.lengths > 0]
+    prompts = (requests.prompts - requests.shared)[requests.lengths > 0]
     most = min(len(prompts), costs.max_num_seqs or len(prompts))
     if costs.kv_capacity_tokens is not None and len(prompts):
         most = min(most, costs.kv_capacity_tokens // (int(prompts.min()) + 1))
@@ -242,7 +243,7 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     lengths = requests.lengths[ran] - TOLERANCE_TOKENS
     prompts = requests.prompts[ran].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    own_s = costs.prefill_s(1.0) * prompts + slope_s * contexts
+    own_s = costs.prefill_s(1.0) * (prompts - requests.shared[ran]) + slope_s * contexts
 
     def fits(makespan_s: float) -> bool:
         left_s = makespan_s - own_s

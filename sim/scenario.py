@@ -144,10 +144,10 @@ class Scenario:
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
         """
-        trace, config = read(trace), replace(config, **settings)
+        trace, config = read(trace), config.changed(settings, cls.of)
         workers = config.num_workers(trace)
         steps = tuple(
-            changed(step, config.workload, config.seed)
+            changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)
             for step in requests_by_step(trace, config.rl_steps, config.max_response_tokens)
         )
         acceptance, acceptance_name = config.find_acceptance(trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError
-from tltlab.files import parse_json
+from tltlab.files import check_parquet, lines_of, open_input, parse_json
 from tltlab.runtime.recipe.recipe import DataConfig
 
 # The loader for a file, by its first suffix: what follows it may say how it is compressed.
@@ -54,10 +55,7 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
     list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
     missing, those there are.
     """
-    if config.system is not None and not config.chat:
-        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
-    if config.chat and getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
+    _check_chat(config, tokenizer)
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     lengths: list[int] = []
@@ -88,7 +86,7 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
 
     ConfigError where a column is missing or empty; no tokenizer is asked.
     """
-    if not Path(source).is_file() or Path(source).suffix not in (".jsonl", ".parquet"):
+    if not _is_file(source):
         return None
     place, row = next(_rows(source, config, config.split), ("", None))
     if row is None:
@@ -96,6 +94,46 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
     where = f"{source}: {place}"
     text, _ = _messages(_column(row, config.prompt_column, where), config, where)
     return text, _answer(_column(row, config.answer_column, where))
+
+
+def first_prompt(source: str, config: DataConfig, tokenizer: Any) -> Prompt | None:
+    """The first prompt of a .jsonl or .parquet file as a run would read it; None for other sources.
+
+    ConfigError where a column is missing or empty, and where the tokenizer cannot render it.
+    """
+    if not _is_file(source):
+        return None
+    _check_chat(config, tokenizer)
+    for place, row in _rows(source, config, config.split):
+        where = f"{source}: {place}"
+        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
+        answer = _answer(_column(row, config.answer_column, where))
+        return Prompt(prompt_id=str(row.get("prompt_id", 0)), text=text, answer=answer, token_ids=token_ids)
+    return None
+
+
+def num_rows(source: str) -> int | None:
+    """How many rows a .jsonl or .parquet file has; None for other sources and what cannot be read. O(bytes)."""
+    if not _is_file(source):
+        return None
+    try:
+        if source.endswith(".parquet"):
+            return int(pq.read_metadata(source).num_rows)
+        with Path(source).open("rb") as lines:
+            return sum(not line.isspace() for line in lines)
+    except (OSError, pyarrow.lib.ArrowException):
+        return None
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).is_file() and Path(source).suffix in (".jsonl", ".parquet")
+
+
+def _check_chat(config: DataConfig, tokenizer: Any) -> None:
+    if config.system is not None and not config.chat:
+        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
+    if config.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
 
 
 def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -112,8 +150,8 @@ def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Ma
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
+            for number, line in enumerate(lines_of(file), start=1):
                 if not line.strip():
                     continue
                 row = parse_json(line)
@@ -130,11 +168,12 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
+        check_parquet(path)
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (OSError, pyarrow.lib.ArrowException) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:

@@ -15,21 +15,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import sealed, write_json
+from tltlab.files import lock, sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
+from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.traces.recorder import Recorder
-from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
 
 from .actors import RunActors
@@ -74,7 +74,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         RunLog(recipe.log, out, last_step, resume_from=run.begins_at, settings=description) as log,
         run,
     ):
-        write_json(out / "run.json", description)
+        write_json(out / "run.json", sealed(description))
+        seal_code(out)
         run.policy.write(out / "policy.json")
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
@@ -110,7 +111,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         "policy": "policy.json",
         "versions": versions(),
     }
-    write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", sealed(summary))
     return summary
 
 
@@ -277,10 +278,14 @@ class GrpoRun:
         self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
+        samples = _samples(collected)
+        nothing_to_learn = check(samples, self.recipe.train, self.recipe.rollout.max_response_tokens, rl_step)
+        if nothing_to_learn is not None:
+            self.events.note(nothing_to_learn)
 
         start = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
-        metrics = asdict(self.trainers.old_logprobs(_samples(collected), rl_step))
+        metrics = asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -483,6 +488,7 @@ def _samples(collected: Collected) -> list[Sample]:
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
             truncated=t.truncated,
+            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)
     ]

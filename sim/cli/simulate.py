@@ -20,6 +20,7 @@ from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.simulate import simulate as run
+from tltlab.sim.simulate import told_outside
 from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -41,6 +42,7 @@ def simulate(
     workers: options.Workers = None,
     costs: options.Costs = None,
     acceptance: options.Acceptance = None,
+    acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
@@ -62,6 +64,7 @@ def simulate(
     ] = None,
     rl_steps: options.RlSteps = None,
     max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
+    prefix_caching: options.PrefixCaching = False,
     decision_block: options.DecisionBlock = 1,
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
@@ -97,9 +100,10 @@ def simulate(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
         )
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
-        max_response_tokens=max_response_tokens, spot=spot_training,
+        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block,
+        max_response_tokens=max_response_tokens, prefix_caching=prefix_caching, spot=spot_training,
     )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
@@ -214,8 +218,7 @@ def table(summary: dict[str, Any]) -> str:
         return "unknown" if summary[key] is None else format(summary[key], form)
 
     num_steps = len(summary["makespan_s_per_step"])
-    outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
-    beyond = [f"extrapolated       {', '.join(outside)} of the iterations lie outside what was measured"]
+    outside = told_outside(summary["outside_calibration"])
     between = ""
     if summary["makespan_interval_s"] is not None:
         low, high = summary["makespan_interval_s"]
@@ -229,12 +232,14 @@ def table(summary: dict[str, Any]) -> str:
             f"(regret {shown('regret', '.1%')})",
             f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
             f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
+            f"prefilled          {summary['prefilled_tokens']} tokens"
+            + (", a group's prompt once on each worker" if summary["prefix_caching"] else ""),
             f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
             f"tail               {shown('tail_fraction', '.1%')} of the rollout",
             f"accept length      {accept}",
             f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
             f"simulated in       {shown('wall_s', '.3g')} s",
-            *(beyond if outside else []),
+            *([f"extrapolated       {outside}"] if outside else []),
             *([spot_line(spot)] if (spot := summary["spot_training"]) else []),
         ]
     )

@@ -18,10 +18,16 @@ from tltlab.traces.trace import Trace
 
 from .random_numbers import request_seeds, uniforms
 
+BLOCK_TOKENS = 16
+"""Tokens of a block of the KV cache, vLLM's default: only whole blocks are shared."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """One RL step's workload with what became of it. `recorded_worker` is None where the trace does not know it."""
+    """One RL step's workload with what became of it. `recorded_worker` is None where the trace does not know it.
+
+    With `prefix_caching` the samples of a group on one worker share their prompt's keys and values.
+    """
 
     rl_step: int
     policy_version: int
@@ -31,6 +37,7 @@ class Requests:
     response_tokens: list[int]
     recorded_worker: list[int | None]
     rows: pd.DataFrame
+    prefix_caching: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -44,6 +51,26 @@ class Requests:
     def lengths(self) -> Ints:
         """`response_tokens` as an array."""
         return np.array(self.response_tokens, np.int64)
+
+    @cached_property
+    def groups(self) -> Ints:
+        """The number of each request's group: samples of one prompt in one RL step."""
+        number: dict[tuple[int, str], int] = {}
+        return np.array([number.setdefault(key[:2], len(number)) for key in self.keys], np.int64)
+
+    @cached_property
+    def shared(self) -> Ints:
+        """Tokens of each prompt that another sample of its group has in the cache: whole blocks, never the last token.
+
+        The shortest prompt of a group is what its samples have in common: a response that goes on has its own text
+        behind it. Zeros without prefix caching.
+        """
+        if not self.prefix_caching or not len(self):
+            return np.zeros(len(self), np.int64)
+        shortest = np.full(int(self.groups.max()) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(shortest, self.groups, self.prompts)
+        common: Ints = np.maximum(shortest - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        return common[self.groups]
 
 
 def requests_by_step(

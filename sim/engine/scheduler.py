@@ -7,6 +7,9 @@ counted). A preempted request goes to the head of the queue and has its prompt a
 Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks: the
 running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
 iteration after its prompt is done. Its KV space is taken at admission.
+
+With prefix caching (`Requests.prefix_caching`) what a group's samples share of their prompt is prefilled by the first
+of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tltlab.arrays import Ints
 from tltlab.costs.base import CostModel
 
 from .batch import TOLERANCE_TOKENS, Batch
@@ -45,6 +49,9 @@ class Scheduler:
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.max_num_batched_tokens: float = costs.max_num_batched_tokens or math.inf
         self._prompt_tokens = prompt_tokens
+        self._prefix_caching = batch.requests.prefix_caching
+        self._cached: set[int] = set()
+        """Groups whose prompt has been prefilled here."""
 
     @property
     def num_waiting(self) -> int:
@@ -62,6 +69,10 @@ class Scheduler:
         if self.kv_capacity_tokens == math.inf:
             return math.inf
         taken = sum(prefill.tokens + 1 for prefill in self.prefilling) if self.prefilling else 0
+        if self._prefix_caching:
+            requests, held = self.batch.requests, self._held
+            of_group = dict(zip(requests.groups[held].tolist(), requests.shared[held].tolist(), strict=True))
+            taken -= int(requests.shared[held].sum()) - sum(of_group.values())
         return self.kv_capacity_tokens - len(self.batch) - self.batch.context_tokens - taken
 
     @property
@@ -100,15 +111,39 @@ class Scheduler:
 
     def admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit; the first always does."""
-        room_tokens = self.room_tokens
+        room_tokens, requests = self.room_tokens, self.batch.requests
+        there = set(requests.groups[self._held].tolist()) if self._prefix_caching else set()
         while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]
             tokens = self._prompt_tokens[request] + generated
             room_tokens -= tokens + 1
+            if self._prefix_caching and int(requests.groups[request]) in there:
+                room_tokens += int(requests.shared[request])
             if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
                 break
             self.waiting.popleft()
-            self.prefilling.append(Prefill(request, tokens, tokens))
+            self.prefilling.append(Prefill(request, tokens, tokens - self._reused(request)))
+            if self._prefix_caching:
+                there.add(int(requests.groups[request]))
+
+    def to_prefill(self, requests: Ints) -> float:
+        """Tokens to prefill where all of these are admitted at once."""
+        return float(self.batch.requests.prompts[requests].sum()) - sum(map(self._reused, requests.tolist()))
+
+    def _reused(self, request: int) -> int:
+        """Tokens of its prompt that need no prefill; from now on those of its group have them too."""
+        if not self._prefix_caching:
+            return 0
+        group = int(self.batch.requests.groups[request])
+        if group not in self._cached:
+            self._cached.add(group)
+            return 0
+        return int(self.batch.requests.shared[request])
+
+    @property
+    def _held(self) -> list[int]:
+        """Requests that hold room in the KV cache."""
+        return [*self.batch.running, *(prefill.request for prefill in self.prefilling)]
 
     def prefill(self, tokens: float) -> float:
         """Spend up to `tokens` on the admitted requests in order, done ones join the batch; returns what was spent."""

@@ -78,6 +78,13 @@ class SimulatedRollout:
     old_tokens: float = 0.0
     wasted_tokens: float = 0.0
 
+    @property
+    def busy_s(self) -> float:
+        """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
+        return math.fsum(
+            float((c.switch_s + c.prefill_s + c.seconds).sum()) for c in (log.columns for log in self.logs)
+        )
+
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
         """These have got tokens by now; what is known of one from before a preemption stays."""
         for request in requests:
@@ -261,8 +268,8 @@ class Worker:
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
         if len(self.queue) and self._drains_from_the_start():
-            prompt_tokens = float(self.requests.prompts[self.queue].sum())
-            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), prompt_tokens)
+            to_prefill = self.scheduler.to_prefill(self.queue)
+            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), to_prefill)
             self.rollout.first_token_s[self.queue] = first_s
         else:
             self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())

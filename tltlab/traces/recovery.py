@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.files import replace_durably
+from tltlab.files import lock, replace_durably
 
-from .recording import SUFFIX, chunks_of, cut, lock, new_recording, readable, recording_of, rows_in
+from .recording import SUFFIX, chunks_of, cut, new_recording, readable, recording_of, rows_in
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .trace import Trace, is_trace, locate, noted, read_one, recorded, refuse_foreign_target
 
@@ -34,9 +34,16 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     held = "nothing is recorded there"
     if folder.is_dir():
         with lock(folder):
-            there = Manifest.read(folder / MANIFEST_FILE)
-            _check_same_run(folder, there, manifest)
             notes: list[str] = []
+            try:
+                there = Manifest.read(folder / MANIFEST_FILE)
+            except TraceError as damage:
+                # Its rows say nothing that is there but when it began and what was noted.
+                there, notes = (
+                    manifest,
+                    [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"],
+                )
+            _check_same_run(folder, there, manifest)
             good = readable(chunks_of(folder), notes)
             missing = _missing(((name, chunk.load(name)) for chunk in good for name in _TELLING), rl_steps)
             if missing is None:
