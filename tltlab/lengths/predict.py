@@ -12,9 +12,10 @@ from typing import Self
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.ensemble import HistGradientBoostingClassifier
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
@@ -42,12 +43,12 @@ class LengthPredictor(BaseEstimator):  # type: ignore[misc, unused-ignore]
         self.max_iter = max_iter
         self.min_samples_leaf = min_samples_leaf
 
-    def fit(self, x: Floats, tokens: Floats, cut: Floats) -> Self:
+    def fit(self, x: Floats, tokens: Floats, cut: NDArray[np.bool_]) -> Self:
         """Learn from features (responses, features), tokens that came, and whether the cap cut them.
 
         ConfigError where nothing ended by itself.
         """
-        tokens, cut = np.asarray(tokens, np.float64), np.asarray(cut, bool)
+        tokens = np.asarray(tokens, np.float64)
         if cut.all():
             raise ConfigError("no response ended by itself, so nothing tells how long they are")
         inner = np.quantile(tokens[~cut], np.linspace(0.0, 1.0, self.num_intervals + 1)[1:-1])
@@ -143,7 +144,7 @@ def _history(rows: pd.DataFrame, log: Floats) -> list[Floats]:
     return [np.where(number > 0, mean, np.nan), number, np.where(number > 0, share, np.nan)]
 
 
-def is_cut(rows: pd.DataFrame) -> Floats:
+def is_cut(rows: pd.DataFrame) -> NDArray[np.bool_]:
     """Which responses their cap, or whoever ended the RL step, cut."""
-    cut: Floats = (rows["finish_reason"] != "stop").to_numpy()
+    cut: NDArray[np.bool_] = (rows["finish_reason"] != "stop").to_numpy()
     return cut

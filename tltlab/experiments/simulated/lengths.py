@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Ints
 from tltlab.charts import bars
 from tltlab.errors import ConfigError
 from tltlab.experiments.result import ExperimentResult
@@ -128,7 +128,7 @@ def _step(
         expected = predictor.fit(x[learns], left[learns], cut[learns]).predict(x[asked])
     except ConfigError:
         expected = np.ones(int(asked.sum()))
-    indices = np.flatnonzero(asked[here])
+    indices: Ints = np.flatnonzero(asked[here]).astype(np.int64)
     if mid:
         requests = _rest(requests, indices, round(at))
     lengths = requests.response_tokens
@@ -142,7 +142,7 @@ def _step(
     return plain_s, true_s, predicted_s, 0.0 if math.isnan(rank) else rank
 
 
-def _rest(requests: Requests, indices: Floats, at: int) -> Requests:
+def _rest(requests: Requests, indices: Ints, at: int) -> Requests:
     """What is left of the responses that still run when all have `at` tokens."""
     chosen = indices.tolist()
     return replace(
