@@ -22,6 +22,7 @@ def test_a_token_that_others_may_read_is_ours_alone_or_refused_before_ray_is_ask
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     # Joining there fails: what comes first says what was looked at first.
     monkeypatch.setenv("RAY_ADDRESS", "nowhere://")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     says = "cannot join" if ours else r"token, Ray's token, can be read by others \(its mode is 640\): chmod 600"
 
     def of_somebody_else(path: Path, mode: int) -> None:
