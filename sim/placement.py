@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -15,7 +16,14 @@ from tltlab.sim.engine.requests import Requests
 from tltlab.strategy import NO_SPECULATION
 
 Placement = Literal[
-    "contiguous", "round_robin", "least_loaded", "longest_first", "recorded", "two_pools", "rank_groups"
+    "contiguous",
+    "round_robin",
+    "least_loaded",
+    "longest_first",
+    "longest_expected",
+    "recorded",
+    "two_pools",
+    "rank_groups",
 ]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
@@ -31,9 +39,10 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
     `contiguous`: request i of N goes to worker i*W//N, the static split of data-parallel engines. `round_robin`: i % W.
     `least_loaded`: each goes where the fewest tokens were placed so far, counting prompt and max_response_tokens, the
     only lengths known beforehand. `longest_first`: clairvoyant, by falling response length to the worker with the
-    fewest response tokens (LPT). `recorded`: as the trace has it. Those that know a
-    prompt's mean length and the `costs`: `two_pools`, StreamRL's split, which takes a fifth of the prompts for long
-    with the recall of its ranker, and `rank_groups`, RhymeRL's. Ties go to the lower worker and the earlier request.
+    fewest response tokens (LPT). `recorded`: as the trace has it. Those that know a prompt's mean length:
+    `longest_expected`, LPT by that mean. And those that know the `costs` too: `two_pools`, StreamRL's split, which
+    takes a fifth of the prompts for long with the recall of its ranker, and `rank_groups`, RhymeRL's. Ties go to the
+    lower worker and the earlier request.
     """
     n = len(requests)
     if placement == "contiguous":
@@ -44,8 +53,10 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
         loads = [p + m for p, m in zip(requests.prompt_tokens, requests.max_response_tokens, strict=True)]
         return _to_the_least(range(n), loads, workers)
     if placement == "longest_first":
-        order = sorted(range(n), key=lambda i: -requests.response_tokens[i])
-        return _to_the_least(order, requests.response_tokens, workers)
+        return longest_first(requests.response_tokens, workers)
+    if placement == "longest_expected":
+        mean = _expected(requests)
+        return longest_first([int(mean[key[1]]) for key in requests.keys], workers)
     if placement == "recorded":
         return _collect(_recorded(requests, workers), workers)
     if placement in ("two_pools", "rank_groups"):
@@ -59,6 +70,12 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
     raise ConfigError(f"no placement named {placement!r}; there are {', '.join(PLACEMENTS)}")
 
 
+def longest_first(lengths: Sequence[int], workers: int) -> list[list[int]]:
+    """By falling length, known or predicted, to the worker with the fewest tokens (LPT)."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return _to_the_least(order, lengths, workers)
+
+
 def _collect(worker_of: list[int], workers: int) -> list[list[int]]:
     queues: list[list[int]] = [[] for _ in range(workers)]
     for request, worker in enumerate(worker_of):
@@ -66,7 +83,7 @@ def _collect(worker_of: list[int], workers: int) -> list[list[int]]:
     return queues
 
 
-def _to_the_least(order: range | list[int], loads: list[int], workers: int) -> list[list[int]]:
+def _to_the_least(order: range | list[int], loads: Sequence[int], workers: int) -> list[list[int]]:
     queues: list[list[int]] = [[] for _ in range(workers)]
     heap = [(0, worker) for worker in range(workers)]
     for request in order:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import AllowCode, Json, emit
 from tltlab.errors import ConfigError
 
 
@@ -24,6 +24,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe, print actors, GPUs and memory; start nothing.")
     ] = False,
+    allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
@@ -42,12 +43,13 @@ def train(
             raise ConfigError(f"--resume {resume} goes on by the run's own recipe: leave out {recipe}")
         if out is not None:
             raise ConfigError(f"--resume {resume} goes on in that folder: leave out --out {out}")
-        loaded, folder = resumed_recipe(resume, [recipe, *changes] if recipe else changes), resume
+        changes = [recipe, *changes] if recipe else changes
+        loaded, folder = resumed_recipe(resume, changes, allow_code or ()), resume
     elif recipe is None:
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:
         loaded, folder = load_recipe(recipe, changes), out or Path("runs/run")
-    check(loaded, folder, resume=resume is not None, replay=replay_decisions, try_reward=dry_run)
+    check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
     if dry_run:
         plan = plan_of(loaded)
         emit(plan.as_json(), as_json=as_json, text=plan.text())

@@ -22,6 +22,7 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
+from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
@@ -73,7 +74,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         RunLog(recipe.log, out, last_step, resume_from=run.begins_at, settings=description) as log,
         run,
     ):
-        write_json(out / "run.json", description)
+        write_json(out / "run.json", sealed(description))
+        seal_code(out)
         run.policy.write(out / "policy.json")
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
@@ -109,7 +111,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         "policy": "policy.json",
         "versions": versions(),
     }
-    write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", sealed(summary))
     return summary
 
 
@@ -393,7 +395,9 @@ class GrpoRun:
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=self.state.policy_version,
             t_start=t_step - self._started,
-            drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
+            drafter=self.drafting.rows(
+                report.rl_step, report.metrics["drift_kl"], rollout_s=report.rollout_s, tokens=report.num_tokens
+            ),
         )
         for table, new in rows.items():
             self._recorder.append(table, new)

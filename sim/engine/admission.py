@@ -47,10 +47,7 @@ class Group:
 
     needed: int
     jobs: list[Job] = field(default_factory=list)
-
-    @property
-    def num_done(self) -> int:
-        return sum(job.done for job in self.jobs)
+    num_done: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +74,10 @@ class Stream:
         self.wasted_tokens = 0.0
         self._new = self._groups()
         self._open: list[Group] = []
+        self._num_complete = 0
+        """Open groups that have all they need."""
+        self._num_done = 0
+        """Responses that are done of the RL step's own."""
         self._again: deque[Group] = deque()
         self._ready: list[Job] = []
         """Whole responses that no step has trained on yet, where responses count by themselves."""
@@ -128,6 +129,8 @@ class Stream:
                     groups.append(next(self._new))
                     num_jobs += len(groups[-1].jobs)
         self._open = groups
+        self._num_complete = sum(group.num_done >= group.needed for group in groups)
+        self._num_done = 0
         jobs = [job for group in groups for job in group.jobs if not job.done]
         # What has begun goes on first; the rest stays in order.
         jobs.sort(key=lambda job: not job.began)
@@ -165,18 +168,33 @@ class Stream:
             recorded_worker=[None] * len(jobs),
         )
 
+    def finish(self, job: Job) -> None:
+        """A response of the RL step has all its tokens."""
+        job.began = job.done = True
+        job.generated = float(job.length)
+        job.group.num_done += 1
+        self._num_done += 1
+        self._num_complete += job.group.num_done == job.group.needed
+
     def is_enough(self, work: Round) -> bool:
         """Whether the step can train on what is done."""
         if self.admission.unit == "response":
-            return len(self._ready) + sum(job.done for job in work.jobs) >= work.num_responses
-        return sum(group.num_done >= group.needed for group in self._open) >= work.num_groups
+            return len(self._ready) + self._num_done >= work.num_responses
+        return self._num_complete >= work.num_groups
 
     def trained_on(self, work: Round, trained: Sequence[Job]) -> tuple[Requests, list[int | None]]:
         """The step's requests as a recorder would have them: those it trains on, and which of the round's each was."""
         step = work.requests
-        rows = pd.concat([self.steps[job.source].rows.iloc[job.index : job.index + 1] for job in trained])
+        places: dict[int, list[int]] = {}
+        for n, job in enumerate(trained):
+            places.setdefault(job.source, []).append(n)
+        parts = [
+            self.steps[source].rows.iloc[[trained[n].index for n in there]].set_axis(there)
+            for source, there in places.items()
+        ]
+        rows = pd.concat(parts).sort_index()
         names = rows["prompt_id"].tolist()
-        samples = [names[:n].count(name) for n, name in enumerate(names)]
+        samples = rows.groupby("prompt_id", sort=False).cumcount().tolist()
         rows = rows.assign(rl_step=step.rl_step, sample=samples).reset_index(drop=True)
         at = {id(job): n for n, job in enumerate(work.jobs)}
         requests = replace(
@@ -210,6 +228,7 @@ class Stream:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
                 for job in group.jobs:
                     job.generated, job.old, job.began, job.done = 0.0, 0.0, False, False
+                group.num_done = 0
             self._again.extend(left)
             left = []
         self._open = left
@@ -234,7 +253,7 @@ class Feed:
         # A response without tokens (an abort before its first) takes no time.
         for job in work.jobs:
             if job.length <= job.generated:
-                job.began = job.done = True
+                stream.finish(job)
 
     def first(self) -> list[list[int]]:
         """The requests with which each worker begins."""
@@ -260,8 +279,7 @@ class Feed:
     def finished(self, requests: Sequence[int], worker: int) -> list[int]:
         """These are done; what begins on this worker in their place."""
         for request in requests:
-            job = self.work.jobs[request]
-            job.done, job.generated = True, float(job.length)
+            self.stream.finish(self.work.jobs[request])
             self.counts[worker] -= 1
             self._running -= 1
         self.stopped = self.stopped or (bool(requests) and self.stream.is_enough(self.work))

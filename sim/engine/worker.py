@@ -79,6 +79,13 @@ class SimulatedRollout:
     old_tokens: float = 0.0
     wasted_tokens: float = 0.0
 
+    @property
+    def busy_s(self) -> float:
+        """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
+        return math.fsum(
+            float((c.switch_s + c.prefill_s + c.seconds).sum()) for c in (log.columns for log in self.logs)
+        )
+
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
         """These have got tokens by now; what is known of one from before a preemption stays."""
         for request in requests:
