@@ -221,7 +221,7 @@ def text(found: dict[str, Any]) -> str:
             f"{ratio['ratio']:.2f}x",
             f"[{ratio['low']:.2f}, {ratio['high']:.2f}]",
             "" if ratio["goal"] is None else f"goal {ratio['goal']:g}x",
-        )  # fmt: skip
+        )
         for name, ratio in found["ratios"].items()
     ]
     lines = [table(("case", "median ms", "least", "most", "goal", ""), cases), "", table((), ratios)]
