@@ -144,7 +144,7 @@ class Scenario:
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
         """
-        trace, config = read(trace), replace(config, **settings)
+        trace, config = read(trace), config.changed(settings, cls.of)
         workers = config.num_workers(trace)
         steps = tuple(
             changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)

@@ -72,7 +72,7 @@ def simulate_system(
     Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
     whose trainer has GPUs of its own generates on fewer workers. Raises ConfigError as `simulate` does.
     """
-    config, trace = replace(config, **settings), read(trace)
+    config, trace = config.changed(settings, simulate_system), read(trace)
     workers = config.num_workers(trace)
     generating, system = generating_workers(bound.system, workers), bound.system
     config = replace(config, workload=system.workload, online_updates=system.online_updates, admission=system.admission)
@@ -163,7 +163,8 @@ def compare_systems(
     """
     if repeats < 1 or jobs < 1:
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
-    config, trace = replace(config, placement=None, spot=None, **settings), read(trace)
+    config = replace(config.changed(settings, compare_systems), placement=None, spot=None)
+    trace = read(trace)
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)

@@ -62,12 +62,13 @@ class RewardPoolConfig(FiniteModel):
     """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
 
     Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes they are computed
-    in the driver, without a time limit.
+    in the driver, without a time limit. A process may map `memory_bytes` of memory, None: as much as there is.
     """
 
     processes: int = Field(default=1, ge=0)
     timeout_s: float = Field(default=10.0, gt=0)
     on_failure: float = Field(default=0.0, ge=-1e38, le=1e38)
+    memory_bytes: int | None = Field(default=None, ge=1 << 28)
 
 
 class PartialConfig(FiniteModel):
@@ -137,6 +138,8 @@ class RolloutConfig(FiniteModel):
 
 class TrainConfig(FiniteModel):
     """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
+
+    `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
 
     Loss. `minibatches` optimizer steps per RL step; the clip range is [1 - clip_low, 1 + clip_high]. Rewards less their
     group's mean are divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
@@ -245,12 +248,14 @@ class FaultConfig(FiniteModel):
     """How often one actor is started again after it died before the run gives up, and what is waited for how long.
 
     A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
-    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
+    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it. An
+    engine or trainer rank that somebody has stopped (SIGSTOP) for `stopped_timeout_s` is killed, and started again.
     """
 
     max_restarts: int = Field(default=3, ge=0)
     start_timeout_s: float = Field(default=600.0, gt=0)
     collective_timeout_s: float = Field(default=3600.0, gt=0)
+    stopped_timeout_s: float = Field(default=60.0, gt=0)
 
 
 class Recipe(FiniteModel):

@@ -74,7 +74,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         RunLog(recipe.log, out, last_step, resume_from=run.begins_at, settings=description) as log,
         run,
     ):
-        write_json(out / "run.json", description)
+        write_json(out / "run.json", sealed(description))
         seal_code(out)
         run.policy.write(out / "policy.json")
         if evaluates and not run.rl_step and run.state.reward_first is None:
@@ -111,7 +111,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         "policy": "policy.json",
         "versions": versions(),
     }
-    write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", sealed(summary))
     return summary
 
 
@@ -395,7 +395,9 @@ class GrpoRun:
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=self.state.policy_version,
             t_start=t_step - self._started,
-            drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
+            drafter=self.drafting.rows(
+                report.rl_step, report.metrics["drift_kl"], rollout_s=report.rollout_s, tokens=report.num_tokens
+            ),
         )
         for table, new in rows.items():
             self._recorder.append(table, new)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import posix
 import resource
 import subprocess
 import sys
@@ -36,6 +37,12 @@ from tltlab.files import (
     write_sum,
     written_sum,
 )
+
+
+@pytest.fixture(autouse=True)
+def _disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real `fsync`, without which other tests do."""
+    monkeypatch.setattr(os, "fsync", posix.fsync)
 
 
 @contextmanager
