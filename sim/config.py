@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import pyarrow.compute as pc
 
@@ -16,9 +17,9 @@ from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
-from tltlab.planning.composition import Admission, Workload
+from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]
@@ -72,7 +73,7 @@ class SimulationConfig:
     coordinator: CoordinatorConfig | None = None
     workload: Workload | None = None
     online_updates: int = 0
-    admission: Admission | None = None
+    admission: Admission | SharedBuffer | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -83,6 +84,12 @@ class SimulationConfig:
             raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
+
+    def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
+        """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
+        known = [field.name for field in fields(self)]
+        check_keywords(settings, known, function)
+        return replace(self, **settings)
 
     def num_workers(self, trace: Trace) -> int:
         """The workers to simulate; ConfigError where neither the settings nor the manifest name them."""
@@ -122,6 +129,16 @@ class SimulationConfig:
                 "it or name a model"
             )
         return measured or (None, None)
+
+
+def check_keywords(given: Iterable[str], known: Sequence[str], function: Callable[..., Any]) -> None:
+    """ConfigError for the first keyword that is not known; parameters of `function` are told with them."""
+    own = [p.name for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    for name in given:
+        if name not in known:
+            words = sorted({*known, *own} - {"self", "cls", "config"})
+            near = did_you_mean(name, words)
+            raise ConfigError(f"{function.__qualname__} has no keyword {name!r}{near}; there are {', '.join(words)}")
 
 
 def _measured_acceptance(trace: Trace) -> tuple[Acceptance, str] | None:

@@ -395,7 +395,9 @@ class GrpoRun:
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=self.state.policy_version,
             t_start=t_step - self._started,
-            drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
+            drafter=self.drafting.rows(
+                report.rl_step, report.metrics["drift_kl"], rollout_s=report.rollout_s, tokens=report.num_tokens
+            ),
         )
         for table, new in rows.items():
             self._recorder.append(table, new)
