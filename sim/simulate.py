@@ -103,6 +103,7 @@ class SimResult:
             "evidence": evidence,
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
             "spot_training": self._spot_training(),
+            "multi_turn": self._multi_turn(),
             "costs": self.scenario.costs_name,
             "acceptance": self.scenario.acceptance_name if speculates else None,
             "lower_bound_s": bound_s,
@@ -123,6 +124,24 @@ class SimResult:
             "idle_worker_s": idle_s,
             "used_share": math.fsum(spot.trained_worker_s for spot in results) / idle_s if idle_s else 0.0,
             "release_delay_s": math.fsum(spot.release_delay_s for spot in results),
+        }
+
+    def _multi_turn(self) -> dict[str, float] | None:
+        """Responses and their turns; seconds at tools and waiting for them, summed; None where all have one turn.
+
+        `prefilled_tokens` of `prompt_tokens` were not in the cache.
+        """
+        turns = [rollout.requests.turns for rollout in self.rollouts if rollout.requests.turns is not None]
+        if not turns:
+            return None
+        num_turns, num_responses = sum(len(r.requests) for r in self.rollouts), sum(len(t.first) for t in turns)
+        return {
+            "num_responses": num_responses,
+            "turns_per_response": num_turns / num_responses,
+            "tool_s": math.fsum(s for t in turns for s in t.tool_s),
+            "tool_wait_s": math.fsum(r.tool_wait_s for r in self.rollouts),
+            "prompt_tokens": sum(int(r.requests.prompts.sum()) for r in self.rollouts),
+            "prefilled_tokens": math.fsum(r.prefilled_tokens for r in self.rollouts),
         }
 
     def _regimes(self) -> list[Regime]:

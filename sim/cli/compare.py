@@ -69,6 +69,9 @@ def compare(
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
     ] = None,
     seed: options.Seed = 0,
+    prefix: options.Prefix = "kept",
+    max_tools: options.MaxTools = None,
+    tool_seconds: options.ToolSeconds = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
@@ -87,7 +90,8 @@ def compare(
         decision_block = 1 if systems is None else _block(source)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
+        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block, prefix=prefix,
+        max_tools=max_tools, tool_s=tool_seconds,
     )  # fmt: skip
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):

@@ -57,6 +57,9 @@ def simulate(
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
     seed: options.Seed = 0,
+    prefix: options.Prefix = "kept",
+    max_tools: options.MaxTools = None,
+    tool_seconds: options.ToolSeconds = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
     ] = None,
@@ -99,7 +102,8 @@ def simulate(
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
         rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
-        max_response_tokens=max_response_tokens, spot=spot_training,
+        max_response_tokens=max_response_tokens, spot=spot_training, prefix=prefix, max_tools=max_tools,
+        tool_s=tool_seconds,
     )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
@@ -185,6 +189,15 @@ def refuse_to_replace_a_recording(out: Path | None) -> None:
         )
 
 
+def turns_line(turns: dict[str, Any]) -> str:
+    """Responses of several turns, for people."""
+    waited = f", {turns['tool_wait_s']:.4g} s waiting for one" if turns["tool_wait_s"] else ""
+    return (
+        f"turns              {turns['turns_per_response']:.2f} per response, {turns['tool_s']:.4g} s at tools{waited}, "
+        f"{turns['prefilled_tokens'] / max(1, turns['prompt_tokens']):.1%} of prompt tokens prefilled"
+    )
+
+
 def spot_line(spot: dict[str, Any]) -> str:
     """What idle workers trained, for people."""
     return (
@@ -235,6 +248,7 @@ def table(summary: dict[str, Any]) -> str:
             f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
             f"simulated in       {shown('wall_s', '.3g')} s",
             *(beyond if outside else []),
+            *([turns_line(turns)] if (turns := summary["multi_turn"]) else []),
             *([spot_line(spot)] if (spot := summary["spot_training"]) else []),
         ]
     )

@@ -33,7 +33,9 @@ class Prefill:
 class Scheduler:
     """A worker's requests: `waiting` with their generated tokens, `prefilling`, and the residents of `batch`.
 
-    `joined` lists the requests that have entered the batch since `take_joined`.
+    `joined` lists the requests that have entered the batch since `take_joined`. `cached` are tokens of prompts to come
+    that are in the KV cache, by request, those that came there first first: they stay while there is room, and need no
+    prefill. `prefilled_tokens` counts what had one.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel) -> None:
@@ -41,6 +43,8 @@ class Scheduler:
         self.waiting: deque[tuple[int, float]] = deque()
         self.prefilling: deque[Prefill] = deque()
         self.joined: list[int] = []
+        self.cached: dict[int, float] = {}
+        self.prefilled_tokens = 0.0
         self.kv_capacity_tokens: float = costs.kv_capacity_tokens or math.inf
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.max_num_batched_tokens: float = costs.max_num_batched_tokens or math.inf
@@ -108,7 +112,15 @@ class Scheduler:
             if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
                 break
             self.waiting.popleft()
-            self.prefilling.append(Prefill(request, tokens, tokens))
+            self.prefilling.append(Prefill(request, tokens, tokens - self.cached.pop(request, 0.0)))
+        if self.cached:
+            self.evict(self.batch.context_tokens)
+
+    def evict(self, context_tokens: float) -> None:
+        """Forget what is longest in the cache until the rest fits beside running requests of this context."""
+        free_tokens = self.kv_capacity_tokens - context_tokens - sum(prefill.tokens for prefill in self.prefilling)
+        while self.cached and sum(self.cached.values()) > free_tokens:
+            del self.cached[next(iter(self.cached))]
 
     def prefill(self, tokens: float) -> float:
         """Spend up to `tokens` on the admitted requests in order, done ones join the batch; returns what was spent."""
@@ -117,6 +129,7 @@ class Scheduler:
             first = self.prefilling[0]
             used = min(first.left_tokens, tokens - spent)
             spent += used
+            self.prefilled_tokens += used
             if used < first.left_tokens - TOLERANCE_TOKENS:
                 first.left_tokens -= used
                 break
