@@ -287,7 +287,7 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
     work = stream.begin(k)
     feed = Feed(stream, work, workers)
     rollout = simulator.rollout(work.requests, feed.first(), feed)
-    wasted = stream.wasted_tokens
+    wasted, version = stream.wasted_tokens, stream.version
     trained = stream.end(work)
     requests, at = stream.trained_on(work, trained)
 
@@ -302,6 +302,10 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
         finish_s=of(rollout.finish_s, 0.0),
         old_tokens=float(sum(job.length if n is None else job.old for job, n in zip(trained, at, strict=True))),
         wasted_tokens=stream.wasted_tokens - wasted,
+        ages=np.array([version - (version if job.version is None else job.version) for job in trained], np.int64),
+        num_begun=stream.num_begun,
+        begun_tokens=stream.begun_tokens,
+        num_dropped=stream.num_dropped,
     )
 
 

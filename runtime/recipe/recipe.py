@@ -92,6 +92,29 @@ class ReuseConfig(FiniteModel):
     residual: Literal["none", "exact"] = "none"
 
 
+class EnvironmentConfig(FiniteModel):
+    """Tools that responses call: `path` is `package.module:Class` or a built-in, `calculator`.
+
+    A turn ends at a string of `stop` (empty: the class's own), each one token of the model. What the environment says
+    is put behind it, between `before` and `after`, and generation goes on, up to `max_turns` turns and the cap, which
+    counts what was said. Every worker asks in `processes` processes, a call that takes longer than `timeout_s` is
+    killed; with 0 it asks at once, without a limit, and the rollout can be repeated bit by bit.
+    """
+
+    path: str
+    stop: tuple[str, ...] = ()
+    max_turns: int = Field(default=8, ge=1)
+    before: str = ""
+    after: str = ""
+    processes: int = Field(default=1, ge=0)
+    timeout_s: float = Field(default=10.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_path(cls, fields: Any) -> Any:
+        return {"path": fields} if isinstance(fields, str) else fields
+
+
 class RolloutConfig(FiniteModel):
     """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
 
@@ -125,6 +148,7 @@ class RolloutConfig(FiniteModel):
     gpus_per_worker: float | None = Field(default=None, ge=0)
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
+    environment: EnvironmentConfig | None = None
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")

@@ -25,6 +25,7 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
+from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import Sample
@@ -140,6 +141,8 @@ class GrpoRun:
         self.out = Path(out)
         self.tokenizer = load_tokenizer(recipe.model)
         self.reward_pool = RewardPool(recipe, self.tokenizer)
+        if (environment := recipe.rollout.environment) is not None:
+            stop_token_ids(environment, recipe.code, self.tokenizer)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = recipe.read_policy()
         refuse(policy_on_engines(recipe, self.policy))
@@ -177,6 +180,8 @@ class GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
             own = [path.partition(":")[0] for path, _ in self.recipe.reward_terms]
+            if (environment := self.recipe.rollout.environment) is not None:
+                own.append(environment.path.partition(":")[0])
             if isinstance(self.policy.selector, CustomSpec):
                 own.append(self.policy.selector.module)
             keep_code(self.recipe, own, self.out)
@@ -386,7 +391,7 @@ class GrpoRun:
             requests,
             collected.parts,
             [collected.rewards.get(request.key) for request in requests],
-            epochs=[collected.epochs[request.key] for request in requests],
+            epochs=[collected.epochs[*request.key[:3], 0] for request in requests],
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=self.state.policy_version,
             t_start=t_step - self._started,
@@ -432,7 +437,9 @@ class GrpoRun:
             return math.nan
         cap = self.recipe.rollout.max_response_tokens
         requests = [
-            GenerationRequest(key=(-1, p.prompt_id, 0, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap)
+            GenerationRequest(
+                key=(-1, p.prompt_id, 0, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap, prompt_text=p.text
+            )
             for p in prompts
         ]
 
@@ -440,7 +447,7 @@ class GrpoRun:
             self.actors.engines_turn()
             responses = self.pool.evaluate(requests)
             pairs = zip(prompts, responses, strict=True)
-            rewards = self.reward_pool.rewards([(p.text, r.token_ids, p.answer) for p, r in pairs])
+            rewards = self.reward_pool.rewards([(p.text, token_ids, p.answer) for p, token_ids in pairs])
             return sum(rewards) / len(rewards)
 
         return self._through(answered)
@@ -481,6 +488,7 @@ def _samples(collected: Collected) -> list[Sample]:
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
             truncated=t.truncated,
+            told=t.told,
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)
     ]

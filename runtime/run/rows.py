@@ -103,7 +103,8 @@ def step_rows(
             "finish_reason": response.finish_reason,
             "reward": reward,
             "worker": worker,
-            "t_submit": t_submit,
+            "t_submit": response.t_submit if request.key[3] else t_submit,
+            "tool_s": response.tool_s,
             "t_first_token": response.t_first_token,
             "t_finish": response.t_finish,
         }

@@ -28,7 +28,8 @@ MOST_ITERATIONS = 64
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One response: where it stands in the trace, and how far it has come. `step` is the RL step that began it."""
+    """One response: where it stands in the trace, how far it has come, and the `version` of the weights that began
+    it."""
 
     source: int
     index: int
@@ -39,6 +40,7 @@ class Job:
     old: float = 0.0
     began: bool = False
     done: bool = False
+    version: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,11 @@ class Group:
     @property
     def num_done(self) -> int:
         return sum(job.done for job in self.jobs)
+
+    @property
+    def oldest(self) -> int | None:
+        """The version that its first response was begun with, None before it has any."""
+        return min((job.version for job in self.jobs if job.version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,7 @@ class Stream:
         self.version = 0
         self.accepted = 0
         self.wasted_tokens = 0.0
+        self.num_begun, self.begun_tokens, self.num_dropped = 0, 0, 0
         self._new = self._groups()
         self._open: list[Group] = []
         self._again: deque[Group] = deque()
@@ -112,6 +120,8 @@ class Stream:
         step, rule = self.steps[k], self.admission
         num_groups, num_responses = len({key[1] for key in step.keys}), len(step)
         most_running = math.inf if rule.concurrency is None else max(1.0, rule.concurrency * num_responses)
+        if rule.max_age is not None:
+            self._drop(rule.max_age)
         if rule.leftover == "restart" and len(self._again) >= num_groups:
             groups = [self._again.popleft() for _ in range(num_groups)]
             for group in groups:
@@ -144,6 +154,23 @@ class Stream:
             requests=self._requests(k, jobs), jobs=jobs, most_running=most_running, most_begun=most_begun,
             num_groups=num_groups, num_responses=num_responses,
         )  # fmt: skip
+
+    def _drop(self, max_age: int) -> None:
+        """Forget groups that would be too old if this step trained them."""
+        young = [g for g in self._open if g.oldest is None or self.version - g.oldest <= max_age]
+        for group in self._open:
+            if group not in young:
+                self.num_dropped += sum(job.began for job in group.jobs)
+                self.wasted_tokens += sum(job.generated for job in group.jobs)
+        self._open = young
+
+    def begun(self, job: Job) -> None:
+        """A response is begun, or goes on."""
+        job.began = True
+        if job.version is None:
+            job.version = self.version
+            self.num_begun += 1
+            self.begun_tokens += job.length
 
     def _requests(self, k: int, jobs: Sequence[Job]) -> Requests:
         step = self.steps[k]
@@ -209,7 +236,7 @@ class Stream:
             for group in left:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
                 for job in group.jobs:
-                    job.generated, job.old, job.began, job.done = 0.0, 0.0, False, False
+                    job.generated, job.old, job.began, job.done, job.version = 0.0, 0.0, False, False, None
             self._again.extend(left)
             left = []
         self._open = left
@@ -234,7 +261,8 @@ class Feed:
         # A response without tokens (an abort before its first) takes no time.
         for job in work.jobs:
             if job.length <= job.generated:
-                job.began = job.done = True
+                stream.begun(job)
+                job.done = True
 
     def first(self) -> list[list[int]]:
         """The requests with which each worker begins."""
@@ -254,7 +282,7 @@ class Feed:
             return None
         self._next += 1
         self._running += 1
-        jobs[self._next - 1].began = True
+        self.stream.begun(jobs[self._next - 1])
         return self._next - 1
 
     def finished(self, requests: Sequence[int], worker: int) -> list[int]:

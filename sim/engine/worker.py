@@ -68,8 +68,10 @@ class SimulatedRollout:
     """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end.
 
     `old_tokens` of its responses were generated under the weights of earlier steps; `wasted_tokens` were generated for
-    nothing. Where responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited
-    `tool_wait_s` for a tool that was free; `prefilled_tokens` of prompts were not in the cache.
+    nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
+    were, which come to `begun_tokens` when they have ended, and `num_dropped` of them were too old to train on. Where
+    responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited `tool_wait_s`
+    for a tool that was free; `prefilled_tokens` of prompts were not in the cache.
     """
 
     requests: Requests
@@ -82,6 +84,10 @@ class SimulatedRollout:
     spot: SpotResult | None = None
     old_tokens: float = 0.0
     wasted_tokens: float = 0.0
+    ages: Ints | None = None
+    num_begun: int = 0
+    begun_tokens: int = 0
+    num_dropped: int = 0
     submit_s: Floats | None = None
     tool_wait_s: float = 0.0
     prefilled_tokens: float = 0.0
