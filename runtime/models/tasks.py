@@ -273,7 +273,8 @@ def calculator_trace(problem: Problem, rng: np.random.Generator) -> str:
     """
     first, *terms = problem.prompt.split()[1:-1]
     stop = 0.25 if rng.random() < 0.5 else 0.0
-    words, total = [], int(first)
+    words: list[str] = []
+    total = int(first)
     for sign, number in zip(terms[::2], terms[1::2], strict=True):
         if words and rng.random() < stop:
             break

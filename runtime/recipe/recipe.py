@@ -124,6 +124,10 @@ class RolloutConfig(FiniteModel):
     Each engine spans `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share
     (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
 
+    With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
+    from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
+    on from there as if it had not stopped.
+
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
     on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
     deeper drafts or other drafters.
@@ -149,6 +153,7 @@ class RolloutConfig(FiniteModel):
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
     environment: EnvironmentConfig | None = None
+    one_step_off: bool = False
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")
@@ -303,6 +308,13 @@ class Recipe(FiniteModel):
         """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
+
+    @property
+    def own_modules(self) -> list[str]:
+        """Modules of rewards and the environment."""
+        environment = self.rollout.environment
+        paths = [path for path, _ in self.reward_terms] + ([environment.path] if environment is not None else [])
+        return [path.partition(":")[0] for path in paths]
 
     @property
     def reward_terms(self) -> tuple[tuple[str, float], ...]:

@@ -105,6 +105,7 @@ class WorkerPool:
         self._deaths: list[int] = []  # of each worker, when the last rollout began
         self._asleep = False
         self._running = False
+        self._closed = False
 
     def start(self) -> None:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
@@ -278,7 +279,8 @@ class WorkerPool:
         return self._all(lambda n, handle: getattr(handle, method).remote(*args))
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and with them what another thread asks of them."""
+        self._closed = True
         for handle in self.handles:
             if handle is not None:
                 ray.kill(handle)
@@ -331,6 +333,8 @@ class WorkerPool:
                         return None
                 return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
+                if self._closed:
+                    raise
                 self._lost(n, lost, doing)
                 if once:
                     return lost

@@ -25,7 +25,6 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
-from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import Sample
@@ -35,7 +34,7 @@ from tltlab.traces.trace import Trace, read
 
 from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
-from .data import RunData
+from .data import RolledOut, RolloutsAhead, RunData
 from .logging import RunLog
 from .memory import ProcessMemory
 from .metrics import step_metrics
@@ -141,8 +140,6 @@ class GrpoRun:
         self.out = Path(out)
         self.tokenizer = load_tokenizer(recipe.model)
         self.reward_pool = RewardPool(recipe, self.tokenizer)
-        if (environment := recipe.rollout.environment) is not None:
-            stop_token_ids(environment, recipe.code, self.tokenizer)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = recipe.read_policy()
         refuse(policy_on_engines(recipe, self.policy))
@@ -156,6 +153,7 @@ class GrpoRun:
         self.state = RunState()
         self.watch: Callable[[StepReport], None] = lambda report: None
         """Is told of every RL step that is done, also of those that are done again."""
+        self._ahead = RolloutsAhead(recipe, self._roll_out)
         self._resume = resume
         self._actors = actors
         self._locked = False
@@ -179,9 +177,7 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
-            own = [path.partition(":")[0] for path, _ in self.recipe.reward_terms]
-            if (environment := self.recipe.rollout.environment) is not None:
-                own.append(environment.path.partition(":")[0])
+            own = self.recipe.own_modules
             if isinstance(self.policy.selector, CustomSpec):
                 own.append(self.policy.selector.module)
             keep_code(self.recipe, own, self.out)
@@ -193,6 +189,8 @@ class GrpoRun:
                     f"{self.recipe.data.max_prompt_tokens} are left out"
                 )
             stack.enter_context(self.reward_pool)
+            # It ends after the actors: what it asks of them fails then.
+            stack.enter_context(self._ahead)
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             write_json(self.out / "graphs.json", self.actors.graphs)
@@ -234,6 +232,7 @@ class GrpoRun:
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
+        self._ahead.refuse("set its policy before it begins")
         self._choose_by(load_policy(policy), name)
         self._write_notes()
 
@@ -262,6 +261,7 @@ class GrpoRun:
                 self._choose_as(policies)
                 return do()
             except TrainerDied as error:
+                self._ahead.forget()
                 first = self.state.reward_first
                 self.state = self.recovery.restart(error)
                 # Of the policy that the run began with, whenever it was measured.
@@ -273,7 +273,8 @@ class GrpoRun:
         rl_step = self.rl_step
         self.events.rl_step = rl_step
         t_step = time.perf_counter()
-        collected = self.data.rollouts.collect(self._tools(rl_step))
+        rolled = self._ahead.take(rl_step)
+        collected = rolled.collected
         # What engines and drafters do with what was rolled out, before weights move.
         if self._first is not None:
             self._repeat(*self._first, rl_step)
@@ -282,8 +283,9 @@ class GrpoRun:
         self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
+        self._ahead.begin(rl_step + 1)
 
-        start = time.perf_counter()
+        start = t_stages = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
         metrics = asdict(self.trainers.old_logprobs(_samples(collected), rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
@@ -292,6 +294,7 @@ class GrpoRun:
         metrics |= asdict(self.trainers.update(rl_step))
         train_s = time.perf_counter() - start
 
+        self._ahead.settle()
         start = time.perf_counter()
         # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
@@ -313,7 +316,7 @@ class GrpoRun:
             metrics=metrics,
             notes=self.events.take(),
         )
-        report = self._record(report, collected, t_step)
+        report = self._record(report, rolled, t_step, t_stages - rolled.t_start - collected.reward_s)
         self.state.policy_version += 1
         self.state.rl_step += 1
         self.state.reports.append(report)
@@ -322,6 +325,10 @@ class GrpoRun:
             self._save_checkpoint()
         self.watch(report)
         return report
+
+    def _roll_out(self, rl_step: int) -> RolledOut:
+        t_start, tools = time.perf_counter(), self._tools(rl_step)
+        return RolledOut(collected=self.data.rollouts.collect(tools), version=tools.policy_version, t_start=t_start)
 
     def _tools(self, rl_step: int) -> RolloutTools:
         """What a rollout may ask of engines, trainers and rewards."""
@@ -382,9 +389,9 @@ class GrpoRun:
         self.state.repeats.append(times)
         write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 
-    def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
+    def _record(self, report: StepReport, rolled: RolledOut, t_step: float, stages_s: float) -> StepReport:
         """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
-        start = time.perf_counter()
+        start, collected = time.perf_counter(), rolled.collected
         requests = [request for share in collected.requests for request in share]
         rows = step_rows(
             report,
@@ -393,8 +400,9 @@ class GrpoRun:
             [collected.rewards.get(request.key) for request in requests],
             epochs=[collected.epochs[*request.key[:3], 0] for request in requests],
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
-            policy_version=self.state.policy_version,
-            t_start=t_step - self._started,
+            policy_version=rolled.version,
+            t_start=rolled.t_start - self._started,
+            stages_s=stages_s if self.recipe.rollout.one_step_off else None,
             drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
         )
         for table, new in rows.items():
@@ -418,6 +426,7 @@ class GrpoRun:
 
     def checkpoint(self) -> Path:
         """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
+        self._ahead.refuse("it saves at every checkpoint.every")
         return self._through(self._save_checkpoint)
 
     def _save_checkpoint(self) -> Path:
