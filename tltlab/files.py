@@ -1,19 +1,22 @@
-"""Files and folders that are there as a whole or not at all: what is written becomes `path` in one move.
+"""Files and folders that are there as a whole or not at all, what is written becoming `path` in one move; and locks.
 
 What is not durable is whole after a kill; what is durable (`fsync`) also after the machine went down.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
 from .errors import ConfigError, InputError, RunError
 
@@ -261,3 +264,45 @@ def fsync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
+    """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
+
+    Raises ConfigError where another process holds it; `what` it is.
+    """
+    file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
+    for patience_s in (0.01, 0.05, 0.1, 0.0):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError) as error:
+            if not patience_s:
+                file.close()
+                raise ConfigError(f"{folder}: {what} is in progress in another process") from error
+            # Somebody may only be asking whether it is held.
+            time.sleep(patience_s)
+    held = os.fstat(file.fileno())
+    _held[os.getpid(), held.st_dev, held.st_ino] = file
+    return file
+
+
+_held: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
+"""The lock files of this process. It loses its lock when it closes any of its handles of the file, so none is opened
+just to ask."""
+
+
+def in_progress(folder: Path) -> bool:
+    """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
+    try:
+        there = os.stat(folder / "lock")
+        ours = _held.get((os.getpid(), there.st_dev, there.st_ino))
+        if ours is not None and not ours.closed:
+            return True
+        with open(folder / "lock", "rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

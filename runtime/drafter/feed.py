@@ -181,7 +181,7 @@ class FeedReceiver:
     def _receive(self) -> None:
         try:
             self._serve()
-        except Exception as failure:  # the trainer's own loop looks after it
+        except Exception as failure:  # `check` raises whatever it was in the trainer's own loop
             self._failure = failure
 
     def _serve(self) -> None:

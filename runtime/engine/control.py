@@ -262,7 +262,7 @@ class Control:
         """Let the budget learn how a request did that has ended."""
         try:
             self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
-        except Exception as error:
+        except Exception as error:  # the budget may be anybody's code
             self._give_up(error)
 
     def iteration_starts(self) -> None:
@@ -289,7 +289,7 @@ class Control:
             with self.seat.deciding:
                 choice = self.seat.ask(self._state(request_ids))
                 self.drafters.check(choice.strategy)
-        except Exception as error:
+        except Exception as error:  # the policy may be anybody's code
             self._give_up(error)
             return NO_CHOICE
         return choice
@@ -299,7 +299,7 @@ class Control:
             return None
         try:
             return self.seat.tell(choice, outcome)
-        except Exception as error:
+        except Exception as error:  # the policy may be anybody's code
             self._give_up(error)
             return None
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import sealed, write_json
+from tltlab.files import lock, sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
@@ -29,7 +29,6 @@ from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import Sample
 from tltlab.traces.recorder import Recorder
-from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
 
 from .actors import RunActors

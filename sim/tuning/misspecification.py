@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from pydantic import SerializeAsAny
 
 from tltlab.acceptance.load import Acceptance, AcceptanceModel, WrappedAcceptance
 from tltlab.arrays import Floats
-from tltlab.costs.base import CostModel, IterationCost
+from tltlab.costs.base import CostModel
+from tltlab.costs.scaled import ScaledIteration
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -24,8 +23,7 @@ class OffCosts(CostModel):
     @classmethod
     def of(cls, costs: CostModel, *, plain: float, speculative: float) -> OffCosts:
         """With the limits, the noise and the notes of `costs`."""
-        common = {name: getattr(costs, name) for name in CostModel.model_fields}
-        return cls(**common, costs=costs, plain=plain, speculative=speculative)
+        return cls(**costs.limits(), costs=costs, plain=plain, speculative=speculative)
 
     @property
     def tensor_parallel(self) -> int:
@@ -33,28 +31,13 @@ class OffCosts(CostModel):
 
     def iteration(
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
-    ) -> IterationCost:
+    ) -> ScaledIteration:
         cost = self.costs.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
-        return _ScaledCost(cost, self.speculative if strategy.speculates else self.plain, cost.tokens_to_verify)
+        level = self.speculative if strategy.speculates else self.plain
+        return ScaledIteration(level=level, of=cost, tokens_to_verify=cost.tokens_to_verify)
 
     def prefill_s(self, tokens: float) -> float:
         return self.costs.prefill_s(tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _ScaledCost(IterationCost):
-    cost: IterationCost
-    factor: float
-    tokens_to_verify: float
-
-    def without_context_s(self, batch: int) -> float:
-        return self.factor * self.cost.without_context_s(batch)
-
-    def context_slope_s(self, batch: int) -> float:
-        return self.factor * self.cost.context_slope_s(batch)
-
-    def draft_s(self, batch: int) -> float:
-        return self.factor * self.cost.draft_s(batch)
 
 
 class OffAcceptance(WrappedAcceptance):

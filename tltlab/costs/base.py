@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator
 
@@ -87,6 +87,10 @@ class CostModel(FrozenModel, ABC):
     def tensor_parallel(self) -> int:
         """GPUs of one worker, 1 where the model does not say."""
         return 1
+
+    def limits(self, *left_out: str) -> dict[str, Any]:
+        """The fields that every cost model has but those `left_out`, for another model with the same limits."""
+        return {name: getattr(self, name) for name in CostModel.model_fields if name not in left_out}
 
     @abstractmethod
     def iteration(
@@ -258,8 +262,7 @@ class SpeculationCosts(CostModel):
         cls, base: CostModel, *, overhead: float = 1.0, pass_share: float | None = None, block: bool = False
     ) -> Self:
         """The costs of `base` and its limits, changed."""
-        limits = {name: getattr(base, name) for name in CostModel.model_fields}
-        return cls(base=base, overhead=overhead, pass_share=pass_share, block=block, **limits)
+        return cls(base=base, overhead=overhead, pass_share=pass_share, block=block, **base.limits())
 
     @property
     def tensor_parallel(self) -> int:

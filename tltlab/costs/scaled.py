@@ -30,10 +30,8 @@ class ScaledCosts(CostModel):
     @classmethod
     def at(cls, level: float, of: LinearCosts | RooflineCosts | TableCosts, outside_s: float = 0.0) -> ScaledCosts:
         """The same limits and range as `of`; its noise and evidence are those of its own level and left away."""
-        kept = {
-            name: getattr(of, name) for name in CostModel.model_fields if name not in ("noise", "evidence", "notes")
-        }
-        return cls(**kept | {"level": level, "of": of, "outside_s": outside_s, "switch_s": of.switch_s * level})
+        limits = of.limits("noise", "evidence", "notes")
+        return cls(**limits | {"level": level, "of": of, "outside_s": outside_s, "switch_s": of.switch_s * level})
 
     @property
     def tensor_parallel(self) -> int:

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.files import replace_durably
+from tltlab.files import lock, replace_durably
 
-from .recording import cut, lock, new_recording, recording_of, write_chunk
+from .recording import cut, new_recording, recording_of, write_chunk
 from .recovery import finish, reopen, repair
 from .schema import MANIFEST_FILE, TABLES, Manifest
 from .trace import Trace, recorded, refuse_foreign_target

@@ -12,19 +12,15 @@ sealed (`files.sealed`). Earlier versions wrote chunks NNNNNN.arrow and cuts as 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
-from weakref import WeakValueDictionary
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -466,48 +462,6 @@ def cut(folder: Path, rl_steps: int) -> int:
     if entry not in cuts:
         replace_durably(folder / CUTS_FILE, json.dumps(sealed({"cuts": [*cuts, entry]})).encode())
     return after
-
-
-def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
-    """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
-
-    Raises ConfigError where another process holds it; `what` it is.
-    """
-    file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
-    for patience_s in (0.01, 0.05, 0.1, 0.0):
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError) as error:
-            if not patience_s:
-                file.close()
-                raise ConfigError(f"{folder}: {what} is in progress in another process") from error
-            # Somebody may only be asking whether it is held.
-            time.sleep(patience_s)
-    held = os.fstat(file.fileno())
-    _held[os.getpid(), held.st_dev, held.st_ino] = file
-    return file
-
-
-_held: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
-"""The lock files of this process. It loses its lock when it closes any of its handles of the file, so none is opened
-just to ask."""
-
-
-def in_progress(folder: Path) -> bool:
-    """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
-    try:
-        there = os.stat(folder / "lock")
-        ours = _held.get((os.getpid(), there.st_dev, there.st_ino))
-        if ours is not None and not ours.closed:
-            return True
-        with open(folder / "lock", "rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _cuts(folder: Path) -> list[dict[str, Any]]:

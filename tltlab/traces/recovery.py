@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.files import replace_durably
+from tltlab.files import lock, replace_durably
 
-from .recording import SUFFIX, chunks_of, cut, lock, new_recording, readable, recording_of, rows_in
+from .recording import SUFFIX, chunks_of, cut, new_recording, readable, recording_of, rows_in
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .trace import Trace, is_trace, locate, noted, read_one, recorded, refuse_foreign_target
 

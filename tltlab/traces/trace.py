@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tltlab.config import shown
 from tltlab.console import progress
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import new_folder, write_durably
+from tltlab.files import in_progress, new_folder, write_durably
 
 from .csv import LengthTable, tables_from_csv
-from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
+from .recording import SUFFIX, Recorded, put_together, recorded_tables, recording_of
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest, is_trace
 from .storage import (
     FileTable,

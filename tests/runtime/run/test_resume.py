@@ -167,7 +167,7 @@ def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_pat
 def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     before = files(run)
-    other = f"from tltlab.traces.recording import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
+    other = f"from tltlab.files import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
