@@ -31,8 +31,8 @@ class RolledOut:
 class RolloutsAhead:
     """Rolls out RL step after RL step; with `rollout.one_step_off` the next one beside the training of this one.
 
-    `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint, which
-    would lose it, nor after the last. A context manager, which its thread ends with.
+    `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint,
+    which would lose it, nor after the last. A context manager, which its thread ends with.
     """
 
     def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]) -> None:
@@ -53,12 +53,9 @@ class RolloutsAhead:
 
     def begin(self, rl_step: int) -> None:
         """Begin with an RL step's, where it may be rolled out before the one before it is done."""
-        every = self._recipe.checkpoint.every
-        if (
-            self._recipe.rollout.one_step_off
-            and rl_step < self._recipe.train.steps
-            and not (every and rl_step % every == 0)
-        ):
+        recipe, every = self._recipe, self._recipe.checkpoint.every
+        saves = bool(every) and rl_step % every == 0
+        if recipe.rollout.one_step_off and rl_step < recipe.train.steps and not saves:
             self._next = self._aside.submit(self._collect, rl_step)
 
     def settle(self) -> None:

@@ -188,8 +188,7 @@ class GrpoRun:
                     f"{self.recipe.data.max_prompt_tokens} are left out"
                 )
             stack.enter_context(self.reward_pool)
-            # It ends after the actors: what it asks of them fails then.
-            stack.enter_context(self._ahead)
+            stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             write_json(self.out / "graphs.json", self.actors.graphs)
@@ -272,8 +271,7 @@ class GrpoRun:
         rl_step = self.rl_step
         self.events.rl_step = rl_step
         t_step = time.perf_counter()
-        rolled = self._ahead.take(rl_step)
-        collected = rolled.collected
+        collected = (rolled := self._ahead.take(rl_step)).collected
         # What engines and drafters do with what was rolled out, before weights move.
         if self._first is not None:
             self._repeat(*self._first, rl_step)
