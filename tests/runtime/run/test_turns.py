@@ -1,4 +1,4 @@
-"""A run whose responses call a tool: recorded turn by turn, trained on what the model said, replayed and verified."""
+"""Runs whose responses call a tool, recorded turn by turn and replayed; and a run that is one step off."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tltlab
+from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.sim import simulate
@@ -54,3 +55,26 @@ def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file: Path, 
     assert turns["tool_s"] == pytest.approx(outcomes["tool_s"].sum())
     assert replayed.summary["regret"] >= -1e-9
     assert len(verify(tmp_path / "run").rows) == 3
+
+
+def test_one_step_off_learns_from_responses_of_the_weights_before(recipe_file: Path, tmp_path: Path):
+    settings = ("rollout.one_step_off=true", "rollout.repeat_every=0", "rollout.max_draft_depth=0", "train.lr=5e-3",
+                "rollout.num_workers=1")  # fmt: skip
+    with GrpoRun(load_recipe(recipe_file, settings), tmp_path / "run") as run:
+        reports = [run.step()]
+        for refused in (run.checkpoint, lambda: run.set_policy("none")):
+            with pytest.raises(ConfigError, match="has rolled out its next RL step already"):
+                refused()
+        reports += [run.step(), run.step()]
+        run.checkpoint()
+        on_policy, off_policy = reports[0].metrics, reports[2].metrics
+        assert on_policy["mismatch_abs"] < 1e-4
+        assert off_policy["mismatch_abs"] > 10 * on_policy["mismatch_abs"]
+        assert 0.0 < off_policy["mismatch_ess"] < 1.0
+        trace = run.trace()
+    assert trace.workload.groupby("rl_step")["policy_version"].unique().map(list).tolist() == [[0], [0], [1]]
+    assert trace.steps is not None
+    ended = [*(trace.steps["t_start"] + trace.steps["rollout_s"])]
+    # Engines are done with the next RL step before this one's weights come to them.
+    assert ended[1] <= reports[0].step_s
+    assert ended[2] <= reports[0].step_s + reports[1].step_s
