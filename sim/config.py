@@ -72,7 +72,7 @@ class SimulationConfig:
     workload: Workload | None = None
     online_updates: int = 0
     admission: Admission | None = None
-    prefix: Prefix = "kept"
+    prefix: str = "kept"
     max_tools: int | None = None
     tool_s: float | None = None
 

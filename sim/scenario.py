@@ -284,10 +284,10 @@ class Scenario:
 
 def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int) -> SimulatedRollout:
     """RL step k of a stream: the rollout as of the responses that it trains on."""
+    wasted, version = stream.wasted_tokens, stream.version
     work = stream.begin(k)
     feed = Feed(stream, work, workers)
     rollout = simulator.rollout(work.requests, feed.first(), feed)
-    wasted, version = stream.wasted_tokens, stream.version
     trained = stream.end(work)
     requests, at = stream.trained_on(work, trained)
 

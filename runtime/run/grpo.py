@@ -291,8 +291,8 @@ class GrpoRun:
         metrics |= asdict(self.trainers.update(rl_step))
         train_s = time.perf_counter() - start
 
-        self._ahead.settle()
         start = time.perf_counter()
+        self._ahead.settle()
         # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()

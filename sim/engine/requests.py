@@ -100,7 +100,7 @@ def requests_by_step(
     rl_steps: Sequence[int] | None = None,
     max_response_tokens: int | None = None,
     *,
-    prefix: Prefix = "kept",
+    prefix: str = "kept",
     tool_s: float | None = None,
 ) -> list[Requests]:
     """Workload joined with outcomes, per RL step in ascending order; ConfigError for steps that are not there.
@@ -213,7 +213,7 @@ def _step(rl_step: int, rows: pd.DataFrame) -> Requests:
     )
 
 
-def _turns(requests: Requests, prefix: Prefix, tool_s: float | None) -> Turns | None:
+def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | None:
     """Which requests follow each other; None where every response has one turn. A turn without tokens is the last."""
     keys, rows = requests.keys, requests.rows
     if not any(key[3] for key in keys):

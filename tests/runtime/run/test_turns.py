@@ -73,8 +73,3 @@ def test_one_step_off_learns_from_responses_of_the_weights_before(recipe_file: P
         assert 0.0 < off_policy["mismatch_ess"] < 1.0
         trace = run.trace()
     assert trace.workload.groupby("rl_step")["policy_version"].unique().map(list).tolist() == [[0], [0], [1]]
-    assert trace.steps is not None
-    ended = [*(trace.steps["t_start"] + trace.steps["rollout_s"])]
-    # Engines are done with the next RL step before this one's weights come to them.
-    assert ended[1] <= reports[0].step_s
-    assert ended[2] <= reports[0].step_s + reports[1].step_s
