@@ -260,6 +260,7 @@ def test_the_summary_has_the_keys_of_the_command_line():
         "rollout_share": pytest.approx(10 / 15.75),
         "stages": {"rollout_s": 10.0, "inference_s": 1.0, "reward_s": 0.5, "train_s": 4.0, "sync_s": 0.25},
         "topology": "colocated",
+        "updates_behind": 0.0,
         "num_gpus": 2,
         "idle_gpu_fraction": pytest.approx(5 / 31.5),
     }
