@@ -70,6 +70,7 @@ def lower_bound_s(
     ran = [i for i, length in enumerate(requests.response_tokens) if length > 0]
     if not ran:
         return 0.0
+    # With prefix caching a prompt may have been prefilled for another sample, or for the turn before.
     prefill = costs.prefill_s(1.0) * requests.uncached[ran].astype(np.float64)
     most = largest_batch(requests, costs)
     batches = range(1, most + 1)
@@ -89,7 +90,7 @@ def lower_bound_s(
 
 def largest_batch(requests: Requests, costs: CostModel) -> int:
     """Most requests that a worker can run at once."""
-    prompts = requests.prompts[requests.lengths > 0]
+    prompts = (requests.prompts - requests.shared)[requests.lengths > 0]
     most = min(len(prompts), costs.max_num_seqs or len(prompts))
     if costs.kv_capacity_tokens is not None and len(prompts):
         most = min(most, costs.kv_capacity_tokens // (int(prompts.min()) + 1))

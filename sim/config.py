@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow.compute as pc
 
-from tltlab.acceptance.load import Acceptance, TraceAcceptance, load_acceptance
+from tltlab.acceptance.load import Acceptance, TraceAcceptance, load_acceptance, spread_over_requests
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.config import faults_in
 from tltlab.coordination.machine import CoordinatorConfig
@@ -41,6 +41,11 @@ class SimulationConfig:
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
     `decision_block` iterations and told their mean. `max_response_tokens` cuts longer responses.
 
+    `acceptance_spread`, in logits, lets acceptance that treats requests alike differ between them (`SpreadAcceptance`),
+    the mean over drafts kept; acceptance that tells requests apart brings its own.
+
+    With `prefix_caching` samples of a group on one worker share their prompt: it is prefilled, and held, once.
+
     `workload` is what a system changes about the responses, `online_updates` how often its drafter is trained beside
     each rollout, and `admission` what its RL steps begin and leave (`tltlab.planning.composition`).
 
@@ -60,6 +65,7 @@ class SimulationConfig:
 
     costs: CostModel | Source | None = None
     acceptance: Acceptance | Source | None = None
+    acceptance_spread: float = 0.0
     workers: int | None = None
     placement: str | None = None
     mode: str = "fluid"
@@ -67,6 +73,7 @@ class SimulationConfig:
     rl_steps: Sequence[int] | None = None
     decision_block: int = 1
     max_response_tokens: int | None = None
+    prefix_caching: bool = False
     spot: SpotTraining | Source | None = None
     coordinator: CoordinatorConfig | None = None
     workload: Workload | None = None
@@ -81,6 +88,8 @@ class SimulationConfig:
             raise ConfigError(f"no mode named {self.mode!r}; there are {', '.join(get_args(Mode))}")
         if self.decision_block < 1:
             raise ConfigError(f"decision_block must be at least 1, got {self.decision_block}")
+        if not 0 <= self.acceptance_spread <= 5:
+            raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
         if self.prefix not in get_args(Prefix):
@@ -108,6 +117,12 @@ class SimulationConfig:
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         """The acceptance model, and what a user calls it or where it is from; None where nothing is known."""
+        model, name = self._alike(trace)
+        if model is None or not self.acceptance_spread:
+            return model, name
+        return spread_over_requests(model, self.acceptance_spread), f"{name}, spread {self.acceptance_spread:g}"
+
+    def _alike(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         if self.acceptance is not None and self.acceptance != "trace":
             return load_acceptance(self.acceptance), _named(self.acceptance, "")
         table = trace.acceptance

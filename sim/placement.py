@@ -15,7 +15,14 @@ from tltlab.sim.engine.requests import Requests
 from tltlab.strategy import NO_SPECULATION
 
 Placement = Literal[
-    "contiguous", "round_robin", "least_loaded", "longest_first", "recorded", "two_pools", "rank_groups"
+    "contiguous",
+    "round_robin",
+    "least_loaded",
+    "longest_first",
+    "longest_expected",
+    "recorded",
+    "two_pools",
+    "rank_groups",
 ]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
@@ -31,9 +38,10 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
     `contiguous`: request i of N goes to worker i*W//N, the static split of data-parallel engines. `round_robin`: i % W.
     `least_loaded`: each goes where the fewest tokens were placed so far, counting prompt and max_response_tokens, the
     only lengths known beforehand. `longest_first`: clairvoyant, by falling response length to the worker with the
-    fewest response tokens (LPT). `recorded`: as the trace has it. Those that know a
-    prompt's mean length and the `costs`: `two_pools`, StreamRL's split, which takes a fifth of the prompts for long
-    with the recall of its ranker, and `rank_groups`, RhymeRL's. Ties go to the lower worker and the earlier request.
+    fewest response tokens (LPT). `recorded`: as the trace has it. Those that know a prompt's mean length:
+    `longest_expected`, LPT by that mean. And those that know the `costs` too: `two_pools`, StreamRL's split, which
+    takes a fifth of the prompts for long with the recall of its ranker, and `rank_groups`, RhymeRL's. Ties go to the
+    lower worker and the earlier request.
     """
     if requests.turns is not None:
         # All turns of a response run where the first one did.
@@ -50,6 +58,10 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
     if placement == "longest_first":
         order = sorted(range(n), key=lambda i: -requests.response_tokens[i])
         return _to_the_least(order, requests.response_tokens, workers)
+    if placement == "longest_expected":
+        mean = _expected(requests)
+        means = [int(mean[key[1]]) for key in requests.keys]
+        return _to_the_least(sorted(range(n), key=lambda i: -means[i]), means, workers)
     if placement == "recorded":
         return _collect(_recorded(requests, workers), workers)
     if placement in ("two_pools", "rank_groups"):

@@ -148,7 +148,7 @@ class Scenario:
         trace, config = read(trace), replace(config, **settings)
         workers = config.num_workers(trace)
         steps = tuple(
-            changed(step, config.workload, config.seed)
+            changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)
             for step in requests_by_step(
                 trace, config.rl_steps, config.max_response_tokens, prefix=config.prefix, tool_s=config.tool_s
             )

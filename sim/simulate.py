@@ -88,23 +88,26 @@ class SimResult:
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
         "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used;
+        `prefix_caching` and `prefilled_tokens` say whether samples shared their prompts, and what was prefilled in all;
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` has the measured makespan with a
         probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
         """
         bounds_s = self.bounds_s()
         strategies = [regime.strategy for regime in self._regimes()]
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = self._outside_calibration()
+        outside = self.outside_calibration
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
-            "mean_accept_length": self._mean_accept_length(),
+            "mean_accept_length": self.mean_accept_length,
             "outside_calibration": outside,
             "evidence": evidence,
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
             "spot_training": self._spot_training(),
             "multi_turn": self._multi_turn(),
             "asynchronous": self._asynchronous(),
+            "prefix_caching": any(step.prefix_caching for step in self.scenario.steps),
+            "prefilled_tokens": round(sum(float(c.prefill_tokens.sum()) for c in self._columns())),
             "costs": self.scenario.costs_name,
             "acceptance": self.scenario.acceptance_name if speculates else None,
             "lower_bound_s": bound_s,
@@ -167,7 +170,7 @@ class SimResult:
             "tool_s": math.fsum(s for t in turns for s in t.tool_s),
             "tool_wait_s": math.fsum(r.tool_wait_s for r in self.rollouts),
             "prompt_tokens": sum(int(r.requests.prompts.sum()) for r in self.rollouts),
-            "prefilled_tokens": math.fsum(r.prefilled_tokens for r in self.rollouts),
+            "prefilled_tokens": math.fsum(float(c.prefill_tokens.sum()) for c in self._columns()),
         }
 
     def _regimes(self) -> list[Regime]:
@@ -177,7 +180,8 @@ class SimResult:
         """What every worker did in every rollout."""
         return (log.columns for rollout in self.rollouts for log in rollout.logs)
 
-    def _outside_calibration(self) -> dict[str, float] | None:
+    @property
+    def outside_calibration(self) -> dict[str, float] | None:
         """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
         calibrated, acceptance = self.scenario.costs.calibrated, self.scenario.acceptance
         strange = {
@@ -200,7 +204,9 @@ class SimResult:
                 outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
         return {name: count / total for name, count in outside.items() if count}
 
-    def _mean_accept_length(self) -> float | None:
+    @property
+    def mean_accept_length(self) -> float | None:
+        """Over all speculative iterations, as in `summary`, without making a trace."""
         tokens, pairs = [], 0
         for columns in self._columns():
             chosen = columns.speculates

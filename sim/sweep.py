@@ -18,7 +18,7 @@ from joblib import Parallel, delayed, parallel_config
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
-from tltlab.stats import paired_interval
+from tltlab.stats import paired_ratio
 from tltlab.traces.trace import TraceSource
 
 from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
@@ -109,10 +109,10 @@ def compare(
     Of a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...).
 
     Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
-    1 is faster) with its paired bootstrap interval `ratio_low` to `ratio_high` over the RL steps, and `regret` to the
-    clairvoyant bound over all strategies of all policies (None under a per-request budget). `repeats` are seeds; each
-    shares its luck among the policies, and a step's repeats are averaged before resampling, since they share its
-    lengths. Raises ConfigError.
+    1 is faster) with its paired interval `ratio_low` to `ratio_high` over the RL steps (`paired_ratio`: Student's below
+    ten), and `regret` to the clairvoyant bound over all strategies of all policies (None under a per-request budget).
+    `repeats` are seeds; each shares its luck among the policies, and a step's repeats are averaged before resampling,
+    since they share its lengths. Raises ConfigError.
     """
     if isinstance(scenario, Scenario) and settings:
         raise ConfigError(f"a Scenario has its settings already: leave out {', '.join(settings)}, or give the trace")
@@ -146,8 +146,8 @@ def compare(
 
 
 def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[str, float]:
-    """The ratio of two series of RL steps, and its paired 95 % bootstrap interval as `name`_low and `name`_high."""
-    ratio = paired_interval(seconds, base, level=0.95, rng=np.random.default_rng(seed))
+    """The ratio of two series of RL steps, and its paired 95 % interval as `name`_low and `name`_high."""
+    ratio = paired_ratio(seconds, base, rng=np.random.default_rng(seed))
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
 

@@ -29,6 +29,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
+from tltlab.stats import Interval, mean_of_few, paired_ratio
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
@@ -141,11 +142,13 @@ def compare_systems(
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
     Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to verl (or
-    the first system where that is not among them; below 1 is faster) with its paired bootstrap interval `ratio_low`
-    to `ratio_high` over RL steps, `regret` of the rollout to the clairvoyant bound over all strategies of all systems
-    on all workers (None under a per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `workers`
-    (those that generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
-    `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
+    the first system where that is not among them; below 1 is faster) with its paired interval `ratio_low` to
+    `ratio_high` over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise,
+    `regret` of the rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a
+    per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of
+    tokens, `intervals` of what has one by name, `workers` (those that generate), `assumptions`, `stand_ins`,
+    `defaults`, `source`. With `stages`: `step_s`, `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share`
+    of whole RL steps, by which the rows are then ordered.
 
     No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
     `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
@@ -172,14 +175,14 @@ def compare_systems(
         ]
         with parallel_config(backend="loky", inner_max_num_threads=1):
             measured = Parallel(n_jobs=jobs)(delayed(_measured)(trace, one, seeded, **placed) for one, seeded in tasks)
-        return [_mean(measured[i * repeats : (i + 1) * repeats]) for i in range(len(variants))]
+        return [_Outcome.mean(measured[i * repeats : (i + 1) * repeats]) for i in range(len(variants))]
 
     measured = measure([(one, scenario.costs) for one in bound])
     outcomes = {one.system.name: outcome for one, outcome in zip(bound, measured, strict=True)}
-    bound_s = _bound_s(scenario, bound, repeats)
+    bounds_s = _bounds_s(scenario, bound, repeats)
     baseline = "verl" if "verl" in outcomes else bound[0].system.name
     base = outcomes[baseline]
-    rows = [_row(one, outcomes[one.system.name], base, bound_s, scenario) for one in bound]
+    rows = [_row(one, outcomes[one.system.name], base, bounds_s, scenario) for one in bound]
     order = "makespan_s" if stages is None else "step_s"
     table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
     ends = []
@@ -228,83 +231,111 @@ def _add_ranges(table: pd.DataFrame, ends: Sequence[dict[str, Any]], seconds: di
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """Seconds per RL step, and means over them."""
+    """Sums of each RL step, and the accepted length over them."""
 
     makespan_s: Floats
     step_s: Floats | None
+    idle_s: Floats
+    worker_s: Floats
+    trained_tokens: Floats
+    old_tokens: Floats
+    wasted_tokens: Floats
     mean_accept_length: float | None
-    bubble_fraction: float | None
-    off_policy_share: float
-    wasted_share: float
 
     def seconds(self, num_steps: int) -> float:
         """Mean of the first RL steps: of whole ones where they are known, else of their rollouts."""
         return float(np.mean((self.makespan_s if self.step_s is None else self.step_s)[:num_steps]))
 
+    @property
+    def tokens_per_s(self) -> Floats:
+        """Of the rollout, tokens that are trained on; 0 where nothing is generated."""
+        return np.divide(
+            self.trained_tokens, self.makespan_s, out=np.zeros_like(self.makespan_s), where=self.makespan_s > 0
+        )
+
+    @classmethod
+    def mean(cls, repeats: Sequence[_Outcome]) -> _Outcome:
+        """Over repeats, RL step by RL step: they share its lengths."""
+        accepts = [one.mean_accept_length for one in repeats if one.mean_accept_length is not None]
+        steps = [one.step_s for one in repeats if one.step_s is not None]
+        sums = ("makespan_s", "idle_s", "worker_s", "trained_tokens", "old_tokens", "wasted_tokens")
+        return cls(
+            **{name: np.mean([getattr(one, name) for one in repeats], axis=0) for name in sums},
+            step_s=np.mean(steps, axis=0) if steps else None,
+            mean_accept_length=float(np.mean(accepts)) if accepts else None,
+        )
+
 
 def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
     run = simulate_system(trace, bound, config, **placed)
-    summary = replace(run.result, bounds_s=lambda: None).summary
-    trained = max(1.0, float(sum(r.requests.lengths.sum() for r in run.result.rollouts)))
-    wasted = sum(r.wasted_tokens for r in run.result.rollouts)
+    rollouts = run.result.rollouts
+    worker_s = [run.result.scenario.workers * r.makespan_s for r in rollouts]
+
+    def sums(values: Sequence[float]) -> Floats:
+        return np.array(values, np.float64)
+
     return _Outcome(
-        makespan_s=np.array([rollout.makespan_s for rollout in run.result.rollouts]),
+        makespan_s=sums([r.makespan_s for r in rollouts]),
         step_s=None if run.whole is None else run.whole.steps["step_s"].to_numpy(np.float64),
-        mean_accept_length=summary["mean_accept_length"],
-        bubble_fraction=summary["bubble_fraction"],
-        off_policy_share=sum(r.old_tokens for r in run.result.rollouts) / trained,
-        wasted_share=wasted / (trained + wasted),
+        idle_s=sums([max(0.0, all_s - r.busy_s) for r, all_s in zip(rollouts, worker_s, strict=True)]),
+        worker_s=sums(worker_s),
+        trained_tokens=sums([r.requests.lengths.sum() for r in rollouts]),
+        old_tokens=sums([r.old_tokens for r in rollouts]),
+        wasted_tokens=sums([r.wasted_tokens for r in rollouts]),
+        mean_accept_length=run.result.mean_accept_length,
     )
 
 
 def _row(
-    bound: BoundSystem, outcome: _Outcome, base: _Outcome, bound_s: float | None, scenario: Scenario
+    bound: BoundSystem, outcome: _Outcome, base: _Outcome, bounds_s: Floats | None, scenario: Scenario
 ) -> dict[str, Any]:
-    makespan_s = float(outcome.makespan_s.mean())
+    system, seed = bound.system, scenario.seed
+    shares: dict[str, Interval | None] = {
+        "bubble_fraction": _share(outcome.idle_s, outcome.worker_s, seed),
+        "off_policy_share": _share(outcome.old_tokens, outcome.trained_tokens, seed),
+        "wasted_share": _share(outcome.wasted_tokens, outcome.trained_tokens + outcome.wasted_tokens, seed),
+        "regret": None,
+    }
+    if bounds_s is not None and bound.policy.budget is None and system.same_work:
+        shares["regret"] = _share(outcome.makespan_s, bounds_s, seed, less=1.0)
+    means = {"makespan_s": mean_of_few(outcome.makespan_s), "tokens_per_s": mean_of_few(outcome.tokens_per_s)}
     row: dict[str, Any] = {
-        "system": bound.system.name,
-        "title": bound.system.title,
-        "makespan_s": makespan_s,
-        **ratio_columns("ratio", outcome.makespan_s, base.makespan_s, scenario.seed),
-        "regret": makespan_s / bound_s - 1
-        if bound_s and bound.policy.budget is None and bound.system.same_work
-        else None,
-        "lossless": bound.system.lossless,
-        "on_policy": bound.system.on_policy,
+        "system": system.name,
+        "title": system.title,
+        **{name: interval.estimate for name, interval in means.items()},
+        **ratio_columns("ratio", outcome.makespan_s, base.makespan_s, seed),
+        **ratio_columns("tokens_per_s_ratio", outcome.tokens_per_s, base.tokens_per_s, seed),
+        **{name: None if interval is None else interval.estimate for name, interval in shares.items()},
+        "lossless": system.lossless,
+        "on_policy": system.on_policy,
         "mean_accept_length": outcome.mean_accept_length,
-        "bubble_fraction": outcome.bubble_fraction,
-        "off_policy_share": outcome.off_policy_share,
-        "wasted_share": outcome.wasted_share,
-        "workers": generating_workers(bound.system, scenario.workers),
+        "workers": generating_workers(system, scenario.workers),
     }
     if outcome.step_s is not None and base.step_s is not None:
+        means["step_s"] = mean_of_few(outcome.step_s)
         row |= {
-            "step_s": float(outcome.step_s.mean()),
-            **ratio_columns("step_ratio", outcome.step_s, base.step_s, scenario.seed),
+            "step_s": means["step_s"].estimate,
+            **ratio_columns("step_ratio", outcome.step_s, base.step_s, seed),
             "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
         }
+    ends = {name: None if one is None else (one.low, one.high) for name, one in (means | shares).items()}
     told = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
-    system = bound.system
-    return row | told | {"source": system.source, "algorithm": system.algorithm, "exact": system.exact}
+    return row | {"intervals": ends} | told | {
+        "source": system.source, "algorithm": system.algorithm, "exact": system.exact,
+    }  # fmt: skip
 
 
-def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
-    """Over repeats, RL step by RL step: they share its lengths."""
-    steps = [one.step_s for one in repeats if one.step_s is not None]
-    accepts = [one.mean_accept_length for one in repeats if one.mean_accept_length is not None]
-    bubbles = [one.bubble_fraction for one in repeats if one.bubble_fraction is not None]
-    return _Outcome(
-        makespan_s=np.mean([one.makespan_s for one in repeats], axis=0),
-        step_s=np.mean(steps, axis=0) if steps else None,
-        mean_accept_length=float(np.mean(accepts)) if accepts else None,
-        bubble_fraction=float(np.mean(bubbles)) if bubbles else None,
-        off_policy_share=float(np.mean([one.off_policy_share for one in repeats])),
-        wasted_share=float(np.mean([one.wasted_share for one in repeats])),
-    )
+def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:
+    """sum(part) / sum(whole) - less with its interval over RL steps; None where there is nothing to share."""
+    if not whole.all():
+        return None
+    ratio = paired_ratio(part, whole, rng=np.random.default_rng(seed))
+    ends = {name: getattr(ratio, name) - less for name in ("estimate", "low", "high")}
+    return replace(ratio, **ends)
 
 
-def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> float | None:
-    """The clairvoyant bound of the rollout, mean over RL steps and repeats, over what all systems may draft.
+def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> Floats | None:
+    """The clairvoyant bound of each RL step's rollout, mean over repeats, over what all systems may draft.
 
     None where some drafters' acceptance is replayed and others' is a model: no bound covers both. Systems with a
     per-request budget have no regret, and no part in it.
@@ -320,7 +351,8 @@ def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> 
     if len(models) > 1 and any(model.varies_by == "position" for model in models):
         return None
     whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
-    return float(np.mean([replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]))
+    each = [replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]
+    return np.asarray(np.mean(each, axis=0), np.float64)
 
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:

@@ -13,11 +13,11 @@ import pandas as pd
 from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
-from tltlab.costs.profiles import find_gpu, find_model, listed, profile_costs, profiles
+from tltlab.costs.profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.stages import RooflineStages, StageCosts
 from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, ModelShape
+from tltlab.hardware import ModelShape
 from tltlab.importers.formats import Source, read_lengths
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Policy, TableSpec
@@ -79,7 +79,7 @@ class Machine:
             count, name = "1", gpus
         num_gpus, device = int(count), find_gpu(name)
         shape = model if isinstance(model, ModelShape) else find_model(model)
-        engine = engine or _nearest_engine(device, shape)
+        engine = engine or nearest_engine(device.name, shape.name, shape.weights)
         sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
         if tp is not None:
             if tp < 1 or num_gpus % tp:
@@ -104,17 +104,6 @@ class Machine:
     @property
     def workers(self) -> int:
         return self.num_gpus // self.costs.tensor_parallel
-
-
-def _nearest_engine(device: Gpu, shape: ModelShape) -> str:
-    """The engine that was measured with most of GPU and model, best speculating; the first of equals."""
-
-    def distance(name: str) -> tuple[int, bool]:
-        profile = profiles().engines[name]
-        missing = profile.unmeasured(device.name, shape.name, shape.weights)
-        return len(missing), all(m.draft_depth is None for m in profile.measured)
-
-    return min(profiles().engines, key=distance)
 
 
 @dataclass(frozen=True, kw_only=True)

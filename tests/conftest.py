@@ -6,7 +6,9 @@ short. A file's fixtures are made once, in the process that has the file.
 
 import gc
 import os
+import runpy
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ UNTIMED = settings(print_blob=True, deadline=None, suppress_health_check=[Health
 settings.register_profile("same", UNTIMED, derandomize=True)
 settings.register_profile("fuzz", UNTIMED)
 settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
-# Processes that tests start look for garbage as seldom as this one: `start_up` has a `sitecustomize` for them.
+# This process and those that tests start look for garbage seldom and do not wait for the disk: see `sitecustomize`.
 START_UP = Path(__file__).parent / "start_up"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START_UP), os.environ.get("PYTHONPATH")]))
-gc.set_threshold(100_000, 20, 100)
+runpy.run_path(str(START_UP / "sitecustomize.py"))
 # On a busy machine Ray declares a node dead, and with it the test's process, that does not answer in time.
 os.environ.setdefault("RAY_health_check_timeout_ms", "60000")
 os.environ.setdefault("RAY_health_check_failure_threshold", "20")
+# Runs are sealed with a key that is not the user's own.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"tltlab-state-of-tests-{os.getuid()}")
 # More than a hundred processes import the same modules: they are compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -32,7 +32,7 @@ from tltlab.traces.trace import Trace, read
 
 from .console import progress, table
 from .errors import RunError
-from .files import write_json
+from .files import sealed, write_json
 
 PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
 TRIALS = 12
@@ -78,7 +78,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     recipe = demo_recipe(out / "model", setting, model, seed)
     say("2/7 starting Ray, two vLLM engines and the trainer")
     with GrpoRun(recipe, out) as run:
-        write_json(out / "run.json", run_json(recipe))
+        write_json(out / "run.json", sealed(run_json(recipe)))
         reward_first = run.evaluate()
         say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
         names = setting.policies()
@@ -264,7 +264,7 @@ def run_drafter(model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callabl
             say(str(run.step()))
         run.save()
     trace = read(out / "trace")
-    write_json(out / "run.json", run_json(recipe))
+    write_json(out / "run.json", sealed(run_json(recipe)))
     pairs = annotated_drafts(trace)
     if not pairs:
         raise RunError(f"{out}: no response of the run with the adaptive drafter was annotated")

@@ -5,17 +5,25 @@ What is not durable is whole after a kill; what is durable (`fsync`) also after 
 
 from __future__ import annotations
 
+import atexit
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
+import select
+import shutil
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 from weakref import WeakValueDictionary
 
 from .errors import ConfigError, InputError, RunError
@@ -23,6 +31,10 @@ from .errors import ConfigError, InputError, RunError
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
 """Of a JSON file, which is read as a whole."""
+MOST_ROWS = 1 << 24
+"""Of a table that is read as a whole, or of a row group of one that is not."""
+PIPE_S = 10.0
+"""How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
 
@@ -74,10 +86,59 @@ def _seal_of(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def open_input(path: Path) -> BufferedReader:
+    """A file to read from. Raises OSError, also for a pipe that nobody writes to within PIPE_S seconds."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            # Opening one in the usual way waits for its writer, for ever if need be.
+            writer = select.poll()
+            writer.register(descriptor, select.POLLIN)
+            if not writer.poll(1000 * PIPE_S):
+                raise OSError(errno.ETIMEDOUT, f"it is a pipe that nobody wrote to within {PIPE_S:g} s", str(path))
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES, *, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """The text of a file, which is read as a whole. Raises OSError, also for more than `most_bytes`, and ValueError."""
+    with open_input(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB, the most that is read", str(path))
+    return data.decode(encoding, errors)
+
+
+def lines_of(file: TextIO) -> Iterator[str]:
+    """The lines of a text file; OSError for one that is too long to be a record."""
+    while line := file.readline(MOST_JSON_BYTES + 1):
+        if len(line) > MOST_JSON_BYTES:
+            raise OSError(errno.EFBIG, f"a line has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+        yield line
+
+
+def check_parquet(path: Path) -> None:
+    """OSError for a Parquet file of more rows, or values in a column, than are read at once, or that is none."""
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    with pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        columns = range(file.metadata.num_columns)
+        values = max([sum(group.column(n).num_values for group in groups) for n in columns], default=0)
+        most = max(file.metadata.num_rows, values)
+    if most > MOST_ROWS:
+        raise OSError(errno.EFBIG, f"it has {most:,} rows, and at most {MOST_ROWS:,} are read", str(path))
+
+
 def read_json(path: Path) -> Any:
     """Read JSON as `unsealed`; a missing or broken file is a ConfigError that names it."""
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             data = file.read(MOST_JSON_BYTES + 1)
         if len(data) > MOST_JSON_BYTES:
             raise ConfigError(f"{path} has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read as JSON")
@@ -230,7 +291,7 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, which is read in blocks. Raises OSError."""
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -306,3 +367,111 @@ def in_progress(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+_SCRATCH = re.compile(r"tltlab-\d+-\w{8}")
+_ELSEWHERE = "elsewhere.json"
+_OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_)[\w:\[\]-]+")
+"""Names of what runs leave elsewhere: Ray's sessions, the shared memory of vLLM's processes."""
+
+_scratch: dict[int, tuple[Path, IO[bytes]]] = {}
+_numbers = count()
+
+
+def scratch_folder(name: str = "") -> Path:
+    """A folder for sockets and the like that only this user enters; it goes with this process.
+
+    With a `name` a new one in it, else the one that all of this process share. What processes left that were killed
+    goes when the next one asks (`sweep`).
+    """
+    pid = os.getpid()
+    if pid not in _scratch:
+        sweep()
+        # Under its name only when it is held: else another process might sweep it.
+        new = Path(tempfile.mkdtemp(prefix=f".tltlab-{pid}-"))
+        held = lock(new)
+        _scratch[pid] = new.rename(new.with_name(new.name[1:])), held
+        atexit.register(_end_scratch, pid)
+    folder, _ = _scratch[pid]
+    if not name:
+        return folder
+    made = folder / f"{name}{next(_numbers)}"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def leaves(path: Path) -> None:
+    """This process's run leaves something at `path` that is not in its scratch folder: swept once it has ended."""
+    folder = scratch_folder()
+    write_json(folder / _ELSEWHERE, sorted({str(path), *_elsewhere(folder)}))
+
+
+def leftovers() -> list[Path]:
+    """What processes of this user left in the temporary folder, and elsewhere, that have ended since."""
+    found = []
+    for folder in sorted(Path(tempfile.gettempdir()).glob("tltlab-*-*")):
+        with suppress(OSError):
+            there = folder.lstat()
+            ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and (folder / "lock").is_file()
+            if ours and _SCRATCH.fullmatch(folder.name) and not in_progress(folder):
+                found += [*(path for path in map(Path, _elsewhere(folder)) if _left(path)), folder]
+    return found
+
+
+def sweep() -> list[Path]:
+    """Remove `leftovers`, but what a process still uses; what was removed."""
+    gone = []
+    for path in leftovers():
+        if _SCRATCH.fullmatch(path.name):
+            # As long as something is left that it knows of, it is not forgotten.
+            if any(_left(Path(other)) for other in _elsewhere(path)):
+                continue
+        elif _in_use(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+        gone.append(path)
+    return gone
+
+
+def _elsewhere(folder: Path) -> list[str]:
+    try:
+        found = read_json(folder / _ELSEWHERE)
+    except ConfigError:
+        return []
+    return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+
+
+def _left(path: Path) -> bool:
+    """Whether something is there that a run may have left: by its name, in its place, of this user."""
+    placed = path.parent == Path("/dev/shm") or path.parent.name == "ray"
+    try:
+        return placed and bool(_OF_RUNS.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a process was started with this path, or maps it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "maps"):
+            with suppress(OSError):
+                if os.fsencode(path) in (process / name).read_bytes():
+                    return True
+    return False
+
+
+def _end_scratch(pid: int) -> None:
+    if pid != os.getpid() or pid not in _scratch:
+        return
+    folder, held = _scratch.pop(pid)
+    if any(_left(Path(path)) for path in _elsewhere(folder)):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    held.close()

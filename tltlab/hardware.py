@@ -16,8 +16,13 @@ from .config import FrozenModel
 from .errors import ConfigError
 
 BYTES_PER_VALUE = 2
-RESERVED_BYTES = 2e9
-"""Per GPU, for activations and the runtime itself, out of what an engine may use."""
+GIB = float(1 << 30)
+RUNTIME_BYTES = 0.65 * GIB
+"""Per GPU, of what an engine may use: its context, communication, captured graphs and what fragments. Read off vLLM
+0.19 with Llama-3.1-8B on an RTX 4090, whose cache had 2,588 blocks of 16 tokens."""
+KV_BLOCK_TOKENS = 16
+LARGE_BYTES = 70 * GIB
+"""GPUs from here on have an engine admit more tokens and requests to an iteration: see `activation_bytes`."""
 
 Dtype = Literal["bf16", "fp8", "int8", "fp4", "int4"]
 """How weights or keys and values lie in memory. `int4` and `int8` weights are multiplied in bf16 and int8."""
@@ -32,6 +37,7 @@ _Named = TypeVar("_Named", "Gpu", "ModelShape")
 class Gpu(FrozenModel):
     """One GPU: HBM bytes per second, dense bf16 FLOP per second, bytes of memory, link bytes per second one way.
 
+    The memory is what a program finds there: a card sold as 80 GB has about 79 GiB of it.
     `fp8_flops` and `fp4_flops` are None where the GPU has no such units: those weights are then multiplied in bf16.
     """
 
@@ -192,16 +198,16 @@ _GPU_FIELDS = (
     "name", "hbm_bytes_per_s", "peak_flops", "memory_bytes", "link_bytes_per_s", "fp8_flops", "fp4_flops",
 )  # fmt: skip
 GPUS = tuple(
-    Gpu.model_validate(dict(zip(_GPU_FIELDS, row, strict=True)))
+    Gpu.model_validate(dict(zip(_GPU_FIELDS, (*row[:3], row[3] * GIB, *row[4:]), strict=True)))
     for row in (
-        ("H100", 3.35e12, 989e12, 80e9, 450e9, 1979e12, None),
-        ("H200", 4.8e12, 989e12, 141e9, 450e9, 1979e12, None),
-        ("A100", 2.039e12, 312e12, 80e9, 300e9, None, None),
-        ("B200", 8e12, 2250e12, 180e9, 900e9, 4500e12, 9000e12),
-        ("GB200", 8e12, 2500e12, 186e9, 900e9, 5000e12, 10000e12),
-        ("RTX5090", 1.792e12, 209.5e12, 32e9, 32e9, 419e12, 1676e12),
-        ("RTX4090", 1.008e12, 165.2e12, 24e9, 16e9, 330.3e12, None),
-        ("RTX3090", 0.936e12, 71e12, 24e9, 16e9, None, None),
+        ("H100", 3.35e12, 989e12, 79.2, 450e9, 1979e12, None),
+        ("H200", 4.8e12, 989e12, 139.8, 450e9, 1979e12, None),
+        ("A100", 2.039e12, 312e12, 79.2, 300e9, None, None),
+        ("B200", 8e12, 2250e12, 178.4, 900e9, 4500e12, 9000e12),
+        ("GB200", 8e12, 2500e12, 184.0, 900e9, 5000e12, 10000e12),
+        ("RTX5090", 1.792e12, 209.5e12, 31.4, 32e9, 419e12, 1676e12),
+        ("RTX4090", 1.008e12, 165.2e12, 23.55, 16e9, 330.3e12, None),
+        ("RTX3090", 0.936e12, 71e12, 23.6, 16e9, None, None),
     )
 )
 
@@ -256,6 +262,20 @@ def model(name: str | ModelShape) -> ModelShape:
     return _find(bare, {m.name: m for m in MODELS}, "model", "hidden, layers and so on")
 
 
+def activation_bytes(gpu: Gpu, model: ModelShape, tp: int) -> float:
+    """Bytes that the largest iteration of an engine takes beside weights and cache, on each of `tp` GPUs.
+
+    The residual stream, the MLP's two inputs and its product, in bf16, for the tokens of an iteration; and the logits
+    of its requests, in bf16 and twice in fp32. vLLM V1 serves 8,192 tokens and 1,024 requests where a GPU has
+    `LARGE_BYTES` (an A100 apart), else 2,048 and 256, unless it is told otherwise.
+    """
+    large = gpu.memory_bytes >= LARGE_BYTES and gpu.name != "A100"
+    tokens, requests = (8192, 1024) if large else (2048, 256)
+    routed = model.experts_per_token * model.expert_intermediate + model.shared_intermediate
+    widest = max(model.intermediate, routed)
+    return tokens * BYTES_PER_VALUE * (4 * model.hidden + 3 * widest / tp) + requests * model.vocab * 10.0
+
+
 def kv_capacity_tokens(
     gpu: Gpu,
     model: ModelShape,
@@ -265,22 +285,29 @@ def kv_capacity_tokens(
     weights: Dtype | None = None,
     kv: Dtype = "bf16",
 ) -> int:
-    """Tokens of context that `tp` GPUs hold beside the weights, an engine taking `memory_fraction` of their memory.
+    """Tokens of context that `tp` GPUs hold, as vLLM counts them: whole blocks of `KV_BLOCK_TOKENS`.
 
-    `weights` (default: the checkpoint's) and `kv` are how both lie in memory. Raises ConfigError where the weights
-    alone do not fit.
+    An engine takes `memory_fraction` of a GPU's memory (`gpu_memory_utilization`). Its share of the weights goes off
+    that, `activation_bytes` and `RUNTIME_BYTES`; the rest is blocks. KV heads are shared out over the GPUs, but each
+    has at least one, and MLA's latent is on all of them. `weights` (default: the checkpoint's) and `kv` are how both
+    lie in memory. Raises ConfigError where nothing is left for a block.
+
+    >>> kv_capacity_tokens(gpu("RTX4090"), model("Llama-3.1-8B"), 1)  # as an engine had
+    41408
     """
     if tp < 1 or not 0 < memory_fraction <= 1:
         raise ConfigError(f"tp {tp}, memory_fraction {memory_fraction}: tp is at least 1, the fraction in (0, 1]")
-    usable = tp * (gpu.memory_bytes * memory_fraction - RESERVED_BYTES)
+    usable = gpu.memory_bytes * memory_fraction - activation_bytes(gpu, model, tp) - RUNTIME_BYTES
     stored = model.stored_bytes(weights)
-    tokens = int((usable - stored) // (model.kv_bytes_per_token * DTYPE_BYTES[kv] / BYTES_PER_VALUE))
-    if tokens < 1:
+    values = model.latent or 2 * max(1.0, model.kv_heads / tp) * model.head_dim
+    token_bytes = model.full_layers * values * DTYPE_BYTES[kv]
+    blocks = int((usable - stored / tp) // (token_bytes * KV_BLOCK_TOKENS))
+    if blocks < 1:
         raise ConfigError(
-            f"{model.name} needs {stored / 1e9:.0f} GB for its weights, {tp} x {gpu.name} give {usable / 1e9:.0f} GB: "
-            f"raise tp or memory_fraction"
+            f"{model.name} needs {stored / GIB:.0f} GiB for its weights, {tp} x {gpu.name} give "
+            f"{max(0.0, tp * usable) / GIB:.0f} GiB: raise tp or memory_fraction"
         )
-    return tokens
+    return blocks * KV_BLOCK_TOKENS
 
 
 def per_gpu_heads(model: ModelShape, tp: int) -> tuple[int, int]:

@@ -83,6 +83,31 @@ def paired_interval(
     return _resampled(first, second, compare, estimate, level, num_resamples, rng)
 
 
+FEW_PAIRS = 10
+"""Pairs below which a bootstrap's interval is too narrow."""
+
+
+def paired_ratio(
+    a: Sequence[float] | Floats, b: Sequence[float] | Floats, *, level: float = LEVEL, rng: np.random.Generator
+) -> Interval:
+    """The interval of sum(a) / sum(b) for any number of pairs: `paired_interval` from `FEW_PAIRS` on, else Student's.
+
+    The ratio r of n pairs has about the standard error of the residuals a - r b, s / (sqrt(n) mean(b)), and n - 1
+    degrees of freedom. Neither sum is below 0, and so is no end. Raises ConfigError as `paired_interval` does.
+
+    >>> ratio = paired_ratio([2.0, 4.0, 7.0], [1.0, 2.0, 3.0], rng=np.random.default_rng(0))
+    >>> [round(x, 3) for x in (ratio.low, ratio.estimate, ratio.high)], ratio.method
+    ([1.738, 2.167, 2.595], 't')
+    """
+    first, second = _checked(a, b, "ratio_of_sums")
+    if not 1 < len(first) < FEW_PAIRS:
+        return paired_interval(first, second, level=level, rng=rng)
+    ratio = _ratio_of_sums(first, second)
+    error = float(np.std(first - ratio * second, ddof=1)) / math.sqrt(len(first)) / float(second.mean())
+    margin = student_margin(error, len(first) - 1, level)
+    return Interval(estimate=ratio, low=max(0.0, ratio - margin), high=ratio + margin, level=level, method="t")
+
+
 def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
     """Half the width of Student's interval at `level`, from a standard error with so many degrees of freedom.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import AllowCode, Json, emit
 from tltlab.errors import ConfigError
 
 
@@ -24,6 +24,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe, print actors, GPUs and memory; start nothing.")
     ] = False,
+    allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
@@ -42,7 +43,8 @@ def train(
             raise ConfigError(f"--resume {resume} goes on by the run's own recipe: leave out {recipe}")
         if out is not None:
             raise ConfigError(f"--resume {resume} goes on in that folder: leave out --out {out}")
-        loaded, folder = resumed_recipe(resume, [recipe, *changes] if recipe else changes), resume
+        changes = [recipe, *changes] if recipe else changes
+        loaded, folder = resumed_recipe(resume, changes, allow_code or ()), resume
     elif recipe is None:
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import ipaddress
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import zmq
 
 from tltlab.errors import ConfigError
+from tltlab.files import scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +55,8 @@ def check_endpoint(endpoint: str, keys: ServerKeys | ClientKeys | None) -> None:
 
 def private_endpoint() -> str:
     """A new ipc:// address in a folder that only this user can enter, and that goes with this process."""
-    folder = tempfile.mkdtemp(prefix="tltlab-")
-    # Not with the server: one that takes over has the same address.
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"ipc://{folder}/coordinator"
+    # Not gone with the server: one that takes over has the same address.
+    return f"ipc://{scratch_folder('c')}/coordinator"
 
 
 def _is_loopback(netloc: str) -> bool:

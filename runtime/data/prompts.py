@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError
-from tltlab.files import parse_json
+from tltlab.files import check_parquet, lines_of, open_input, parse_json
 from tltlab.runtime.recipe.recipe import DataConfig
 
 # The loader for a file, by its first suffix: what follows it may say how it is compressed.
@@ -112,8 +113,8 @@ def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Ma
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
+            for number, line in enumerate(lines_of(file), start=1):
                 if not line.strip():
                     continue
                 row = parse_json(line)
@@ -130,11 +131,12 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
+        check_parquet(path)
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (OSError, pyarrow.lib.ArrowException) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:

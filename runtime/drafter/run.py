@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from tltlab.coordination.canary import check_chances
 from tltlab.coordination.schedule import TrainingSchedule
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.files import new_folder
+from tltlab.files import new_folder, scratch_folder
 from tltlab.policies.policy import Policy
 from tltlab.runtime.coordinator.keys import ClientKeys
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -72,7 +71,7 @@ class DrafterRun:
         return {config.name: learned}
 
     def prepare(self) -> None:
-        self._sockets = Path(tempfile.mkdtemp(prefix="tltlab-drafter-"))
+        self._sockets = scratch_folder("d")
         if len(str(self._sockets)) > MOST_LETTERS:
             raise ConfigError(f"{self._sockets} is too long for a socket's address: set TMPDIR to a shorter folder")
         checkpoint, model = self.config.checkpoint, self.recipe.model

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.coordinator.keys import ClientKeys, ServerKeys, make_keys
+from tltlab.runtime.coordinator.keys import ClientKeys, make_keys
 from tltlab.runtime.coordinator.log import Membership, PeriodRecord
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -41,10 +41,8 @@ class SpotTraining:
     ) -> None:
         self.config, self.events = config, events
         self.num_workers = len(where)
-        self._server_keys: ServerKeys | None = None
-        keys: tuple[ClientKeys, ...] = ()
-        if endpoint.startswith("tcp://"):
-            self._server_keys, keys = make_keys(self.num_workers)
+        # Also on this machine: whoever may enter the folder of the sockets could speak for a worker otherwise.
+        self._server_keys, keys = make_keys(self.num_workers)
         self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[here]}:0"))
         self._lock = threading.Lock()
         self._trains_in: int | None = None
@@ -57,7 +55,7 @@ class SpotTraining:
                 self.server.endpoint,
                 self._meeting.address,
                 addresses[where[worker][0]],
-                keys[worker] if keys else None,
+                keys[worker],
             )
             for worker in range(self.num_workers)
         ]

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from tltlab.errors import RunError, TltlabError
+from tltlab.files import scratch_folder
 
 from .start import ENV, LOOPBACK, fork_command
 
@@ -26,6 +27,9 @@ def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, st
     env = ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
     if host in LOOPBACK:
         env |= _ON_LOOPBACK
+        # vLLM's sockets are where a killed engine's go with the run; their addresses have at most 107 letters.
+        if len(str(folder := scratch_folder())) + len("/12345678-1234-1234-1234-123456789012") < 108:
+            env["VLLM_RPC_BASE_PATH"] = str(folder)
     return env | dict(extra)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +17,7 @@ from ray._private.node import Node
 
 from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import leaves
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
 from .prefork import Prefork
@@ -75,11 +78,20 @@ def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
     """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks."""
     with preforking(cluster):
         started = start_ray(cluster)
+        node = ray._private.worker._global_node if started else None
+        session = None if node is None else Path(node.get_session_dir_path())
+        if session is not None:
+            leaves(session)
         try:
             yield
+        except BaseException:
+            session = None  # Ray's logs may say why
+            raise
         finally:
             if started:
                 ray.shutdown()
+                if session is not None:
+                    shutil.rmtree(session, ignore_errors=True)
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:
@@ -101,6 +113,7 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
             f"cluster.num_nodes = {cluster.num_nodes} needs a Ray cluster: start it with `ray start` on every node and "
             "set RAY_ADDRESS to its head"
         )
+    _check_token()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address != "local":
         try:
@@ -134,6 +147,18 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
                     ) from error
                 progress(f"Ray did not start ({_line(error)}); once more")
     return True
+
+
+def _check_token() -> None:
+    """ConfigError for a token of Ray's that others may read: whoever has it can run code as this user."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
+        try:
+            mode = path.stat().st_mode & 0o777
+        except OSError:
+            return  # Ray says what it misses
+        if mode & 0o077:
+            raise ConfigError(f"{path}, Ray's token, can be read by others (its mode is {mode:o}): chmod 600 {path}")
 
 
 def _check_host(host: str) -> None:

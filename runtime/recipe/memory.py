@@ -18,7 +18,7 @@ from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpe
 from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.hardware import RESERVED_BYTES, Gpu, ModelShape, per_gpu_heads
+from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
 from tltlab.hardware import model as model_by_name
 
 from .recipe import Recipe
@@ -30,6 +30,7 @@ GRAPH_BYTES = 2 << 30
 LOGITS = 1 << 26
 """That lie in memory at once, as in `token_logprobs` and `drafter_loss`."""
 CONTEXT_BYTES = 1e9
+TRAINER_BYTES = 2e9
 """Of a process on a GPU that computes nothing: CUDA context, NCCL's and cuBLAS's buffers."""
 BUCKET_BYTES = 32 << 20
 DEVICE_BUCKET_BYTES = 256 << 20
@@ -376,7 +377,7 @@ def trainer_memory(sizes: Sizes) -> Holdings:
     chunk = (8 if value == 4 else 10) * logits + 4 * shape.head_params
     held.add("logits", chunk, f"{8 if value == 4 else 10} bytes x a chunk's, and the LM head's gradient", training)
     if sizes.on_gpu:
-        held.add("trainer runtime", RESERVED_BYTES, "flat: context, workspaces", ("training", "sync"))
+        held.add("trainer runtime", TRAINER_BYTES, "flat: context, workspaces", ("training", "sync"))
         held.add("trainer runtime", CONTEXT_BYTES, "flat: context", GENERATING)
     held.add("trainer rank runtime", HOST_RUNTIME[RANK], "measured", device="host")
     samples = 28 * sizes.responses * sizes.tokens / train.data_ranks

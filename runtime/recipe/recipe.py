@@ -17,17 +17,18 @@ from pydantic_core import ErrorDetails
 from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.files import found_in, read_json, write_file
+from tltlab.files import found_in, read_json, read_text, write_file
 from tltlab.policies.policy import Policy, code_allowed, load_policy
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
+from .origin import CODE, refuse_foreign_code
 from .rules import RULES, refuse, vllm_arguments
 
 FOLDER = Path(__file__).parent / "recipes"
 """Of the recipes that come with tltlab."""
-CODE = "code"
-"""In a run's folder: copies of the user's own modules."""
+MOST_TOML_BYTES = 1 << 20
+"""Of a recipe."""
 
 
 class DataConfig(FiniteModel):
@@ -61,12 +62,13 @@ class RewardPoolConfig(FiniteModel):
     """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
 
     Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes they are computed
-    in the driver, without a time limit.
+    in the driver, without a time limit. A process may map `memory_bytes` of memory, None: as much as there is.
     """
 
     processes: int = Field(default=1, ge=0)
     timeout_s: float = Field(default=10.0, gt=0)
-    on_failure: float = 0.0
+    on_failure: float = Field(default=0.0, ge=-1e38, le=1e38)
+    memory_bytes: int | None = Field(default=None, ge=1 << 28)
 
 
 class PartialConfig(FiniteModel):
@@ -273,12 +275,14 @@ class FaultConfig(FiniteModel):
     """How often one actor is started again after it died before the run gives up, and what is waited for how long.
 
     A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
-    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
+    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it. An
+    engine or trainer rank that somebody has stopped (SIGSTOP) for `stopped_timeout_s` is killed, and started again.
     """
 
     max_restarts: int = Field(default=3, ge=0)
     start_timeout_s: float = Field(default=600.0, gt=0)
     collective_timeout_s: float = Field(default=3600.0, gt=0)
+    stopped_timeout_s: float = Field(default=60.0, gt=0)
 
 
 class Recipe(FiniteModel):
@@ -354,7 +358,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(recipe)
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = tomllib.loads(read_text(path, MOST_TOML_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
     except ValueError as error:  # nor UTF-8, which TOML is
@@ -364,17 +368,19 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return _recipe(fields, overrides, f"recipe {path}")
 
 
-def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
     Its rewards and the class of its policy are looked up in the run's own copies first, a policy file that is no more
-    is the run's `policy.json`.
+    is the run's `policy.json`. ConfigError too where it names code of a run that this user did not begin
+    (`origin.refuse_foreign_code`), but of the modules `allow_code`.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
     if not isinstance(description, dict) or not isinstance(description.get("recipe"), dict):
         raise ConfigError(f"{path} is not what tltlab train writes: it has no recipe")
     fields = description["recipe"]
+    refuse_foreign_code(Path(run), fields, allow_code)
     kept = str((Path(run) / CODE).resolve())
     fields["code"] = list(dict.fromkeys([kept, *(fields.get("code") or ())]))
     rollout, copy = fields.get("rollout"), Path(run) / "policy.json"

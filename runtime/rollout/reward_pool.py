@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -133,7 +134,7 @@ class RewardPool:
         self._pool = ProcessPool(
             max_workers=processes,
             initializer=_start_process,
-            initargs=(self._terms, self._code, os.getpid(), self._decoder),
+            initargs=(self._terms, self._code, os.getpid(), self._decoder, self._config.memory_bytes),
             context=context,
         )
         if not self._pool.active:  # asking starts it
@@ -195,7 +196,12 @@ class RewardPool:
         return self._start()
 
 
-def _outcome(reward: WeightedReward, item: Item, decoder: Decoder | None) -> Outcome:
+def _outcome(
+    reward: WeightedReward,
+    item: Item,
+    decoder: Decoder | None,
+    caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
+) -> Outcome:
     prompt, response, answer = item
     if not isinstance(response, str):
         assert decoder is not None
@@ -204,7 +210,7 @@ def _outcome(reward: WeightedReward, item: Item, decoder: Decoder | None) -> Out
         return reward(prompt, response, answer)
     except NotANumberError as error:
         return str(error)
-    except (Exception, SystemExit) as error:  # whatever a user's function raises
+    except caught as error:  # whatever a user's function raises
         # Its message may quote the response, or a key: where it was raised has to do.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
@@ -242,7 +248,11 @@ def be_a_reward_process(driver: int) -> None:
 
 
 def _start_process(
-    terms: Sequence[tuple[str, float]], code: Sequence[str], driver: int, decoder: Decoder | None
+    terms: Sequence[tuple[str, float]],
+    code: Sequence[str],
+    driver: int,
+    decoder: Decoder | None,
+    memory_bytes: int | None,
 ) -> None:
     be_a_reward_process(driver)
     _Process.decoder = decoder
@@ -250,6 +260,8 @@ def _start_process(
         # For good: what a reward imports while it is computed is found there too.
         sys.path += code
         _Process.reward = load_rewards(terms)
+        if memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     except Exception as error:  # raised where the driver sees it
         _Process.fault = error
 
@@ -257,4 +269,10 @@ def _start_process(
 def _compute(item: Item) -> Outcome:
     if _Process.fault is not None:
         raise RunError(f"a reward process cannot start: {_Process.fault}")
-    return _outcome(_Process.reward, item, _Process.decoder)
+    own = os.getpid()
+    # Panics of Rust are no `Exception`, and nobody interrupts this process from a keyboard.
+    outcome = _outcome(_Process.reward, item, _Process.decoder, (BaseException,))
+    if os.getpid() != own:
+        # A fork that the reward made must not answer in its place.
+        os._exit(0)
+    return outcome

@@ -23,6 +23,9 @@ from tltlab.files import found_in
 
 Reward = Callable[[str, str, str], float]
 
+LARGEST_REWARD = 3.4028234663852886e38
+"""What float32 holds: advantages are computed from rewards in it."""
+
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _THOUGHT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
 _BOXED = r"\boxed{"
@@ -30,7 +33,7 @@ _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 
 
 class NotANumberError(Exception):
-    """A reward function returned something else than a finite number; the message says what, not its value."""
+    """A reward function returned no number, or none that is finite as float32; the message says what, not its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,10 @@ class WeightedReward:
     terms: tuple[tuple[Reward, float], ...]
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:
-        return _number(sum(weight * _number(function(prompt, response, answer)) for function, weight in self.terms))
+        total = _number(sum(weight * _number(function(prompt, response, answer)) for function, weight in self.terms))
+        if abs(total) > LARGEST_REWARD:
+            raise NotANumberError("returned a number beyond what float32 holds")
+        return total
 
 
 def _number(value: Any) -> float:

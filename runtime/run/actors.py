@@ -12,6 +12,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.start import ray_running
+from tltlab.runtime.ray.stopped import StoppedProcesses
 from tltlab.runtime.recipe.gpus import weights_way
 from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
@@ -64,6 +65,9 @@ class RunActors:
         self.trainers = TrainerGroup(recipe, place.trainer_options, env)
         stack.callback(self.trainers.close)
         stack.callback(self.pool.close)
+        if recipe.cluster.num_nodes == 1:
+            patience_s = recipe.faults.stopped_timeout_s
+            stack.enter_context(StoppedProcesses(self._processes, self._events.note, patience_s))
         if self._colocated:
             # An engine measures how much memory is free when it starts, so nobody else may take any then.
             self._start_engines()
@@ -82,6 +86,11 @@ class RunActors:
                     raise
                 trainers.result()
         self._with_trainers(self._start_drafting)
+
+    def _processes(self) -> dict[str, int]:
+        """Engines and trainer ranks that have started, by what they are called."""
+        kinds = {"rollout worker": self.pool.pids, "trainer rank": self.trainers.pids}
+        return {f"{kind} {n}": pid for kind, pids in kinds.items() for n, pid in enumerate(list(pids))}
 
     def _start_engines(self) -> None:
         self.pool.start()

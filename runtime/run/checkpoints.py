@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import fsync_file, fsync_folder, sha256_of, write_durably, written_sum
+from tltlab.files import fsync_file, fsync_folder, read_text, sha256_of, write_durably, written_sum
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20
@@ -157,7 +157,7 @@ def step_of(path: Path) -> int:
 def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
     """Why a checkpoint cannot be used, None where it is whole. Large files are read only `to_the_bit`."""
     try:
-        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files: dict[str, dict[str, Any]] = json.loads(read_text(path / MANIFEST))["files"]
         for name, written in files.items():
             size = (path / name).stat().st_size
             if size != written["bytes"]:

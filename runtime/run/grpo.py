@@ -22,12 +22,13 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
+from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
@@ -73,7 +74,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         RunLog(recipe.log, out, last_step, resume_from=run.begins_at, settings=description) as log,
         run,
     ):
-        write_json(out / "run.json", description)
+        write_json(out / "run.json", sealed(description))
+        seal_code(out)
         run.policy.write(out / "policy.json")
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
@@ -109,7 +111,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         "policy": "policy.json",
         "versions": versions(),
     }
-    write_json(out / "summary.json", summary)
+    write_json(out / "summary.json", sealed(summary))
     return summary
 
 
@@ -281,10 +283,14 @@ class GrpoRun:
         for note in collected.notes:
             self.events.note(note)
         self._ahead.begin(rl_step + 1)
+        samples = _samples(collected)
+        nothing_to_learn = check(samples, self.recipe.train, self.recipe.rollout.max_response_tokens, rl_step)
+        if nothing_to_learn is not None:
+            self.events.note(nothing_to_learn)
 
         start = t_stages = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
-        metrics = asdict(self.trainers.old_logprobs(_samples(collected), rl_step))
+        metrics = asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -495,6 +501,7 @@ def _samples(collected: Collected) -> list[Sample]:
             group=group,
             truncated=t.truncated,
             told=t.told,
+            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)
     ]

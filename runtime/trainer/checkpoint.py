@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tltlab.errors import RunError
-from tltlab.files import Hashing, write_sum
+from tltlab.files import Hashing, read_text, write_sum
 
 TENSORS, STATE = "tensors", "state.json"
 
@@ -79,7 +79,7 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
     The random state is restored on ranks that there were; the same number of ranks goes on bit by bit the same.
     """
     try:
-        steps = int(json.loads((folder / STATE).read_text())["steps"])
+        steps = int(json.loads(read_text(folder / STATE))["steps"])
         optimizer.state.clear()
         if steps:
             # AdamW makes its moments at a first step; without gradients' values it moves nothing that is not loaded.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
+from tltlab.files import scratch_folder
 from tltlab.runtime.engine.weights import Engines, Way
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
@@ -56,6 +57,7 @@ class TrainerGroup:
     ) -> None:
         self.recipe = recipe
         self.handles: list[Any] = []
+        self.pids: list[int] = []  # of the ranks' processes, once they have started
         self._options = options
         self._env = _ENV | dict(env or {}) | {"OMP_NUM_THREADS": str(recipe.train.threads)}
         self._meeting: Path | None = None
@@ -71,7 +73,7 @@ class TrainerGroup:
             self.handles.append(actor.remote(self.recipe, rank))
         where = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
         meeting = self._rendezvous(where)
-        self._wait([actor.start.remote(meeting) for actor in self.handles], "start", timeout_s)
+        self.pids = self._wait([actor.start.remote(meeting) for actor in self.handles], "start", timeout_s)
 
     def restart(self) -> None:
         """End what is left of the ranks and start all anew, with the weights of the recipe's model."""
@@ -99,7 +101,7 @@ class TrainerGroup:
             for rank in range(recipe.train.data_ranks)
         ]
         asked = [
-            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of)
+            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of, rl_step)
             for rank, actor in enumerate(self.handles)
         ]
         mismatch: Mismatch = self._wait(asked, "old_logprobs")[0]
@@ -159,7 +161,7 @@ class TrainerGroup:
         """End all ranks."""
         for actor in self.handles:
             ray.kill(actor)
-        self.handles = []
+        self.handles, self.pids = [], []
         if self._meeting is not None:
             shutil.rmtree(self._meeting, ignore_errors=True)
             self._meeting = None
@@ -169,7 +171,7 @@ class TrainerGroup:
         if len(where) == 1:
             return None
         if {node for node, _, _ in where} == {ray.get_runtime_context().get_node_id()}:
-            self._meeting = Path(tempfile.mkdtemp(prefix="tltlab-trainers-"))
+            self._meeting = scratch_folder("t")
             return f"file://{self._meeting / 'meeting'}"
         _, address, port = where[0]
         return f"tcp://{address}:{port}"
@@ -242,8 +244,8 @@ class TrainerActor:
             free.bind((address, 0))
             return ray.get_runtime_context().get_node_id(), address, free.getsockname()[1]
 
-    def start(self, rendezvous: str | None) -> None:
-        """Load the model. Not in the constructor: Ray does not hand on its errors as they are."""
+    def start(self, rendezvous: str | None) -> int:
+        """Load the model; the process's number. Not in the constructor: Ray does not hand on its errors as they are."""
         recipe = self.recipe
         self.trainer = Trainer(
             recipe.model,
@@ -256,6 +258,7 @@ class TrainerActor:
             rendezvous=rendezvous,
             timeout_s=recipe.faults.collective_timeout_s,
         )
+        return os.getpid()
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the trainer; rank 0 answers for all."""

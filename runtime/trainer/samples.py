@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from tltlab.arrays import Tokens
+from tltlab.errors import RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
 
 from .losses import advantages, shape_rewards, token_weights
 from .ranks import ranks_of
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
 """Token ids of a prompt, one at least, and of its response."""
@@ -26,7 +29,8 @@ class Sample:
 
     `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
     answers; `truncated`: it ended at its cap. Tokens whose `told` is 1 a tool said: they are read, not learned (empty:
-    there are none). A rank that does not compute it knows how long it is and no more.
+    there are none). `name` says in messages which it is. A rank that does not compute it knows how long it is and no
+    more.
     """
 
     prompt_token_ids: Sequence[int] | Tokens
@@ -36,6 +40,7 @@ class Sample:
     group: int
     truncated: bool = False
     told: Sequence[int] | npt.NDArray[np.int8] = ()
+    name: str = "a response"
 
     @property
     def num_drawn(self) -> int:
@@ -87,6 +92,43 @@ class Worth:
         drawn = torch.tensor([s.num_drawn for s in samples])
         trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & drawn.gt(0)
         return cls(lengths=lengths, drawn=drawn, advantages=advantage, counted=counted, trained=trained)
+
+
+def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int, rl_step: int) -> str | None:
+    """Look at what an update is to learn from, before it does: a sentence where no response has an advantage.
+
+    RunError where a reward as float32, a log-prob of the engine or an advantage is not finite.
+    """
+    for sample in samples:
+        logprobs = np.asarray(sample.logprobs, np.float32)
+        if not np.isfinite(logprobs).all():
+            place = int(np.argmin(np.isfinite(logprobs)))
+            raise RunError(
+                f"RL step {rl_step}: the engine gave token {place} of {sample.name} the log-prob {logprobs[place]:g}, "
+                "and nothing was trained on it: look for NaN in the model's weights, and at dtype and quantization in "
+                "rollout.vllm"
+            )
+        if not abs(sample.reward) <= _FLOAT32_MAX:
+            raise RunError(
+                f"RL step {rl_step}: the reward of {sample.name} is {sample.reward:g}, which is not finite as float32, "
+                "and nothing was trained on it: let the reward function, or its weight, give smaller numbers"
+            )
+    worth = Worth.of(samples, config, max_response_tokens).advantages
+    if not bool(worth.isfinite().all()):
+        sample = samples[int(worth.isfinite().int().argmin())]
+        raise RunError(
+            f"RL step {rl_step}: the advantage of {sample.name}, whose reward is {sample.reward:g}, is not finite with "
+            f'train.advantage_scale = "{config.advantage_scale}", and nothing was trained on it: let the reward '
+            "function give smaller numbers"
+        )
+    if not samples or bool(worth.any()):
+        return None
+    rewards = {float(np.float32(sample.reward)) for sample in samples}
+    same = (
+        f"all {len(samples)} rewards are {rewards.pop():g}" if len(rewards) == 1 else "each prompt's rewards are equal"
+    )
+    moves = "train.kl_coef alone moves the weights" if config.kl_coef else "the weights stay as they are"
+    return f"{same}: no response has an advantage, and {moves}"
 
 
 def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:

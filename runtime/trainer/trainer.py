@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from tltlab.errors import RunError
+from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.engine.weights import Engines, WeightSender
@@ -117,6 +117,9 @@ class Trainer:
 
         self.policy = load()
         self.reference = load().requires_grad_(False) if config.kl_coef else None
+        self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
+        if name := self._infinite_weight():
+            raise ConfigError(f"{model}: its weight {name} holds NaN or infinite numbers: train from a whole model")
         # Dropout would move log-probs away from those that drew the tokens.
         self.policy.eval()
         if config.activation_checkpointing:
@@ -143,20 +146,24 @@ class Trainer:
         """The set that this rank is one of."""
         return self.rank // self.sequence_ranks.size
 
-    def old_logprobs(self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None) -> Mismatch:
+    def old_logprobs(
+        self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None, rl_step: int = 0
+    ) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
         `rank_of` says which data rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
         distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it should be near
-        0.
+        0. RunError where a log-prob is not finite.
         """
         self._samples = list(samples)
+        self._bad_loss.clear()
         config = self.config
         if rank_of is None:
             most = self.max_response_tokens
             rank_of = share_out(samples, config, self.data_ranks, seed=self.seed, rl_step=0, max_response_tokens=most)
         self._rank_of = list(rank_of)
         self._old = self._own_logprobs(self.policy, list(range(len(samples))))
+        self._refuse_infinite(self._old, f"RL step {rl_step}: the policy's log-probs", "look at the policy's weights")
         drawn = [s.drawn()[: len(old)] for s, old in zip(self._samples, self._old, strict=True)]
         old, behaviour = (
             torch.cat([torch.empty(0), *(part[mask] for part, mask in zip(parts, drawn, strict=True))])
@@ -174,13 +181,14 @@ class Trainer:
 
         Responses without an advantage count in their mini-batch, as in the papers, and are not computed. Truncated ones
         do not count where they are filtered. Without a token left nothing moves. The learning rate grows linearly over
-        the first `warmup_steps` optimizer steps. RunError where a gradient is not finite.
+        the first `warmup_steps` optimizer steps. RunError where the reference's log-probs, a loss, a gradient or the
+        new weights are not finite: nobody gets those.
         """
         with self._work.measured():
             return self._update(rl_step)
 
     def _update(self, rl_step: int) -> UpdateMetrics:
-        config, batch = self.config, self._batch()
+        config, batch = self.config, self._batch(rl_step)
         minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
         minibatches = [rows for rows in minibatches if batch.trained[rows].any()]
         totals = torch.zeros(4, dtype=torch.float64)
@@ -191,6 +199,8 @@ class Trainer:
                 totals += self._backward(batch, weights, rows)
             lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
             norms += self._optimizer_step(lr, rl_step)
+        if minibatches:
+            self._refuse_new_weights(rl_step)
         self._sum(totals)
         num = max(len(minibatches), 1)
         loss, clip_fraction, kl, correction_mean = (totals / num).tolist()
@@ -260,6 +270,8 @@ class Trainer:
     def load_checkpoint(self, folder: str) -> None:
         """Be what a trainer of any number of ranks saved. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
+        if name := self._infinite_weight():
+            raise RunError(f"{folder}: its weight {name} holds NaN or infinite numbers: go on from another checkpoint")
         self._samples, self._rank_of, self._old = [], [], []
 
     def offload(self) -> None:
@@ -286,7 +298,7 @@ class Trainer:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _batch(self) -> UpdateBatch:
+    def _batch(self, rl_step: int) -> UpdateBatch:
         """The kept samples with all that an update needs of them before it is cut up."""
         config, samples = self.config, self._samples
         worth = Worth.of(samples, config, self.max_response_tokens)
@@ -300,6 +312,8 @@ class Trainer:
             reference, rows = [torch.empty(0)] * len(samples), worth.trained.nonzero()[:, 0].tolist()
             for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
+            what = f"RL step {rl_step}: the reference model's log-probs, which train.kl_coef is for,"
+            self._refuse_infinite(reference, what, "look at the weights of the recipe's model")
         return UpdateBatch(
             pairs=pairs_of(samples),
             lengths=worth.lengths,
@@ -339,6 +353,8 @@ class Trainer:
         (terms.loss * self.world).backward()
         corrected = float((token_weight * correction).sum())
         loss = float(terms.loss.detach())
+        if not math.isfinite(loss):
+            self._bad_loss.update(rows)
         return torch.tensor([loss, terms.clip_fraction / whole, terms.kl / whole, corrected / computed])
 
     def _optimizer_step(self, lr: float, rl_step: int) -> float:
@@ -346,16 +362,46 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(value):
-            raise RunError(
-                f"RL step {rl_step}: the gradient's norm is {value}; the weights were left as they are: lower train.lr "
-                "or look at the rewards and log-probs of that step"
-            )
+            self._refuse_new_weights(rl_step)
+            losses = [torch.tensor([math.nan if i in self._bad_loss else 0.0]) for i in range(len(self._samples))]
+            left = "the weights were left as they are: lower train.lr or look at the rewards and log-probs of that step"
+            self._refuse_infinite(losses, f"RL step {rl_step}: the gradient's norm is {value} and the losses", left)
+            raise RunError(f"RL step {rl_step}: the gradient's norm is {value}; {left}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         return value
+
+    def _refuse_infinite(self, parts: Sequence[Tensor], what: str, remedy: str) -> None:
+        """RunError on every rank where a number of any rank is not finite; `parts` has an entry for each sample."""
+        bad = torch.tensor([float(not part.isfinite().all()) for part in parts])
+        self._sum(bad)
+        if bool(bad.any()):
+            first = self._samples[int(bad.ne(0).int().argmax())].name
+            num = int(bad.count_nonzero())
+            raise RunError(f"{what} of {first} are not finite ({num} of {len(bad)} responses); {remedy}")
+
+    def _refuse_new_weights(self, rl_step: int) -> None:
+        if name := self._infinite_weight():
+            raise RunError(
+                f"RL step {rl_step}: an optimizer step at train.lr = {self.config.lr:g} made {name} infinite or NaN; "
+                "engines and checkpoints keep the last good weights: lower train.lr, or set train.warmup_steps higher"
+            )
+
+    def _infinite_weight(self) -> str:
+        """The name of a weight that is not finite in the type that engines get, on any rank; empty where all are."""
+        largest, names, bad = torch.finfo(self.dtype).max, [], []
+        for name, weight in self.policy.model.named_parameters():
+            part = weight.to_local() if isinstance(weight, DTensor) else weight
+            names.append(name)
+            low, high = part.detach().aminmax() if part.numel() else (torch.zeros(()), torch.zeros(()))
+            bad.append(not (float(-low) <= largest and float(high) <= largest))
+        shared = torch.tensor(bad, dtype=torch.float32, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(shared)
+        return names[int(shared.argmax())] if bool(shared.any()) else ""
 
     def _drift(self) -> float:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""

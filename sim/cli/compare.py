@@ -42,6 +42,7 @@ def compare(
     workers: options.Workers = None,
     costs: options.Costs = None,
     acceptance: options.Acceptance = None,
+    acceptance_spread: options.AcceptanceSpread = 0.0,
     model_free_acceptance: Annotated[
         str | None,
         typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
@@ -59,6 +60,7 @@ def compare(
     ] = None,
     mode: options.Mode = "fluid",
     rl_steps: options.RlSteps = None,
+    prefix_caching: options.PrefixCaching = False,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
     decision_block: Annotated[
         int | None,
@@ -89,9 +91,10 @@ def compare(
     if decision_block is None:
         decision_block = 1 if systems is None else _block(source)
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block, prefix=prefix,
-        max_tools=max_tools, tool_s=tool_seconds,
+        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
+        tool_s=tool_seconds,
     )  # fmt: skip
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):
@@ -124,10 +127,14 @@ def compare(
         "mode": mode,
         "seed": seed,
         "decision_block": decision_block,
+        "prefix_caching": prefix_caching,
+        "acceptance_spread": acceptance_spread,
         **made_by("numpy", "scipy", "simpy"),
     }
     if out is not None:
         write_json(out, result)
+    if prefix_caching:
+        text += "\na group's prompt is prefilled, and held, once on each worker"
     emit(result, as_json=as_json, text=text)
 
 
@@ -182,7 +189,7 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it."""
     whole = "step_s" in comparison
-    columns = ["system", "rollout s", "ratio", "95 % interval", "regret", "accept"]
+    columns = ["system", "rollout s", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
     columns += ["RL step s", "ratio", "95 % interval"] if whole else []
     columns += ["rank in range"] if "rank_least" in comparison else []
     rows = []
@@ -191,7 +198,8 @@ def system_table(comparison: pd.DataFrame) -> str:
         name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio"), regret, accept]
+        cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio")]
+        cells += [f"{row['tokens_per_s_ratio']:.2f}x", regret, accept]
         if whole:
             cells += [f"{row['step_s']:.4g}", f"{row['step_ratio']:.3f}", _interval(row, "step_ratio")]
         if "rank_least" in row:
@@ -205,8 +213,9 @@ def system_table(comparison: pd.DataFrame) -> str:
             notes.setdefault("not lossless", []).append(row["system"])
     lines = [table(columns, rows)]
     lines.append(
-        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios "
-        f"to {comparison.attrs['baseline']}; --json has each system's assumptions and source"
+        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios, "
+        f"also of tokens trained on per second, to {comparison.attrs['baseline']}; --json has each system's "
+        "assumptions and source, and the other intervals"
     )
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]

@@ -14,9 +14,16 @@ Acceptance = Annotated[
         help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has, or measured]"
     ),
 ]
+AcceptanceSpread = Annotated[
+    float,
+    typer.Option(help="Standard deviation, in logits, of acceptance between requests; the mean over drafts is kept."),
+]
 Mode = Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")]
 RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")]
 DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
+PrefixCaching = Annotated[
+    bool, typer.Option("--prefix-caching", help="A group's prompt is prefilled, and held, once on each worker.")
+]
 GpusPerWorker = Annotated[
     int | None,
     typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),

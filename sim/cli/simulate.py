@@ -42,6 +42,7 @@ def simulate(
     workers: options.Workers = None,
     costs: options.Costs = None,
     acceptance: options.Acceptance = None,
+    acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
@@ -77,6 +78,7 @@ def simulate(
     ] = None,
     rl_steps: options.RlSteps = None,
     max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
+    prefix_caching: options.PrefixCaching = False,
     decision_block: options.DecisionBlock = 1,
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
@@ -112,10 +114,11 @@ def simulate(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
         )
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
-        max_response_tokens=max_response_tokens, spot=spot_training, prefix=prefix, max_tools=max_tools,
-        tool_s=tool_seconds, admission=asynchronous(staleness, stale=stale, concurrency=concurrency),
+        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block, max_response_tokens=max_response_tokens, prefix_caching=prefix_caching,
+        spot=spot_training, prefix=prefix, max_tools=max_tools, tool_s=tool_seconds,
+        admission=asynchronous(staleness, stale=stale, concurrency=concurrency),
     )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
@@ -266,6 +269,8 @@ def table(summary: dict[str, Any]) -> str:
             f"(regret {shown('regret', '.1%')})",
             f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
             f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
+            f"prefilled          {summary['prefilled_tokens']} tokens"
+            + (", a group's prompt once on each worker" if summary["prefix_caching"] else ""),
             f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
             f"tail               {shown('tail_fraction', '.1%')} of the rollout",
             f"accept length      {accept}",

@@ -49,10 +49,7 @@ class Group:
 
     needed: int
     jobs: list[Job] = field(default_factory=list)
-
-    @property
-    def num_done(self) -> int:
-        return sum(job.done for job in self.jobs)
+    num_done: int = 0
 
     @property
     def oldest(self) -> int | None:
@@ -85,6 +82,10 @@ class Stream:
         self.num_begun, self.begun_tokens, self.num_dropped = 0, 0, 0
         self._new = self._groups()
         self._open: list[Group] = []
+        self._num_complete = 0
+        """Open groups that have all they need."""
+        self._num_done = 0
+        """Responses that are done of the RL step's own."""
         self._again: deque[Group] = deque()
         self._ready: list[Job] = []
         """Whole responses that no step has trained on yet, where responses count by themselves."""
@@ -138,6 +139,8 @@ class Stream:
                     groups.append(next(self._new))
                     num_jobs += len(groups[-1].jobs)
         self._open = groups
+        self._num_complete = sum(group.num_done >= group.needed for group in groups)
+        self._num_done = 0
         jobs = [job for group in groups for job in group.jobs if not job.done]
         # What has begun goes on first; the rest stays in order.
         jobs.sort(key=lambda job: not job.began)
@@ -158,8 +161,9 @@ class Stream:
     def _drop(self, max_age: int) -> None:
         """Forget groups that would be too old if this step trained them."""
         young = [g for g in self._open if g.oldest is None or self.version - g.oldest <= max_age]
+        kept = set(map(id, young))
         for group in self._open:
-            if group not in young:
+            if id(group) not in kept:
                 self.num_dropped += sum(job.began for job in group.jobs)
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
         self._open = young
@@ -192,18 +196,33 @@ class Stream:
             recorded_worker=[None] * len(jobs),
         )
 
+    def finish(self, job: Job) -> None:
+        """A response of the RL step has all its tokens."""
+        job.began = job.done = True
+        job.generated = float(job.length)
+        job.group.num_done += 1
+        self._num_done += 1
+        self._num_complete += job.group.num_done == job.group.needed
+
     def is_enough(self, work: Round) -> bool:
         """Whether the step can train on what is done."""
         if self.admission.unit == "response":
-            return len(self._ready) + sum(job.done for job in work.jobs) >= work.num_responses
-        return sum(group.num_done >= group.needed for group in self._open) >= work.num_groups
+            return len(self._ready) + self._num_done >= work.num_responses
+        return self._num_complete >= work.num_groups
 
     def trained_on(self, work: Round, trained: Sequence[Job]) -> tuple[Requests, list[int | None]]:
         """The step's requests as a recorder would have them: those it trains on, and which of the round's each was."""
         step = work.requests
-        rows = pd.concat([self.steps[job.source].rows.iloc[job.index : job.index + 1] for job in trained])
+        places: dict[int, list[int]] = {}
+        for n, job in enumerate(trained):
+            places.setdefault(job.source, []).append(n)
+        parts = [
+            self.steps[source].rows.iloc[[trained[n].index for n in there]].set_axis(there)
+            for source, there in places.items()
+        ]
+        rows = pd.concat(parts).sort_index()
         names = rows["prompt_id"].tolist()
-        samples = [names[:n].count(name) for n, name in enumerate(names)]
+        samples = rows.groupby("prompt_id", sort=False).cumcount().tolist()
         rows = rows.assign(rl_step=step.rl_step, sample=samples).reset_index(drop=True)
         at = {id(job): n for n, job in enumerate(work.jobs)}
         requests = replace(
@@ -237,6 +256,7 @@ class Stream:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
                 for job in group.jobs:
                     job.generated, job.old, job.began, job.done, job.version = 0.0, 0.0, False, False, None
+                group.num_done = 0
             self._again.extend(left)
             left = []
         self._open = left
@@ -262,7 +282,7 @@ class Feed:
         for job in work.jobs:
             if job.length <= job.generated:
                 stream.begun(job)
-                job.done = True
+                stream.finish(job)
 
     def first(self) -> list[list[int]]:
         """The requests with which each worker begins."""
@@ -288,8 +308,7 @@ class Feed:
     def finished(self, requests: Sequence[int], worker: int) -> list[int]:
         """These are done; what begins on this worker in their place."""
         for request in requests:
-            job = self.work.jobs[request]
-            job.done, job.generated = True, float(job.length)
+            self.stream.finish(self.work.jobs[request])
             self.counts[worker] -= 1
             self._running -= 1
         self.stopped = self.stopped or (bool(requests) and self.stream.is_enough(self.work))

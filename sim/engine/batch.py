@@ -29,8 +29,9 @@ class MacroStep:
     """`num_iterations` iterations of `batch` requests under one regime, `seconds` in all, `first_s` the first of them.
 
     `context_tokens` is the sum before the first iteration. `accepted` is the mean per iteration of each request in
-    order of admission; `tokens` all tokens that came out, surplus of finishing requests included. Where gains were
-    drawn or replayed, `gains[i, j]` is what request i got in iteration j; None means `regime.tokens` throughout.
+    order of admission; `tokens` all tokens that came out, surplus of finishing requests included. Where requests gain
+    apart, `gains[i, j]` is what request i got in iteration j, a single column what it got in each; None means
+    `regime.tokens` throughout.
     """
 
     regime: Regime
@@ -46,7 +47,7 @@ class MacroStep:
     def tokens(self) -> float:
         if self.gains is None:
             return self.num_iterations * self.batch * self.regime.tokens
-        return float(self.gains.sum())
+        return float(self.gains.sum()) * self.num_iterations / int(self.gains.shape[1])
 
     @property
     def accepted(self) -> tuple[float, ...]:
@@ -249,6 +250,10 @@ class ArrayBatch(Batch):
         n = gains.shape[1]
         growth = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
         return self._advanced(regime, n, gains.sum(axis=1), growth, gains)
+
+    def _advance_steadily(self, regime: Regime, n: int, gain: Floats) -> MacroStep:
+        """Run `n` iterations in each of which request i gains `gain[i]`."""
+        return self._advanced(regime, n, gain * n, float(gain.sum()) * (n * (n - 1) / 2), gain[:, None])
 
     def _advanced(self, regime: Regime, n: int, total: Array, growth: float, gains: Array | None = None) -> MacroStep:
         """`growth` sums over the iterations what the context has grown by before each."""

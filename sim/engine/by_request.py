@@ -2,8 +2,9 @@
 
 Chances depend on how far a response has come and on how many of its group have finished, so they change all the time.
 A macro-step holds them fixed at what they are expected to be in its middle: it ends with the first finish, and after
-`refresh` iterations at the latest. Fluid, each request gains the expected tokens; sampled, they are drawn from these
-chances with common random numbers (random_numbers.py). With `refresh` = 1 both are exact.
+`refresh` iterations at the latest, unless a response keeps its chances throughout. Fluid, each request gains the
+expected tokens; sampled, they are drawn from these chances with common random numbers (random_numbers.py). With
+`refresh` = 1 both are exact.
 
 An iteration verifies 1 + drafted tokens of each request. A cost model takes the same number for every request: it gets
 their mean, which leaves the tokens of the batch as they are. Drafting is paid as deep as the deepest request's draft.
@@ -40,9 +41,10 @@ class Groups:
 
     def __init__(self, requests: Requests) -> None:
         self.levels: dict[str, Floats] = {}
-        number: dict[tuple[int, str], int] = {}
-        self._group = np.array([number.setdefault(key[:2], len(number)) for key in requests.keys], np.int64)
-        self._finished = np.zeros(len(number), np.int64)
+        self.gains: dict[tuple[Strategy, int], Floats] = {}
+        """Expected tokens of every request in an iteration, where they stay the same: by strategy and model."""
+        self._group = requests.groups
+        self._finished = np.zeros(int(self._group.max(initial=-1)) + 1, np.int64)
 
     def finish(self, requests: Sequence[int]) -> None:
         """These are done; each once."""
@@ -113,26 +115,48 @@ class RateBatch(ArrayBatch):
             drafted: Ints | None = None
             if self._budget is not None:
                 regime, drafted = self._allotted(regime)
-            gains_of = self._drawn if self._sampled else self._expected
-            gains = gains_of(regime, drafted, self._left(), min(limit, self._refresh), room_tokens)
+            if not (self._model.steady and drafted is None):
+                limit = min(limit, self._refresh)
             if self._sampled:
+                gains = self._drawn(regime, drafted, self._left(), limit, room_tokens)
                 self._draws[self._running] += gains.shape[1]
-            self._remember(gains.mean(axis=1) - 1.0, gains.shape[1], drafted, regime)
-            macro = self._advance_by(regime, gains)
+                self._remember(gains.mean(axis=1) - 1.0, gains.shape[1], drafted, regime)
+                macro = self._advance_by(regime, gains)
+            else:
+                gain, n = self._expected(regime, drafted, self._left(), limit, room_tokens)
+                self._remember(gain - 1.0, n, drafted, regime)
+                macro = self._advance_steadily(regime, n, gain)
         self._pending = list(macro.finished)
         return macro
 
-    def _expected(self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float) -> Floats:
+    def _expected(
+        self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float
+    ) -> tuple[Floats, int]:
+        """Tokens of each resident in an iteration, and the iterations in which they hold."""
+
         def rates(ahead: Floats) -> tuple[Floats, int]:
-            gain = 1.0 + self._survival(regime.strategy, drafted, ahead).sum(axis=1)
+            gain = self._gain(regime.strategy, drafted, ahead)
             n = max(1, math.ceil(float(((left - TOLERANCE_TOKENS) / gain).min())))
             fit = iterations_that_fit(len(left), float(gain.sum()), room_tokens)
             return gain, int(min(n, limit, fit))
 
         gain, n = rates(np.zeros(len(left)))
-        if n > 1:
+        if n > 1 and not self._model.steady:
             gain, n = rates(gain * ((n - 1) / 2))
-        return np.broadcast_to(gain[:, None], (len(left), n))
+        return gain, n
+
+    def _gain(self, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
+        """Expected tokens of each resident in an iteration, `ahead` tokens further on."""
+        if not self._model.steady or drafted is not None:
+            gain: Floats = 1.0 + self._survival(strategy, drafted, ahead).sum(axis=1)
+            return gain
+        model = self._model.at(len(self._running))
+        gains = self._groups.gains
+        if (strategy, id(model)) not in gains:
+            everyone = np.zeros(len(self.requests))
+            survival = model.survival(strategy, self._levels(strategy.drafter), everyone, everyone)
+            gains[strategy, id(model)] = 1.0 + survival.sum(axis=1)
+        return gains[strategy, id(model)][self._running]
 
     def _drawn(self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float) -> Ints:
         assert self._seeds is not None
@@ -152,15 +176,19 @@ class RateBatch(ArrayBatch):
     def _survival(self, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
         """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""
         running = self._running
-        levels_by_drafter = self._groups.levels
-        if strategy.drafter not in levels_by_drafter:
-            levels_by_drafter[strategy.drafter] = self._model.levels(strategy.drafter, self.requests.keys, self._seed)
         full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
-        levels, siblings = levels_by_drafter[strategy.drafter][running], self._groups.siblings(running)
+        levels, siblings = self._levels(strategy.drafter)[running], self._groups.siblings(running)
         survival = self._model.at(len(running)).survival(full, levels, self._generated[running] + ahead, siblings)
         if drafted is None:
             return survival
         return np.asarray(np.where(np.arange(survival.shape[1])[None, :] < drafted[:, None], survival, 0.0))
+
+    def _levels(self, drafter: str) -> Floats:
+        """The level of every request of the rollout."""
+        levels = self._groups.levels
+        if drafter not in levels:
+            levels[drafter] = self._model.levels(drafter, self.requests.keys, self._seed)
+        return levels[drafter]
 
     def _allotted(self, regime: Regime) -> tuple[Regime, Ints]:
         """The budget's share of each resident, and the regime with its cost."""

@@ -206,7 +206,7 @@ def _tokens(columns: Columns, i: int) -> Floats:
     gains, n = columns.gains[i], int(columns.num_iterations[i])
     if gains is None:
         return np.full(n, columns.tokens[i] / n)
-    return np.asarray(gains.sum(axis=0), np.float64)
+    return np.broadcast_to(np.asarray(gains.sum(axis=0), np.float64), n)
 
 
 def _accepted_rows(columns: Columns, i: int) -> list[list[int] | None]:

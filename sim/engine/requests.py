@@ -43,11 +43,16 @@ class Turns:
             request = self.after[request]
 
 
+BLOCK_TOKENS = 16
+"""Tokens of a block of the KV cache, vLLM's default: only whole blocks are shared."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Requests:
     """One RL step's workload with what became of it. `recorded_worker` is None where the trace does not know it.
 
-    A request is a response, or a turn of one: then `turns` says which follow each other.
+    A request is a response, or a turn of one: then `turns` says which follow each other. With `prefix_caching` the
+    samples of a group on one worker share their prompt's keys and values.
     """
 
     rl_step: int
@@ -59,6 +64,7 @@ class Requests:
     recorded_worker: list[int | None]
     rows: pd.DataFrame
     turns: Turns | None = None
+    prefix_caching: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -75,8 +81,10 @@ class Requests:
 
     @cached_property
     def uncached(self) -> Ints:
-        """Tokens of each prompt that no turn before it has left in the cache."""
-        return self.prompts if self.turns is None else self.prompts - np.array(self.turns.cached_tokens, np.int64)
+        """Tokens of each prompt that neither a turn before it nor another sample of its group can have in the cache."""
+        kept = 0 if self.turns is None else np.array(self.turns.cached_tokens, np.int64)
+        uncached: Ints = self.prompts - np.maximum(self.shared, kept)
+        return uncached
 
     def whole(self) -> Requests:
         """A request for each response: its first turn's, with the tokens of all its turns."""
@@ -93,6 +101,26 @@ class Requests:
             recorded_worker=[self.recorded_worker[i] for i in first],
             rows=self.rows.iloc[first],
         )
+
+    @cached_property
+    def groups(self) -> Ints:
+        """The number of each request's group: samples of one prompt in one RL step."""
+        number: dict[tuple[int, str], int] = {}
+        return np.array([number.setdefault(key[:2], len(number)) for key in self.keys], np.int64)
+
+    @cached_property
+    def shared(self) -> Ints:
+        """Tokens of each prompt that another sample of its group has in the cache: whole blocks, never the last token.
+
+        The shortest prompt of a group is what its samples have in common: a response that goes on has its own text
+        behind it. Zeros without prefix caching.
+        """
+        if not self.prefix_caching or not len(self):
+            return np.zeros(len(self), np.int64)
+        shortest = np.full(int(self.groups.max()) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(shortest, self.groups, self.prompts)
+        common: Ints = np.maximum(shortest - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        return common[self.groups]
 
 
 def requests_by_step(

@@ -7,6 +7,9 @@ counted). A preempted request goes to the head of the queue and has its prompt a
 Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks: the
 running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
 iteration after its prompt is done. Its KV space is taken at admission.
+
+With prefix caching (`Requests.prefix_caching`) what a group's samples share of their prompt is prefilled by the first
+of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tltlab.arrays import Ints
 from tltlab.costs.base import CostModel
 
 from .batch import TOLERANCE_TOKENS, Batch
@@ -33,9 +37,9 @@ class Prefill:
 class Scheduler:
     """A worker's requests: `waiting` with their generated tokens, `prefilling`, and the residents of `batch`.
 
-    `joined` lists the requests that have entered the batch since `take_joined`. `cached` are tokens of prompts to come
+    `joined` lists the requests that have entered the batch since `take_joined`. `kept` are tokens of prompts to come
     that are in the KV cache, by request, those that came there first first: they stay while there is room, and need no
-    prefill. `prefilled_tokens` counts what had one.
+    prefill.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel) -> None:
@@ -43,12 +47,14 @@ class Scheduler:
         self.waiting: deque[tuple[int, float]] = deque()
         self.prefilling: deque[Prefill] = deque()
         self.joined: list[int] = []
-        self.cached: dict[int, float] = {}
-        self.prefilled_tokens = 0.0
+        self.kept: dict[int, float] = {}
         self.kv_capacity_tokens: float = costs.kv_capacity_tokens or math.inf
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.max_num_batched_tokens: float = costs.max_num_batched_tokens or math.inf
         self._prompt_tokens = prompt_tokens
+        self._prefix_caching = batch.requests.prefix_caching
+        self._cached: set[int] = set()
+        """Groups whose prompt has been prefilled here."""
 
     @property
     def num_waiting(self) -> int:
@@ -66,6 +72,10 @@ class Scheduler:
         if self.kv_capacity_tokens == math.inf:
             return math.inf
         taken = sum(prefill.tokens + 1 for prefill in self.prefilling) if self.prefilling else 0
+        if self._prefix_caching:
+            requests, held = self.batch.requests, self._held
+            of_group = dict(zip(requests.groups[held].tolist(), requests.shared[held].tolist(), strict=True))
+            taken -= int(requests.shared[held].sum()) - sum(of_group.values())
         return self.kv_capacity_tokens - len(self.batch) - self.batch.context_tokens - taken
 
     @property
@@ -104,23 +114,48 @@ class Scheduler:
 
     def admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit; the first always does."""
-        room_tokens = self.room_tokens
+        room_tokens, requests = self.room_tokens, self.batch.requests
+        there = set(requests.groups[self._held].tolist()) if self._prefix_caching else set()
         while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]
             tokens = self._prompt_tokens[request] + generated
             room_tokens -= tokens + 1
+            if self._prefix_caching and int(requests.groups[request]) in there:
+                room_tokens += int(requests.shared[request])
             if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
                 break
             self.waiting.popleft()
-            self.prefilling.append(Prefill(request, tokens, tokens - self.cached.pop(request, 0.0)))
-        if self.cached:
+            reused = max(self._reused(request), self.kept.pop(request, 0.0))
+            self.prefilling.append(Prefill(request, tokens, tokens - reused))
+            if self._prefix_caching:
+                there.add(int(requests.groups[request]))
+        if self.kept:
             self.evict(self.batch.context_tokens)
 
     def evict(self, context_tokens: float) -> None:
-        """Forget what is longest in the cache until the rest fits beside running requests of this context."""
+        """Forget what was kept longest until the rest fits beside running requests of this context."""
         free_tokens = self.kv_capacity_tokens - context_tokens - sum(prefill.tokens for prefill in self.prefilling)
-        while self.cached and sum(self.cached.values()) > free_tokens:
-            del self.cached[next(iter(self.cached))]
+        while self.kept and sum(self.kept.values()) > free_tokens:
+            del self.kept[next(iter(self.kept))]
+
+    def to_prefill(self, requests: Ints) -> float:
+        """Tokens to prefill where all of these are admitted at once."""
+        return float(self.batch.requests.prompts[requests].sum()) - sum(map(self._reused, requests.tolist()))
+
+    def _reused(self, request: int) -> int:
+        """Tokens of its prompt that need no prefill; from now on those of its group have them too."""
+        if not self._prefix_caching:
+            return 0
+        group = int(self.batch.requests.groups[request])
+        if group not in self._cached:
+            self._cached.add(group)
+            return 0
+        return int(self.batch.requests.shared[request])
+
+    @property
+    def _held(self) -> list[int]:
+        """Requests that hold room in the KV cache."""
+        return [*self.batch.running, *(prefill.request for prefill in self.prefilling)]
 
     def prefill(self, tokens: float) -> float:
         """Spend up to `tokens` on the admitted requests in order, done ones join the batch; returns what was spent."""
@@ -129,7 +164,6 @@ class Scheduler:
             first = self.prefilling[0]
             used = min(first.left_tokens, tokens - spent)
             spent += used
-            self.prefilled_tokens += used
             if used < first.left_tokens - TOLERANCE_TOKENS:
                 first.left_tokens -= used
                 break

@@ -71,7 +71,7 @@ class SimulatedRollout:
     nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
     were, which come to `begun_tokens` when they have ended, and `num_dropped` of them were too old to train on. Where
     responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited `tool_wait_s`
-    for a tool that was free; `prefilled_tokens` of prompts were not in the cache.
+    for a tool that was free.
     """
 
     requests: Requests
@@ -90,7 +90,13 @@ class SimulatedRollout:
     num_dropped: int = 0
     submit_s: Floats | None = None
     tool_wait_s: float = 0.0
-    prefilled_tokens: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
+        return math.fsum(
+            float((c.switch_s + c.prefill_s + c.seconds).sum()) for c in (log.columns for log in self.logs)
+        )
 
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
         """These have got tokens by now; what is known of one from before a preemption stays."""
@@ -301,15 +307,13 @@ class Worker:
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
         if len(self.queue) and self._drains_from_the_start():
-            prompt_tokens = float(self.requests.prompts[self.queue].sum())
-            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), prompt_tokens)
+            to_prefill = self.scheduler.to_prefill(self.queue)
+            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), to_prefill)
             self.rollout.first_token_s[self.queue] = first_s
         else:
             self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
             yield from self._decode(env)
         self.rollout.worker_end_s[self.index] = env.now
-        if self.tools is not None:
-            self.rollout.prefilled_tokens += self.scheduler.prefilled_tokens
         idle_use = self.simulator.idle_use
         idle_use.responses_finished(self._response_tokens(), env.now)
         idle_use.worker_idle(self.index, env.now)
@@ -377,7 +381,7 @@ class Worker:
                 back_s = self.rollout.submit_s[following] = tools.call(following, now)
                 self.rollout.worker_of[following] = self.index
                 if cached := tools.turns.cached_tokens[following]:
-                    self.scheduler.cached[following] = cached
+                    self.scheduler.kept[following] = cached
                 heapq.heappush(self.away, (back_s, following))
 
     def _until(self, regime: Regime, seconds: float) -> float:

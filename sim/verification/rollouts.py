@@ -32,6 +32,8 @@ from .idle_training import SpotRun
 from .run_files import InForce, policies_in_force, repeats
 
 FORECASTS = 15
+FEWEST_PLAIN = 20
+"""Plain iterations of an RL step, without prefill, that tell how fast its machine was."""
 INTERVAL = (10, 90)
 
 
@@ -41,10 +43,16 @@ class Verification:
 
     Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
     `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
-    machine was than in the steps of the fit), `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
+    machine was than in the steps of the fit), `plain_iterations` of the step and `plain_time_ratio`, their median time
+    over that of the fit (nan below `FEWEST_PLAIN`), `scaled_s` and `scaled_error`, the prediction at that speed,
+    `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
     `forecast_high_s` (nan without two earlier steps), and `fitted_on`. Of a run with spot training also `updates` of
     the drafter and `used_share` of the idle worker-seconds that went into them, `predicted_updates` and
     `predicted_used_share` (nan where the step did not train: that is the schedule's decision and not predicted).
+
+    Plain decoding is what a run does over and over whatever its policy, so its own plain iterations tell how fast the
+    machine was in a step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
+    it is) are over the `scaled_steps` steps that have enough of them; None where none has.
 
     Where the run did rollouts twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
     distance from that: what all second runs have in common is no noise. None where it did not.
@@ -54,6 +62,10 @@ class Verification:
     median_error: float
     worst_error: float
     median_error_at_step_time: float
+    scaled_median_error: float | None
+    scaled_worst_error: float | None
+    scaled_raw_median_error: float | None
+    scaled_steps: int
     forecast_median_error: float | None
     forecast_coverage: float | None
     repeat_spread: float | None
@@ -119,8 +131,13 @@ def verify(
     foreseen = table[table["forecast_s"].notna()]
     within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
     forecast_errors = (foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs()
+    scaled = table[table["scaled_error"].notna()]
     return Verification(
         rows=table,
+        scaled_median_error=float(scaled["scaled_error"].abs().median()) if len(scaled) else None,
+        scaled_worst_error=float(scaled["scaled_error"].abs().max()) if len(scaled) else None,
+        scaled_raw_median_error=float(scaled["error"].abs().median()) if len(scaled) else None,
+        scaled_steps=len(scaled),
         median_error=float(errors.median()),
         worst_error=float(errors.max()),
         median_error_at_step_time=float(at_step_time.median()),
@@ -176,10 +193,16 @@ class _Prediction:
         past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
         training = spot.model(step, fit_on)
         rollouts = [self._simulate(past, force, fitted, accepted, k, training) for k in range(self.samples)]
-        predicted_s = float(np.mean([rollout.makespan_s for rollout in rollouts])) + overhead_s(trace, fit_on)
+        makespan_s, beside_s = float(np.mean([rollout.makespan_s for rollout in rollouts])), overhead_s(trace, fit_on)
+        predicted_s = makespan_s + beside_s
         this_step = trace.select([step])
         assert this_step.iterations is not None
         times = this_step.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, this_step))
+        plain = (this_step.iterations["draft_depth"] == 0) & (this_step.iterations["prefill_tokens"] == 0)
+        num_plain, ratio = int(plain.sum()), float("nan")
+        if num_plain >= FEWEST_PLAIN:
+            ratio = _speed(times[plain], trace.select(fit_on), fitted)
+        scaled_s = makespan_s * ratio + beside_s
         busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
         return {
@@ -189,6 +212,10 @@ class _Prediction:
             "predicted_s": predicted_s,
             "error": predicted_s / measured_s - 1,
             "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
+            "plain_iterations": num_plain,
+            "plain_time_ratio": ratio,
+            "scaled_s": scaled_s,
+            "scaled_error": scaled_s / measured_s - 1,
             "forecast_s": forecast_s,
             "forecast_low_s": forecast_low_s,
             "forecast_high_s": forecast_high_s,
@@ -259,6 +286,20 @@ class _Prediction:
         return float(np.median(makespans)) + beside_s, float(low) + beside_s, float(high) + beside_s
 
 
+def _speed(plain: pd.DataFrame, fit_on: Trace, fitted: Calibration) -> float:
+    """How many times as long plain iterations took as those of the fit, both over what the costs say.
+
+    Medians, by which a few that were interrupted do not count; the fit's own ratio takes out what its costs are off by.
+    """
+    assert fit_on.iterations is not None
+    ratio = float((plain["duration"] / plain["predicted"]).median())
+    rows = fit_on.iterations
+    like = (rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)
+    if like.sum() < FEWEST_PLAIN:
+        return ratio
+    return ratio / float((rows["duration"] / iteration_times(fitted.costs, fit_on))[like].median())
+
+
 def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibration:
     """The same where every draft of the data and of the policy has one shape: what its tokens cost is in other terms
     then, and nothing else is asked of these costs."""
@@ -325,6 +366,14 @@ def text(verification: Verification) -> str:
         f"{repeated}; goal {v.goal:.1%}: {'met' if v.median_error <= v.goal else 'MISSED'}",
         f"with the machine's speed of each step known: median error {v.median_error_at_step_time:.1%}",
     ]
+    if v.scaled_median_error is not None:
+        assert v.scaled_worst_error is not None
+        assert v.scaled_raw_median_error is not None
+        lines.append(
+            f"scaled by the speed of each step's own plain iterations ({v.scaled_steps} of {len(v.rows)} steps have "
+            f"{FEWEST_PLAIN}): median error {v.scaled_median_error:.1%}, worst {v.scaled_worst_error:.1%}, unscaled "
+            f"{v.scaled_raw_median_error:.1%}"
+        )
     if v.forecast_median_error is not None:
         lines.append(
             f"forecast from earlier steps alone, lengths drawn from theirs: median error "

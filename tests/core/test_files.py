@@ -1,28 +1,48 @@
 """Files and folders are there as a whole or not at all, whatever the disk says."""
 
 import json
+import os
+import posix
 import resource
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tltlab import files
 from tltlab.errors import ConfigError, InputError, RunError
 from tltlab.files import (
+    check_parquet,
+    leaves,
+    leftovers,
+    lines_of,
     marked_folder,
     new_folder,
+    open_input,
     read_json,
     read_object,
+    read_text,
     replace_durably,
+    scratch_folder,
     sealed,
     sha256_of,
+    sweep,
     write_json,
     write_sum,
     written_sum,
 )
+
+
+@pytest.fixture(autouse=True)
+def _disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real `fsync`, without which other tests do."""
+    monkeypatch.setattr(os, "fsync", posix.fsync)
 
 
 @contextmanager
@@ -145,6 +165,50 @@ def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPat
         read_json(Path("/dev/full"))
 
 
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for_and_another_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "PIPE_S", 0.0)
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"pipe.json: it is a pipe that nobody wrote to within 0 s"):
+        read_json(pipe)
+    with pytest.raises(OSError, match="nobody wrote"):
+        sha256_of(pipe)
+    writer = os.open(pipe, os.O_RDWR)
+    os.write(writer, b"[1]")
+    with open_input(pipe) as file:
+        os.close(writer)
+        assert file.read() == b"[1]"
+
+
+def test_a_text_and_its_lines_are_read_up_to_a_size_that_the_message_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbf1\n2")
+    assert read_text(tmp_path / "a", encoding="utf-8-sig") == "1\n2"
+    with pytest.raises(OSError, match="it has more than 1 MiB, the most that is read"):
+        read_text(Path("/dev/zero"), 1 << 20)
+    monkeypatch.setattr(files, "MOST_JSON_BYTES", 2 << 20)
+    with open("/dev/zero") as zeros, pytest.raises(OSError, match="a line has more than 2 MiB"):
+        list(lines_of(zeros))
+
+
+def test_a_parquet_file_of_too_many_rows_or_values_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "MOST_ROWS", 100)
+    pq.write_table(pa.table({"a": [0] * 101}), tmp_path / "long.parquet")
+    pq.write_table(pa.table({"a": [[0] * 50, [0] * 51]}), tmp_path / "wide.parquet")
+    pq.write_table(pa.table({"a": [0] * 100}), tmp_path / "whole.parquet")
+    check_parquet(tmp_path / "whole.parquet")
+    for name in ("long", "wide"):
+        with pytest.raises(OSError, match="it has 101 rows, and at most 100 are read"):
+            check_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(OSError, match="it is no file"):
+        check_parquet(tmp_path)
+
+
 def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
     file = tmp_path / "a b"
     file.write_bytes(b"abc")
@@ -154,3 +218,69 @@ def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
     assert subprocess.run(["sha256sum", "-c", "a b.sha256"], cwd=tmp_path, capture_output=True).returncode == 0
     (tmp_path / "a b.sha256").write_bytes(b"\xff")
     assert written_sum(file) == ""
+
+
+KILLED = """
+import os, signal, sys, tempfile
+from pathlib import Path
+from tltlab.files import leaves, scratch_folder
+
+tempfile.tempdir = sys.argv[1]
+(scratch_folder("d") / "socket").touch()
+for path in sys.argv[2:]:
+    leaves(Path(path))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder in which this process has made nothing yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "_scratch", {})
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_listed_and_goes_when_the_next_one_begins(temporary: Path):
+    session, foreign = temporary / "ray" / "session_2026-01-02_03-04-05_678_90", temporary / "ray" / "mine"
+    for folder in (session, foreign):
+        (folder / "logs").mkdir(parents=True)
+    mine = temporary / "tltlab-123-abcdefgh"
+    mine.mkdir()
+    own = scratch_folder()
+    leaves(session)
+    subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session), str(foreign)], check=False)
+    (left,) = (path for path in temporary.glob("tltlab-*") if path not in (mine, own))
+    assert leftovers() == [session, left]
+    assert sweep() == [session, left]
+    assert sorted(path.name for path in temporary.iterdir()) == sorted([own.name, "ray", mine.name])
+    assert foreign.exists(), "only what has the name of something that runs leave is removed"
+    assert leftovers() == sweep() == []
+
+
+def test_what_a_process_still_uses_is_not_swept_nor_forgotten(temporary: Path):
+    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
+    session.mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
+    with subprocess.Popen([sys.executable, "-c", "input()", str(session)], stdin=subprocess.PIPE) as user:
+        assert sweep() == []
+        user.kill()
+    assert len(sweep()) == 2
+    assert not session.exists()
+
+
+def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_elsewhere(temporary: Path):
+    first = scratch_folder("d")
+    assert first != scratch_folder("d")
+    assert first.stat().st_mode & 0o777 == 0o700
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
+    session.mkdir(parents=True)
+    leaves(session)
+    files._end_scratch(os.getpid())
+    assert not first.exists()
+    assert leftovers() == [session, first.parent]
+    session.rmdir()
+    scratch_folder()
+    files._end_scratch(os.getpid())
+    assert list(temporary.iterdir()) == [temporary / "ray"]

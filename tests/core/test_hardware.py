@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, ModelShape, gpu, kv_capacity_tokens, model
+from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,38 @@ def test_weights_are_the_sum_of_the_matrices():
 
 @pytest.mark.parametrize(
     ("gpu_name", "name", "tp", "residents"),
-    [("H100", "Qwen2.5-7B", 1, 233), ("H100", "Qwen2.5-32B", 4, 199), ("H100", "Llama-3.3-70B", 4, 103),
-     ("H200", "Qwen2.5-7B", 1, 466), ("H200", "Qwen2.5-32B", 4, 404), ("H200", "Llama-3.3-70B", 4, 267)],
+    # In the facts 233, 199, 103 and 466, 404, 267, with the GB of data sheets and 2 GB kept back.
+    [("H100", "Qwen2.5-7B", 1, 246), ("H100", "Qwen2.5-32B", 4, 213), ("H100", "Llama-3.3-70B", 4, 114),
+     ("H200", "Qwen2.5-7B", 1, 495), ("H200", "Qwen2.5-32B", 4, 431), ("H200", "Llama-3.3-70B", 4, 288)],
 )  # fmt: skip
 def test_requests_of_4096_tokens_that_fit(gpu_name: str, name: str, tp: int, residents: int):
     assert kv_capacity_tokens(gpu(gpu_name), model(name), tp) // 4096 == residents
+
+
+def test_a_cache_has_the_blocks_that_an_engine_counted(shared_data):
+    """2,588 blocks of 16 on an RTX 4090; the timeline's largest share of them in use is one of whole blocks."""
+    blocks = 2588
+    assert kv_capacity_tokens(gpu("RTX4090"), model("Llama-3.1-8B"), 1) == blocks * 16
+    assert f"{blocks:,} blocks of 16" in (shared_data / "README.md").read_text()
+
+
+def test_the_cache_is_what_weights_activations_and_the_runtime_leave_of_the_share():
+    shape, device = model("Llama-3.1-8B"), gpu("RTX4090")
+    left = device.memory_bytes * 0.8 - shape.stored_params * 2 - activation_bytes(device, shape, 1) - RUNTIME_BYTES
+    assert kv_capacity_tokens(device, shape, 1, 0.8) == left // (16 * 131_072) * 16
+    # 2,048 tokens of 4 x 4,096 + 3 x 14,336 values in bf16; logits of 256 requests at 10 bytes.
+    assert activation_bytes(device, shape, 1) == 2048 * 2 * (4 * 4096 + 3 * 14336) + 256 * 128256 * 10
+    assert activation_bytes(device, shape, 2) < activation_bytes(device, shape, 1)
+
+
+def test_a_gpu_has_at_least_one_kv_head_and_all_of_a_latent():
+    # Qwen2.5-7B has four KV heads: eight GPUs hold each of them twice.
+    shape, device = model("Qwen2.5-7B"), gpu("H200")
+    per_gpu = device.memory_bytes * 0.9 - shape.stored_params / 8 * 2 - activation_bytes(device, shape, 8)
+    assert kv_capacity_tokens(device, shape, 8) == (per_gpu - RUNTIME_BYTES) // (16 * 28 * 2 * 128 * 2) * 16
+    latent = ModelShape.from_config(DEEPSEEK, "V3")
+    rest = device.memory_bytes * 0.9 - latent.stored_bytes() / 8 - activation_bytes(device, latent, 8) - RUNTIME_BYTES
+    assert kv_capacity_tokens(device, latent, 8) == rest // (16 * 61 * 576 * 2) * 16
 
 
 def test_names_are_found_without_case_organisation_or_instruct():
@@ -51,7 +78,7 @@ def test_an_unknown_name_lists_the_known_ones():
 @pytest.mark.parametrize(
     ("name", "tp", "fraction", "message"),
     [
-        ("Llama-3.3-70B", 1, 0.9, r"Llama-3.3-70B needs 141 GB .* 1 x H100 give 70 GB"),
+        ("Llama-3.3-70B", 1, 0.9, r"Llama-3.3-70B needs 131 GiB .* 1 x H100 give 68 GiB"),
         ("Qwen2.5-7B", 0, 0.9, "memory_fraction"),
         ("Qwen2.5-7B", 1, 0.0, "memory_fraction"),
         ("Qwen2.5-7B", 1, 1.1, "memory_fraction"),
@@ -127,4 +154,4 @@ def test_fewer_bits_leave_room_for_context():
     assert kv_capacity_tokens(device, shape, 2, weights="fp8") > 0
     fp8 = kv_capacity_tokens(device, shape, 4, weights="fp8")
     assert fp8 > 1.4 * kv_capacity_tokens(device, shape, 4)
-    assert kv_capacity_tokens(device, shape, 4, weights="fp8", kv="fp8") == pytest.approx(2 * fp8, abs=2)
+    assert kv_capacity_tokens(device, shape, 4, weights="fp8", kv="fp8") == pytest.approx(2 * fp8, abs=16)

@@ -16,6 +16,7 @@ from tltlab.stats import (
     mean_interval,
     mean_of_few,
     paired_interval,
+    paired_ratio,
     pairs_apart,
     pairs_apart_by_round,
     student_margin,
@@ -46,6 +47,24 @@ def covered(statistic: str, truth: float, num_pairs: int, trials: int = 200) -> 
 )
 def test_the_truth_is_covered_about_as_often_as_promised(statistic: str, truth: float):
     assert 0.80 <= covered(statistic, truth, 40) <= 0.96
+
+
+def test_a_ratio_of_few_pairs_has_students_interval_which_keeps_its_promise():
+    rng = np.random.default_rng(2)
+    hits = {"t": 0, "bca": 0}
+    for _ in range(300):
+        common = rng.lognormal(0, 0.3, 5)
+        a, b = 1.5 * common * rng.normal(1, 0.1, 5), common * rng.normal(1, 0.1, 5)
+        for name, found in {
+            "t": paired_ratio(a, b, rng=rng),
+            "bca": paired_interval(a, b, num_resamples=200, rng=rng),
+        }.items():
+            hits[name] += found.low <= 1.5 <= found.high
+    assert hits["t"] >= 0.92 * 300 > hits["bca"]
+    many = np.arange(1.0, 11.0), np.arange(2.0, 12.0)
+    assert paired_ratio(*many, rng=np.random.default_rng(0)) == interval(*many)
+    assert math.isnan(paired_ratio([1.0], [2.0], rng=rng).low)
+    assert paired_ratio([0.0, 9.0], [1.0, 1.0], rng=rng).low == 0.0
 
 
 def test_pairs_make_it_narrower_than_their_shuffle():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,13 @@ class Halving(Selector):
     def choose(self, state):
         return self.strategies[2 if state.batch <= 2 else 1 if state.batch <= 8 else 0]
 """
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder with a short path, however long that of `tmp_path` is: a socket's has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,35 @@ def test_a_response_takes_an_iteration_per_token():
     assert result.makespan_s == 7.0
 
 
+def test_samples_share_their_prompt_where_prefixes_are_cached_and_it_is_said():
+    costs = FREE.model_copy(update={"prefill_per_token_s": 1e-3})
+    trace = log_normal(prompts=6, group_size=4, rl_steps=2, median=150, sigma=1.0, cap=1200, workers=2)
+    apart, shared = (simulate(trace, costs=costs, prefix_caching=on).summary for on in (False, True))
+    prompt = int(trace.workload["prompt_tokens"].iloc[0])
+    assert (apart["prefix_caching"], shared["prefix_caching"]) == (False, True)
+    assert apart["prefilled_tokens"] == 2 * 6 * 4 * prompt
+    # Three groups of four to each worker, 112 of the 128 tokens of a prompt in whole blocks before its last token.
+    assert shared["prefilled_tokens"] == 2 * 6 * (prompt + 3 * (prompt - 112))
+    assert shared["makespan_s"] == pytest.approx(3e-3 * (prompt + 3 * (prompt - 112)))
+    assert shared["lower_bound_s"] <= shared["makespan_s"]
+
+
+def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
+    trace = lengths(*[400] * 64, workers=2)
+    how = {"costs": FREE.model_copy(update={"base_s": 1.0}), "acceptance": "geometric:0.7"}
+    alike, apart = (simulate(trace, fixed(), acceptance_spread=spread, **how) for spread in (0.0, 0.8))
+    assert apart.makespan_s > 1.4 * alike.makespan_s
+    assert apart.summary["mean_accept_length"] == pytest.approx(alike.summary["mean_accept_length"], rel=0.08)
+    assert apart.summary["acceptance"] == "geometric:0.7, spread 0.8"
+    assert apart.summary["lower_bound_s"] <= apart.makespan_s
+    # A request keeps its level whoever runs beside it.
+    again = simulate(trace, fixed(), acceptance_spread=0.8, workers=1, **how).rollouts[0]
+    alone = apart.rollouts[0]
+    assert again.finish_s == pytest.approx(alone.finish_s)
+    with pytest.raises(ConfigError, match="acceptance_spread is in logits"):
+        SimulationConfig(acceptance_spread=-1.0)
+
+
 def test_the_context_grows_by_a_token_per_request_and_iteration():
     costs = ONE_SECOND.model_copy(update={"base_s": 0.0, "per_context_s": 1.0})
     # Contexts: 20, 22 with both; then 12 + 13 for the longer one alone.

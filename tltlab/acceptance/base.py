@@ -100,6 +100,10 @@ class Settled(Acceptance, Protocol):
 class ByRequest(Protocol):
     """Chances of every request; the arrays have one entry per request."""
 
+    @property
+    def steady(self) -> bool:
+        """Whether the chances of a request are the same throughout its response."""
+
     def at(self, batch: int) -> ByRequest: ...
 
     def num_drafted(self, strategy: Strategy) -> float: ...
@@ -153,6 +157,10 @@ class SettledModel(StoredModel, ABC):
 
     def by_request(self) -> Self:
         return self
+
+    @property
+    def steady(self) -> bool:
+        return self.varies_by == "nothing"
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         return np.zeros(len(keys))
@@ -241,14 +249,22 @@ class RequestAcceptance(SettledModel):
     def at(self, batch: int) -> RequestAcceptance:
         return self
 
+    @property
+    def by_batch(self) -> tuple[RequestAcceptance, ...]:
+        """The models that hold at different batch sizes, each once."""
+        return (self,)
+
     def best_survival(
         self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
     ) -> Floats:
-        return self.survival(strategy, levels, generated_tokens, num_siblings)
+        each = [model.survival(strategy, levels, generated_tokens, num_siblings) for model in self.by_batch]
+        best: Floats = np.max(each, axis=0)
+        return best
 
     def check(self, strategy: Strategy) -> None:
         nobody = np.zeros(0)
-        self.survival(strategy, nobody, nobody, nobody)
+        for model in self.by_batch:
+            model.survival(strategy, nobody, nobody, nobody)
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
         return math.nan
@@ -260,7 +276,8 @@ class RequestAcceptance(SettledModel):
         """Holds for models that are monotone in progress and in siblings."""
         none = np.zeros_like(levels)
         corners = [
-            self.survival(strategy, levels, at, beside).sum(axis=1)
+            model.survival(strategy, levels, at, beside).sum(axis=1)
+            for model in self.by_batch
             for at in (none, num_tokens)
             for beside in (none, num_siblings)
         ]
@@ -341,6 +358,29 @@ class ScaledRequests(RequestAcceptance):
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.base.num_drafted(strategy)
+
+    @property
+    def steady(self) -> bool:
+        return self.base.steady
+
+    def at(self, batch: int) -> ScaledRequests:
+        return self._around(self.base.at(batch))
+
+    @property
+    def by_batch(self) -> tuple[RequestAcceptance, ...]:
+        return tuple(self._around(model) for model in self.base.by_batch)
+
+    def _around(self, model: RequestAcceptance) -> ScaledRequests:
+        if model is self.base:
+            return self
+        # One object per batch size: callers remember models by identity.
+        if id(model) not in self._wrapped:
+            self._wrapped[id(model)] = ScaledRequests(base=model, drafter=self.drafter, ratio=self.ratio)
+        return self._wrapped[id(model)]
+
+    @cached_property
+    def _wrapped(self) -> dict[int, ScaledRequests]:
+        return {}
 
 
 class ConstantAcceptance(AcceptanceModel):

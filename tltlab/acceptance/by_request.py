@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from statistics import NormalDist
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, field_validator, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FiniteModel
+from tltlab.errors import ConfigError
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import Key, RequestAcceptance, Share, known_drafter, only_chains, reach
+from .base import (
+    Acceptance,
+    AcceptanceModel,
+    ConstantAcceptance,
+    GeometricAcceptance,
+    Key,
+    RequestAcceptance,
+    Share,
+    StoredModel,
+    known_drafter,
+    only_chains,
+    reach,
+)
+from .measured import BatchAcceptance, FittedAcceptance
+from .trees import TreeAcceptance
 
 POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
+_LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
+_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
+_ALIKE: TypeAdapter[AcceptanceModel] = TypeAdapter(
+    Annotated[
+        ConstantAcceptance | GeometricAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance,
+        Field(discriminator="kind"),
+    ]
+)
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -155,3 +179,107 @@ class SiblingAcceptance(RequestAcceptance):
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.drafted_share * reach(strategy)
+
+
+class SpreadAcceptance(RequestAcceptance):
+    """A model that treats requests alike, as it is where each has a level of its own: some are easier to draft for.
+
+    A drafted token is kept, given those before it, with the chance whose logit is that of `base` plus a shift plus the
+    request's level: normal with standard deviation `spread`, drawn once from (seed, key), the same quantile for all
+    drafters. The shift, one for each strategy and batch size, keeps the mean over drafts, which is what is measured:
+    responses of one length take drafts in inverse proportion to their tokens per draft A, so that 1 / E[1 / A] is the
+    base's. The work is then the same, and what changes is who ends last. Trees too: their chances are by level.
+
+    >>> easy_and_hard = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=0.8)
+    """
+
+    kind: Literal["spread"] = "spread"
+    base: SerializeAsAny[AcceptanceModel]
+    spread: Annotated[float, Field(ge=0, le=5)]
+    notes: tuple[str, ...] = ()
+
+    @field_validator("base", mode="before")
+    @classmethod
+    def _of_a_file(cls, base: object) -> object:
+        return _ALIKE.validate_python(base) if isinstance(base, dict) else base
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.base.drafters
+
+    def knows(self, drafter: str) -> bool:
+        return self.base.knows(drafter)
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return self.base.outside(strategy)
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.base.num_drafted(strategy)
+
+    @property
+    def steady(self) -> bool:
+        return True
+
+    def at(self, batch: int) -> SpreadAcceptance:
+        model = self.base.at(batch)
+        return self if model is self.base else self._each[id(model)]
+
+    @property
+    def by_batch(self) -> tuple[RequestAcceptance, ...]:
+        return tuple(self._each.values()) or (self,)
+
+    @cached_property
+    def _each(self) -> dict[int, SpreadAcceptance]:
+        """One for every model that the base has for batch sizes; callers remember models by identity."""
+        return {id(m): SpreadAcceptance(base=m, spread=self.spread) for m in self.base.by_batch if m is not self.base}
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        return self.spread * normals(seed, keys)
+
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
+        return _kept(self._shifted(strategy), levels)
+
+    @cached_property
+    def _logits(self) -> dict[Strategy, Floats]:
+        return {}
+
+    def _shifted(self, strategy: Strategy) -> Floats:
+        """Logits of the chances at level 0, shape (reach,); infinite where a token is always or never kept."""
+        if strategy not in self._logits:
+            curve = self.base.curve(strategy)
+            before = np.concatenate([[1.0], curve[:-1]])
+            chance = np.divide(curve, before, out=np.zeros_like(curve), where=before > 0)
+            with np.errstate(divide="ignore"):
+                logits = np.log(chance) - np.log1p(-chance)
+            mean, levels = 1.0 + float(curve.sum()), self.spread * _LEVELS
+            low, high = -10.0, 10.0
+            for _ in range(50):
+                shift = (low + high) / 2
+                tokens = 1.0 + _kept(logits + shift, levels).sum(axis=1)
+                low, high = (shift, high) if 1.0 / float(_WEIGHTS @ (1.0 / tokens)) < mean else (low, shift)
+            self._logits[strategy] = logits + shift
+        return self._logits[strategy]
+
+
+def _kept(logits: Floats, levels: Floats) -> Floats:
+    """P(accepted >= i), shape (requests, reach)."""
+    chances: Floats = 1.0 / (1.0 + np.exp(-(logits[None, :] + levels[:, None])))
+    return np.asarray(np.cumprod(chances, axis=1), np.float64)
+
+
+def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
+    """The model with acceptance that differs by request; itself at `spread` 0.
+
+    Raises ConfigError for a model that tells requests apart already.
+    """
+    if not spread:
+        return model
+    if isinstance(model, AcceptanceModel):
+        return SpreadAcceptance(base=model, spread=spread)
+    if isinstance(model, StoredModel) and isinstance(base := getattr(model, "base", None), AcceptanceModel):
+        # Freshness holds around it.
+        return model.model_copy(update={"base": SpreadAcceptance(base=base, spread=spread)})
+    raise ConfigError(
+        f"acceptance of kind {getattr(model, 'kind', 'trace')!r} tells requests apart already: a spread is for "
+        "models that treat all requests alike"
+    )

@@ -23,7 +23,7 @@ from .base import (
     StoredModel,
     Variation,
 )
-from .by_request import CurveAcceptance, SiblingAcceptance
+from .by_request import CurveAcceptance, SiblingAcceptance, SpreadAcceptance
 from .measured import BatchAcceptance, FittedAcceptance
 from .trees import TreeAcceptance
 
@@ -35,7 +35,8 @@ Base = Annotated[
     | BatchAcceptance
     | TreeAcceptance
     | CurveAcceptance
-    | SiblingAcceptance,
+    | SiblingAcceptance
+    | SpreadAcceptance,
     Field(discriminator="kind"),
 ]
 

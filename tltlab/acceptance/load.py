@@ -29,7 +29,7 @@ from .base import (
     WrappedAcceptance,
     reach,
 )
-from .by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
+from .by_request import CurveAcceptance, RequestCurve, SiblingAcceptance, SpreadAcceptance, spread_over_requests
 from .freshness import FreshAcceptance, Freshness
 from .measured import Band, BatchAcceptance, FittedAcceptance, FittedDepth
 from .replay import TraceAcceptance
@@ -55,11 +55,13 @@ __all__ = [
     "Settled",
     "SettledModel",
     "SiblingAcceptance",
+    "SpreadAcceptance",
     "TraceAcceptance",
     "TreeAcceptance",
     "WrappedAcceptance",
     "load_acceptance",
     "reach",
+    "spread_over_requests",
 ]
 
 _TLT_TREES = TreeAcceptance(
@@ -111,6 +113,7 @@ _FILE: TypeAdapter[Any] = TypeAdapter(
         | TreeAcceptance
         | CurveAcceptance
         | SiblingAcceptance
+        | SpreadAcceptance
         | FreshAcceptance,
         Field(discriminator="kind"),
     ]

@@ -21,7 +21,7 @@ from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import fsync_file, new_file, parse_json, sha256_of
+from tltlab.files import fsync_file, new_file, parse_json, read_text, sha256_of
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import SUFFIX
 from tltlab.traces.schema import MANIFEST_FILE
@@ -135,7 +135,7 @@ def _spec(text: str) -> Any:
             found = parse_json(text)
         elif text.endswith((".json", ".toml")):
             loads = parse_json if text.endswith(".json") else tomllib.loads
-            found = loads(Path(text).read_text(encoding="utf-8"))
+            found = loads(read_text(Path(text), 1 << 20))
         else:
             kind, _, options = text.partition(":")
             found = {"kind": kind} | dict(_option(text, part) for part in options.split(",") if part)

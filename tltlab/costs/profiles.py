@@ -236,6 +236,17 @@ def profiles() -> Profiles:
     return Profiles.model_validate_json((files("tltlab.costs") / "profiles.json").read_text())
 
 
+def nearest_engine(gpu: str, model: str, weights: Dtype) -> str:
+    """The engine that was measured with most of GPU, model and weights, best speculating; the first of equals."""
+
+    def distance(name: str) -> tuple[int, bool]:
+        profile = profiles().engines[name]
+        missing = profile.unmeasured(gpu, model, weights)
+        return len(missing), all(m.draft_depth is None for m in profile.measured)
+
+    return min(profiles().engines, key=distance)
+
+
 def profile_costs(
     engine: str, gpu_source: str | Gpu, model_source: str | ModelShape, tp: int = 1,
     *, weights: Dtype | None = None, kv: Dtype = "bf16",

@@ -337,7 +337,7 @@ def _ports(m: Machine) -> Finding:
             f"Connecting on 127.0.0.1 fails: {m.loopback}.",
             "Ray needs the loopback interface: allow it in the container or firewall.",
         )
-    if len(m.temporary) > SOCKET_LETTERS - len("/tltlab-drafter-12345678"):
+    if len(m.temporary) > SOCKET_LETTERS - len("/tltlab-1234567-12345678/d0"):
         return problem(
             "The folder for sockets has too long a name",
             f"TMPDIR is {m.temporary}.",
@@ -363,6 +363,18 @@ def _ray(m: Machine) -> Finding:
             "If no run needs it: ray stop.",
         )
     return fine("no Ray left over")
+
+
+@_check("leftovers")
+def _leftovers(m: Machine) -> Finding:
+    if not m.leftovers:
+        return fine("no files of runs that were killed")
+    more = f" and {len(m.leftovers) - 3} more" if len(m.leftovers) > 3 else ""
+    return hint(
+        "Runs that have ended left files behind",
+        f"There are {', '.join(m.leftovers[:3])}{more}.",
+        "The next run removes what no process uses any more.",
+    )
 
 
 @_check("open-files")

@@ -20,6 +20,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from tltlab.files import leftovers
 from tltlab.hardware import available_memory
 
 GIB = 1 << 30
@@ -74,6 +75,7 @@ class Machine:
     max_files: int | None = None
     loopback: str = ""
     processes: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
     compiler: bool = True
     gpus: int = 0
     temporary: str = "/tmp"
@@ -112,6 +114,7 @@ class Machine:
             max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             loopback=_loopback(),
             processes=_processes(),
+            leftovers=tuple(map(str, leftovers())),
             compiler=shutil.which("g++") is not None,
             gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
             temporary=tempfile.gettempdir(),

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
+from tltlab.files import open_input
 from tltlab.traces.csv import (
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
@@ -247,7 +248,7 @@ def _of_record(row: Row) -> Format:
 def _numbers_alone(path: Path) -> bool:
     """Whether a text file begins with a number, or with a JSON list of numbers."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.read(64).lstrip(" \r\n\t[")[:1].isdecimal()
-    except (OSError, UnicodeDecodeError):
+        with open_input(path) as file:
+            return file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t[")[:1].isdigit()
+    except OSError:
         return False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import parse_json
+from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
 
 from .step_metrics import Record, plain_key
 
@@ -42,6 +42,7 @@ _NEMO_NAMES = {
 }
 _NUMBER = re.compile(r"(?:[\w.]+\()?([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\)?\s*([A-Za-z%]*)")
 _SCALE = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "%": 0.01}
+_MOST_LINE_BYTES = 1 << 20
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
 
 
@@ -64,16 +65,16 @@ def records_of(path: Path) -> Iterator[Record]:
     if path.is_dir():
         raise TraceError(f"{path}: no {EVENT_FILES} in it; a log is a file, or a folder of TensorBoard")
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
             file.seek(0)
             if b"\0" in start:
                 raise TraceError(f"{path}: not text; of W&B's offline runs files/output.log can be read")
-            if start[:1] in b"{[" and (whole := _json(file.read())) is not None:
+            if start[:1] in b"{[" and (whole := _json(file.read(MOST_JSON_BYTES))) is not None:
                 yield from _of_json(path, whole)
                 return
             file.seek(0)
-            lines = (line.decode("utf-8", "replace") for line in file)
+            lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
             yield from _of_lines(path, lines)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.errors import TraceError
-from tltlab.files import MOST_JSON_BYTES, parse_json
+from tltlab.files import MOST_JSON_BYTES, check_parquet, open_input, parse_json
 
 _MOST = 2**31 - 1
 
@@ -89,7 +90,7 @@ def rows_of(path: Path) -> Iterator[Row]:
         yield from _csv_rows(path)
         return
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
             lines = ((n, line) for n, line in _lines(file, path) if line.strip())
             number, line = next(lines, (0, ""))
             if not line:
@@ -126,8 +127,8 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(line for _, line in _lines(file, path))
             for cells in reader:
                 fields = {name: _cell(cell) for name, cell in cells.items() if name is not None}
                 yield Row(file=str(path), place=f"line {reader.line_num}", fields=fields)
@@ -161,6 +162,7 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
 def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
+        check_parquet(path)
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
                 for fields in batch.to_pylist():

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.trace import Trace
 
-from .model import LengthModel
+from .model import LengthModel, ParetoTail
 
 MAX_RESPONSES = 1_000_000
 """Of a larger trace only evenly spaced RL steps with about so many responses are looked at."""
@@ -25,6 +25,7 @@ LEVELS = (
 )  # fmt: skip
 _MIN_BEYOND = 3
 _MIN_FINISHED = 10
+_MIN_PEAKS = 50
 _MIN_DRIFT_STEPS = 5
 _SIGNIFICANT = 3.0
 _NORMAL = NormalDist()
@@ -63,8 +64,13 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     notes = [f"fitted to {len(rows)} responses of {len(looked_at.rl_steps)} RL steps"]
     median, tail = _drifts(rows)
     median_growth, tail_growth = (_kept(d, what, notes) for d, what in ((median, "median"), (tail, "tail")))
+    log_tokens = _without_drift(rows, median_growth, tail_growth)
+    quantiles = _quantiles(log_tokens, rows["cut"].to_numpy())
+    longest = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
+    notes.append(_told(longest, quantiles[-1], float(rows["at_cap"].mean())))
     model = LengthModel(
-        quantiles=_quantiles(rows, median_growth, tail_growth),
+        quantiles=quantiles,
+        tail=longest,
         prompt_share=0.0,
         max_response_tokens=int(rows["cap"].max()),
         median_growth=median_growth,
@@ -184,14 +190,71 @@ def _censored_quantile(y: Floats, cut: Flags, level: float) -> float | None:
     return float(np.interp(level, middles, values))
 
 
-def _quantiles(rows: pd.DataFrame, median_growth: float, tail_growth: float) -> tuple[tuple[float, float], ...]:
-    """Quantiles in RL step 0, at the levels that have a few responses beyond, and at the share that is cut."""
+def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
+    """The tail beyond `last` tokens by peaks over threshold; None where too few responses are long.
+
+    The threshold leaves the longest 2 sqrt(n) of n responses above it, or twice as many as were `cut`, but at least 50
+    and at most a tenth; most of them have to have ended. Shape and scale have the largest likelihood for the excesses,
+    those that were cut as lower bounds, times the penalty of Coles and Dixon (1999), which keeps the mean finite:
+    exp(1 - 1 / (1 - shape)) above 0. The error of the shape is (1 + shape) / sqrt(number that ended) (Smith 1987).
+    """
+    from scipy.optimize import minimize
+
+    num = len(tokens)
+    above = int(min(num / 10, max(_MIN_PEAKS, 2 * math.sqrt(num), 2 * cut.sum())))
+    if above < _MIN_PEAKS:
+        return None
+    threshold = min(float(np.partition(tokens, num - above - 1)[num - above - 1]), last)
+    over = tokens > threshold
+    excess, ended = tokens[over] - threshold, ~cut[over]
+    if ended.sum() < max(_MIN_PEAKS, len(ended)) / 2:
+        return None
+    unit = float(excess.mean())
+
+    def loss(at: Floats) -> float:
+        # At 0 the logarithm below has no value, beside it the same one.
+        shape, log_scale = float(at[0]) or 1e-9, float(at[1])
+        growth = shape * excess / (unit * math.exp(log_scale))
+        if not -0.5 <= shape < 0.99 or (growth <= -1).any():
+            return math.inf
+        rarity = np.log1p(growth) / shape
+        penalty = 1 / (1 - shape) - 1 if shape > 0 else 0.0
+        return float((log_scale + shape * rarity)[ended].sum() + rarity.sum()) + penalty
+
+    found = minimize(loss, np.array([0.1, 0.0]), method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
+    shape, scale = float(found.x[0]), unit * math.exp(float(found.x[1]))
+    scale += shape * (last - threshold)
+    if scale <= 0:
+        # A bounded tail that ends at the last quantile: there is nothing beyond it to draw.
+        return None
+    return ParetoTail(scale=scale, shape=shape, shape_error=(1 + shape) / math.sqrt(float(ended.sum())))
+
+
+def _told(tail: ParetoTail | None, last: tuple[float, float], cap_mass: float) -> str:
+    """What is known of the longest responses, in a line."""
+    where = f"beyond {last[1]:.0f} tokens (all but {1 - last[0]:.2g} of the responses)"
+    at_cap = f"; {cap_mass:.2g} of the responses are cut at the cap" if cap_mass else ""
+    if tail is None:
+        return f"{where} too few are long for a tail: the last two quantiles go on{at_cap}"
+    return (
+        f"{where} a generalised Pareto tail, shape {tail.shape:.2f} +- {tail.shape_error:.2f}, scale "
+        f"{tail.scale:.0f} tokens{at_cap}"
+    )
+
+
+def _without_drift(rows: pd.DataFrame, median_growth: float, tail_growth: float) -> Floats:
+    """Log lengths as they would be in RL step 0."""
     step, cut = rows["step"].to_numpy(), rows["cut"].to_numpy()
-    y = rows["y"].to_numpy() - step * math.log1p(median_growth)
+    y: Floats = rows["y"].to_numpy() - step * math.log1p(median_growth)
     if tail_growth:
         of_steps = (_censored_quantile(y[step == s], cut[step == s], 0.5) for s in np.unique(step))
         middle = float(np.mean([m for m in of_steps if m is not None]))
         y = middle + np.where(y > middle, (y - middle) / (1 + tail_growth) ** step, y - middle)
+    return y
+
+
+def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
+    """Quantiles of log lengths, at the levels that have a few responses beyond, and at the share that is cut."""
     values, middles, end = _survival(y, cut)
     scores = np.array([_NORMAL.inv_cdf(p) for p in middles])
     least = _MIN_BEYOND / len(y)

@@ -25,6 +25,35 @@ _WEIGHTS = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
 _NUM_HERMITE = 30
 
 
+class ParetoTail(FrozenModel):
+    """Lengths beyond a threshold: their excess in tokens is generalised Pareto (Pickands 1975; Coles 2001, chapter 4),
+
+        P(excess > x) = (1 + shape x / scale)^(-1 / shape),        exp(-x / scale) at shape 0.
+
+    `shape_error` is the standard error of the shape, None where it was not estimated. Beyond a higher threshold, `by`
+    tokens up, the excess has the same shape and the scale `scale + shape * by`.
+
+    >>> tail = ParetoTail(scale=1000.0, shape=0.25)
+    >>> round(float(tail.excess(np.array([math.log(100)]))[0])), tail.beyond(1000.0).scale
+    (8649, 1250.0)
+    """
+
+    scale: float = Field(gt=0, allow_inf_nan=False)
+    shape: float = Field(gt=-1, lt=1)
+    shape_error: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+    def excess(self, rarity: Floats) -> Floats:
+        """Excess in tokens that a share e^-rarity of those beyond the threshold exceed."""
+        if abs(self.shape) < 1e-9:
+            return self.scale * rarity
+        excess: Floats = self.scale / self.shape * np.expm1(self.shape * rarity)
+        return excess
+
+    def beyond(self, by: float) -> ParetoTail:
+        """The tail beyond a threshold that is `by` tokens higher."""
+        return self.model_copy(update={"scale": self.scale + self.shape * by})
+
+
 class LengthModel(FrozenModel):
     """Response lengths of RL rollouts: any marginal, a Gaussian copula for what samples of a prompt share.
 
@@ -34,11 +63,12 @@ class LengthModel(FrozenModel):
         log L = m + t log(1 + median_growth) + h(z),   h(z) = (q(z) - m) * ((1 + tail_growth)^t where z > 0, else 1)
 
     with m = q(0); q is log length against z, through `quantiles` (pairs of probability and tokens) and straight between
-    and beyond them, so two quantiles are a log-normal and a steeper end is a heavier tail. L is rounded, at least 1,
-    and cut at `max_response_tokens`. `prompt_share` is the intraclass correlation of z; before the cut and for a
-    log-normal also that of log L. From one epoch to the next a prompt's u keeps the correlation `prompt_memory`.
-    Prompts have log-normal lengths; `prompt_length_correlation` is that of their log with u. `notes` say where the
-    values come from.
+    and beyond them, so two quantiles are a log-normal and a steeper end is a heavier tail. Beyond the last one a `tail`
+    takes over where there is one: a rollout ends with its few longest responses, and a line through two quantiles
+    invents them. L is rounded, at least 1, and cut at `max_response_tokens`. `prompt_share` is the intraclass
+    correlation of z; before the cut and for a log-normal also that of log L. From one epoch to the next a prompt's u
+    keeps the correlation `prompt_memory`. Prompts have log-normal lengths; `prompt_length_correlation` is that of their
+    log with u. `notes` say where the values come from.
 
     >>> model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
     >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)
@@ -48,6 +78,7 @@ class LengthModel(FrozenModel):
     format: Literal["tltlab-lengths"] = "tltlab-lengths"
     version: Literal[1] = 1
     quantiles: tuple[tuple[float, float], ...] = Field(min_length=2)
+    tail: ParetoTail | None = None
     prompt_share: Share
     max_response_tokens: int = Field(ge=1, lt=2**31)
     median_growth: Growth = 0.0
@@ -86,7 +117,7 @@ class LengthModel(FrozenModel):
     ) -> Self:
         """The same model with other fields; None leaves one as it is. Raises ConfigError.
 
-        `sigma` replaces the quantiles by a log-normal's of the same median, `median` scales all of them.
+        `sigma` replaces quantiles and tail by a log-normal of the same median, `median` scales all of them.
         """
         if median is not None and not 0 < median < math.inf:
             raise ConfigError(f"median is {median}, it must be above 0")
@@ -96,8 +127,11 @@ class LengthModel(FrozenModel):
         middle = self.quantile(0.5)
         if sigma is not None:
             new["quantiles"] = tuple((p, middle * math.exp(sigma * _NORMAL.inv_cdf(p))) for p in (0.5, 0.9))
+            new["tail"] = None
         if median is not None:
             new["quantiles"] = tuple((p, tokens * median / middle) for p, tokens in new["quantiles"])
+            if new["tail"]:
+                new["tail"]["scale"] *= median / middle
         return self._checked(new, "lengths")
 
     def log_tokens(self, scores: Floats, rl_step: int = 0) -> Floats:
@@ -154,6 +188,10 @@ class LengthModel(FrozenModel):
         knots, logs, slopes = self._knots
         piece = np.clip(np.searchsorted(knots, scores) - 1, 0, len(slopes) - 1)
         straight: Floats = logs[piece] + slopes[piece] * (scores - knots[piece])
+        if self.tail is not None and len(beyond := np.flatnonzero(scores > knots[-1])):
+            # Of the normal's upper tail only its logarithm keeps its digits that far out.
+            rarity = _log_beyond(float(knots[-1])) - np.array([_log_beyond(z) for z in scores[beyond].tolist()])
+            straight[beyond] = np.log(math.exp(logs[-1]) + self.tail.excess(rarity))
         return straight
 
     def _cut(self, rl_step: int) -> Floats:
@@ -172,6 +210,11 @@ class LengthModel(FrozenModel):
         return np.array([*squares, max(0.0, rest)])
 
 
+def _log_beyond(score: float) -> float:
+    """Logarithm of the chance that a standard normal exceeds `score`."""
+    return math.log(math.erfc(score / math.sqrt(2)) / 2)
+
+
 REGIMES = {
     "base-rl": LengthModel(
         quantiles=(
@@ -179,6 +222,7 @@ REGIMES = {
             (0.6, 545), (0.7, 642), (0.8, 784), (0.9, 1039), (0.95, 1414), (0.975, 1794), (0.99, 2558), (0.995, 3264),
             (0.999, 5822),
         ),
+        tail=ParetoTail(scale=2102.0, shape=0.353, shape_error=0.108),
         prompt_share=0.05,
         max_response_tokens=16384,
         prompt_tokens_median=152.0,
@@ -186,7 +230,8 @@ REGIMES = {
         prompt_length_correlation=0.3,
         notes=(
             "fitted to 6,144 responses of DAPO with Qwen2.5-32B on mathematics, RL steps 0 to 5, cap 20,480 (rollouts "
-            "published with arXiv 2509.25279): prompt share .065 there, no drift to be seen over six RL steps",
+            "published with arXiv 2509.25279): prompt share .065 there, no drift to be seen over six RL steps; the "
+            "longest had 10,112 tokens, beyond .999 a generalised Pareto tail of the 156 longest",
             "assumed: prompt memory",
         ),
     ),
@@ -203,7 +248,8 @@ REGIMES = {
             "quantiles are geometric means over 8 open-weight reasoning models, each about 5 answers to 19 prompts, "
             "from 1 + 1 to AIME (LRMTokenEconomy); prompt share there .84 to .97, median .94; without the 6 trivial "
             "prompts .52 to .90, median .80",
-            "assumed: prompt memory and prompt lengths",
+            "assumed: prompt memory and prompt lengths; 95 answers of a model are too few for a tail: beyond .99 the "
+            "line through the last two quantiles goes on",
         ),
     ),
 }  # fmt: skip

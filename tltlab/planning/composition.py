@@ -203,7 +203,9 @@ class System:
     budget: Callable[[CostModel], BudgetSpec] | None = None
     specs: tuple[tuple[str, DrafterSpec], ...] = ()
     idle_use: SpotTraining | None = None
-    placement: Literal["contiguous", "round_robin", "least_loaded", "two_pools", "rank_groups"] = "contiguous"
+    placement: Literal["contiguous", "round_robin", "least_loaded", "longest_expected", "two_pools", "rank_groups"] = (
+        "contiguous"
+    )
     topology: Literal["colocated", "separate"] = "colocated"
     generating_share: float = 1.0
     lossless: bool = True

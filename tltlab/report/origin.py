@@ -10,7 +10,7 @@ from typing import Any
 
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import TltlabError
-from tltlab.files import parse_json, read_object
+from tltlab.files import parse_json, read_object, read_text
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
@@ -49,7 +49,7 @@ def events_part(run: Path) -> Part:
     """What the run noted in events.jsonl, in order."""
     title = "Events"
     try:
-        text = (run / "events.jsonl").read_text(encoding="utf-8")
+        text = read_text(run / "events.jsonl")
     except (OSError, ValueError):
         return Absent(title=title, reason="the run has no events.jsonl")
     rows: list[tuple[str, str]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.errors import ConfigError, TraceError
+from tltlab.files import MOST_JSON_BYTES, MOST_ROWS, check_parquet, open_input, parse_json, read_text
 
 from .schema import Manifest
 
@@ -187,9 +189,11 @@ def _read_file(path: Path) -> pd.DataFrame:
     suffix = next((each for each in path.suffixes[::-1] if each in _TABLES), ".csv")
     try:
         if suffix == ".parquet":
+            check_parquet(path)
             return _as_text(str(path), pd.read_parquet(path))
         if suffix in (".json", ".jsonl", ".ndjson"):
-            return _as_text(str(path), _frame_of_numbers(str(path), _json_values(path.read_text("utf-8-sig"))))
+            values = _json_values(read_text(path, encoding="utf-8-sig"))
+            return _as_text(str(path), _frame_of_numbers(str(path), values))
         return _read_csv(path)
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
@@ -199,10 +203,12 @@ def _read_file(path: Path) -> pd.DataFrame:
 
 def _read_csv(path: Path) -> pd.DataFrame:
     """Between cells is a comma; where the first line has none, a semicolon or a tab if it has that."""
+    text = io.BytesIO(_unpacked(path))
 
     def cells_between(separator: str) -> pd.DataFrame:
+        text.seek(0)
         return pd.read_csv(
-            path, header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig",
+            text, header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig",
             sep=separator,
         )  # fmt: skip
 
@@ -221,12 +227,29 @@ def _read_csv(path: Path) -> pd.DataFrame:
     return _as_text(str(path), frame)
 
 
+def _unpacked(path: Path) -> bytes:
+    """What is in a file, which may be packed as its name says. OSError where that is more than may be read."""
+    packed = infer_compression(path, "infer")
+    try:
+        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=packed) as opened:
+            data: bytes = opened.handle.read(MOST_JSON_BYTES + 1)
+    except OSError:
+        raise
+    except Exception as error:  # each way of packing has errors of its own
+        raise OSError(f"it cannot be unpacked: {error}") from error
+    if len(data) > MOST_JSON_BYTES:
+        raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+    if (lines := data.count(b"\n")) > MOST_ROWS:
+        raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
+    return data
+
+
 def _json_values(text: str) -> list[Any]:
     """The records of JSON: a list, one object, or one value on each line."""
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError:
-        values = [json.loads(line) for line in text.splitlines() if line.strip()]
+        values = [parse_json(line) for line in text.splitlines() if line.strip()]
     return values if isinstance(values, list) else [values]
 
 

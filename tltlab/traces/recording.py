@@ -31,6 +31,7 @@ from tltlab.arrays import Flags, Ints
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import (
     new_folder,
+    read_text,
     replace_durably,
     replaced_durably,
     sealed,
@@ -469,7 +470,7 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        found = unsealed(file.read_text(encoding="utf-8"))
+        found = unsealed(read_text(file))
         cuts: list[dict[str, Any]] = found["cuts"] if isinstance(found, dict) else found
         if not all(isinstance(cut["chunks"], int) and isinstance(cut["rl_steps"], int) for cut in cuts):
             raise ValueError("its numbers are none")

@@ -34,9 +34,16 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     held = "nothing is recorded there"
     if folder.is_dir():
         with lock(folder):
-            there = Manifest.read(folder / MANIFEST_FILE)
-            _check_same_run(folder, there, manifest)
             notes: list[str] = []
+            try:
+                there = Manifest.read(folder / MANIFEST_FILE)
+            except TraceError as damage:
+                # Its rows say nothing that is there but when it began and what was noted.
+                there, notes = (
+                    manifest,
+                    [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"],
+                )
+            _check_same_run(folder, there, manifest)
             good = readable(chunks_of(folder), notes)
             missing = _missing(((name, chunk.load(name)) for chunk in good for name in _TELLING), rl_steps)
             if missing is None:

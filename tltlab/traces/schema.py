@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from tltlab.config import FrozenModel, faults
 from tltlab.errors import TraceError
-from tltlab.files import sealed, unsealed
+from tltlab.files import read_text, sealed, unsealed
 
 FORMAT = "tltlab-trace"
 VERSION = 1
@@ -145,7 +145,7 @@ class Manifest(FrozenModel):
     def read(cls, path: Path) -> Self:
         """Read a `manifest.json`; keys unknown to this version are ignored. Raises TraceError."""
         try:
-            found: Any = unsealed(path.read_text(encoding="utf-8"))
+            found: Any = unsealed(read_text(path))
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -173,6 +173,6 @@ class Manifest(FrozenModel):
 def is_trace(path: Path) -> bool:
     """Whether a folder says it is a trace of this format (it is not checked)."""
     try:
-        return f'"{FORMAT}"' in (path / MANIFEST_FILE).read_text(encoding="utf-8")
+        return f'"{FORMAT}"' in read_text(path / MANIFEST_FILE)
     except (OSError, ValueError):
         return False

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
 from tltlab.errors import InputError, TraceError
-from tltlab.files import fsync_file, replace_durably, sha256_of, unsealed, write_durably
+from tltlab.files import MOST_ROWS, fsync_file, read_text, replace_durably, sha256_of, unsealed, write_durably
 
 from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
 from .validate import Part, check_columns, conform
@@ -145,6 +145,11 @@ class FileTable(StoredTable):
             check_columns(self.name, str(self.path), file.schema_arrow)
             metadata = file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        if any(group.num_rows > MOST_ROWS for group in groups):
+            raise TraceError(
+                f"{self.path}: a row group has {max(group.num_rows for group in groups):,} rows, and at most "
+                f"{MOST_ROWS:,} are read at once: write one for each RL step"
+            )
         bounds = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
         steps, starts = [np.arange(0)], [np.arange(0)]
         for group, first in enumerate(bounds[:-1]):
@@ -164,6 +169,8 @@ class FileTable(StoredTable):
         )
 
     def _open(self, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+        if not self.path.is_file():
+            raise TraceError(f"{self.path}: not a readable Parquet file: it is no file")
         try:
             return pq.ParquetFile(self.path, metadata=metadata, page_checksum_verification=True)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -214,7 +221,7 @@ def seal(folder: Path) -> None:
 def put_sum(folder: Path, name: str, digest: str | None) -> None:
     """Have the manifest say this of a file, or nothing with None; a trace that has no sums stays so. Raises OSError."""
     file = folder / MANIFEST_FILE
-    sums = unsealed(file.read_text(encoding="utf-8")).get(SUMS)
+    sums = unsealed(read_text(file)).get(SUMS)
     if isinstance(sums, dict):
         others = {other: known for other, known in sums.items() if other != name}
         replace_durably(file, Manifest.read(file).to_json(others | ({} if digest is None else {name: digest})).encode())
@@ -224,7 +231,7 @@ def check_sums(folder: Path) -> bool:
     """TraceError where a table is not the one that was written; False where some table there has no sum."""
     tables = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
     try:
-        sums = unsealed((folder / MANIFEST_FILE).read_text(encoding="utf-8")).get(SUMS)
+        sums = unsealed(read_text(folder / MANIFEST_FILE)).get(SUMS)
         if not isinstance(sums, dict):
             return False
         for name in tables:

@@ -6,6 +6,7 @@ Hidden states come from one pass of the target over each text, alone and unpadde
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.files import parse_json
+from tltlab.files import check_parquet, lines_of, open_input, parse_json
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
@@ -125,11 +126,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{path}: not a trace's folder, and its name ends in neither .jsonl nor .parquet")
     try:
         if path.suffix == ".parquet":
-            for batch in pq.ParquetFile(path).iter_batches():
+            check_parquet(path)
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
             return
-        with path.open() as file:
-            for number, line in enumerate(file, start=1):
+        with io.TextIOWrapper(open_input(path), encoding="utf-8") as file:
+            for number, line in enumerate(lines_of(file), start=1):
                 row = parse_json(line)
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}: line {number} is no JSON object")

@@ -15,10 +15,13 @@ from tltlab.acceptance.load import (
     GeometricAcceptance,
     RequestCurve,
     SiblingAcceptance,
+    SpreadAcceptance,
     load_acceptance,
+    spread_over_requests,
 )
 from tltlab.calibration.acceptance.by_request import fit_requests, fit_siblings
 from tltlab.errors import ConfigError, TraceError
+from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.schema import KEY, Manifest
@@ -349,3 +352,58 @@ def test_drawn_requests_differ_as_much_as_measured_ones(shared_data: Path):
     simulated = 1 + (rng.random(len(long))[:, None] < chances).sum(axis=1)
     found = pd.Series(simulated).groupby(long["sample"].to_numpy()).mean()
     assert found.std() / found.mean() == pytest.approx(tokens.std() / tokens.mean(), rel=0.25)
+
+
+# Acceptance that is spread over requests
+
+
+@pytest.mark.parametrize("base", ["geometric:0.7", "constant:2.5", "tlt-qwen2.5-32b"])
+@pytest.mark.parametrize("strategy", [CHAIN, Strategy.chain("learned", 1), Strategy("learned", 8, 1, 5)])
+def test_a_spread_keeps_the_mean_over_drafts(base: str, strategy: Strategy):
+    alike = load_acceptance(base)
+    if "tlt" in base and strategy.drafter == "ngram":
+        strategy = Strategy.chain("learned", strategy.draft_depth)
+    model = spread_over_requests(alike, 0.8)
+    levels = 0.8 * np.random.default_rng(0).standard_normal(20_000)
+    tokens = 1.0 + model.survival(strategy, levels, levels, levels).sum(axis=1)
+    # Responses of one length, each drafted for until it is done: tokens over drafts.
+    assert len(tokens) / (1.0 / tokens).sum() == pytest.approx(alike.tokens_per_iteration(strategy), rel=0.01)
+    if strategy.draft_depth > 1:
+        assert tokens.max() > alike.tokens_per_iteration(strategy) > tokens.min()
+    assert model.num_drafted(strategy) == alike.num_drafted(strategy)
+
+
+def test_without_a_spread_all_requests_are_as_the_base_has_them():
+    model = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=0.0)
+    assert survival(model) == pytest.approx(0.7 ** np.arange(1, 5), rel=1e-6)
+    assert spread_over_requests(model.base, 0.0) is model.base
+
+
+def test_a_spread_survives_its_file_and_stands_inside_freshness(tmp_path: Path):
+    model = spread_over_requests(load_acceptance("geometric:0.7"), 0.5)
+    assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
+    fresh = spread_over_requests(load_acceptance("tlt-qwen2.5-32b-fresh"), 0.5)
+    tree = Strategy("learned", 8, 8, 32)
+    new, old = (fresh.in_state({"learned": DrafterState(age=age, updates=50)}).by_request() for age in (0, 30))
+    levels = new.levels("learned", KEYS, 0)
+    kept = [model.survival(tree, levels, levels, levels).sum(axis=1) for model in (new, old)]
+    assert (kept[0] > kept[1]).all()
+    assert kept[0].std() > 0.3
+
+
+def test_a_spread_over_batch_sizes_is_one_of_each_band():
+    bands = [{"max_batch": end, "drafters": {"ngram": {"1": {"accepted": [1 - p, p], "drafted": 1.0}}}}
+             for end, p in ((4, 0.9), (None, 0.3))]  # fmt: skip
+    model = spread_over_requests(load_acceptance({"kind": "by-batch", "bands": bands}), 0.7)
+    one, zeros = Strategy.chain("ngram", 1), np.zeros(len(KEYS))
+    levels = model.levels("ngram", KEYS, 3)
+    small, large = (model.at(batch).survival(one, levels, zeros, zeros) for batch in (4, 5))
+    assert model.at(2) is model.at(4)
+    assert (small > large).all()
+    model.check(one)
+    assert (model.most_tokens(one, levels, zeros, zeros) == 1.0 + small[:, 0]).all()
+
+
+def test_requests_that_differ_already_are_not_spread_again():
+    with pytest.raises(ConfigError, match="'siblings' tells requests apart already"):
+        spread_over_requests(load_acceptance("seer-siblings"), 0.5)

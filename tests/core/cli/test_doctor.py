@@ -97,6 +97,7 @@ def test_what_vllm_programs_are_asked_for_is_told() -> None:
         ("ports", "problem", {"temporary": "/tmp/" + "long/" * 20}),
         ("ray", "hint", {"processes": ("bash", "raylet")}),
         ("ray", "hint", {"env": {**SOUND.env, "RAY_ADDRESS": "10.0.0.1:6379"}}),
+        ("leftovers", "hint", {"leftovers": ("/tmp/tltlab-1-abcdefgh",)}),
         ("open-files", "hint", {"max_files": 1024}),
         ("compiler", "hint", {"compiler": False}),
     ],

@@ -137,7 +137,7 @@ def test_calibration_takes_the_same_files_and_keeps_known_names(tmp_path: Path):
         ("vllm:H900:Llama-3.1-8B", "unknown GPU 'H900'"),
         ("vllm:H100:gpt-2", "unknown model 'gpt-2'"),
         ("vllm:H100:Llama-3.1-8B:fp3", "no type 'fp3'.*bf16, fp8"),
-        ("vllm:H100:Llama-3.3-70B", "needs 141 GB"),
+        ("vllm:H100:Llama-3.3-70B", "needs 131 GiB"),
         ("vlm:H100:Llama-3.1-8B", "ENGINE:GPUS:MODEL with one of vllm"),
     ],
 )

@@ -16,9 +16,9 @@ from typer.main import get_command
 from tltlab.cli import app as cli
 from tltlab.cli.trace import generate as command
 from tltlab.errors import ConfigError
-from tltlab.lengths.fit import _survival, fit_lengths, statistics
+from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
 from tltlab.lengths.generate import generate, generate_steps
-from tltlab.lengths.model import REGIMES, LengthModel, of_regime
+from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail, of_regime
 from tltlab.traces import metrics
 from tltlab.traces.csv import tables_of_lengths
 from tltlab.traces.schema import Manifest
@@ -365,6 +365,56 @@ def test_too_little_to_fit_is_said():
             use(empty)
 
 
+# The longest responses
+
+
+def test_beyond_the_last_quantile_lengths_follow_the_tail():
+    tail = ParetoTail(scale=1500.0, shape=0.3)
+    model = HEAVY.model_copy(update={"tail": tail})
+    assert [model.quantile(p) for p in (0.1, 0.5, 0.9, 0.99)] == [HEAVY.quantile(p) for p in (0.1, 0.5, 0.9, 0.99)]
+    # One in ten of those beyond .99, and one in a thousand.
+    for share in (0.1, 0.001):
+        assert model.quantile(1 - 0.01 * share) == pytest.approx(4000 + 1500 / 0.3 * (share**-0.3 - 1), rel=1e-6)
+    bounded = HEAVY.model_copy(update={"tail": ParetoTail(scale=500.0, shape=-0.5)})
+    assert bounded.quantile(1 - 1e-14) == pytest.approx(4000 + 500 / 0.5, rel=1e-3)
+    assert HEAVY.model_copy(update={"tail": ParetoTail(scale=500.0, shape=0.0)}).quantile(0.999) == pytest.approx(
+        4000 + 500 * math.log(10)
+    )
+
+
+def test_a_tail_scales_with_the_median_and_goes_with_another_sigma():
+    model = HEAVY.model_copy(update={"tail": ParetoTail(scale=1500.0, shape=0.3)})
+    assert model.with_changes(median=1000).quantile(0.9999) == pytest.approx(2 * model.quantile(0.9999))
+    assert model.with_changes(sigma=1.0).tail is None
+
+
+@pytest.mark.parametrize("shape", [-0.2, 0.0, 0.35])
+def test_peaks_over_a_threshold_tell_the_tail_also_where_the_cap_cuts_them(shape):
+    rng, scale = np.random.default_rng(3), 900.0
+    rarity = rng.exponential(size=4000)
+    tokens = 2000 + (scale * rarity if shape == 0 else scale / shape * np.expm1(shape * rarity))
+    body = rng.uniform(100, 2000, size=36_000)
+    for cap in (math.inf, float(np.quantile(tokens, 0.9))):
+        everything = np.concatenate([body, np.minimum(tokens, cap)])
+        found = pareto_tail(everything, everything >= cap, 2000.0)
+        assert found is not None
+        assert found.shape == pytest.approx(shape, abs=3 * found.shape_error + 0.02)
+        # The mean excess is what says how far a rollout's last response goes.
+        assert found.beyond(0.0).scale / (1 - found.shape) == pytest.approx(scale / (1 - shape), rel=0.2)
+
+
+def test_too_few_long_responses_have_no_tail_and_that_is_said():
+    tokens = np.random.default_rng(0).lognormal(6, 1, size=400)
+    assert pareto_tail(tokens, np.zeros(400, bool), 2000.0) is None
+    cut = np.minimum(np.random.default_rng(0).lognormal(6, 1, size=4000), 500.0)
+    assert pareto_tail(cut, cut >= 500.0, 500.0) is None
+    few = fit_lengths(draw(HEAVY, prompts=30))
+    assert few.tail is None
+    assert any("too few are long for a tail" in note for note in few.notes)
+    many = fit_lengths(draw(HEAVY, prompts=700))
+    assert any("a generalised Pareto tail, shape" in note for note in many.notes)
+
+
 # Measured data
 
 
@@ -385,6 +435,24 @@ def measured(shared_data):
     ranks = np.searchsorted(pdf["prob"].cumsum(), (np.arange(50_000) + 0.5) / 50_000)
     lengths = pdf["output_tokens"].to_numpy()[np.minimum(ranks, len(pdf) - 1)]
     yield "production", imported(lengths, 32768, prompt_id=np.arange(50_000).astype(str), sample=0)
+
+
+def test_the_longest_of_unseen_rl_steps_lie_where_the_tail_has_them(shared_data):
+    rows = pd.read_parquet(shared_data / "rl_rollout_lengths.parquet").query("workload == 'dapo_qwen2.5_32b_math_A'")
+    steps = sorted(rows["step"].unique())
+    seen, unseen = rows[rows["step"].isin(steps[::2])], rows[rows["step"].isin(steps[1::2])]
+    ids = {"prompt_id": seen["prompt_id"].to_numpy(), "sample": seen["sample"].to_numpy()}
+    model = fit_lengths(imported(seen["response_tokens"], 20480, rl_step=seen["step"].to_numpy(), **ids))
+    straight = model.model_copy(update={"tail": None})
+
+    def longest(of):
+        drawn = draw(of, steps=60, prompts=64).outcomes
+        return drawn.groupby("rl_step")["response_tokens"].max().quantile([0.05, 0.95]).tolist()
+
+    measured = unseen.groupby("step")["response_tokens"].max()
+    (low, high), (_, straight_high) = longest(model), longest(straight)
+    assert measured.between(low, high).all()
+    assert straight_high < measured.max()
 
 
 def test_drawn_lengths_are_like_measured_ones(shared_data):

@@ -42,6 +42,8 @@ def test_every_system_says_where_it_comes_from_and_what_was_assumed():
         assert system.name == name
         assert system.title
         assert system.source
+        assert system.algorithm
+        assert system.exact
         assert system.assumptions
 
 

@@ -311,7 +311,7 @@ def test_no_single_bit_of_a_recording_flips_unseen(tmp_path):
         files = {file: file.read_bytes() for file in sorted(folder.iterdir()) if file.stat().st_size}
         assert {file.suffix for file in files} == {".arrow", ".json"}
         draw = random.Random(11)
-        for _ in range(int(os.environ.get("TLTLAB_FLIPS", 150))):
+        for _ in range(int(os.environ.get("TLTLAB_FLIPS", 60))):
             file = draw.choice(list(files))
             data, bit = bytearray(files[file]), draw.randrange(8 * len(files[file]))
             data[bit // 8] ^= 1 << bit % 8
@@ -390,7 +390,7 @@ def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
     write_chunk = recorder_module.write_chunk
 
     def slow(*args):
-        disk.wait(10)
+        assert disk.wait(300)
         write_chunk(*args)
         written.set()
 

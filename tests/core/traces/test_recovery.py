@@ -165,6 +165,21 @@ def test_what_is_recorded_in_the_place_of_a_damaged_chunk_stays(tmp_path):
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 3))
 
 
+@pytest.mark.parametrize("manifest", [b"", b'{"format": "tltlab-trace"', None])
+def test_a_recording_whose_manifest_is_damaged_goes_on_under_the_runs_own_and_says_so(tmp_path, manifest):
+    left(tmp_path / "t", 3, how="killed")
+    path = tmp_path / "t.recording" / "manifest.json"
+    if manifest is None:
+        path.unlink()
+    else:
+        path.write_bytes(manifest)
+    with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
+        record(recorder, [2, 3])
+    found = read(tmp_path / "t")
+    assert same(found, unbroken(tmp_path / "whole", 4))
+    assert "the manifest is the resumed run's, for the recording's was damaged: " in found.manifest.notes
+
+
 def test_the_trace_of_another_run_is_refused(tmp_path):
     for how in ("killed", "closed"):
         left(tmp_path / how, 2, how=how)

@@ -224,7 +224,7 @@ def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: P
 
     @contextmanager
     def slow(self: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
-        assert go.wait(20)
+        assert go.wait(300)
         with write(self, path, mode) as stream:
             yield stream
 
@@ -232,7 +232,7 @@ def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: P
     saved = DrafterCheckpoint(tmp_path)
     saved.save(state(1.0))
     assert saved.latest() is None
-    threading.Timer(0.5, go.set).start()
+    threading.Timer(0.1, go.set).start()
     assert saved.save(state(2.0)) > 0
     assert loaded(tmp_path) == 1.0
     saved.close()

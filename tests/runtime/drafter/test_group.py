@@ -213,7 +213,7 @@ def test_a_group_that_never_fills_is_lost_in_time(point: MeetingPoint):
     began = time.perf_counter()
     with pytest.raises(GroupLost, match="2 members did not meet within 1 s"):
         DrafterGroup.join(meeting(point.address, "term-1", 1.0), 0, 2, 1.0)
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 120
 
 
 def test_members_whose_driver_is_gone_are_lost_and_not_stuck(point: MeetingPoint):
@@ -221,7 +221,7 @@ def test_members_whose_driver_is_gone_are_lost_and_not_stuck(point: MeetingPoint
     began = time.perf_counter()
     with pytest.raises(GroupLost, match="cannot meet at 127"):
         meeting(point.address, "term-1", 1.0)
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 120
 
 
 def test_a_meeting_point_listens_at_one_address_and_says_when_it_cannot(point: MeetingPoint):

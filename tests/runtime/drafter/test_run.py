@@ -646,14 +646,14 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         assert process.stderr is not None
         try:
             assert any(line.startswith("step 0:") for line in process.stderr), "the run stopped by itself"
-            own = descendants(process.pid)
-            assert any("SpotTrainer" in Path(f"/proc/{pid}/cmdline").read_text() for pid in own)
+            own = psutil.Process(process.pid).children(recursive=True)
+            assert any("SpotTrainer" in title(child) for child in own)
             process.terminate()
             assert process.wait(300) == 130
         finally:
             process.kill()
             process.wait()
-        until(lambda: not [pid for pid in own if alive(pid)])
+        until(lambda: not [child for child in own if alive(child.pid)])
         assert not list(places.glob("tltlab*"))
         assert not list(out.glob("**/*.partial"))
         assert len(repair(out / "trace").rl_steps) >= 1
@@ -661,8 +661,11 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")
 
 
-def descendants(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 @pytest.mark.parametrize(

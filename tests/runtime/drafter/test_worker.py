@@ -39,10 +39,10 @@ CONFIG = DrafterConfig(
 class Bench:
     """Worker 0 always generates; the trainers of the others are threads of this process."""
 
-    def __init__(self, folder: Path, num_workers: int = 3) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, sockets: Path, num_workers: int = 3) -> None:
+        self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
-        self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{folder}/c", num_workers, self._kill)
+        self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", num_workers, self._kill)
         self.meeting = MeetingPoint()
         self.trainers: dict[int, SpotTrainer] = {}
         self.senders: dict[int, FeedSender] = {}
@@ -56,7 +56,7 @@ class Bench:
         place = SpotPlace(
             worker=worker,
             coordinator=self.server.endpoint,
-            feed=f"ipc://{self.folder}/f{worker}",
+            feed=f"ipc://{self.sockets}/f{worker}",
             folder=self.folder / f"worker-{worker}",
             rendezvous=self.meeting.address,
             head=self.folder / "head",
@@ -73,7 +73,7 @@ class Bench:
 
     def status(self, worker: int, rl_step: int, *, busy: bool) -> None:
         if worker not in self.senders:
-            self.senders[worker] = FeedSender(f"ipc://{self.folder}/f{worker}")
+            self.senders[worker] = FeedSender(f"ipc://{self.sockets}/f{worker}")
         self.senders[worker].status(rl_step, busy=busy)
 
     def teach(self, worker: int, sequences: list[TrainingSequence]) -> None:
@@ -113,8 +113,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
+def bench(tmp_path: Path, sockets: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, sockets)
     with contextlib.closing(bench):
         yield bench
 

@@ -199,7 +199,7 @@ class Disk:
 
     def fsync(self, descriptor: int) -> None:
         self.asked.set()
-        self.answers.wait(100)
+        self.answers.wait(500)
         self._fsync(descriptor)
 
 
@@ -224,7 +224,7 @@ def test_closing_waits_for_a_disk_that_hangs_only_so_long_and_nothing_is_lost(
     assert caplog.text.count("the disk has not answered for 0.05 s") == 1
     assert not engine.path.exists()
     disk.answers.set()
-    engine.recording._thread.join(60)
+    engine.recording._thread.join(300)
     trace = read(engine.path)
     assert trace.outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
     assert "unfinished: the recording was interrupted" in (trace.manifest.notes or "")
@@ -234,13 +234,13 @@ def test_a_trace_that_takes_too_long_to_make_is_not_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     goes_on, close = Event(), engine.recording._recorder.close
-    monkeypatch.setattr(engine.recording._recorder, "close", lambda: (goes_on.wait(100), close()))
+    monkeypatch.setattr(engine.recording._recorder, "close", lambda: (goes_on.wait(500), close()))
     monkeypatch.setattr(LiveRecording, "finish_s", 0.05)
     engine.serves(2)
     engine.recording.close()
     assert "no trace was made of it within 0.05 s" in caplog.text
     goes_on.set()
-    engine.recording._thread.join(60)
+    engine.recording._thread.join(300)
     assert of_steps(read(engine.path)) == [2]
 
 
@@ -268,7 +268,7 @@ def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
     disk.asked.clear()
     monkeypatch.setattr(LiveRecording, "flush_bytes", 0)
     engine.serves()
-    assert disk.asked.wait(60)
+    assert disk.asked.wait(300)
     monkeypatch.setattr(LiveRecording, "most_bytes", 20_000)
     while not engine.recording.ended:
         engine.serves()
@@ -276,7 +276,7 @@ def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
     engine.serves()
     assert not engine.recording._waiting
     disk.answers.set()
-    engine.recording._thread.join(60)
+    engine.recording._thread.join(300)
     # The last one's was on its way as a whole or in part.
     assert of_steps(read(engine.path)) in ([2], [3])
     assert not engine.recording._recorder._rows

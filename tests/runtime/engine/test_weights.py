@@ -68,7 +68,7 @@ def test_another_process_reads_every_tensor_as_it_was_while_the_next_bucket_is_f
         unread = 1
     found += json.loads(reader.stdout.readline())
     reader.stdin.close()
-    reader.wait(30)
+    reader.wait(300)
     expected = [[n, str(t.dtype), list(t.shape), float(t.detach().double().sum())] for n, t in weights.items()]
     assert found == expected
     assert len(numbers) > 1

@@ -47,7 +47,7 @@ def session(run: Path) -> tuple[Path, dict[str, Any]]:
     with contextlib.redirect_stdout(printed):
         command(run, policies=",".join(NAMES), repeats=2, samples=2, out=out, as_json=True)
     assert _contents(run) == before
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while _children() > children and time.monotonic() < end:
         time.sleep(0.1)
     assert _children() <= children
@@ -60,7 +60,10 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _children() -> set[str]:
     """Kinds of processes below this one that serve engines."""
-    names = [child.name() for child in psutil.Process().children(recursive=True)]
+    names = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.add(child.name())
     return {name for name in names if name.startswith(("ray", "raylet", "gcs_server"))}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -91,6 +92,7 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
         fork = psutil.Process(pid)
         ray.kill(actor)
         psutil.wait_procs([fork], timeout=WAIT_S)
-        assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert fork.status() == psutil.STATUS_ZOMBIE
     assert start.fork_command() is None
     assert not psutil.pid_exists(parent)

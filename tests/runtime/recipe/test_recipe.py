@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import load_policy
+from tltlab.runtime.recipe.origin import refuse_foreign_code, seal_code
 from tltlab.runtime.recipe.recipe import load_recipe, located, resumed_recipe
 
 RECIPE = """
@@ -109,6 +111,7 @@ def test_a_run_goes_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (recipe.data.train, recipe.rollout.policy) == ("t.jsonl", "mine.json")
     assert recipe.code == (str(tmp_path),)
     write_json(tmp_path / "run" / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
+    seal_code(tmp_path / "run")
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -119,3 +122,33 @@ def test_a_run_goes_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "mine.json").unlink()
     again = resumed_recipe(tmp_path / "run", ["train.steps=9"])
     assert (again.rollout.policy, again.train.steps) == (str(tmp_path / "run" / "policy.json"), 9)
+
+
+def test_a_run_that_somebody_else_began_or_changed_goes_on_with_no_code_but_what_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = tmp_path / "run"
+    (run / "code" / "__pycache__").mkdir(parents=True)
+    code = written(run / "code" / "mine.py", "def reward(p, r, a): return 1.0")
+    fields = {"model": "m", "data": {"train": "t"}, "reward": [{"path": "mine:reward"}]}
+    fields["rollout"] = {"policy": "yours:Policy", "allow_code": ["theirs"], "vllm": {"worker_cls": "w.W", "seed": 1}}
+    write_json(run / "run.json", {"recipe": fields})
+    allowed = ["mine", "yours", "theirs", "rollout.vllm.worker_cls"]
+    asked = " ".join(f"--allow-code {name}" for name in allowed)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(run))} is not a run that you began .*say {asked}$"):
+        resumed_recipe(run)
+    with pytest.raises(ConfigError, match=r"say --allow-code mine$"):
+        resumed_recipe(run, (), allowed[1:])
+    refuse_foreign_code(run, fields, allowed)
+    refuse_foreign_code(run, {"reward": "tltlab.runtime.rollout.rewards:math", "rollout": {"policy": "table"}}, ())
+    seal_code(run)
+    refuse_foreign_code(run, fields, ())
+    written(run / "code" / "__pycache__" / "mine.cpython-311.pyc", "by Python")
+    refuse_foreign_code(run, fields, ())
+    for change in (lambda: written(code, "changed"), lambda: (tmp_path / "state" / "tltlab" / "key").chmod(0o644)):
+        seal_code(run)
+        refuse_foreign_code(run, fields, ())
+        change()
+        with pytest.raises(ConfigError, match="or it was changed since"):
+            refuse_foreign_code(run, fields, ())

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
+from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, load_recipe, located, resumed_recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
@@ -40,6 +41,16 @@ def reward(prompt, response, answer):
         sys.exit(3)
     if response == "exit":
         os._exit(7)
+    if response == "panic":
+        raise type("PanicException", (BaseException,), {})()
+    if response == "interrupt":
+        raise KeyboardInterrupt
+    if response == "descriptors":
+        os.closerange(3, 256)
+    if response == "fork":
+        return 1.0 if os.fork() else -5.0
+    if response == "memory":
+        return float(len(bytearray(1 << 40)))
     if response == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if response == "nan":
@@ -117,6 +128,7 @@ def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere
     run = tmp_path / "run"
     keep_code(recipe, ["beside_reward"], run)
     write_json(run / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
+    seal_code(run)
     assert sorted(p.name for p in (run / "code").iterdir()) == [f"beside_{n}.py" for n in ("helper", "later", "reward")]
 
     # The recipe's folder has gone, or says something else by now.
@@ -203,6 +215,32 @@ def test_a_reward_that_ends_its_process_costs_its_response_alone(pool: RewardPoo
         "1 of 4 rewards ended their process (exit code 7): -1 instead",
         "1 of 4 rewards ended their process (signal 11): -1 instead",
     ]
+
+
+def test_what_is_no_exception_and_forks_cost_their_response_at_most(pool: RewardPool):
+    assert of(pool, "panic", "a", "interrupt", "fork", "bb", "fork", "ccc") == [-1, 1, -1, 1, 2, 1, 3]
+    assert sorted(" ".join(said.split()[3:6]) for said in pool.take_failures()) == [
+        "rewards raised KeyboardInterrupt",
+        "rewards raised PanicException",
+    ]
+
+
+def test_a_reward_that_closes_its_process_descriptors_costs_its_response_at_most(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 5.0}))
+    first, *others = of(pool, "descriptors", "a", "bb", "ccc")
+    assert (first in (-1, len("descriptors")), others) == (True, [1, 2, 3])
+    pool.take_failures()
+    assert of(pool, "dddd", "a") == [4, 1]
+
+
+def test_a_reward_process_has_the_memory_that_it_is_given(folder: Path):
+    recipe = recipe_of(1)
+    recipe = recipe.model_copy(update={"reward_pool": recipe.reward_pool.model_copy(update={"memory_bytes": 1 << 32})})
+    with RewardPool(recipe) as pool:
+        assert of(pool, "memory", "a") == [-1, 1]
+        assert "raised MemoryError" in pool.take_failures()[0]
 
 
 def test_processes_that_die_between_rewards_are_replaced(pool: RewardPool):

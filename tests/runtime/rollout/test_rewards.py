@@ -169,3 +169,9 @@ def test_a_sum_that_is_not_finite_is_no_reward():
     weighted = load_rewards([("some_rewards:two", 1e308), ("some_rewards:two", 1e308)])
     with pytest.raises(NotANumberError, match="returned inf"):
         weighted("", "", "")
+
+
+def test_a_sum_that_float32_does_not_hold_is_no_reward():
+    assert load_rewards([("some_rewards:two", 1e38)])("", "", "") == 2e38
+    with pytest.raises(NotANumberError, match="beyond what float32 holds"):
+        load_rewards([("some_rewards:two", 1e300)])("", "", "")

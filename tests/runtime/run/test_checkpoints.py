@@ -124,7 +124,7 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
     files = sorted(file for file in path.rglob("*") if file.is_file())
     whole = {file: file.read_bytes() for file in files}
     draw = random.Random(5)
-    for _ in range(int(os.environ.get("TLTLAB_FLIPS", 300))):
+    for _ in range(int(os.environ.get("TLTLAB_FLIPS", 100))):
         file = draw.choice(files)
         flip(file, draw.randrange(8 * len(whole[file])))
         if checkpoints.latest() is not None:

@@ -102,9 +102,10 @@ class Driver:
             gone(family)
             return True
         found = [process for process in self.offspring() if title(process).startswith(VICTIMS[victim])]
-        if not found:
+        try:
+            rng.choice(found).kill()
+        except (IndexError, psutil.NoSuchProcess):
             return False
-        os.kill(rng.choice(found).pid, signal.SIGKILL)
         return True
 
     def finish(self) -> None:

@@ -222,7 +222,7 @@ def test_on_a_terminal_lines_pass_above_a_progress_bar_and_stdout_stays_clean(tm
             log.step(report(1, reward=0.625), {})
             print('{"only": "json"}')
         monkeypatch.undo()
-    watching.join(timeout=30)
+    watching.join(timeout=300)
     os.close(terminal)
     text = b"".join(seen).decode()
     assert capsys.readouterr().out == '{"only": "json"}\n'

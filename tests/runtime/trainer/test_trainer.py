@@ -18,7 +18,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer import logprobs as of_tokens
 from tltlab.runtime.trainer.ranks import be_repeatable
-from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics
 
 TEMPERATURE = 0.8
@@ -276,6 +276,69 @@ def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_
     made = trainer(random_model, minibatches=5, kl_coef=0.1)
     trained(made)
     assert made.steps == 5
+
+
+def checked(drawn: list[Sample], **config: Any) -> str | None:
+    return check(drawn, TrainConfig(**config), CAP, rl_step=7)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"logprobs": [-1.0, float("nan"), -1.0]}, r"engine gave token 1 of sample 1 of prompt p the log-prob nan"),
+        ({"reward": 1e300}, r"reward of sample 1 of prompt p is 1e\+300, which is not finite as float32"),
+        ({"reward": float("nan")}, r"reward of sample 1 of prompt p is nan"),
+        ({"reward": -3.4e38}, r"advantage of .*, is not finite"),
+    ],
+)
+def test_nothing_is_trained_on_what_is_not_finite_and_it_is_said_of_whom(change: dict[str, Any], sentence: str):
+    drawn = [replace(sample, reward=3.4e38) for sample in samples()]
+    drawn[1] = replace(drawn[0], name="sample 1 of prompt p", **change)
+    with pytest.raises(RunError, match=rf"RL step 7: the {sentence}"):
+        checked(drawn, advantage_scale="none")
+
+
+def test_rewards_without_a_difference_are_a_sentence_of_their_own():
+    assert checked(samples()) is None
+    assert checked([]) is None
+    same = [replace(sample, reward=0.5) for sample in samples()]
+    assert checked(same) == "all 8 rewards are 0.5: no response has an advantage, and the weights stay as they are"
+    by_prompt = [replace(sample, reward=float(sample.group)) for sample in samples()]
+    assert checked(by_prompt, kl_coef=0.1) == (
+        "each prompt's rewards are equal: no response has an advantage, and train.kl_coef alone moves the weights"
+    )
+
+
+def test_a_model_with_nan_weights_is_refused_by_the_weights_name_also_by_a_sharded_trainer(
+    random_model: Path, tmp_path: Path
+):
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    bad = saved(model, tmp_path, random_model)
+    with pytest.raises(ConfigError, match=r"its weight model.layers.1.mlp.up_proj.weight holds NaN"):
+        trainer(bad)
+
+
+def test_log_probs_losses_and_weights_that_are_not_finite_stop_an_update(random_model: Path, tmp_path: Path):
+    made = trainer(random_model, lr=1e39)
+    drawn = [replace(sample, name=f"sample {n}") for n, sample in enumerate(samples())]
+    with pytest.raises(
+        RunError, match=r"RL step 3: an optimizer step at train.lr = 1e\+39 made model.* engines and ch"
+    ):
+        updated(made, drawn, rl_step=3)
+    with pytest.raises(RunError, match=r"RL step 4: the policy's log-probs of sample 0 are not finite \(8 of 8 resp"):
+        made.old_logprobs(drawn, rl_step=4)
+    made.save_checkpoint(str(tmp_path / "bad"))
+    fresh = trainer(random_model)
+    with pytest.raises(RunError, match=r"bad: its weight model.* go on from another checkpoint"):
+        fresh.load_checkpoint(str(tmp_path / "bad"))
+    before = flat(fresh := trainer(random_model, minibatches=1))
+    drawn[1] = replace(drawn[1], logprobs=[float("nan")] * len(drawn[1].token_ids))
+    fresh.old_logprobs(drawn)
+    with pytest.raises(RunError, match=r"norm is nan and the losses of sample [0-7] are not finite .*left as they are"):
+        fresh.update(5)
+    assert (flat(fresh) == before).all()
 
 
 def test_the_learning_rate_warms_up_over_optimizer_steps(random_model: Path):

@@ -27,6 +27,8 @@ class _Request:
     generated: float = 0.0
     num_speculative: int = 0
     to_prefill: float = 0.0
+    group: str = ""
+    shared: int = 0
 
     @property
     def context_tokens(self) -> float:
@@ -48,7 +50,14 @@ def finish_times(
     gain: Gain = expected,
 ) -> dict[int, float]:
     """Finish time of each request of one worker, whose selector is asked before every iteration."""
-    waiting = [_Request(r, requests.prompt_tokens[r], requests.response_tokens[r]) for r in queue]
+    waiting = [
+        _Request(r, requests.prompt_tokens[r], requests.response_tokens[r], group=requests.keys[r][1]) for r in queue
+    ]
+    if requests.prefix_caching:
+        for r in waiting:
+            alike = [n for n, key in zip(requests.prompt_tokens, requests.keys, strict=True) if key[1] == r.group]
+            r.shared = max(0, min(alike) - 1) // 16 * 16
+    cached: set[str] = set()
     prefilling: list[_Request] = []
     running: list[_Request] = []
     finished: dict[int, float] = {}
@@ -62,7 +71,8 @@ def finish_times(
             preempted = True
         while waiting and not preempted and _admissible([*running, *prefilling, waiting[0]], costs):
             new = waiting.pop(0)
-            new.to_prefill = new.context_tokens
+            new.to_prefill = new.context_tokens - (new.shared if new.group in cached else 0)
+            cached.add(new.group)
             prefilling.append(new)
         if not running or costs.max_num_batched_tokens is None:
             budget = costs.max_num_batched_tokens or float("inf")
@@ -111,6 +121,9 @@ def _prefill(prefilling: list[_Request], done: list[_Request], tokens: float) ->
 def _fits(held: list[_Request], costs: CostModel) -> bool:
     """Whether the contexts and one more token each fit; the rounding of expected tokens is forgiven."""
     needed = sum(r.context_tokens + 1 for r in held)
+    for group in {r.group for r in held}:
+        members = [r for r in held if r.group == group]
+        needed -= (len(members) - 1) * members[0].shared
     return costs.kv_capacity_tokens is None or needed <= costs.kv_capacity_tokens + 1e-6
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from tltlab.bench.simulator import COSTS
 from tltlab.sim.engine.batch import FluidBatch
@@ -13,9 +14,9 @@ from tltlab.strategy import NO_SPECULATION
 from ..workloads import requests_of
 
 
-def scheduler(prompts: list[int], length: int = 50, **limits: int) -> Scheduler:
-    """One over requests 0, 1, ... with these prompts, all waiting."""
-    requests = requests_of([length] * len(prompts), prompts)
+def scheduler(prompts: list[int], length: int = 50, *, group: int = 1, **limits: int) -> Scheduler:
+    """One over requests 0, 1, ... with these prompts, all waiting; samples of a prompt share it where there are."""
+    requests = replace(requests_of([length] * len(prompts), prompts, group=group), prefix_caching=group > 1)
     made = Scheduler(prompts, FluidBatch(requests), COSTS.model_copy(update=limits))
     made.waiting.extend((i, 0.0) for i in range(len(prompts)))
     return made
@@ -81,3 +82,30 @@ def test_chunks_wait_while_what_runs_takes_all_tokens():
     it = scheduler([8, 25], max_num_batched_tokens=10)
     it.schedule()
     assert it.chunk(tokens_to_verify=12.0, limit=7) == (7, 0.0)
+
+
+def test_a_group_s_prompt_is_prefilled_once_in_whole_blocks():
+    it = scheduler([50, 50, 50, 50, 20, 20, 20, 20], group=4)
+    # Three blocks of 16 of the first prompt, one of the second; the last token is always computed.
+    assert it.schedule() == 50 + 3 * (50 - 48) + 20 + 3 * (20 - 16)
+    exact = scheduler([48, 48], group=2)
+    assert exact.schedule() == 48 + (48 - 32)
+
+
+def test_a_group_s_prompt_is_held_once():
+    # 50 + 1 tokens for the first, 2 + 1 for each of its siblings: a fourth prompt would need 100 more.
+    alone, shared = (scheduler([50] * 4, group=group, kv_capacity_tokens=100) for group in (1, 4))
+    alone.schedule()
+    shared.schedule()
+    assert (len(alone.batch), len(shared.batch)) == (1, 4)
+    assert (alone.room_tokens, shared.room_tokens) == (49, 100 - 4 - 4 * 50 + 3 * 48)
+
+
+def test_a_preempted_sample_has_its_text_prefilled_again_and_not_the_prompt():
+    it = scheduler([30, 30, 30], group=3, kv_capacity_tokens=80)
+    assert it.schedule() == 30 + 2 * 14
+    decode(it, 8)
+    assert it.schedule() == 0.0
+    assert list(it.waiting) == [(2, 8.0)]
+    decode(it, 42)
+    assert it.schedule() == 30 + 8 - 16

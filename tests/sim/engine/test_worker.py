@@ -1,6 +1,7 @@
 """The macro-step engine against the slow oracle: same finish times, whatever the workload, costs and policy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ class Threshold(Selector):
 def requests(draw: st.DrawFn) -> Requests:
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=12))
     n = len(lengths)
-    return requests_of(lengths, draw(st.lists(st.integers(0, 30), min_size=n, max_size=n)), cap=64)
+    prompts = draw(st.lists(st.integers(0, 30), min_size=n, max_size=n))
+    made = requests_of(lengths, prompts, cap=64, group=draw(st.integers(1, 4)))
+    return replace(made, prefix_caching=draw(st.booleans()))
 
 
 @st.composite

@@ -19,7 +19,7 @@ from tltlab.cli.app import main
 from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
@@ -73,6 +73,47 @@ def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path)
     assert found.rows["step_time_ratio"].tolist() == pytest.approx([1.0] * 6, abs=0.02)
     assert found.repeat_spread is None
     assert found.goal == 0.05
+
+
+def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_iterations(tmp_path: Path):
+    slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
+    source = log_normal(prompts=10, group_size=4, rl_steps=6, median=300, sigma=0.7, cap=2000, workers=2)
+    late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
+    how = {"costs": COSTS, "acceptance": "geometric:0.6", "mode": "sampled", "record_iterations": True}
+    made = simulate(source, late, **how).trace
+    tables = {name: made.table(name) for name in ("workload", "outcomes", "steps", "iterations")}
+    iterations, steps = tables["iterations"], tables["steps"]
+    assert iterations is not None
+    assert steps is not None
+    for rows, names in ((iterations, ("duration", "draft_duration", "t_start")), (steps, ("rollout_s",))):
+        for name in names:
+            rows[name] = rows[name] * rows["rl_step"].map(slowness)
+    out = tmp_path / "run"
+    manifest = source.manifest.model_copy(update={"kind": "recorded"})
+    tltlab.Trace.from_tables(manifest, tables | {"steps": steps.assign(policy="late")}).write(out / "trace")
+    policies = [{"rl_step": 0, "name": "late", "policy": late.model_dump(mode="json")}]
+    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
+
+    found = verify(out, rl_steps=[1, 2, 4])
+    rows = found.rows.set_index("rl_step")
+    assert rows["plain_time_ratio"].tolist() == pytest.approx([1.0, 1.6, 0.8], rel=0.1)
+    assert rows.loc[2, "error"] < -0.25
+    assert rows.loc[2, "scaled_s"] == pytest.approx(
+        rows.loc[2, "predicted_s"] * rows.loc[2, "plain_time_ratio"], rel=0.01
+    )
+    assert found.scaled_steps == 3
+    assert found.scaled_worst_error is not None
+    assert found.scaled_worst_error < 0.13 < 0.25 < found.worst_error
+    assert found.json()["scaled_raw_median_error"] == found.median_error
+    assert "scaled by the speed of each step's own plain iterations (3 of 3 steps" in text(found)
+
+
+def test_without_plain_iterations_no_prediction_is_scaled(run: Path):
+    found = verify(run, rl_steps=[1])
+    assert np.isnan(found.rows["plain_time_ratio"].iloc[0])
+    assert (found.scaled_steps, found.scaled_median_error) == (0, None)
+    assert found.json()["steps"][0]["scaled_s"] is None
+    assert "scaled by" not in text(found)
 
 
 def test_a_step_is_never_fitted_on_itself(run: Path):

@@ -186,7 +186,7 @@ async def streamed(url: str, model: Path) -> list[str]:
 
 def scraped(url: str) -> dict[tuple[str, ...], float]:
     """By the name of a metric, and its labels' values but for model and engine: its number."""
-    with urlopen(f"{url}/metrics", timeout=60) as answer:
+    with urlopen(f"{url}/metrics", timeout=200) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     found: dict[tuple[str, ...], float] = {}
     for sample in (sample for family in families for sample in family.samples):

@@ -281,7 +281,7 @@ def test_a_recording_in_trouble_ends_says_so_once_and_vllm_goes_on(
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     before = texts(recorded.answers(temperature=0.0))
     why = trouble(recorded, monkeypatch)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not recorded.recording.ended:
         assert texts(recorded.answers(temperature=0.0)) == before
         assert time.monotonic() < deadline
@@ -303,7 +303,7 @@ def test_the_engine_does_not_wait_for_a_disk_that_hangs_and_what_waits_is_bounde
 
     def hangs(descriptor: int) -> None:
         asked.set()
-        answers.wait(100)
+        answers.wait(500)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", hangs)
@@ -311,7 +311,7 @@ def test_the_engine_does_not_wait_for_a_disk_that_hangs_and_what_waits_is_bounde
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     try:
         recorded.answers()
-        assert asked.wait(60)
+        assert asked.wait(300)
         for _ in range(3):
             recorded.answers()
         assert not recorded.recording.ended
@@ -334,7 +334,7 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
     monkeypatch.setattr(recording_module, "_TOGETHER", 4)
     engine, number = recorded.llm.llm_engine, 0
     folder = Path(f"{recorded.path}.recording")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(folder.glob("*.arrow"))) < 3:
         while len(recorded.scheduler.requests) < 2:
             number += 1

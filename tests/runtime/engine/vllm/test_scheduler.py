@@ -461,7 +461,7 @@ def test_a_recording_that_vanishes_beside_a_policy_is_said_once_and_the_policy_g
     worker = Overlapped.of(scheduled_by(policy_scheduler, engine, settings=recorded))
     recording = worker.scheduler.watch.recording
     shutil.rmtree(tmp_path / "trace.recording")
-    number, deadline = 0, time.monotonic() + 60
+    number, deadline = 0, time.monotonic() + 300
     while not recording.ended or worker.flight:
         if not recording.ended and not worker.scheduler.requests:
             number += 1

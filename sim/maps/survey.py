@@ -1,0 +1,303 @@
+"""Every point of a grid simulated under every family: what pays there, by how much, and how sure that is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+from joblib import Parallel, delayed, parallel_config
+
+from tltlab.acceptance.load import load_acceptance
+from tltlab.arrays import Floats
+from tltlab.costs.evidence import interval
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.errors import ConfigError
+from tltlab.planning.system_binding import LEARNED_DEFAULT, TEXT_DEFAULT, BoundSystem, bind
+from tltlab.sim.config import SimulationConfig
+from tltlab.sim.sensitivity import RANGES
+from tltlab.sim.systems import simulate_system
+from tltlab.stats import Interval, interval_json, paired_ratio
+
+from .grid import FAMILIES, WARM_UP_STEPS, Grid, Point, beyond_measured, scheduled, shown_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Verdict = Literal["pays", "likely pays", "open", "does not pay"]
+DECISIONS = 256
+"""Decisions of a bandit in a response of the whole length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """A family at a point, against no speculation in the contiguous order.
+
+    `step` and `rollout` are times as fast, with Student's 95 % interval over RL steps on the same responses. `believed`
+    is where the RL step's would be measured, by the same interval and what nine in ten speed-ups of the costs are off;
+    None where nobody knows how far they are off. `least` is the RL step's where a drafted token's chance is at the low
+    end of its plausible range, None where nothing is drafted.
+    """
+
+    step: Interval
+    rollout: Interval
+    believed: tuple[float, float] | None
+    least: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """`pays` holds for what costs are off and for the least acceptance; `likely pays` for the luck of lengths."""
+        if self.step.high <= 1.0:
+            return "does not pay"
+        if self.step.low <= 1.0:
+            return "open"
+        sure = self.believed is not None and self.believed[0] > 1.0
+        return "pays" if sure and (self.least is None or self.least > 1.0) else "likely pays"
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "step": interval_json(self.step), "rollout": interval_json(self.rollout), "believed": self.believed,
+            "least_acceptance": self.least, "verdict": self.verdict,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What is found at a point; `fault` says why nothing could be.
+
+    `distance` is that of GPU, model and weights to a measurement, `beyond` what of the point no measurement with them
+    has, `says` both in words. `step_s` and `rollout_share` are those of
+    plain decoding, `gpus` those of all workers.
+    """
+
+    point: Point
+    gains: Mapping[str, Gain]
+    engine: str = ""
+    gpus: int = 0
+    distance: str = ""
+    beyond: tuple[str, ...] = ()
+    says: str = ""
+    step_s: float = 0.0
+    rollout_share: float = 0.0
+    fault: str | None = None
+
+    @property
+    def best(self) -> str:
+        """The family with the fastest RL step among those that are faster than plain decoding; else `off`."""
+        faster = {name: gain.step.estimate for name, gain in self.gains.items() if gain.verdict != "does not pay"}
+        return max(faster, key=lambda name: faster[name], default="off")
+
+    @property
+    def gain(self) -> Gain | None:
+        return self.gains.get(self.best)
+
+    @property
+    def sure(self) -> str:
+        """How sure the best family is: its verdict; of `off`, that nothing else pays."""
+        return "pays" if self.gain is None else self.gain.verdict
+
+    def json(self) -> dict[str, Any]:
+        point = self.point
+        where = {
+            "model": point.model, "kind": point.kind, "weights": point.weights, "schedule": point.schedule,
+            "context": point.context, "load": point.load,
+        }  # fmt: skip
+        if self.fault is not None:
+            return where | {"fault": self.fault}
+        return where | {
+            "best": self.best, "sure": self.sure, "engine": self.engine, "gpus": self.gpus, "distance": self.distance,
+            "beyond": list(self.beyond), "evidence": self.says, "step_s": self.step_s,
+            "rollout_share": self.rollout_share, "families": {name: gain.json() for name, gain in self.gains.items()},
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Map:
+    """The points of a grid with what pays at each."""
+
+    grid: Grid
+    found: tuple[Found, ...]
+    wall_s: float
+
+    def __repr__(self) -> str:
+        return f"<Map of {len(self.found)} points: {self.verdict}>"
+
+    @cached_property
+    def verdict(self) -> str:
+        """How often each family is the best, in a sentence."""
+        known = [found for found in self.found if found.fault is None]
+        counts = {name: sum(found.best == name for found in known) for name in ("off", *_tried())}
+        parts = [f"{name} at {count}" for name, count in sorted(counts.items(), key=lambda c: -c[1]) if count]
+        surely = sum(found.sure == "pays" and found.best != "off" for found in known)
+        return (
+            f"Fastest RL step of {len(known)} points: {', '.join(parts)}; at {surely} beyond doubt of lengths, costs "
+            "and acceptance (simulated)."
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per point and family."""
+        rows = []
+        for found in self.found:
+            point = {name: value for name, value in found.json().items() if name not in ("families", "best", "sure")}
+            for name, gain in found.gains.items():
+                ends = {"step_low": gain.step.low, "step": gain.step.estimate, "step_high": gain.step.high}
+                believed = gain.believed or (None, None)
+                rows.append(
+                    point | {"family": name, "best": name == found.best, "verdict": gain.verdict} | ends
+                    | {"rollout": gain.rollout.estimate, "believed_low": believed[0], "believed_high": believed[1]}
+                    | {"step_least_acceptance": gain.least}
+                )  # fmt: skip
+        return pd.DataFrame(rows)
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab map --json`."""
+        return {
+            "verdict": self.verdict,
+            "families": {name: {"title": s.title, "source": s.source} for name, s in FAMILIES.items()},
+            "assumptions": list(ASSUMPTIONS),
+            "gpu": self.grid.gpu, "num_workers": self.grid.workers, "num_rl_steps": self.grid.rl_steps,
+            "regime": self.grid.regime, "points": [found.json() for found in self.found], "wall_s": self.wall_s,
+        }  # fmt: skip
+
+    def plot(self) -> Figure:
+        """A panel per schedule: models and weights down, length limits and loads across, coloured by what pays."""
+        from .picture import draw
+
+        return draw(self)
+
+
+ASSUMPTIONS = (
+    f"a trained drafter is accepted as {LEARNED_DEFAULT}, a model-free one as {TEXT_DEFAULT}, for every model; `least` "
+    "has the low end of the plausible range of each",
+    "log-probs, training and weight sync by FLOPs and bytes; grading takes nothing",
+    "lengths of one regime, stretched to each limit; prompts' mean lengths are known from an epoch before",
+    "FP8 speeds up generation alone",
+)
+
+
+def _tried() -> list[str]:
+    return [name for name in FAMILIES if name != "off"]
+
+
+def survey(grid: Grid = Grid(), *, jobs: int = 1, say: Callable[[str], None] = lambda message: None) -> Map:
+    """Simulate the families at all points; `jobs` processes share them, which changes no number.
+
+    Costs O(points x families x responses). A point whose model does not fit has a `fault` and no gains. Raises
+    ConfigError for jobs < 1.
+
+    >>> survey(Grid(contexts=(32768,), loads=(64,))).verdict  # doctest: +SKIP
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    started = time.perf_counter()
+    points = list(grid.points())
+    say(f"{len(points)} points, {len(FAMILIES)} families")
+    with parallel_config(backend="loky", inner_max_num_threads=1):
+        found = Parallel(n_jobs=jobs)(delayed(_found)(grid, point) for point in points)
+    return Map(grid=grid, found=tuple(found), wall_s=time.perf_counter() - started)
+
+
+def _found(grid: Grid, point: Point) -> Found:
+    try:
+        costs = grid.costs(point)
+    except ConfigError as error:
+        return Found(point=point, gains={}, fault=str(error))
+    at = _At(grid, point, costs)
+    plain = at.measure("off")
+    gains = {name: at.gain(name, plain) for name in _tried()}
+    evidence = costs.evidence
+    assert evidence is not None
+    speculating = any(gain.least is not None for gain in gains.values())
+    beyond = sorted(at.beyond | set(evidence.beyond(at.depths)))
+    return Found(
+        point=point, gains=gains, engine=evidence.engine, gpus=grid.workers * costs.tensor_parallel,
+        distance=evidence.distance, beyond=tuple(beyond),
+        says=evidence.says(speculates=speculating, beyond=beyond), step_s=float(plain.step_s.mean()),
+        rollout_share=float(plain.rollout_s.sum() / plain.step_s.sum()),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seconds:
+    step_s: Floats
+    rollout_s: Floats
+
+
+class _At:
+    """A point's simulations. `beyond` collects what of them was never measured, `depths` what was drafted."""
+
+    def __init__(self, grid: Grid, point: Point, costs: RooflineCosts) -> None:
+        self.point, self.costs = point, costs
+        self.trace, self.stages = grid.trace(point), grid.stages(point, costs)
+        self.config = SimulationConfig(
+            costs=costs, workers=grid.workers, seed=grid.seed, decision_block=max(1, point.context // DECISIONS)
+        )
+        self.beyond = set(beyond_measured(costs, point.context))
+        self.depths: set[int] = set()
+
+    def bound(self, family: str) -> BoundSystem:
+        """The family's system under the point's schedule, with the default acceptance of its drafter."""
+        system = scheduled(FAMILIES[family], self.point.schedule)
+        learned = load_acceptance(LEARNED_DEFAULT) if "learned" in system.drafters else None
+        text = load_acceptance(TEXT_DEFAULT) if system.drafters and learned is None else None
+        return replace(bind(system, self.costs, learned, text), defaults=("acceptance",) if system.drafters else ())
+
+    def measure(self, family: str, bound: BoundSystem | None = None) -> _Seconds:
+        run = simulate_system(
+            self.trace, bound or self.bound(family), self.config, stages=self.stages,
+            gpus_per_worker=self.costs.tensor_parallel,
+        )  # fmt: skip
+        assert run.whole is not None
+        outside = {name.replace("_", " ") for name in run.result.outside_calibration or ()}
+        self.beyond |= outside - {"acceptance"}
+        self.depths |= {s.draft_depth for s in run.bound.policy.strategies if s.speculates}
+        rollout_s = np.array([rollout.makespan_s for rollout in run.result.rollouts])
+        step_s = run.whole.steps["step_s"].to_numpy(np.float64)
+        return _Seconds(step_s=step_s[WARM_UP_STEPS:], rollout_s=rollout_s[WARM_UP_STEPS:])
+
+    def gain(self, family: str, plain: _Seconds) -> Gain:
+        bound = self.bound(family)
+        seconds = self.measure(family, bound)
+        rng = np.random.default_rng(self.config.seed)
+        step = paired_ratio(plain.step_s, seconds.step_s, rng=rng)
+        rollout = paired_ratio(plain.rollout_s, seconds.rollout_s, rng=rng)
+        evidence = self.costs.evidence
+        assert evidence is not None
+        if not bound.policy.strategies or not any(s.speculates for s in bound.policy.strategies):
+            # The same iterations in another order: what costs are off is off in both.
+            return Gain(step=step, rollout=rollout, believed=(step.low, step.high), least=None)
+        beyond = self.beyond | set(evidence.beyond(self.depths))
+        error = evidence.speedup_error(extrapolated=bool(beyond))
+        low, high = interval(step.low, error), interval(step.high, error)
+        believed = None if low is None or high is None else (low[0], high[1])
+        least = [
+            float(plain.step_s.sum() / self.measure(family, changed[0]).step_s.sum())
+            for number in RANGES[:2]
+            if (changed := number.change((bound, self.costs), number.ends[0])) is not None
+        ]
+        return Gain(step=step, rollout=rollout, believed=believed, least=min(least, default=None))
+
+
+def table_rows(found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table for people: a point each, its best family first, then the others' RL steps."""
+    columns = ["model", "weights", "schedule", "context", "load", "best", "RL step", "95 % interval", "sure", "costs"]
+    columns += _tried()
+    rows = []
+    for one in found:
+        point = one.point
+        where = [point.model, point.weights, point.schedule, shown_tokens(point.context), str(point.load)]
+        if one.fault is not None:
+            rows.append([*where, "does not fit", *[""] * (len(columns) - len(where) - 1)])
+            continue
+        gain = one.gain
+        told = ["1.00x", "", "nothing pays"] if gain is None else [
+            f"{gain.step.estimate:.2f}x", f"[{gain.step.low:.2f}, {gain.step.high:.2f}]", one.sure,
+        ]  # fmt: skip
+        others = [f"{one.gains[name].step.estimate:.2f}x" for name in _tried()]
+        costs = f"{one.distance}, beyond in {', '.join(one.beyond)}" if one.beyond else one.distance
+        rows.append([*where, one.best, *told, costs, *others])
+    return columns, rows
