@@ -17,6 +17,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.trainer.samples import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +131,20 @@ class RunData:
                     f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "
                     f"{room} must hold it and a response: raise it, or leave such prompts out by data.max_prompt_tokens"
                 )
+
+
+def samples_of(collected: Collected) -> list[Sample]:
+    """What the trainer learns from: the whole responses of the RL step."""
+    return [
+        Sample(
+            prompt_token_ids=t.prompt.token_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            reward=t.reward if t.reward is not None else 0.0,
+            group=group,
+            truncated=t.truncated,
+            told=t.told,
+            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
+        )
+        for t, group in zip(collected.trajectories, collected.groups, strict=True)
+    ]

@@ -25,16 +25,16 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
-from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.trainer.samples import Sample, check
+from tltlab.runtime.trainer.samples import check
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
 from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
-from .data import RolledOut, RolloutsAhead, RunData
+from .data import RolledOut, RolloutsAhead, RunData, samples_of
 from .logging import RunLog
 from .memory import ProcessMemory
 from .metrics import step_metrics
@@ -283,7 +283,7 @@ class GrpoRun:
         for note in collected.notes:
             self.events.note(note)
         self._ahead.begin(rl_step + 1)
-        samples = _samples(collected)
+        samples = samples_of(collected)
         nothing_to_learn = check(samples, self.recipe.train, self.recipe.rollout.max_response_tokens, rl_step)
         if nothing_to_learn is not None:
             self.events.note(nothing_to_learn)
@@ -488,20 +488,3 @@ class GrpoRun:
         write_json(self.out / "policies.json", sealed({"seed": self.recipe.seed, "policies": self.state.policies}))
         if self.state.repeats or (self.out / "repeats.json").exists():
             write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
-
-
-def _samples(collected: Collected) -> list[Sample]:
-    """What the trainer learns from: the whole responses of the RL step."""
-    return [
-        Sample(
-            prompt_token_ids=t.prompt.token_ids,
-            token_ids=t.token_ids,
-            logprobs=t.logprobs,
-            reward=t.reward if t.reward is not None else 0.0,
-            group=group,
-            truncated=t.truncated,
-            told=t.told,
-            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
-        )
-        for t, group in zip(collected.trajectories, collected.groups, strict=True)
-    ]
