@@ -218,6 +218,7 @@ def system_table(comparison: pd.DataFrame) -> str:
         "assumptions and source, and the other intervals"
     )
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
+    lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()

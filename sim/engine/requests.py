@@ -208,7 +208,7 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
     )  # fmt: skip
 
 
-SINGLE_TURN = "it changes which responses there are, and those of this trace have several turns"
+SINGLE_TURN = "it changes which responses there are, and this trace's have several turns, which it cannot cut"
 
 _APART = 1 << 40
 """Where these draws begin in a request's: no iteration comes so far."""
