@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import pyarrow.compute as pc
 
@@ -17,9 +18,9 @@ from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
-from tltlab.planning.composition import Admission, Workload
+from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.sim.engine.requests import Prefix
 from tltlab.traces.trace import Trace, run_folder
 
@@ -78,7 +79,7 @@ class SimulationConfig:
     coordinator: CoordinatorConfig | None = None
     workload: Workload | None = None
     online_updates: int = 0
-    admission: Admission | None = None
+    admission: Admission | SharedBuffer | None = None
     prefix: str = "kept"
     max_tools: int | None = None
     tool_s: float | None = None
@@ -98,6 +99,12 @@ class SimulationConfig:
             raise ConfigError(f"max_tools must be at least 1, got {self.max_tools}")
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
+
+    def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
+        """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
+        known = [field.name for field in fields(self)]
+        check_keywords(settings, known, function)
+        return replace(self, **settings)
 
     def num_workers(self, trace: Trace) -> int:
         """The workers to simulate; ConfigError where neither the settings nor the manifest name them."""
@@ -137,6 +144,16 @@ class SimulationConfig:
                 "it or name a model"
             )
         return measured or (None, None)
+
+
+def check_keywords(given: Iterable[str], known: Sequence[str], function: Callable[..., Any]) -> None:
+    """ConfigError for the first keyword that is not known; parameters of `function` are told with them."""
+    own = [p.name for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    for name in given:
+        if name not in known:
+            words = sorted({*known, *own} - {"self", "cls", "config"})
+            near = did_you_mean(name, words)
+            raise ConfigError(f"{function.__qualname__} has no keyword {name!r}{near}; there are {', '.join(words)}")
 
 
 def _measured_acceptance(trace: Trace) -> tuple[Acceptance, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -56,12 +57,10 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
         loads = [p + m for p, m in zip(requests.prompt_tokens, requests.max_response_tokens, strict=True)]
         return _to_the_least(range(n), loads, workers)
     if placement == "longest_first":
-        order = sorted(range(n), key=lambda i: -requests.response_tokens[i])
-        return _to_the_least(order, requests.response_tokens, workers)
+        return longest_first(requests.response_tokens, workers)
     if placement == "longest_expected":
         mean = _expected(requests)
-        means = [int(mean[key[1]]) for key in requests.keys]
-        return _to_the_least(sorted(range(n), key=lambda i: -means[i]), means, workers)
+        return longest_first([int(mean[key[1]]) for key in requests.keys], workers)
     if placement == "recorded":
         return _collect(_recorded(requests, workers), workers)
     if placement in ("two_pools", "rank_groups"):
@@ -75,6 +74,12 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
     raise ConfigError(f"no placement named {placement!r}; there are {', '.join(PLACEMENTS)}")
 
 
+def longest_first(lengths: Sequence[int], workers: int) -> list[list[int]]:
+    """By falling length, known or predicted, to the worker with the fewest tokens (LPT)."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return _to_the_least(order, lengths, workers)
+
+
 def _collect(worker_of: list[int], workers: int) -> list[list[int]]:
     queues: list[list[int]] = [[] for _ in range(workers)]
     for request, worker in enumerate(worker_of):
@@ -82,7 +87,7 @@ def _collect(worker_of: list[int], workers: int) -> list[list[int]]:
     return queues
 
 
-def _to_the_least(order: range | list[int], loads: list[int], workers: int) -> list[list[int]]:
+def _to_the_least(order: range | list[int], loads: Sequence[int], workers: int) -> list[list[int]]:
     queues: list[list[int]] = [[] for _ in range(workers)]
     heap = [(0, worker) for worker in range(workers)]
     for request in order:

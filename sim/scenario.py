@@ -19,11 +19,11 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
-from tltlab.planning.composition import Admission
+from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import build_class, check_contract, from_user, raised
-from tltlab.sim.engine.admission import Feed, Stream
+from tltlab.sim.engine.admission import BufferFeed, Feed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
@@ -136,7 +136,7 @@ class Scenario:
     spot: SpotTraining | None = None
     coordinator: CoordinatorConfig | None = None
     online_updates: int = 0
-    admission: Admission | None = None
+    admission: Admission | SharedBuffer | None = None
     max_tools: int | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class Scenario:
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
         """
-        trace, config = read(trace), replace(config, **settings)
+        trace, config = read(trace), config.changed(settings, cls.of)
         workers = config.num_workers(trace)
         steps = tuple(
             changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)
@@ -202,7 +202,7 @@ class Scenario:
         )
         if self.admission is not None and any(step.turns is not None for step in self.steps):
             raise ConfigError(SINGLE_TURN)
-        stream = None if self.admission is None else Stream(self.steps, self.admission, self.seed)
+        stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
@@ -214,7 +214,10 @@ class Scenario:
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
             try:
-                if stream is None:
+                if isinstance(self.admission, SharedBuffer):
+                    buffer = BufferFeed(step, self.workers, self.costs.kv_capacity_tokens, self.admission)
+                    rollout = simulator.rollout(step, buffer.first(), buffer)
+                elif stream is None:
                     rollout = simulator.rollout(step, queues)
                 else:
                     # A pass through the trace first: behind a stream that has just begun are only short responses.

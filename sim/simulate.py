@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -182,27 +182,8 @@ class SimResult:
 
     @property
     def outside_calibration(self) -> dict[str, float] | None:
-        """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
-        calibrated, acceptance = self.scenario.costs.calibrated, self.scenario.acceptance
-        strange = {
-            r.strategy
-            for r in self._regimes()
-            if acceptance is not None and r.strategy.speculates and acceptance.outside(r.strategy)
-        }
-        if calibrated is None and not strange:
-            return None
-        outside: Counter[str] = Counter()
-        total = 0
-        for c in self._columns():
-            total += int(c.num_iterations.sum())
-            outside["acceptance"] += int(c.num_iterations[[r.strategy in strange for r in c.regime]].sum())
-            verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
-            for name, values in {"batch": c.batch, "verified_tokens": verified}.items():
-                if span := getattr(calibrated, name, None):
-                    outside[name] += int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
-            if calibrated is not None and calibrated.context_tokens:
-                outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
-        return {name: count / total for name, count in outside.items() if count}
+        """Shares of iterations outside what was measured, as the function of that name."""
+        return outside_calibration(self.scenario, self.rollouts)
 
     @property
     def mean_accept_length(self) -> float | None:
@@ -213,6 +194,41 @@ class SimResult:
             tokens += columns.tokens[chosen].tolist()
             pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
         return math.fsum(tokens) / pairs if pairs else None
+
+
+def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]) -> dict[str, float] | None:
+    """The shares of iterations outside the range that costs or acceptance were fitted on, only those above 0.
+
+    None where neither says what it was fitted on.
+    """
+    calibrated, acceptance = scenario.costs.calibrated, scenario.acceptance
+    columns = [log.columns for rollout in rollouts for log in rollout.logs]
+    strange = {
+        r.strategy
+        for c in columns
+        for r in c.regime
+        if acceptance is not None and r.strategy.speculates and acceptance.outside(r.strategy)
+    }
+    if calibrated is None and not strange:
+        return None
+    outside: Counter[str] = Counter()
+    total = 0
+    for c in columns:
+        total += int(c.num_iterations.sum())
+        outside["acceptance"] += int(c.num_iterations[[r.strategy in strange for r in c.regime]].sum())
+        verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
+        for name, values in {"batch": c.batch, "verified_tokens": verified}.items():
+            if span := getattr(calibrated, name, None):
+                outside[name] += int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
+        if calibrated is not None and calibrated.context_tokens:
+            outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
+    return {name: count / total for name, count in outside.items() if count}
+
+
+def told_outside(outside: Mapping[str, float] | None) -> str:
+    """The same in words; empty where nothing is outside, or nothing is known."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in (outside or {}).items())
+    return f"{shares} of the iterations lie outside what was measured" if shares else ""
 
 
 def _contexts_outside(c: Columns, least: float, most: float) -> int:
@@ -247,7 +263,7 @@ def simulate(
 
     >>> simulate("traces/tiny", "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
     """
-    config, trace = replace(config, **settings), read(trace)
+    config, trace = config.changed(settings, simulate), read(trace)
     chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
     started = time.perf_counter()

@@ -21,6 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.stats import paired_ratio
 from tltlab.traces.trace import TraceSource
 
+from .config import SimulationConfig
 from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
 
 if TYPE_CHECKING:
@@ -75,21 +76,21 @@ def sweep(
     # The table rows are for writing traces: workers need not receive them.
     lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
     if jobs == 1 and ray_address is None:
-        makespans = _makespans(lean, policies)
+        seconds_of = makespans(lean, policies)
     else:
         try:
-            makespans = _in_parallel(lean, policies, jobs, ray_address)
+            seconds_of = _in_parallel(lean, policies, jobs, ray_address)
         except Exception as error:
             if ray_address != "local" or not type(error).__module__.startswith("ray."):
                 raise
             # The cluster that was started here has died, as Ray's do on a busy machine.
-            makespans = _in_parallel(lean, policies, jobs, ray_address)
+            seconds_of = _in_parallel(lean, policies, jobs, ray_address)
     steps = [step.rl_step for step in scenario.steps]
     return pd.DataFrame(
         {
             "policy": np.repeat(names, len(steps)),
             "rl_step": steps * len(names),
-            "makespan_s": [seconds for name in names for seconds in makespans[name]],
+            "makespan_s": [seconds for name in names for seconds in seconds_of[name]],
         }
     )
 
@@ -110,13 +111,14 @@ def compare(
 
     Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
     1 is faster) with its paired interval `ratio_low` to `ratio_high` over the RL steps (`paired_ratio`: Student's below
-    ten), and `regret` to the clairvoyant bound over all strategies of all policies (None under a per-request budget).
-    `repeats` are seeds; each shares its luck among the policies, and a step's repeats are averaged before resampling,
-    since they share its lengths. Raises ConfigError.
+    ten), `speed_up` (how many times as fast as the baseline, 1 / `ratio`), and `regret` to the clairvoyant bound over
+    all strategies of all policies (None under a per-request budget). `repeats` are seeds; each shares its luck among
+    the policies, and a step's repeats are averaged before resampling, since they share its lengths. Raises ConfigError.
     """
     if isinstance(scenario, Scenario) and settings:
         raise ConfigError(f"a Scenario has its settings already: leave out {', '.join(settings)}, or give the trace")
-    scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario, **settings)
+    if not isinstance(scenario, Scenario):
+        scenario = Scenario.of(scenario, SimulationConfig().changed(settings, compare))
     policies = named_policies(policies)
     names = list(policies)
     baseline = names[0] if baseline is None else baseline
@@ -139,6 +141,7 @@ def compare(
                 "policy": name,
                 "makespan_s": makespan_s,
                 **ratio_columns("ratio", seconds, base, scenario.seed),
+                "speed_up": float(base.sum() / seconds.sum()) if seconds.any() else None,
                 "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budgets_of(policies[name], 1) else None,
             }
         )
@@ -159,20 +162,21 @@ def _in_parallel(
     scenario: Scenario, policies: Mapping[str, PolicyLike], jobs: int, ray_address: str | None
 ) -> dict[str, list[float]]:
     names = list(policies)
-    with _backend(ray_address, jobs) as num_jobs:
+    with backend(ray_address, jobs) as num_jobs:
         parts = [names[i::num_jobs] for i in range(min(num_jobs, len(names)))]
         done = Parallel(n_jobs=num_jobs)(
-            delayed(_makespans)(scenario, {name: policies[name] for name in part}) for part in parts
+            delayed(makespans)(scenario, {name: policies[name] for name in part}) for part in parts
         )
     return {name: seconds for part in done for name, seconds in part.items()}
 
 
-def _makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:
+def makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:
+    """Seconds of each RL step's rollout, by policy."""
     return {name: [r.makespan_s for r in scenario.rollouts(policy)] for name, policy in policies.items()}
 
 
 @contextlib.contextmanager
-def _backend(ray_address: str | None, jobs: int) -> Iterator[int]:
+def backend(ray_address: str | None, jobs: int) -> Iterator[int]:
     """Where joblib runs, and with how many jobs: processes here, or a Ray cluster that is left as it was found."""
     if ray_address is None:
         with parallel_config(backend="loky", inner_max_num_threads=1):

@@ -25,7 +25,7 @@ from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, TraceSource
 
-from .config import SimulationConfig
+from .config import SimulationConfig, check_keywords
 from .rl_steps import run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
@@ -283,6 +283,7 @@ def what_if(
     seed: int = 0,
     jobs: int = 1,
     say: Callable[[str], None] = lambda message: None,
+    **misspelt: Any,
 ) -> WhatIf:
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
 
@@ -296,6 +297,7 @@ def what_if(
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
     started = time.perf_counter()
+    check_keywords(misspelt, (), what_if)
     if accept is not None and not 0.0 < accept < 1.0:
         raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
     given = read_lengths(lengths, column=column)

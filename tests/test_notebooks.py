@@ -29,13 +29,14 @@ def pictures(notebook):
     return sum("image/png" in output.get("data", {}) for output in shown)
 
 
-def test_there_are_five():
+def test_there_are_six():
     assert [path.stem for path in SCRIPTS] == [
         "01_bubble_timeline",
         "02_policies_compared",
         "03_simulated_against_recorded",
         "04_drafter_drift",
         "05_tune_and_run",
+        "06_your_own_policy",
     ]
 
 

@@ -165,6 +165,27 @@ def scatter_identity(
     return figure
 
 
+def heat_maps(tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str, middle: float = 1.0) -> Figure:
+    """A panel for each DataFrame, one above the other: a cell per value, which is written into it.
+
+    Rows go down and columns across, named as the frame's; above `middle` cells are blue, below it red, NaN is empty.
+    """
+    numbers = {name: np.asarray(table, dtype=np.float64) for name, table in tables.items()}
+    every = np.concatenate([[0.0], *(np.abs(values - middle).ravel() for values in numbers.values())])
+    away = 1.6 * float(np.nanmax(every)) or 1.0  # darker cells would hide their numbers
+    rows = max((len(values) for values in numbers.values()), default=1)
+    figure = Figure(figsize=(_WIDTH_IN, len(tables) * (0.9 + 0.34 * rows)), layout="constrained")
+    for axes, (name, values) in zip(figure.subplots(len(tables), 1, squeeze=False)[:, 0], numbers.items(), strict=True):
+        axes.imshow(values, aspect="auto", cmap="RdYlBu", vmin=middle - away, vmax=middle + away)
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(values.shape[1]), [str(column) for column in tables[name].columns])
+        axes.set_yticks(range(values.shape[0]), [str(row) for row in tables[name].index])
+        finish(axes, xlabel=xlabel, ylabel=ylabel, title=f"{name}: {title}", grid=None)
+    return figure
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a .png or .svg in one move, parents made; same figure, same bytes.
 

@@ -91,6 +91,44 @@ def progress(message: str) -> None:
 
 
 @contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Within, what is yielded is called with a few words as each of `total` parts is done.
+
+    A bar on standard error where that is a terminal, else a line for about every tenth part.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
+    if not (console.is_terminal and console.file.isatty()):
+        every, number = max(1, total // 10), 0
+
+        def line(part: str) -> None:
+            nonlocal number
+            number += 1
+            if number % every == 0 or number == total:
+                progress(f"{what} {number} of {total}: {part}")
+
+        yield line
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(part: str) -> None:
+            bar.update(task, advance=1, description=part)
+
+        yield advance
+
+
+@contextmanager
 def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
     """Within, SIGTERM calls `handler`, None for what it calls anyhow; afterwards it does what it did before.
 

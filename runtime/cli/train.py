@@ -49,7 +49,7 @@ def train(
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:
         loaded, folder = load_recipe(recipe, changes), out or Path("runs/run")
-    check(loaded, folder, resume=resume is not None, replay=replay_decisions, try_reward=dry_run)
+    check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
     if dry_run:
         plan = plan_of(loaded)
         emit(plan.as_json(), as_json=as_json, text=plan.text())

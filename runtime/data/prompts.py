@@ -55,10 +55,7 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
     list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
     missing, those there are.
     """
-    if config.system is not None and not config.chat:
-        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
-    if config.chat and getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
+    _check_chat(config, tokenizer)
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     lengths: list[int] = []
@@ -89,7 +86,7 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
 
     ConfigError where a column is missing or empty; no tokenizer is asked.
     """
-    if not Path(source).is_file() or Path(source).suffix not in (".jsonl", ".parquet"):
+    if not _is_file(source):
         return None
     place, row = next(_rows(source, config, config.split), ("", None))
     if row is None:
@@ -97,6 +94,46 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
     where = f"{source}: {place}"
     text, _ = _messages(_column(row, config.prompt_column, where), config, where)
     return text, _answer(_column(row, config.answer_column, where))
+
+
+def first_prompt(source: str, config: DataConfig, tokenizer: Any) -> Prompt | None:
+    """The first prompt of a .jsonl or .parquet file as a run would read it; None for other sources.
+
+    ConfigError where a column is missing or empty, and where the tokenizer cannot render it.
+    """
+    if not _is_file(source):
+        return None
+    _check_chat(config, tokenizer)
+    for place, row in _rows(source, config, config.split):
+        where = f"{source}: {place}"
+        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
+        answer = _answer(_column(row, config.answer_column, where))
+        return Prompt(prompt_id=str(row.get("prompt_id", 0)), text=text, answer=answer, token_ids=token_ids)
+    return None
+
+
+def num_rows(source: str) -> int | None:
+    """How many rows a .jsonl or .parquet file has; None for other sources and what cannot be read. O(bytes)."""
+    if not _is_file(source):
+        return None
+    try:
+        if source.endswith(".parquet"):
+            return int(pq.read_metadata(source).num_rows)
+        with Path(source).open("rb") as lines:
+            return sum(not line.isspace() for line in lines)
+    except (OSError, pyarrow.lib.ArrowException):
+        return None
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).is_file() and Path(source).suffix in (".jsonl", ".parquet")
+
+
+def _check_chat(config: DataConfig, tokenizer: Any) -> None:
+    if config.system is not None and not config.chat:
+        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
+    if config.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
 
 
 def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

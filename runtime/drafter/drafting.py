@@ -61,8 +61,11 @@ class Drafting(Protocol):
         no folder, and `state` is what it gave before `start`. Engines have taken back what they had learned before.
         """
 
-    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
-        """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
+    def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
+        """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns.
+
+        Its rollout took `rollout_s` seconds, what it waited for trainers included, for `tokens` tokens.
+        """
 
     def memory(self) -> list[ProcessMemory]:
         """What the processes that train it hold."""
@@ -112,7 +115,7 @@ class NullDrafting:
 
     def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None: ...
 
-    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
+    def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
         return {}
 
     def memory(self) -> list[ProcessMemory]:

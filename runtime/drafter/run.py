@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from tltlab.coordination.canary import check_chances
+from tltlab.coordination.gate import Attempt, tokens_per_draft
 from tltlab.coordination.schedule import TrainingSchedule
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
@@ -187,6 +188,8 @@ class DrafterRun:
         except ConfigError as error:
             self.events.note(f"the drafter that worker {best} trained does not go into service: {error}")
             return
+        if self.schedule.config.kind == "gated" and not self._passes_the_gate(rl_step - 1, best):
+            return
         self._ask_engines("update_draft_weights", ray.put(weights), predicted, updates)
         self.schedule.trained(rl_step - 1, updates - self.served.updates)
         self.served = ServedDrafter(
@@ -198,6 +201,34 @@ class DrafterRun:
             training=state[best],
         )
         self.training.publish(self.served)
+
+    def _passes_the_gate(self, rl_step: int, worker: int) -> bool:
+        """Whether what came of training in the rollout of `rl_step` is to go into service, by the trainer of `worker`.
+
+        What was turned down is judged again when it has been trained further.
+        """
+        assert self.training is not None
+        trained = [row for row in self._rows["spot_training"] if row["updates"]]
+        if not trained:
+            return False
+        answers = self.training.processes.answers("compared", workers=[worker])
+        candidate, served = answers.get(worker, ([], []))
+        attempt = Attempt(
+            rl_step=rl_step,
+            delay_s=max(row["yield_s"] or 0.0 for row in trained),
+            candidate=tokens_per_draft(candidate) if candidate else None,
+            served=tokens_per_draft(served) if served else None,
+        )
+        self.schedule.attempted(attempt)
+        passes = self.schedule.serves(attempt)
+        if attempt.candidate is None or attempt.served is None:
+            found = "no held-out response of the newest policy tells how good it is"
+        else:
+            found = f"{attempt.candidate:.3f} tokens per draft on held-out responses, {attempt.served:.3f} before"
+        self.events.record(
+            f"the drafter trained in RL step {rl_step} {'serves' if passes else 'does not serve'}: {found}"
+        )
+        return passes
 
     def target_moved(self) -> None:
         assert self.training is not None
@@ -217,8 +248,9 @@ class DrafterRun:
             self._ask_engines("update_draft_weights", ray.put(weights), list(served.predicted), served.updates)
         self._start_training()
 
-    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
-        self.schedule.rollout_done(rl_step, self.watch.accept_length, drift_kl, drafts=self.watch.drafts)
+    def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
+        length, drafts = self.watch.accept_length, self.watch.drafts
+        self.schedule.rollout_done(rl_step, length, drift_kl, drafts=drafts, rollout_s=rollout_s, tokens=tokens)
         rows, self._rows = self._rows, {}
         return rows | {"steps": [self._in_service]}
 

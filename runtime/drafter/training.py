@@ -205,17 +205,18 @@ class DrafterTraining:
             self._note_failure()
         return report
 
-    def predict(self, sequences: Sequence[TrainingSequence]) -> list[float]:
+    def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> list[float]:
         """The chance that the target keeps each drafted token (`DrafterLoss.accept`), by unrolled step; [] if no data.
 
-        Sequences that training has not seen make it an honest prediction.
+        Sequences that training has not seen make it an honest prediction. Of the head that is trained, or of `head`.
         """
         used = [sequence for sequence in sequences if sequence.teaches]
         if not used:
             return []
         with torch.no_grad(), self._autocast():
             batch = pack(used, self.device, torch.float32)
-            return drafter_loss(self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
+            of = self.head if head is None else head
+            return drafter_loss(of, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
     def share(self, group: Group) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.

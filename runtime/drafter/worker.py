@@ -199,6 +199,14 @@ class SpotTrainer:
         with self._lock:
             return self.training.predict(heldout)
 
+    def compared(self) -> tuple[list[float], list[float]]:
+        """What `predicted` is on responses of the newest policy alone, and the same of the drafter in service."""
+        with self._data:
+            newest = [s for s in self._heldout if s.rl_step == self._rl_step and bool(s.hidden.isfinite().all())]
+        with self._lock:
+            served = next(reversed(self._published.values()))[1]
+            return self.training.predict(newest), self.training.predict(newest, served)
+
     def data_bytes(self) -> int:
         """What `save_data` would write, in bytes."""
         with self._data:

@@ -30,7 +30,7 @@ OPTIM = OptimConfig(lr=3e-3)
 CHECK_EVERY = 10
 
 Progress = Callable[[str], None]
-Kind = Literal["never", "always", "every", "acceptance-drops"]
+Kind = Literal["never", "always", "every", "acceptance-drops", "gated"]
 """When idle workers train the drafter, as a schedule says it."""
 
 

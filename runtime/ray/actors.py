@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +17,10 @@ from tltlab.files import scratch_folder
 
 from .start import ENV, LOOPBACK, fork_command
 
+LAST_BYTES = 16384
+"""Of a log, for its last lines."""
+_OF_RAY = re.compile(r"\[[\d\- :,]+ [EWIC] |@ |\*\*\* |:(job_id|actor_name|task_name):")
+"""Marks and stack frames that Ray writes into a worker's log."""
 # Else vLLM and process groups take the machine's outward address for their own sockets.
 _ON_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -55,6 +61,26 @@ def get(refs: Any, *, died: type[RunError] = RunError) -> Any:
         raise error_of(error, died=died) from None
     except RayActorError as error:
         raise error_of(error, died=died) from error
+
+
+def last_lines(pid: int, logs: Path | None = None, most: int = 3) -> str:
+    """The last lines that an actor's process wrote to standard error, joined; "" where its log is not on this machine.
+
+    `logs` are by default those of the Ray session that this process is part of.
+    """
+    if logs is None:
+        node = ray._private.worker._global_node
+        if node is None:
+            return ""
+        logs = Path(node.get_logs_dir_path())
+    for log in logs.glob(f"worker-*-{pid}.err"):
+        with log.open("rb") as lines:
+            # Ray's own reports of a crash are long, and what was said before them counts.
+            lines.seek(max(0, log.stat().st_size - LAST_BYTES))
+            text = lines.read().decode(errors="replace")
+        said = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+        return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-most:])
+    return ""
 
 
 def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabError:

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
-from tltlab.errors import ConfigError, InputError
-from tltlab.files import read_object
+from tltlab.errors import ConfigError, InputError, did_you_mean
+from tltlab.files import found_in, read_object
 from tltlab.policies.policy import Policy
-from tltlab.runtime.data.prompts import first_row
+from tltlab.runtime.data.prompts import first_prompt, first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import load_rewards
@@ -26,25 +28,28 @@ from .recipe import Recipe
 from .rules import exact_replay, refuse, undivided_heads
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+MOST_PARAMS_BY_DEFAULT = 100e6
+"""Of a model that is trained at the default learning rate."""
+IMPORTS_S = 60.0
+"""What a reward may import when it is called first, beyond its own time limit."""
 
 
-def check(
-    recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None, try_reward: bool = False
-) -> None:
+def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None, tries: bool = False) -> None:
     """Raise ConfigError with all that keeps a run of `recipe` in the folder `out` from being done.
 
     Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
     machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
     that the recipe goes on with; `replay` must be a trace with decisions. First rows of files must have the columns;
-    with `try_reward` the reward is called once, on the first of them. Models and datasets of the Hugging Face Hub
-    are not looked for.
+    with `tries` the first prompt is rendered with the model's tokenizer, which imports torch, and the reward called
+    once on it. Models and datasets of the Hugging Face Hub are not looked for.
     """
     # Standard output is for results, and what a user's module prints is none.
     with redirect_stdout(sys.stderr):
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
-    if try_reward and not complaints:
-        complaints += _all_of(tried_reward, recipe)
+    if tries and not complaints:
+        complaints += [complaint for rule in (tried_prompt, tried_reward) for complaint in _all_of(rule, recipe)]
     if resume:
         complaints += _all_of(same_run, recipe, out)
     if replay is not None:
@@ -141,34 +146,136 @@ def _read(recipe: Recipe, source: str) -> Iterable[str]:
     return ()
 
 
+def enough_prompts(recipe: Recipe) -> Iterator[str]:
+    """A file of fewer prompts than an RL step takes."""
+    wanted = recipe.rollout.prompts_per_step
+    rows = num_rows(recipe.data.train) if recipe.data.train else None
+    if rows and rows < wanted:
+        yield (
+            f"rollout.prompts_per_step = {wanted}, but {recipe.data.train} has {rows} prompts: set it to {rows} or "
+            "less, or add prompts"
+        )
+
+
 def context(recipe: Recipe) -> Iterator[str]:
-    """A model whose context cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
-    file = Path(recipe.model) / "config.json"
-    config = read_object(file) if file.is_file() else {}
-    room = config.get("max_position_embeddings")
-    longest = recipe.rollout.max_response_tokens
+    """A context that cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
+    longest, room = recipe.rollout.max_response_tokens, _config(recipe).get("max_position_embeddings")
     if isinstance(room, int) and longest > room:
         yield (
             f"rollout.max_response_tokens = {longest}, but the context of {recipe.model} holds {room} tokens, prompt "
             "included: lower it, or take another model"
         )
+    set_to = recipe.rollout.vllm.get("max_model_len")
+    if set_to is not None and longest > set_to:
+        yield (
+            f"rollout.max_response_tokens = {longest}, but rollout.vllm.max_model_len = {set_to} tokens are the "
+            "context, prompt included: raise it, or lower the former"
+        )
+
+
+def cpu_engine(recipe: Recipe) -> Iterator[str]:
+    """Heads of a size that vLLM's attention on the CPU does not have: it would say so in its first batch."""
+    if bundles_of(recipe).all or not (Path(recipe.model) / "config.json").is_file():
+        return
+    from tltlab.runtime.engine.vllm.capabilities import cpu_head_sizes
+
+    sizes = cpu_head_sizes()
+    try:
+        size = shape_of(recipe.model).head_dim
+    except ConfigError:  # no dense decoder
+        return
+    if sizes and size not in sizes:
+        yield (
+            f"the heads of {recipe.model} have {size} numbers, and vLLM's attention on the CPU takes "
+            f"{', '.join(map(str, sizes))}: take another model, or GPUs (cluster.gpus_per_node)"
+        )
+
+
+def engine_dtype(recipe: Recipe) -> Iterator[str]:
+    """A type that vLLM does not know."""
+    dtype = recipe.rollout.vllm.get("dtype")
+    if dtype is None:
+        return
+    from tltlab.runtime.engine.vllm.capabilities import dtypes
+
+    known = dtypes()
+    if known and dtype not in known:
+        near = did_you_mean(str(dtype), known)
+        yield f"rollout.vllm.dtype = {dtype!r}: vLLM has {', '.join(known)}{near}"
+
+
+def learning_rate(recipe: Recipe) -> Iterator[str]:
+    """A default that is right for our own small models and ruins large ones."""
+    if "lr" in recipe.train.model_fields_set:
+        return
+    try:
+        params = shape_of(recipe.model).stored_params
+    except ConfigError:
+        return
+    if params > MOST_PARAMS_BY_DEFAULT:
+        yield (
+            f"train.lr is not set, and its default {recipe.train.lr:g} is for models of a few million parameters: "
+            f"{recipe.model} has {params / 1e6:.0f} M. Set it; 1e-6 is usual"
+        )
+
+
+def tried_prompt(recipe: Recipe) -> Iterator[str]:
+    """What keeps the first prompt from being rendered, and a tokenizer that is not the model's."""
+    if not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS) or not first_row_of(recipe):
+        return
+    # Imported here: it brings torch.
+    from tltlab.runtime.drafter.offline.data import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.model)
+    vocabulary, rows = len(tokenizer), _config(recipe).get("vocab_size")
+    if isinstance(rows, int) and vocabulary > rows:
+        yield (
+            f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one model"
+        )
+    prompt = first_prompt(recipe.data.train, recipe.data, tokenizer)
+    room = recipe.rollout.vllm.get("max_model_len") or _config(recipe).get("max_position_embeddings")
+    if prompt is not None and isinstance(room, int) and len(prompt.token_ids) >= room:
+        yield (
+            f"the first prompt of {recipe.data.train} has {len(prompt.token_ids)} tokens, and the context of {room} "
+            "must hold it and a response"
+        )
 
 
 def tried_reward(recipe: Recipe) -> Iterator[str]:
     """What the reward raises, or gives that is no number, for the first prompt with its own answer as the response."""
-    row = first_row(recipe.data.train, recipe.data)
+    row = first_row_of(recipe)
     if row is None:
         return
     prompt, answer = row
     reward = load_rewards(recipe.reward_terms, recipe.code)
-    try:
-        with redirect_stdout(sys.stderr):
-            reward(prompt, answer, answer)
-    except Exception as error:  # whatever a user's function raises
-        yield (
-            f"reward raised {type(error).__name__}: {error} for the first row of {recipe.data.train}, its answer taken "
-            "for the response"
-        )
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            with redirect_stdout(sys.stderr), found_in(recipe.code):
+                reward(prompt, answer, answer)
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
+            raised.append(error)
+
+    # It may never return, and nobody can end a thread: this one dies with the process.
+    limit_s = recipe.reward_pool.timeout_s + IMPORTS_S
+    calling = Thread(target=call, daemon=True)
+    calling.start()
+    calling.join(limit_s)
+    where = f"for the first row of {recipe.data.train}, its answer taken for the response"
+    if calling.is_alive():
+        yield f"reward took more than {limit_s:g} s {where}"
+    for error in raised:
+        yield f"reward raised {type(error).__name__}: {error} {where}"
+
+
+def first_row_of(recipe: Recipe) -> tuple[str, str] | None:
+    return first_row(recipe.data.train, recipe.data)
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    file = Path(recipe.model) / "config.json"
+    return read_object(file) if file.is_file() else {}
 
 
 def gpus(recipe: Recipe) -> Iterable[str]:
@@ -181,7 +288,10 @@ def graphs(recipe: Recipe) -> Iterable[str]:
     return ()
 
 
-RULES = (rewards, policy, model, sequence_parallel, data, first_rows, context, gpus, graphs)
+RULES = (
+    rewards, policy, model, sequence_parallel, data, first_rows, enough_prompts, context, cpu_engine, engine_dtype,
+    learning_rate, gpus, graphs,
+)  # fmt: skip
 """Of a recipe on this machine."""
 
 

@@ -168,6 +168,8 @@ class RolloutConfig(FiniteModel):
 class TrainConfig(FiniteModel):
     """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
 
+    `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
+
     Loss. `minibatches` optimizer steps per RL step; the clip range is [1 - clip_low, 1 + clip_high]. Rewards less their
     group's mean are divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
     token weighs the same ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens

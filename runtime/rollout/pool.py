@@ -19,7 +19,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
-from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
+from tltlab.runtime.ray.actors import actor_env, error_of, last_lines, runtime_env
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
@@ -40,7 +40,11 @@ SendWeights = Callable[[Sequence[Any], int, Way], None]
 
 
 class WorkerLost(RunError):
-    """A worker's process or engine is gone; the message says why."""
+    """A worker's process or engine is gone; the message says why, and what its process said last."""
+
+    def __init__(self, why: str, said: str = "") -> None:
+        super().__init__(f"{why}; it said last: {said}" if said else why)
+        self.why = why
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +115,7 @@ class WorkerPool:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
         died = [lost for lost in self._all(None, once=True) if lost is not None]
         # Numbers differ from worker to worker. One alone may have been killed by chance, unless its engine says why.
-        reasons = {re.sub(r"\d+", "", str(lost)) for lost in died}
+        reasons = {re.sub(r"\d+", "", lost.why) for lost in died}
         told = len(died) > 1 or (died and isinstance(died[0].__cause__, RayTaskError))
         if told and len(died) == len(self.handles) and len(reasons) == 1:
             raise RunError(f"no engine can start: each dies of this at its start: {died[0]}") from died[0]
@@ -352,7 +356,8 @@ class WorkerPool:
         self.handles[n] = handle
         try:
             async with asyncio.timeout(timeout_s):
-                self.pids[n] = await self._answer(n, handle.start.remote())
+                self.pids[n] = await self._answer(n, handle.pid.remote())
+                await self._answer(n, handle.start.remote())
         except TimeoutError:
             raise RunError(
                 f"rollout worker {n} did not start within {timeout_s:g} s (faults.start_timeout_s): "
@@ -416,7 +421,9 @@ class WorkerPool:
         except RayError as error:
             why = why_lost(error, self.handles[n])
             if why:
-                raise WorkerLost(why) from error
+                # An engine that failed has told why; of a process that ended its log may.
+                said = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
+                raise WorkerLost(why, said) from error
             if isinstance(error, RayTaskError | RayActorError):
                 raise error_of(error, died=TrainerDied) from error
             raise RunError(f"Ray failed a rollout worker: {_line(error)}") from error

@@ -50,8 +50,11 @@ class RolloutWorker:
         self.environment: tuple[EnvironmentPool, EnvironmentConfig, Any, tuple[int, ...]] | None = None
         self.slots: Slots | None = None
 
-    def start(self) -> int:
-        """Build the engine and run it warm; the process's id. Ray would not hand on a constructor's errors as such."""
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self) -> None:
+        """Build the engine and run it warm. Ray would not hand on a constructor's errors as such."""
         torch.set_num_threads(1)
         self.engine = Engine(
             self.recipe.model,
@@ -75,7 +78,6 @@ class RolloutWorker:
             self.environment = EnvironmentPool(config, code), config, tokenizer, stops
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
-        return os.getpid()
 
     def captured_graphs(self) -> CapturedGraphs:
         return self.engine.captured_graphs()

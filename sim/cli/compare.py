@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +19,14 @@ from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
-from tltlab.sim.scenario import Scenario, named_policies
+from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
+from tltlab.sim.simulate import outside_calibration, told_outside
 from tltlab.traces.trace import Trace, read
 
 from . import options
 
 _POLICIES = "none,table,beg-mab"
+REGRET = "regret: time above the clairvoyant bound, which knows every length and all that will be accepted"
 
 
 def compare(
@@ -55,6 +58,9 @@ def compare(
         bool | None,
         typer.Option(help="With --systems: the order over plausible ranges. [default: where a number was assumed]"),
     ] = None,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="With --systems: what their papers claim, beside what is found.")
+    ] = False,
     placement: Annotated[
         str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
     ] = None,
@@ -97,8 +103,12 @@ def compare(
         tool_s=tool_seconds,
     )  # fmt: skip
     if systems is None:
-        if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):
-            raise ConfigError("--stages, --gpus-per-worker, --model-free-acceptance and --ranges are for --systems")
+        if any(
+            option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges, claims or None)
+        ):
+            raise ConfigError(
+                "--stages, --gpus-per-worker, --model-free-acceptance, --ranges and --claims are for --systems"
+            )
         with code_allowed(allow_code or ()):
             result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
     else:
@@ -120,7 +130,11 @@ def compare(
         result = {"systems": system_rows(rows), "figures": "simulated"}
         result |= {key: rows.attrs[key] for key in attributes}
         result |= {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
-        text = f"{system_table(rows)}\n{believed(rows.attrs['evidence'])}"
+        outside = _outside(Scenario.of(source, config), named_policies("none"))
+        result |= {"outside_calibration": outside}
+        text = "\n".join([system_table(rows), *believed(rows.attrs["evidence"], outside)])
+        if claims:
+            text += f"\n\n{claim_table(rows)}"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {
         "num_repeats": repeats,
@@ -154,16 +168,27 @@ def _policies(
         raise ConfigError(f"--policies {policies!r}: give at least two to compare")
     scenario = Scenario.of(source, config)
     rows = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
-    evidence = scenario.evidence(s for policy in chosen.values() for s in policy.strategies)
-    result = {"policies": _records(rows), "baseline": next(iter(chosen)), "num_rl_steps": len(scenario.steps)}
-    return result | {"evidence": evidence}, f"{policy_table(rows)}\n{believed(evidence)}"
+    baseline = next(iter(chosen))
+    outside = _outside(scenario, {name: chosen[name] for name in (baseline, str(rows["policy"][0]))})
+    evidence = scenario.evidence((s for policy in chosen.values() for s in policy.strategies), outside)
+    result = {"policies": _records(rows), "baseline": baseline, "num_rl_steps": len(scenario.steps)}
+    legend = f"speed-up: times as fast as {baseline}, 1 / ratio, whose interval is over RL steps; {REGRET}"
+    lines = [policy_table(rows), legend, *believed(evidence, outside)]
+    return result | {"evidence": evidence, "outside_calibration": outside}, "\n".join(lines)
 
 
-def believed(evidence: dict[str, Any]) -> str:
-    """How far the costs of a comparison are to be believed, in one line."""
+def _outside(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, float]:
+    """The largest share of iterations outside what was measured, by what is outside, over some of the policies."""
+    shares = [outside_calibration(scenario, scenario.rollouts(policy)) or {} for policy in policies.values()]
+    return {name: max(one.get(name, 0.0) for one in shares) for name in dict.fromkeys(n for one in shares for n in one)}
+
+
+def believed(evidence: dict[str, Any], outside: Mapping[str, float]) -> list[str]:
+    """How far the costs of a comparison are to be believed, and what it extrapolates, a line each."""
     ratios = evidence["speedup_error"]
     more = "" if ratios is None else f", ratios of speculating to not by less than {ratios:.0%}"
-    return f"costs: {evidence['says']}{more}"
+    beyond = told_outside(outside)
+    return [f"costs: {evidence['says']}{more}", *([f"extrapolated: {beyond}"] if beyond else [])]
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
@@ -189,8 +214,8 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it."""
     whole = "step_s" in comparison
-    columns = ["system", "rollout s", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
-    columns += ["RL step s", "ratio", "95 % interval"] if whole else []
+    columns = ["system", "rollout s", "speed-up", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
+    columns += ["RL step s", "speed-up", "ratio", "95 % interval"] if whole else []
     columns += ["rank in range"] if "rank_least" in comparison else []
     rows = []
     notes: dict[str, list[str]] = {}
@@ -198,10 +223,11 @@ def system_table(comparison: pd.DataFrame) -> str:
         name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio")]
-        cells += [f"{row['tokens_per_s_ratio']:.2f}x", regret, accept]
+        cells = [name, f"{row['makespan_s']:.4g}", _speed_up(row["ratio"]), f"{row['ratio']:.3f}"]
+        cells += [_interval(row, "ratio"), f"{row['tokens_per_s_ratio']:.2f}x", regret, accept]
         if whole:
-            cells += [f"{row['step_s']:.4g}", f"{row['step_ratio']:.3f}", _interval(row, "step_ratio")]
+            cells += [f"{row['step_s']:.4g}", _speed_up(row["step_ratio"]), f"{row['step_ratio']:.3f}"]
+            cells.append(_interval(row, "step_ratio"))
         if "rank_least" in row:
             cells.append(_span(int(row["rank_least"]), int(row["rank_most"])))
         rows.append(cells)
@@ -217,6 +243,7 @@ def system_table(comparison: pd.DataFrame) -> str:
         f"also of tokens trained on per second, to {comparison.attrs['baseline']}; --json has each system's "
         "assumptions and source, and the other intervals"
     )
+    lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
@@ -229,6 +256,23 @@ def system_table(comparison: pd.DataFrame) -> str:
         if end["kendall_tau"] is not None
     ]
     return "\n".join(lines)
+
+
+def claim_table(comparison: pd.DataFrame) -> str:
+    """What papers claim beside what is found, for people."""
+    rows = []
+    for row in comparison.to_dict("records"):
+        if (claim := row["claim"]) is None:
+            continue
+        least, most = claim["least"], claim["most"]
+        published = f"{least:g}x" if least == most else f"{least:g}-{most:g}x"
+        ends = claim["interval"]
+        told = "" if ends is None else f"[{ends[0]:.2f}, {'?' if ends[1] is None else format(ends[1], '.2f')}]"
+        cells = [row["system"], claim["of"], published, f"{claim['speed_up']:.2f}x", told, claim["difference"]]
+        rows.append([*cells, claim["source"]])
+    return table(
+        ["system", "speed-up of", "published", "here", "95 % interval", "difference", "source"], rows, words=True
+    )
 
 
 def _span(least: int, most: int) -> str:
@@ -245,5 +289,10 @@ def policy_table(comparison: pd.DataFrame) -> str:
     rows = []
     for row in comparison.to_dict("records"):
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
-        rows.append((row["policy"], f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio"), regret))
-    return table(["policy", "makespan s", "ratio", "95 % interval", "regret"], rows)
+        cells = [row["policy"], f"{row['makespan_s']:.4g}", _speed_up(row["ratio"]), f"{row['ratio']:.3f}"]
+        rows.append((*cells, _interval(row, "ratio"), regret))
+    return table(["policy", "makespan s", "speed-up", "ratio", "95 % interval", "regret"], rows)
+
+
+def _speed_up(ratio: float) -> str:
+    return f"{1 / ratio:.2f}x" if ratio > 0 else ""

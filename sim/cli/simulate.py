@@ -21,6 +21,7 @@ from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.simulate import simulate as run
+from tltlab.sim.simulate import told_outside
 from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -254,8 +255,7 @@ def table(summary: dict[str, Any]) -> str:
         return "unknown" if summary[key] is None else format(summary[key], form)
 
     num_steps = len(summary["makespan_s_per_step"])
-    outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
-    beyond = [f"extrapolated       {', '.join(outside)} of the iterations lie outside what was measured"]
+    outside = told_outside(summary["outside_calibration"])
     between = ""
     if summary["makespan_interval_s"] is not None:
         low, high = summary["makespan_interval_s"]
@@ -276,7 +276,7 @@ def table(summary: dict[str, Any]) -> str:
             f"accept length      {accept}",
             f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
             f"simulated in       {shown('wall_s', '.3g')} s",
-            *(beyond if outside else []),
+            *([f"extrapolated       {outside}"] if outside else []),
             *([stale_line(stale)] if (stale := summary["asynchronous"]) else []),
             *([turns_line(turns)] if (turns := summary["multi_turn"]) else []),
             *([spot_line(spot)] if (spot := summary["spot_training"]) else []),

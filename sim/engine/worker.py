@@ -25,7 +25,7 @@ from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .admission import Feed
+from .admission import RequestFeed
 from .batch import Batch, FluidBatch, MacroStep, RequestsView
 from .log import Entry, WorkerLog
 from .memoryless import MemorylessChoices, check_listed
@@ -131,7 +131,7 @@ class RolloutSimulator:
         self.choices = MemorylessChoices(self.selectors[0], regimes)
         return self
 
-    def rollout(self, requests: Requests, queues: list[list[int]], feed: Feed | None = None) -> SimulatedRollout:
+    def rollout(self, requests: Requests, queues: list[list[int]], feed: RequestFeed | None = None) -> SimulatedRollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission.
 
         With a `feed` they are those that it begins with.
@@ -278,7 +278,7 @@ class Worker:
         index: int,
         queue: list[int],
         rollout: SimulatedRollout,
-        feed: Feed | None = None,
+        feed: RequestFeed | None = None,
         tools: Tools | None = None,
     ) -> None:
         self.feed = feed
@@ -356,7 +356,8 @@ class Worker:
                 scheduler.evict(macro.context_tokens + macro.tokens)
                 self._call_tools(self.tools, macro.finished, env.now)
             if self.feed is not None:
-                for request in self.feed.finished(macro.finished, self.index):
+                room_tokens = 0.0 if scheduler.num_waiting else scheduler.room_tokens
+                for request in self.feed.finished(macro.finished, self.index, room_tokens):
                     self.rollout.worker_of[request] = self.index
                     scheduler.waiting.append((request, 0.0))
             scheduler.prefill(beside)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -157,7 +157,7 @@ def tune(
     what is found here. Raises ConfigError for a trace with fewer than two RL steps, a missing acceptance, and where no
     policy is possible.
     """
-    config = replace(config, **settings)
+    config = config.changed(settings, tune)
     began = time.perf_counter()
     each = isinstance(traces, list | tuple) and all(
         isinstance(one, str | Path | Trace | pd.DataFrame) for one in traces

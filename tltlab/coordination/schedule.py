@@ -1,10 +1,10 @@
-"""When idle workers train the drafter: always, every so many RL steps, or once acceptance drops; and its drift."""
+"""When idle workers train the drafter: always, now and then, once acceptance drops, while it pays; and its drift."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -15,24 +15,32 @@ from tltlab.config import FrozenModel
 from tltlab.state import DrafterState
 from tltlab.stats import student_margin
 
+from .gate import Attempt, TimedRollout, worth_training
+
 _ENOUGH_PAIRS = 4
 """Pairs of successive rollouts from which their noise can be told."""
+
+_NEWEST = 40
+"""Rollouts that the gated schedule looks back on; it does so before each."""
 
 _SURE = 1.5
 """Standard errors by which either of two means is given the benefit of the doubt before they count as different."""
 
 
 class ScheduleConfig(FrozenModel):
-    """When idle workers train: `never`, `always`, `every` so many RL steps, or when acceptance has dropped.
+    """When idle workers train: `never`, `always`, `every` so many RL steps, when acceptance has dropped, or `gated`.
 
-    It has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop` times
-    the best since the last training, by more than their noise: with 3,000 drafts a rollout, and rollouts that differ by
-    4 % anyway, a drafter that does not age is trained some 3 times in 100 RL steps, one that loses 0.5 % a step 8
-    times. Training also goes on while the last one that can be judged raised it by more than `drop`.
+    Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy that
+    neither was trained on, and training pauses while it brings less than it takes (`gate.worth_training`).
+
+    Acceptance has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop`
+    times the best since the last training, by more than their noise: with 3,000 drafts a rollout, and rollouts that
+    differ by 4 % anyway, a drafter that does not age is trained some 3 times in 100 RL steps, one that loses 0.5 % a
+    step 8 times. Training also goes on while the last one that can be judged raised it by more than `drop`.
     Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
     """
 
-    kind: Literal["never", "always", "every", "acceptance-drops"] = "acceptance-drops"
+    kind: Literal["never", "always", "every", "acceptance-drops", "gated"] = "acceptance-drops"
     every: Annotated[int, Field(ge=1)] = 10
     drop: Annotated[float, Field(ge=0, le=1)] = 0.03
 
@@ -52,7 +60,7 @@ class RolloutDrift:
     `accept_length` is the mean number of tokens per verified draft of the learned drafter, bonus included, over
     `drafts` of them; None where it drafted nothing. `drift_kl` is how far the policy update after it moved the target,
     in nats per token. `age` counts RL steps since the training numbered `training`, or, for the number 0, since the
-    first RL step.
+    first RL step. The rollout took `rollout_s` seconds for `tokens` tokens; 0 where nobody said.
     """
 
     rl_step: int
@@ -61,6 +69,8 @@ class RolloutDrift:
     drift_kl: float | None
     age: int
     training: int
+    rollout_s: float = 0.0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,8 @@ class DriftSummary:
 class TrainingSchedule:
     """Decides before each rollout whether idle workers train the drafter, and keeps the record of its drift.
 
-    Tell it `rollout_done` and, where updates were made, `trained`, in either order. A drafter trained in RL step r
+    Tell it `rollout_done` and, where updates were made, `attempted` and, if they went into service, `trained`, in any
+    order; only the gated kind listens to `attempted`. A drafter trained in RL step r
     serves from r + 1 on, so rollout r still speaks of the drafter before. With `pretrained` the drafter that the run
     begins with has been trained elsewhere.
 
@@ -100,6 +111,7 @@ class TrainingSchedule:
         self.pretrained = pretrained
         self.record: list[RolloutDrift] = []
         self.trainings: list[int] = []
+        self.attempts: list[Attempt] = []
         self._first: int | None = None
 
     def decide(self, rl_step: int, drafter: DrafterState, *, trusted: bool = True) -> Decision:
@@ -119,10 +131,24 @@ class TrainingSchedule:
             return Decision(
                 train=since >= self.config.every, reason=f"{since} of {self.config.every} RL steps since {last}"
             )
-        return self._dropped(rl_step)
+        return self._gated(rl_step) if self.config.kind == "gated" else self._dropped(rl_step)
+
+    def serves(self, attempt: Attempt) -> bool:
+        """Whether what came of a training goes into service: always, but for the gated kind, which judges it.
+
+        What was never trained gives way to anything.
+        """
+        return self.config.kind != "gated" or attempt.better or not (self.trainings or self.pretrained)
 
     def rollout_done(
-        self, rl_step: int, accept_length: float | None, drift_kl: float | None = None, *, drafts: int
+        self,
+        rl_step: int,
+        accept_length: float | None,
+        drift_kl: float | None = None,
+        *,
+        drafts: int,
+        rollout_s: float = 0.0,
+        tokens: int = 0,
     ) -> None:
         """Record a rollout, in place of an earlier record of its RL step; `RolloutDrift` explains the arguments."""
         first = self._begun(rl_step)
@@ -138,6 +164,8 @@ class TrainingSchedule:
                 drift_kl=drift_kl if drift_kl is not None and math.isfinite(drift_kl) else None,
                 age=rl_step - (before[-1] if before else min(first, rl_step)),
                 training=len(before),
+                rollout_s=rollout_s,
+                tokens=tokens,
             )
         )
         self.record.sort(key=lambda row: row.rl_step)
@@ -146,6 +174,11 @@ class TrainingSchedule:
         """The rollout of `rl_step` ended with `updates` more updates; none is no training."""
         if updates > 0 and rl_step not in self.trainings:
             self.trainings = sorted([*self.trainings, rl_step])
+
+    def attempted(self, attempt: Attempt) -> None:
+        """Workers trained in a rollout, whatever became of it; in place of an earlier attempt in that RL step."""
+        others = [other for other in self.attempts if other.rl_step != attempt.rl_step]
+        self.attempts = sorted([*others, attempt], key=lambda other: other.rl_step)
 
     def summary(self) -> DriftSummary:
         """How the drafter ages, from all rollouts that follow one another without training in between.
@@ -172,6 +205,7 @@ class TrainingSchedule:
         return {
             "record": [asdict(row) for row in self.record],
             "trainings": list(self.trainings),
+            "attempts": [asdict(attempt) for attempt in self.attempts],
             "first": self._first,
         }
 
@@ -179,6 +213,8 @@ class TrainingSchedule:
         """Go back to what `state_dict` gave."""
         self.record = [RolloutDrift(**row) for row in state["record"]]
         self.trainings = list(state["trainings"])
+        # Checkpoints of before there was a gate have none.
+        self.attempts = [Attempt(**attempt) for attempt in state.get("attempts", ())]
         self._first = state["first"]
 
     def _begun(self, rl_step: int) -> int:
@@ -201,19 +237,50 @@ class TrainingSchedule:
             return Decision(train=bool(gain), reason=gain or "nothing was drafted since the last training")
         if gain := self._gain(rows, len(self.trainings), noise):
             return Decision(train=True, reason=gain)
+        if fallen := self._fallen(now, noise):
+            best, mean, first = fallen
+            steps = f"RL step {first.rl_step}" + ("" if first is now[-1] else f" to {now[-1].rl_step}")
+            return Decision(train=True, reason=f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
+        best = self._best(now, noise)[0]
+        return Decision(train=False, reason=f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
+
+    def _gated(self, rl_step: int) -> Decision:
+        rows = [row for row in self.record if row.rl_step < rl_step]
+        attempts = [attempt for attempt in self.attempts if attempt.rl_step < rl_step]
+        last = attempts[-1] if attempts else Attempt(rl_step=-1)
+        since = [row for row in rows if row.accept_length is not None and row.rl_step >= last.rl_step]
+        if since and since[0].rl_step == last.rl_step and last.better:
+            # Of the drafter before; what it was expected to rise to.
+            since[0] = replace(since[0], accept_length=(since[0].accept_length or 1.0) * math.exp(last.gain))
+        fallen = self._fallen(since[-_NEWEST:], self._noise())
+        timed = [
+            TimedRollout(rl_step=r.rl_step, rollout_s=r.rollout_s, tokens=r.tokens, accept_length=r.accept_length)
+            for r in rows
+        ]
+        train, reason = worth_training(rl_step, timed, attempts, 1.0 - fallen[1] / fallen[0] if fallen else 0.0)
+        return Decision(train=train, reason=reason)
+
+    def _best(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float]:
+        """The best accepted length among rollouts, and what it surely was."""
         level = _pooled(now, noise)[0]
         # The maximum over many rollouts finds the luckiest: those of few drafts set no record.
         few = float(np.median([row.drafts for row in now])) / 2
         # A drafter is at its best right after training: so the first rollouts together count as one too.
         runs = [*([row] for row in now if row.drafts >= few), *(now[:end] for end in range(2, len(now)))]
         best, low = max((_pooled(run, noise, level) for run in runs), key=lambda found: found[0] - found[1])
-        low = best - low
+        return best, best - low
+
+    def _fallen(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float, RolloutDrift] | None:
+        """The best accepted length and the latest one, with its first rollout, where it is surely lower by `drop`."""
+        if not now:
+            return None
+        level = _pooled(now, noise)[0]
+        best, low = self._best(now, noise)
         for first in reversed(range(len(now))):
             mean, error = _pooled(now[first:], noise, level)
             if mean + error < (1 - self.config.drop) * low:
-                steps = f"RL step {now[first].rl_step}" + ("" if first == len(now) - 1 else f" to {now[-1].rl_step}")
-                return Decision(train=True, reason=f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
-        return Decision(train=False, reason=f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
+                return best, mean, now[first]
+        return None
 
     def _gain(self, rows: Sequence[RolloutDrift], training: int, noise: float) -> str:
         """What a training raised, by more than `drop`, between the rollouts about it; empty if nothing."""

@@ -71,6 +71,18 @@ _ROWS = (
         question="Which policy comes closest to the best fixed strategy in hindsight, over many traces and regimes?",
         takes="10 minutes; 2 with --fast",
     ),
+    Experiment(
+        name="drift",
+        module="simulated.drift",
+        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
+        takes="1 minute; seconds with --fast",
+    ),
+    Experiment(
+        name="lengths",
+        module="simulated.lengths",
+        question="What do prompts, history, siblings and what was generated so far say of how long a response will be?",
+        takes="2 minutes; half a minute with --fast",
+    ),
 )
 EXPERIMENTS = {row.name: row for row in _ROWS}
 

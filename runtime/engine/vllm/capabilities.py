@@ -168,6 +168,22 @@ class Sources:
             names.update(name for name in wanted.parameters if self._member(module, node, name) is not None)
         return names.issuperset(wanted.parameters)
 
+    def values(self, touch: str) -> list[Any]:
+        """The constants that a method returns, or a name of a module stands for; none where it is not so simple."""
+        wanted = _Touch.of(touch)
+        found = self._named(wanted.module, wanted.path[0])
+        node: ast.AST | None = found[1] if found is not None else None
+        if isinstance(node, ast.ClassDef):
+            node = self._member(wanted.module, node, wanted.path[1])
+        if isinstance(node, ast.FunctionDef):
+            node = next((part for part in node.body if isinstance(part, ast.Return)), None)
+        value = getattr(node, "value", None) or ast.Constant(None)
+        try:
+            constants = ast.literal_eval(value.slice if isinstance(value, ast.Subscript) else value)
+        except (ValueError, TypeError):
+            return []
+        return list(constants) if isinstance(constants, list | tuple) else []
+
     def _member(self, module: str, cls: ast.ClassDef, name: str) -> ast.AST | None:
         """What a class or one of its bases defines by a name, in its body or on `self`."""
         if cls not in self._classes:
@@ -252,6 +268,19 @@ def _parameters(node: ast.AST | None) -> set[str]:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return set()
     return {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+
+
+def cpu_head_sizes() -> list[int]:
+    """The head sizes of attention on the CPU in the vLLM that is installed, which is not imported; none unknown."""
+    sources = Sources.installed()
+    touch = "v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes"
+    return sources.values(touch) if sources is not None else []
+
+
+def dtypes() -> list[str]:
+    """The names that `dtype` may have in the vLLM that is installed, which is not imported; none unknown."""
+    sources = Sources.installed()
+    return sources.values("config.model:ModelDType") if sources is not None else []
 
 
 def has_each(sources: Sources) -> dict[str, bool]:

@@ -25,6 +25,7 @@ import torch
 import tltlab
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.messages import Event
+from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter import processes as trainer_processes
@@ -281,6 +282,43 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         resumed.close()
         for worker in workers:
             worker.feed.close()
+
+
+def test_through_a_gate_goes_only_what_drafts_better_on_what_nobody_learned_from(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+):
+    run = story.run
+    monkeypatch.setattr(run, "schedule", TrainingSchedule(ScheduleConfig(kind="gated"), pretrained=True))
+    for forgets, passes in ((forget_served, True), (forget_trained, False)):
+        before = run.served
+        story.rollout(1)
+        until(lambda before=before: story.updates(1) > before.updates)  # type: ignore[misc]
+        run.rollout_ends(story.rl_step)
+        story.trainers(forgets)
+        story.end()
+        assert (run.served.updates > before.updates) is passes
+        attempt = run.schedule.attempts[-1]
+        assert (attempt.rl_step, attempt.better) == (story.rl_step, passes)
+        # It is not sure that training pays now: the next rollout is to train in any case.
+        run.schedule.attempts.clear()
+    said = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()][-4:]
+    assert any("does not serve" in json.dumps(event) for event in said)
+    run.training.publish(run.served)  # type: ignore[union-attr]
+    assert set(story.trainers(SpotTrainer.num_updates)) == {run.served.updates}
+
+
+def forget_served(trainer: SpotTrainer) -> None:
+    forget(next(reversed(trainer._published.values()))[1])
+
+
+def forget_trained(trainer: SpotTrainer) -> None:
+    forget(trainer.training.head)
+
+
+def forget(head: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for value in head.parameters():
+            value.zero_()
 
 
 def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:

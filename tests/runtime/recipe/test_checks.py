@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tltlab.cli import app as cli
+from tltlab.runtime.recipe import checks
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -130,6 +132,9 @@ def test_a_dry_run_prints_its_plan_alone_and_imports_nothing_heavy(place: Path):
     assert ran.stderr.split() == ["imported"]
 
 
+ROW = '{"prompt": "1 + 1", "answer": "2"}\n'
+
+
 @pytest.mark.parametrize(
     ("files", "override", "said"),
     [
@@ -142,14 +147,17 @@ def test_a_dry_run_prints_its_plan_alone_and_imports_nothing_heavy(place: Path):
         ),
         (
             {
-                "t.jsonl": '{"prompt": "1 + 1", "answer": "2"}',
+                "t.jsonl": 24 * ROW,
                 "bad.py": "def reward(p, r, a): return 1 / int(r == '3')",
             },
             "reward=bad:reward",
             "reward raised ZeroDivisionError: division by zero for the first row of t.jsonl",
         ),
+        ({"t.jsonl": 3 * ROW}, "seed=1", "rollout.prompts_per_step = 24, but t.jsonl has 3 prompts: set it to 3 or"),
+        ({}, "rollout.vllm.max_model_len=700", "max_response_tokens = 768, but rollout.vllm.max_model_len = 700"),
+        ({"m/config.json": json.dumps(SHAPE | {"vocab_size": 2_000_000})}, "seed=1", "m has 256 M. Set it; 1e-6 is"),
     ],
-    ids=["column", "answer", "context", "reward"],
+    ids=["column", "answer", "context", "reward", "prompts", "max_model_len", "lr"],
 )
 def test_a_dry_run_reads_the_first_rows_and_tries_the_reward(place: Path, capsys, files, override: str, said: str):
     for name, text in files.items():
@@ -157,3 +165,52 @@ def test_a_dry_run_reads_the_first_rows_and_tries_the_reward(place: Path, capsys
     code, out, err = train(capsys, "recipe.toml", override, "--dry-run")
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
+
+
+def test_a_learning_rate_that_is_set_is_taken(place: Path, capsys):
+    (place / "m" / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 2_000_000}))
+    assert train(capsys, "recipe.toml", "train.lr=1e-6", "--dry-run")[0] == 0
+
+
+def test_heads_and_types_that_the_cpu_engine_lacks_are_told_by_what_vllm_says_of_itself(place: Path, capsys):
+    if find_spec("vllm") is None:  # importing it takes long, and nobody does
+        pytest.skip("no engine installed: extra 'runtime' or 'runtime-cpu'")
+    (place / "m" / "config.json").write_text(json.dumps(SHAPE | {"head_dim": 20}))
+    code, _, err = train(capsys, "recipe.toml", "rollout.vllm.dtype=floa16", "--dry-run")
+    assert code == 2
+    assert "the heads of m have 20 numbers, and vLLM's attention on the CPU takes 32, 64, " in err.splitlines()[-1]
+    assert "rollout.vllm.dtype = 'floa16': vLLM has auto, half, float16, bfloat16" in err.splitlines()[-1]
+    assert "did you mean 'float16'" in err.splitlines()[-1]
+    code, _, err = train(capsys, "recipe.toml", "cluster.gpus_per_node=3", "--dry-run")
+    assert code == 0, f"other attention has other heads: {err}"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=1", "the tokenizer of m has 24 tokens and the model 20: they are not of one model"),
+        ("data.chat=true", "tokenizer has no chat template"),
+        ("rollout.vllm.max_model_len=3", "the first prompt of t.jsonl has 3 tokens, and the context of 3 must hold it"),
+    ],
+)
+def test_the_first_prompt_is_rendered_with_the_models_own_tokenizer(
+    place: Path, capsys, random_model: Path, override: str, said: str
+):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (place / "m" / name).write_bytes((random_model / name).read_bytes())
+    (place / "t.jsonl").write_text(24 * '{"prompt": "w1 w2 w3", "answer": "w4"}\n')
+    size = 20 if override == "seed=1" else 24
+    (place / "m" / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": size}))
+    code, _, err = train(capsys, "recipe.toml", override, "rollout.max_response_tokens=3", "--dry-run")
+    assert code == 2
+    assert said in err.splitlines()[-1]
+    assert train(capsys, "recipe.toml", "rollout.max_response_tokens=3", "--dry-run")[0] == (0 if size == 24 else 2)
+
+
+def test_a_reward_that_never_returns_is_not_waited_for(place: Path, capsys, monkeypatch):
+    (place / "t.jsonl").write_text(24 * ROW)
+    (place / "slow.py").write_text("import threading\ndef reward(p, r, a): return threading.Event().wait()\n")
+    monkeypatch.setattr(checks, "IMPORTS_S", 0.0)
+    code, _, err = train(capsys, "recipe.toml", "reward=slow:reward", "reward_pool.timeout_s=0.01", "--dry-run")
+    assert code == 2
+    assert "reward took more than 0.01 s for the first row of t.jsonl" in err.splitlines()[-1]

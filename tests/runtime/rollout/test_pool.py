@@ -353,6 +353,36 @@ def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
     assert pool._deaths_so_far() == [1, 1]
 
 
+@ray.remote
+class Aborting:
+    """A worker whose process ends while its engine is built, as one does that a kernel aborts."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self) -> None:
+        os.write(2, b"building\nterminate called: no kernel for this machine\n")
+        os._exit(7)
+
+
+def test_what_a_process_said_last_is_told_where_each_dies_at_its_start(
+    on_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)
+    pool = pool_of(load_recipe(recipe_file), tmp_path)
+    try:
+        with pytest.raises(
+            RunError, match=r"no engine can start: .*it said last: .*terminate called: no kernel for this machine$"
+        ):
+            pool.start()
+    finally:
+        pool.close()
+    assert pool._deaths_so_far() == [1, 1]
+
+
 def test_a_start_that_takes_too_long_ends_the_run(on_ray: None, recipe_file: Path, tmp_path: Path):
     recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
     pool = pool_of(recipe, tmp_path)

@@ -1,0 +1,129 @@
+"""`tltlab sweep`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.charts import FORMATS, save_figure
+from tltlab.console import AllowCode, Json, emit, made_by, progress, progress_bar, table
+from tltlab.errors import ConfigError
+from tltlab.files import write_file, write_json
+from tltlab.policies.specs import code_allowed
+from tltlab.sim.config import SimulationConfig
+from tltlab.traces.trace import read
+
+from . import options
+
+_ENDINGS = (".csv", ".json", *FORMATS)
+
+
+def sweep(
+    trace: Annotated[Path, typer.Argument(help="A trace or RUN folder, or a file of lengths.")],
+    policies: Annotated[
+        str, typer.Option(help="Names, drafts (ngram:4@8), files or package.module:Class, with commas between.")
+    ] = "beg-mab",
+    workers: Annotated[str | None, typer.Option(help="Rollout workers, such as 1,2,4.")] = None,
+    caps: Annotated[str | None, typer.Option(help="Caps that responses are cut at, such as 8192,16384.")] = None,
+    group_sizes: Annotated[str | None, typer.Option(help="First samples of each prompt to keep, such as 4,8.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="In place of workers and costs, such as 4xH100,8xH100.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --gpus: as what-if's. [default: Qwen2.5-7B]")] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Chances that a drafted token is accepted, such as 0.5,0.7,0.85, or models.")
+    ] = None,
+    costs: options.Costs = None,
+    mode: options.Mode = "fluid",
+    rl_steps: options.RlSteps = None,
+    decision_block: options.DecisionBlock = 1,
+    seed: options.Seed = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the points.")] = 1,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write .csv, .json, or .png or .svg (a heat map); an interrupted sweep goes on.")
+    ] = None,
+    allow_code: AllowCode = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate policies at every combination of workers, caps, group sizes, GPUs and acceptance: a table, a heat map.
+
+    Speed-ups are over plain decoding at the same point. With --out each point is kept as it ends, in OUT.points, until
+    all are done: the same command goes on where it was interrupted, also with more values.
+
+    Example: tltlab sweep traces/tiny --workers 1,2,4 --acceptance 0.5,0.7 --policies ngram:4,beg-mab --out sweep.csv
+    """
+    from tltlab.sim.tuning.grid import Axes, sweep_grid
+    from tltlab.sim.what_if import MODEL
+
+    if out is not None and (out.is_dir() or out.suffix not in _ENDINGS):
+        raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
+    if gpus is not None and costs is not None:
+        raise ConfigError("--gpus bring their costs: leave out --costs")
+    if model is not None and gpus is None:
+        raise ConfigError("--model is what runs on --gpus: give those too")
+    axes = Axes(
+        workers=_numbers("--workers", workers), caps=_numbers("--caps", caps),
+        group_sizes=_numbers("--group-sizes", group_sizes), gpus=_words(gpus), acceptance=_words(acceptance),
+        model=model or MODEL,
+    )  # fmt: skip
+    source = read(trace)
+    config = SimulationConfig(
+        costs=costs, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block,
+    )  # fmt: skip
+    journal = None if out is None else out.with_name(out.name + ".points")
+    with progress_bar("points", len(axes.points())) as done, code_allowed(allow_code or ()):
+        grid = sweep_grid(
+            source, axes, policies, config, jobs=jobs, ray_address=ray_address, journal=journal, done=done
+        )
+    if grid.resumed:
+        progress(f"{grid.resumed} points were done before")
+    rows: list[dict[str, Any]] = json.loads(grid.frame.to_json(orient="records", double_precision=15))
+    result: dict[str, Any] = {
+        "points": rows,
+        "axes": {name: list(getattr(axes, name)) for name in axes.names},
+        "figures": "simulated",
+    }
+    result |= {"trace": source.manifest.name or str(trace), "resumed": grid.resumed, "seed": seed}
+    result |= made_by("numpy", "scipy", "simpy")
+    if out is not None:
+        if out.suffix == ".csv":
+            write_file(out, grid.frame.to_csv(index=False))
+        elif out.suffix == ".json":
+            write_json(out, result)
+        else:
+            save_figure(grid.plot(), out)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
+    names = [*axes.names, "policy"]
+    cells = [
+        (*(row[name] for name in names), f"{row['makespan_s']:.4g}", f"{row['speed_up']:.2f}x", _interval(row))
+        for row in rows
+    ]
+    lines = [
+        table([*names, "rollout s", "speed-up", "95 % interval"], cells, left=len(names)),
+        "speed-up: over plain decoding (none) at the same point; all simulated",
+        *([] if out is None else [f"wrote {out}"]),
+    ]
+    emit(result, as_json=as_json, text="\n".join(lines))
+
+
+def _interval(row: dict[str, Any]) -> str:
+    low, high = row["speed_up_low"], row["speed_up_high"]
+    return "one RL step only" if low is None else f"[{low:.2f}, {high:.2f}]"
+
+
+def _words(given: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (given or "").split(",") if word.strip())
+
+
+def _numbers(option: str, given: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(given))
+    except ValueError as error:
+        raise ConfigError(f"{option} {given!r}: give whole numbers with commas between, such as 1,2,4") from error

@@ -1,0 +1,268 @@
+"""A grid over workload, machine and policy, simulated by points: in parallel, resumable, a table and a heat map."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from joblib import Parallel, delayed
+
+from tltlab.acceptance.load import load_acceptance
+from tltlab.errors import ConfigError, InputError
+from tltlab.files import parse_json
+from tltlab.sim.config import SimulationConfig
+from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
+from tltlab.sim.sweep import backend, makespans, ratio_columns
+from tltlab.sim.what_if import MODEL, Machine
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BASELINE = "none"
+_MOST_PANELS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The values of each axis; an empty one stays as the trace and the settings have it.
+
+    `workers` and `gpus` (such as 8xH100, with `model`) say where, `caps` cut responses, `group_sizes` keep the first
+    samples of each prompt, `acceptance` are chances that a drafted token is accepted, or models as `simulate` takes.
+    Raises ConfigError for a value that is no such thing, or comes twice.
+    """
+
+    workers: tuple[int, ...] = ()
+    caps: tuple[int, ...] = ()
+    group_sizes: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    acceptance: tuple[str, ...] = ()
+    model: str = MODEL
+
+    def __post_init__(self) -> None:
+        if self.gpus and self.workers:
+            raise ConfigError("GPUs say how many workers there are: sweep over one of the two")
+        for name in self.names:
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ConfigError(f"{name}: a value comes twice in {', '.join(map(str, values))}")
+            if any(isinstance(value, int) and value < 1 for value in values):
+                raise ConfigError(f"{name} are whole numbers above 0, got {', '.join(map(str, values))}")
+        for given in self.gpus:
+            Machine.of(given, self.model)
+        for given in self.acceptance:
+            load_acceptance(_acceptance(given))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that have values, in the order of their columns."""
+        every = (field.name for field in fields(self) if field.name != "model")
+        return tuple(name for name in every if getattr(self, name))
+
+    def points(self) -> list[dict[str, Any]]:
+        """A dict for each combination of values; a single one, which is empty, without any."""
+        return [
+            dict(zip(self.names, values, strict=True)) for values in product(*(getattr(self, n) for n in self.names))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Grid:
+    """Rows of `frame`: a point's values, `policy`, `makespan_s`, and `speed_up` over plain decoding at the same point
+    with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
+
+    `resumed` of the points had been done before.
+    """
+
+    frame: pd.DataFrame
+    axes: Axes
+    resumed: int
+
+    def __repr__(self) -> str:
+        return f"<Grid of {len(self.frame)} simulations over {', '.join((*self.axes.names, 'policy'))}>"
+
+    def _repr_html_(self) -> str:
+        return self.frame.to_html(index=False, float_format=lambda value: f"{value:.4g}")
+
+    def to_frame(self) -> pd.DataFrame:
+        return self.frame
+
+    def plot(self) -> Figure:
+        """A heat map of speed-ups over the two axes with most values, a panel for each policy, else over policies.
+
+        Other axes are averaged over, which the title says.
+        """
+        from tltlab.charts import heat_maps
+
+        frame, sizes = self.frame, {name: len(getattr(self.axes, name)) for name in self.axes.names}
+        across = sorted((name for name in sizes if sizes[name] > 1), key=lambda name: -sizes[name])
+        x = across[0] if across else next(iter(sizes), None)
+        if x is None:
+            frame, x = frame.assign(trace="trace"), "trace"
+        y = across[1] if len(across) > 1 else "policy"
+        panels = frame.groupby("policy", sort=False) if y != "policy" else [("all policies", frame)]
+        tables = {
+            str(name): rows.pivot_table(index=y, columns=x, values="speed_up", sort=False, aggfunc="mean")
+            for name, rows in panels
+            if y == "policy" or name != BASELINE
+        }
+        rest = [name for name in across[2:] if name not in (x, y)]
+        mean = f", mean over {', '.join(rest)}" if rest else ""
+        return heat_maps(dict(list(tables.items())[:_MOST_PANELS]), xlabel=x, ylabel=y,
+                         title=f"times as fast as without speculation (simulated{mean})")  # fmt: skip
+
+
+def sweep_grid(
+    trace: Trace,
+    axes: Axes,
+    policies: Sequence[str] | Mapping[str, Any] | str,
+    config: SimulationConfig = SimulationConfig(),
+    *,
+    jobs: int = 1,
+    ray_address: str | None = None,
+    journal: Path | None = None,
+    done: Callable[[str], None] = lambda point: None,
+) -> Grid:
+    """Simulate every policy at every point, with the same luck at each. O(points x policies) simulations.
+
+    `jobs` processes, or a Ray cluster as in `sweep`, share the points; the numbers do not depend on them. `journal` is
+    a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
+    ended, with more values of an axis too, and another one is refused. `done` hears of each point.
+    Raises ConfigError, before anything is simulated, for what cannot be.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    chosen = {BASELINE: named_policies(BASELINE)[BASELINE]} | named_policies(policies)
+    points = axes.points()
+    widest = trace.workload.groupby(["rl_step", "prompt_id"]).size().max()
+    if any(size > widest for size in axes.group_sizes):
+        raise ConfigError(
+            f"group sizes: the trace has {widest} responses per prompt, asked were {max(axes.group_sizes)}"
+        )
+    question = json.dumps(
+        {
+            "responses": trace.num_rows("outcomes"),
+            "tokens": int(trace.outcomes["response_tokens"].sum()),
+            "policies": {name: _told(policy) for name, policy in chosen.items()},
+            "settings": {f.name: str(value) for f in fields(config) if (value := getattr(config, f.name)) is not None},
+            "model": axes.model if axes.gpus else None,
+        },
+        sort_keys=True,
+    )
+    rows_of = _resumed(journal, question)
+    left = [point for point in points if _key(point) not in rows_of]
+    resumed = len(points) - len(left)
+    if journal is not None and not journal.exists():
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        _append(journal, question)
+    for point in points:
+        if _key(point) in rows_of:
+            done(_named(point))
+    with backend(ray_address, jobs) as num_jobs:
+        for first in range(0, len(left), num_jobs):
+            batch = left[first : first + num_jobs]
+            if num_jobs == 1:
+                results = [_rows(trace, axes, config, chosen, point) for point in batch]
+            else:
+                results = Parallel(n_jobs=num_jobs)(delayed(_rows)(trace, axes, config, chosen, p) for p in batch)
+            for point, rows in zip(batch, results, strict=True):
+                rows_of[_key(point)] = rows
+                if journal is not None:
+                    _append(journal, json.dumps([_key(point), rows]))
+                done(_named(point))
+    frame = pd.DataFrame([point | row for point in points for row in rows_of[_key(point)]])
+    return Grid(frame=frame, axes=axes, resumed=resumed)
+
+
+def _rows(
+    trace: Trace, axes: Axes, config: SimulationConfig, policies: Mapping[str, PolicyLike], point: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A point's rows, one per policy."""
+    scenario = _scenario(trace, axes, config, point)
+    seconds = {name: np.array(steps) for name, steps in makespans(scenario, policies).items()}
+    rows = []
+    for name, steps in seconds.items():
+        # The ratio of plain decoding to the policy: its interval is that of the speed-up.
+        columns = ratio_columns("speed_up", seconds[BASELINE], steps, config.seed)
+        known = {key: None if value != value else value for key, value in columns.items()}
+        rows.append({"policy": name, "makespan_s": float(steps.mean())} | known)
+    return rows
+
+
+def _scenario(trace: Trace, axes: Axes, config: SimulationConfig, point: Mapping[str, Any]) -> Scenario:
+    changes: dict[str, Any] = {}
+    if "group_sizes" in point:
+        # What lies beside the trace, or was measured of all its responses.
+        changes = {"costs": config.find_costs(trace)[0], "acceptance": config.find_acceptance(trace)[0]}
+        trace = _first_samples(trace, point["group_sizes"])
+    if "caps" in point:
+        changes["max_response_tokens"] = point["caps"]
+    if "workers" in point:
+        changes["workers"] = point["workers"]
+    if "gpus" in point:
+        longest = int(trace.outcomes["response_tokens"].max() + trace.workload["prompt_tokens"].max())
+        machine = Machine.of(point["gpus"], axes.model, tokens=min(longest, point.get("caps", longest)))
+        changes |= {"costs": machine.costs, "workers": machine.workers}
+    if "acceptance" in point:
+        changes["acceptance"] = load_acceptance(_acceptance(point["acceptance"]))
+    return Scenario.of(trace, replace(config, **changes))
+
+
+def _first_samples(trace: Trace, size: int) -> Trace:
+    """With so many samples of each prompt, and nothing of the others."""
+    rank = trace.workload.sort_values("sample").groupby(["rl_step", "prompt_id"]).cumcount().sort_index()
+    workload = trace.workload[rank < size]
+    outcomes = trace.outcomes.merge(workload[list(KEY)], on=list(KEY))
+    return Trace.from_tables(trace.manifest, {"workload": workload, "outcomes": outcomes})
+
+
+def _acceptance(given: str) -> str:
+    """A bare number is the chance that a drafted token is accepted."""
+    try:
+        return f"geometric:{float(given)}"
+    except ValueError:
+        return given
+
+
+def _told(policy: PolicyLike) -> Any:
+    """What tells a policy from another in a journal."""
+    dump = getattr(policy, "model_dump", None)
+    return dump(mode="json") if dump is not None else repr(getattr(policy, "name", policy))
+
+
+def _resumed(journal: Path | None, question: str) -> dict[str, list[dict[str, Any]]]:
+    """What a journal holds by point; a last line that was cut off is as if it had never been written."""
+    if journal is None or not journal.exists():
+        return {}
+    head, *lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+    if head.rstrip("\n") != question:
+        raise ConfigError(
+            f"{journal} is of another sweep (trace, settings or policies): delete it, or name another --out"
+        )
+    whole = [parse_json(line) for line in lines if line.endswith("\n")]
+    if lines and not lines[-1].endswith("\n"):
+        journal.write_text(head + "".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+    return dict(whole)
+
+
+def _append(journal: Path, line: str) -> None:
+    try:
+        with journal.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise InputError(f"cannot write {journal}: {error.strerror}") from error
+
+
+def _key(point: Mapping[str, Any]) -> str:
+    return json.dumps(point, sort_keys=True)
+
+
+def _named(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in point.items()) or "the trace as it is"

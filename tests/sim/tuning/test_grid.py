@@ -1,0 +1,130 @@
+"""`sweep` over workload, machine and policy: each point is what `simulate` gives, and an interrupted sweep goes on."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import tltlab
+from tltlab.errors import ConfigError
+from tltlab.sim.cli.sweep import sweep as command
+from tltlab.sim.config import SimulationConfig
+from tltlab.sim.tuning.grid import Axes, Grid, sweep_grid
+from tltlab.sim.what_if import Machine
+
+FRAME = pd.DataFrame(
+    [(step, f"g{n // 4}", 20, 30 + 40 * (n % 4) + 900 * (n == 7) + step) for step in range(2) for n in range(16)],
+    columns=["step", "group", "prompt_len", "response_length"],
+)
+CONFIG = SimulationConfig(costs="cpu-small")
+AXES = Axes(workers=(1, 2), acceptance=("0.5", "0.8"))
+
+
+def grid(axes: Axes = AXES, **options) -> Grid:
+    return sweep_grid(tltlab.read(FRAME), axes, "ngram:4", CONFIG, **options)
+
+
+def test_each_point_is_what_simulate_gives_and_its_speed_up_is_over_plain_decoding():
+    frame = grid().to_frame()
+    assert frame["policy"].tolist() == ["none", "ngram:4"] * 4
+    for row in frame.to_dict("records"):
+        settings = {"costs": "cpu-small", "workers": row["workers"], "acceptance": f"geometric:{row['acceptance']}"}
+        seconds, plain = (tltlab.simulate(FRAME, policy, **settings).makespan_s for policy in (row["policy"], "none"))
+        assert row["makespan_s"] == seconds
+        assert row["speed_up"] == pytest.approx(plain / seconds, rel=1e-12)
+        assert row["speed_up_low"] <= row["speed_up"] <= row["speed_up_high"]
+
+
+def test_caps_cut_responses_group_sizes_keep_first_samples_and_gpus_bring_costs():
+    frame = grid(Axes(caps=(100,), group_sizes=(2, 4), gpus=("2xH100",), acceptance=("0.7",))).to_frame()
+    machine = Machine.of("2xH100", "Qwen2.5-7B", tokens=200)
+    for size in (2, 4):
+        kept = FRAME[FRAME.groupby(["step", "group"]).cumcount() < size]
+        expected = tltlab.simulate(kept, costs=machine.costs, workers=machine.workers, max_response_tokens=100)
+        assert frame[(frame.group_sizes == size) & (frame.policy == "none")]["makespan_s"].item() == pytest.approx(
+            expected.makespan_s, rel=1e-12
+        )
+
+
+def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
+    journal, told = tmp_path / "deep" / "s.points", []
+
+    class Interrupted(Exception):
+        pass
+
+    def twice(point: str) -> None:
+        told.append(point)
+        if len(told) == 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        grid(journal=journal, done=twice)
+    with journal.open("a") as file:
+        file.write('["half a li')  # as a killed process leaves it
+    more = Axes(workers=(1, 2, 3), acceptance=("0.5", "0.8"))
+    again = grid(more, journal=journal)
+    assert again.resumed == 2
+    assert again.frame.equals(grid(more).frame)
+    assert grid(more, journal=journal).resumed == 6
+    with pytest.raises(ConfigError, match="of another sweep"):
+        sweep_grid(tltlab.read(FRAME), more, "ngram:8", CONFIG, journal=journal)
+
+
+def test_a_heat_map_has_a_panel_per_policy_or_policies_for_rows():
+    figure = grid().plot()
+    assert [axes.get_title(loc="left").startswith("ngram:4: times") for axes in figure.axes] == [True]
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("workers", "acceptance")
+    (axes,) = grid(Axes(workers=(1, 2), acceptance=("0.8",))).plot().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "ngram:4"]
+    assert "4 simulations" in repr(grid(Axes(workers=(2,), acceptance=("0.5", "0.8"))))
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"workers": (1,), "gpus": ("1xH100",)}, "sweep over one of the two"),
+        ({"workers": (1, 1)}, "comes twice in 1, 1"),
+        ({"caps": (0,)}, "caps are whole numbers above 0"),
+        ({"gpus": ("8xZ1",)}, "unknown GPU 'Z1'"),
+        ({"acceptance": ("1.5",)}, "1.5"),
+    ],
+)
+def test_what_cannot_be_swept_is_a_sentence(axes: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        Axes(**axes)
+
+
+def test_a_group_size_that_the_trace_has_not_is_a_sentence():
+    with pytest.raises(ConfigError, match="the trace has 4 responses per prompt, asked were 8"):
+        grid(Axes(group_sizes=(8,)))
+
+
+def run(*args: object) -> str:
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path):
+    FRAME.to_csv(tmp_path / "lengths.csv", index=False)
+    asked = (tmp_path / "lengths.csv", "--workers", "1,2", "--acceptance", "0.8", "--costs", "cpu-small")
+    asked = (*asked, "--policies", "ngram:4")
+    result = json.loads(run(*asked, "--json", "--out", tmp_path / "s.csv"))
+    assert result["axes"] == {"workers": [1, 2], "acceptance": ["0.8"]}
+    written = pd.read_csv(tmp_path / "s.csv")["speed_up"].tolist()
+    assert [row["speed_up"] for row in result["points"]] == pytest.approx(written, rel=1e-12)
+    text = run(*asked, "--out", tmp_path / "s.svg")
+    assert "speed-up: over plain decoding" in text
+    assert f"{result['points'][1]['speed_up']:.2f}x" in text
+    assert (tmp_path / "s.svg").read_text().startswith("<?xml")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.csv", "s.csv", "s.svg"]
+    with pytest.raises(ConfigError, match="whole numbers"):
+        run(tmp_path / "lengths.csv", "--workers", "two")
+    with pytest.raises(ConfigError, match=r"ends in \.csv"):
+        run(tmp_path / "lengths.csv", "--out", tmp_path / "s.txt")

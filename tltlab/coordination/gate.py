@@ -1,0 +1,195 @@
+"""Whether one more training of the drafter is worth its time, from what earlier ones took and brought.
+
+Training again and again at a fixed price against a loss that grows until it is done is the problem of economic lot
+size (Harris 1913): for a steady drift, time is least where the loss since the last training has come to its price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PROBE_SHARE = 0.003
+"""Share of the rollouts' time that trainings may take whose worth is not known, or which brought too little."""
+
+CONTROL_EVERY = 20
+"""After so many trained rollouts in a row one goes without, to see what training takes."""
+
+LASTS = 10, 50
+"""RL steps that a lasting gain counts for, at least and at most: in between, as many as there were already."""
+
+_WINDOW = 40
+_ATTEMPTS = 12
+_FORGET = 0.7
+_PAIR_NOISE, _TEXT_NOISE = 0.005, 0.04
+_SLOWDOWN_SD = 0.15
+_ELASTICITY, _ELASTICITY_SD = 0.7, 0.3
+_NOISE, _NOISE_ROLLOUTS = 0.04, 4.0
+
+
+def tokens_per_draft(chances: Sequence[float]) -> float:
+    """Expected tokens of a draft with its bonus token, from each token's chance given that those before were kept.
+
+    >>> tokens_per_draft([0.5, 0.5])
+    1.75
+    """
+    return 1.0 + float(np.cumprod(np.asarray(chances, np.float64)).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A training: it held the rollout of `rl_step` up by `delay_s`.
+
+    `candidate` and `served` are the tokens per draft of what came of it and of what was in service, on the same
+    responses of the newest policy, which neither was trained on; None where there were none.
+    """
+
+    rl_step: int
+    delay_s: float = 0.0
+    candidate: float | None = None
+    served: float | None = None
+
+    @property
+    def better(self) -> bool:
+        """Whether it is sure to be better than what serves, and may go into service."""
+        return self.candidate is not None and self.served is not None and self.candidate > self.served
+
+    @property
+    def gain(self) -> float:
+        """Logarithm of the ratio of tokens per draft; 0 where it is not known."""
+        return math.log(self.candidate / self.served) if self.candidate and self.served else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRollout:
+    """A rollout of `rollout_s` seconds, any delay by a training included, and `tokens` tokens.
+
+    `accept_length` is the mean number of tokens per draft of the learned drafter, None where it drafted nothing.
+    """
+
+    rl_step: int
+    rollout_s: float
+    tokens: int
+    accept_length: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCost:
+    """What training takes of a rollout of `rollout_s` seconds.
+
+    It stretches it by the share `slowdown`, known to a standard error of `slowdown_error`, and holds it up by
+    `delay_s`; `elasticity` is the share by which a rollout is shorter per share that accepted lengths are longer.
+    """
+
+    rollout_s: float
+    slowdown: float
+    slowdown_error: float
+    delay_s: float
+    elasticity: float
+
+    @property
+    def seconds(self) -> float:
+        return self.delay_s + max(self.slowdown, 0.0) * self.rollout_s
+
+    @property
+    def most_s(self) -> float:
+        """What it may well take, one standard error up."""
+        return self.delay_s + max(self.slowdown + self.slowdown_error, 0.0) * self.rollout_s
+
+
+def training_cost(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt]) -> TrainingCost:
+    """Fit to the newest rollouts, with and without training; with none the prior.
+
+    Log seconds per token = a + slowdown * trained - elasticity * log(accepted length), by ridge regression towards no
+    slowdown and an elasticity of 0.7, as if from four rollouts that scatter by 4 %.
+    """
+    delays = {attempt.rl_step: attempt.delay_s for attempt in attempts}
+    rows = [row for row in rollouts if row.accept_length and row.rollout_s > 0 and row.tokens > 0][-_WINDOW:]
+    lasting = [row.rollout_s - delays.get(row.rl_step, 0.0) for row in rollouts[-LASTS[0] :]]
+    typical_s = float(np.mean(lasting)) if lasting else 0.0
+    delay_s = float(np.mean([attempt.delay_s for attempt in attempts[-_ATTEMPTS:]])) if attempts else 0.0
+    slowdown, error, elasticity = 0.0, _SLOWDOWN_SD, _ELASTICITY
+    if rows:
+        seconds = [max(row.rollout_s - delays.get(row.rl_step, 0.0), 1e-9) / row.tokens for row in rows]
+        y = np.log(seconds)
+        x = np.array([[1.0, row.rl_step in delays, -math.log(row.accept_length or 1.0)] for row in rows])
+        prior = np.array([float(y.mean()), 0.0, _ELASTICITY])
+        spread = np.array([1e3, _SLOWDOWN_SD, _ELASTICITY_SD])
+        noise = _NOISE
+        for _ in range(3):
+            precision = x.T @ x / noise**2 + np.diag(spread**-2.0)
+            found = np.linalg.solve(precision, x.T @ y / noise**2 + prior / spread**2)
+            left = y - x @ found
+            noise = math.sqrt((_NOISE_ROLLOUTS * _NOISE**2 + float(left @ left)) / (_NOISE_ROLLOUTS + len(rows)))
+        slowdown, elasticity = math.expm1(float(found[1])), float(np.clip(found[2], 0.05, 1.0))
+        error = math.sqrt(float(np.linalg.inv(precision)[1, 1]))
+    return TrainingCost(
+        rollout_s=typical_s, slowdown=slowdown, slowdown_error=error, delay_s=delay_s, elasticity=elasticity
+    )
+
+
+def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float]:
+    """What drafters lose per RL step by the policy's moving, and what a training adds that lasts: shares of length.
+
+    Over successive attempts the gains on the same responses add up to the net growth of what serves and to what it
+    lost in between: so the loss is what is missing of a drafter's length at its training when the next one is judged.
+    Both are at their lower ends, one and two standard errors down, so that noise brings none. `first` is the RL step
+    that the record begins at.
+    """
+    known = [attempt for attempt in attempts if attempt.candidate and attempt.served][-_ATTEMPTS:]
+    if not known:
+        return 0.0, 0.0
+    before = [attempt for attempt in attempts if attempt.rl_step < known[0].rl_step]
+    begun = before[-1].rl_step if before else first - 1
+    steps = np.diff([begun, *(attempt.rl_step for attempt in known)]).astype(np.float64)
+    gains = np.array([attempt.gain for attempt in known])
+    loss = 0.0
+    if len(known) > 1:
+        served = np.log([max(a.candidate or 1.0, a.served or 1.0) for a in known[:-1]])
+        later = np.log([a.served or 1.0 for a in known[1:]])
+        lost = served - later
+        # Texts differ, and each one but the first and the last counts once up and once down.
+        texts = math.sqrt((_TEXT_NOISE**2 + float(((lost - lost.mean()) ** 2).sum())) / len(lost))
+        loss = max(0.0, (float(lost.sum()) - texts) / float(steps[1:].sum()))
+    weight = _FORGET ** np.arange(len(known))[::-1]
+    weight /= weight.sum()
+    lasting = gains - loss * steps
+    mean = float(weight @ lasting)
+    spread = max(float(weight @ (lasting - mean) ** 2), _PAIR_NOISE**2)
+    return loss, max(0.0, mean - 2.0 * math.sqrt(spread * float(weight @ weight)))
+
+
+def worth_training(
+    rl_step: int, rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], fallen: float
+) -> tuple[bool, str]:
+    """Whether to train in the rollout of `rl_step`, and why: both records are of RL steps before it, in order.
+
+    `fallen` is the share by which accepted lengths have surely dropped since the last attempt.
+    """
+    if not any(row.accept_length for row in rollouts) or not attempts:
+        return True, "what training takes and brings is not known yet"
+    trained = {attempt.rl_step for attempt in attempts}
+    seen = [row.rl_step in trained for row in rollouts if row.accept_length]
+    if all(seen[-CONTROL_EVERY:]):
+        return False, "a rollout without training, to see what training takes"
+    cost = training_cost(rollouts, attempts)
+    first = rollouts[0].rl_step
+    age = rl_step - attempts[-1].rl_step
+    loss, gain = loss_and_gain(attempts, first)
+    second_s = cost.elasticity * cost.rollout_s
+    lost_s = second_s * max(loss, fallen / age) * age * (age + 1) / 2
+    lasts = min(max(rl_step - first, LASTS[0]), LASTS[1])
+    worth_s = lost_s + second_s * gain * lasts
+    price = f"a training takes {cost.seconds:.3g} s"
+    if worth_s >= cost.seconds:
+        return True, f"{price}, and not training would have cost {worth_s:.3g} s"
+    wasted_s = 0.0
+    for before, attempt in zip([first - 1, *(a.rl_step for a in attempts)], attempts, strict=False):
+        brought_s = second_s * max(attempt.gain, 0.0) * (attempt.rl_step - before)
+        wasted_s += max(0.0, cost.most_s - brought_s)
+    if wasted_s + cost.most_s <= PROBE_SHARE * sum(row.rollout_s for row in rollouts):
+        return True, f"{price}, a look at what it would bring now"
+    return False, f"{price} and would have brought {worth_s:.3g} s"

@@ -1,0 +1,189 @@
+"""lengths: what prompts, history, siblings and what was generated so far say of lengths, in seconds of a rollout.
+
+Simulated, without speculation. Predictions place responses longest first, before the rollout or once in mid-rollout;
+both are held against the same with the true lengths, which nobody knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from pydantic import Field
+from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
+
+from tltlab.arrays import Ints
+from tltlab.charts import bars
+from tltlab.errors import ConfigError
+from tltlab.experiments.result import ExperimentResult
+from tltlab.lengths.predict import LengthPredictor, features, is_cut
+from tltlab.policies.policy import load_policy
+from tltlab.sim.engine.requests import Requests, requests_by_step
+from tltlab.sim.placement import longest_first
+from tltlab.sim.scenario import Scenario
+from tltlab.stats import resampled_ratio
+from tltlab.traces.trace import Trace, read
+
+SYNTHETIC_COSTS = "h100-qwen2.5-7b"
+LEAST_GAIN = 0.005
+"""Share of the rollout below which there is nothing to gain from true lengths, and no share of it either."""
+
+BEFORE, MID = "before the rollout", "in mid-rollout"
+SHUFFLES = 4
+"""Random placements whose mean stands for knowing nothing."""
+
+QUESTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    (BEFORE, "nothing: dealt out in turn"): (),
+    (BEFORE, "prompt"): ("prompt",),
+    (BEFORE, "prompt, history"): ("prompt", "history"),
+    (MID, "generated"): (),
+    (MID, "generated, prompt, history"): ("prompt", "history"),
+    (MID, "generated, prompt, history, siblings"): ("prompt", "history", "siblings"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Traces by name in the folder `traces`, on `workers` each; of the second half, `rl_steps` are predicted."""
+
+    names: tuple[str, ...] = ("tiny", "subset-sum-small", "gcd-small", "h100-smoke", "base-rl-16k", "reasoning-32k")
+    traces: Path = Path("traces")
+    workers: Annotated[int, Field(ge=2)] = 6
+    rl_steps: Annotated[int, Field(ge=1)] = 8
+
+
+FAST: Mapping[str, Any] = {"rl_steps": 1}
+
+
+def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+    """The experiment; ConfigError for a trace that is not there or has one RL step only."""
+    rows: list[dict[str, Any]] = []
+    for name in settings.names:
+        progress(name)
+        rows += on_trace(read(settings.traces / name), settings.workers, settings.rl_steps, name)
+    frame = pd.DataFrame(rows)
+    notes = (
+        "share: of the time that longest first with the true lengths saves against as many responses on each worker, "
+        "dealt out at random, what the prediction saves; intervals of 95 % over RL steps",
+        "dealt out in turn, the siblings of a prompt are spread over the workers, which needs no prediction; where "
+        "predictions of siblings are alike, as before the rollout, it may be all that they can do",
+        f"no share where true lengths save less than {LEAST_GAIN:.1%} of the rollout: there is nothing to reach",
+        "rank: Spearman's correlation with the tokens to come, over the responses of an RL step",
+        "each RL step is predicted from those before it; in mid-rollout all that run have as many tokens as half of "
+        "the earlier responses had in all, and what they have is prefilled again where they go",
+        "the mid-rollout saving is of what is left of the rollout then",
+    )
+    return ExperimentResult(verdict=verdict(frame), rows=frame, figure=_picture(frame), prediction=True, notes=notes)
+
+
+def on_trace(trace: Trace, workers: int, most_steps: int, name: str) -> list[dict[str, Any]]:
+    """A row per question: the clairvoyant saving, the share that the prediction reaches, and its rank correlation."""
+    steps = trace.rl_steps
+    if len(steps) < 2:
+        raise ConfigError(f"{name}: one RL step only; there is nothing to learn lengths from")
+    costs = None if trace.path is not None and (trace.path / "costs.json").is_file() else SYNTHETIC_COSTS
+    scenario = Scenario.of(trace, costs=costs, acceptance=None, workers=workers)
+    requests = {step.rl_step: step for step in requests_by_step(trace)}
+    table = trace.workload.merge(trace.outcomes, on=["rl_step", "prompt_id", "sample", "turn"], sort=False)
+    chosen = steps[len(steps) // 2 :][-most_steps:]
+    rows = []
+    for (moment, knows), names in QUESTIONS.items():
+        made = [_step(scenario, requests[step], table, step, moment == MID, names) for step in chosen]
+        plain, true, predicted = (np.array([row[i] for row in made]) for i in range(3))
+        gain, reached = plain - true, plain - predicted
+        worth = gain.sum() > LEAST_GAIN * plain.sum()
+        low, high = resampled_ratio(reached, gain) if worth and len(made) > 2 and (gain > 0).all() else (math.nan,) * 2
+        rows.append(
+            {
+                "trace": name, "moment": moment, "knows": knows, "rl_steps": len(made),
+                "rollout_s": float(plain.mean()),
+                "clairvoyant_saves": float(gain.sum() / plain.sum()),
+                "share": float(reached.sum() / gain.sum()) if worth else math.nan, "share_low": low, "share_high": high,
+                "rank": float(np.mean([row[3] for row in made])),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _step(
+    scenario: Scenario, requests: Requests, table: pd.DataFrame, step: int, mid: bool, knows: Sequence[str]
+) -> tuple[float, float, float, float]:
+    """Seconds as placed, by true lengths and by predicted ones, and the rank correlation."""
+    earlier = (table["rl_step"] < step).to_numpy()
+    here = (table["rl_step"] == step).to_numpy()
+    tokens = table["response_tokens"].to_numpy(np.float64)
+    at = float(np.median(tokens[earlier])) if mid else 0.0
+    x = features(table, at, knows)
+    learns, asked = earlier & (tokens > at), here & (tokens > at)
+    cut = is_cut(table)
+    left = tokens - at
+    predictor = LengthPredictor()
+    try:
+        expected = predictor.fit(x[learns], left[learns], cut[learns]).predict(x[asked])
+    except ConfigError:
+        expected = np.ones(int(asked.sum()))
+    indices: Ints = np.flatnonzero(asked[here]).astype(np.int64)
+    if mid:
+        requests = _rest(requests, indices, round(at))
+    lengths = requests.response_tokens
+    rng = np.random.default_rng([step, mid])
+    dealt = [np.array_split(rng.permutation(len(lengths)), scenario.workers) for _ in range(SHUFFLES)]
+    plain_s = float(np.mean([_seconds(scenario, requests, [q.tolist() for q in queues]) for queues in dealt]))
+    true_s = _seconds(scenario, requests, longest_first(lengths, scenario.workers))
+    guess = [round(value) for value in expected.tolist()]
+    predicted_s = _seconds(scenario, requests, longest_first(guess, scenario.workers))
+    rank = float(spearmanr(expected, lengths).statistic) if len(lengths) > 2 and np.ptp(expected) > 0 else 0.0
+    return plain_s, true_s, predicted_s, 0.0 if math.isnan(rank) else rank
+
+
+def _rest(requests: Requests, indices: Ints, at: int) -> Requests:
+    """What is left of the responses that still run when all have `at` tokens."""
+    chosen = indices.tolist()
+    return replace(
+        requests,
+        keys=[requests.keys[i] for i in chosen],
+        prompt_tokens=[requests.prompt_tokens[i] + at for i in chosen],
+        max_response_tokens=[max(1, requests.max_response_tokens[i] - at) for i in chosen],
+        response_tokens=[requests.response_tokens[i] - at for i in chosen],
+        recorded_worker=[None for _ in chosen],
+        rows=requests.rows.iloc[chosen].reset_index(drop=True),
+    )
+
+
+def _seconds(scenario: Scenario, requests: Requests, queues: list[list[int]]) -> float:
+    placed = replace(scenario, steps=(requests,), queues=(queues,))
+    return float(placed.rollouts(load_policy("none"))[0].makespan_s)
+
+
+def verdict(rows: pd.DataFrame) -> str:
+    """What the best prediction reaches at each moment, where most and where least."""
+    said = []
+    for moment in (BEFORE, MID):
+        found = rows[(rows["moment"] == moment) & rows["share"].notna()]
+        if found.empty:
+            said.append(f"{moment} there is nothing to gain")
+            continue
+        best = found.loc[found.groupby("trace")["share"].idxmax()].sort_values("share")
+        worst, top = best.iloc[0], best.iloc[-1]
+        said.append(
+            f"{moment} predictions reach {worst['share']:.0%} ({worst['trace']}) to {top['share']:.0%} "
+            f"({top['trace']}) of what true lengths save, "
+            f"{best['clairvoyant_saves'].min():.1%} to {best['clairvoyant_saves'].max():.1%}"
+        )
+    return f"simulated, {'; '.join(said)}"
+
+
+def _picture(rows: pd.DataFrame) -> Figure:
+    """Shares by trace and knowledge."""
+    known = rows[rows["share"].notna()]
+    labels = [f"{row['trace']}, {row['moment']}: {row['knows']}" for row in known.to_dict("records")]
+    return bars(
+        labels, known["share"].to_numpy(), known["share_low"].to_numpy(), known["share_high"].to_numpy(),
+        xlabel="share of the clairvoyant gain", title="Longest first by predicted lengths (simulated)", reference=1.0,
+    )  # fmt: skip
