@@ -194,8 +194,6 @@ def test_a_drawn_trace_is_simulated_and_compared_on_the_command_line(
     assert json.loads(run("simulate", out, "--json"))["multi_turn"]["num_responses"] == 16
     compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
     assert {row["policy"] for row in json.loads(compared)["policies"]} == {"none", "table"}
-    compared = json.loads(
-        run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "geometric:0.7", "--json")
-    )
+    compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "geometric:0.7", "--json")
     assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base"}
     assert "several turns" in json.loads(compared)["left_out"]["areal"]
