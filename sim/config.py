@@ -19,7 +19,7 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
-from tltlab.planning.composition import Admission, Workload
+from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]
@@ -73,7 +73,7 @@ class SimulationConfig:
     coordinator: CoordinatorConfig | None = None
     workload: Workload | None = None
     online_updates: int = 0
-    admission: Admission | None = None
+    admission: Admission | SharedBuffer | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

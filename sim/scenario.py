@@ -19,11 +19,11 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
-from tltlab.planning.composition import Admission
+from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import build_class, check_contract, from_user, raised
-from tltlab.sim.engine.admission import Feed, Stream
+from tltlab.sim.engine.admission import BufferFeed, Feed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
@@ -136,7 +136,7 @@ class Scenario:
     spot: SpotTraining | None = None
     coordinator: CoordinatorConfig | None = None
     online_updates: int = 0
-    admission: Admission | None = None
+    admission: Admission | SharedBuffer | None = None
 
     @classmethod
     def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
@@ -195,7 +195,7 @@ class Scenario:
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
         )
-        stream = None if self.admission is None else Stream(self.steps, self.admission, self.seed)
+        stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
@@ -207,7 +207,10 @@ class Scenario:
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
             try:
-                if stream is None:
+                if isinstance(self.admission, SharedBuffer):
+                    buffer = BufferFeed(step, self.workers, self.costs.kv_capacity_tokens, self.admission)
+                    rollout = simulator.rollout(step, buffer.first(), buffer)
+                elif stream is None:
                     rollout = simulator.rollout(step, queues)
                 else:
                     # A pass through the trace first: behind a stream that has just begun are only short responses.

@@ -5,9 +5,10 @@ All of a comparison replay the same responses with the same luck.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tltlab.costs.base import SpeculationCosts
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
@@ -99,7 +101,7 @@ def simulate_system(
         train_gpus = max(1, workers - generating) * gpus
         topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, system.max_staleness))
         stages = on_gpus(stages, train_gpus)
-    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology))
+    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology, fused=system.fused))
 
 
 def by_name(
@@ -146,9 +148,10 @@ def compare_systems(
     `ratio_high` over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise,
     `regret` of the rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a
     per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of
-    tokens, `intervals` of what has one by name, `workers` (those that generate), `assumptions`, `stand_ins`,
-    `defaults`, `source`. With `stages`: `step_s`, `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share`
-    of whole RL steps, by which the rows are then ordered.
+    tokens, `intervals` of what has one by name, `claim` of the system's paper beside what is found (None: it has none),
+    `workers` (those that generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`,
+    `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then
+    ordered.
 
     No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
     `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
@@ -320,10 +323,30 @@ def _row(
             "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
         }
     ends = {name: None if one is None else (one.low, one.high) for name, one in (means | shares).items()}
+    row["claim"] = _beside_claim(row, scenario)
     told = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
     return row | {"intervals": ends} | told | {
         "source": system.source, "algorithm": system.algorithm, "exact": system.exact,
     }  # fmt: skip
+
+
+def _beside_claim(row: dict[str, Any], scenario: Scenario) -> dict[str, Any] | None:
+    """What the system's paper claims, the speed-up of the same kind that is found, and a sentence on the difference."""
+    if (claim := CLAIMS.get(row["system"])) is None:
+        return None
+    kinds = {"RL step": "step_ratio", "rollout": "ratio", "tokens per second": "tokens_per_s_ratio"}
+    name = kinds[claim.of] if kinds[claim.of] in row else "ratio"
+    estimate, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    if name != "tokens_per_s_ratio":
+        # Ratios of times: the faster, the smaller.
+        estimate, low, high = (1.0 / value if value else math.inf for value in (estimate, high, low))
+    responses = sum(len(step) for step in scenario.steps) / (len(scenario.steps) * scenario.workers)
+    said = difference(
+        claim, estimate, low, high, responses_per_worker=responses, of_same=name == kinds[claim.of],
+        cap=max(max(step.max_response_tokens) for step in scenario.steps),
+    )  # fmt: skip
+    interval = None if low != low else (low, high if math.isfinite(high) else None)
+    return asdict(claim) | {"speed_up": estimate, "interval": interval, "difference": said}
 
 
 def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:

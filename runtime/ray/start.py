@@ -113,7 +113,7 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
             f"cluster.num_nodes = {cluster.num_nodes} needs a Ray cluster: start it with `ray start` on every node and "
             "set RAY_ADDRESS to its head"
         )
-    _check_token()
+    _guard_token()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address != "local":
         try:
@@ -149,16 +149,24 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     return True
 
 
-def _check_token() -> None:
-    """ConfigError for a token of Ray's that others may read: whoever has it can run code as this user."""
+def _guard_token() -> None:
+    """Have a token of Ray's, with which anybody could run code as this user, readable for this user alone.
+
+    Ray makes it when it first starts on a machine, for whoever may read the user's files, and asks for it from then on.
+    ConfigError where another user's token is to be taken that others may read.
+    """
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
         try:
             mode = path.stat().st_mode & 0o777
+            if mode & 0o077:
+                path.chmod(0o600)
+        except PermissionError as error:
+            raise ConfigError(
+                f"{path}, Ray's token, can be read by others (its mode is {mode:o}): chmod 600 {path}"
+            ) from error
         except OSError:
             return  # Ray says what it misses
-        if mode & 0o077:
-            raise ConfigError(f"{path}, Ray's token, can be read by others (its mode is {mode:o}): chmod 600 {path}")
 
 
 def _check_host(host: str) -> None:

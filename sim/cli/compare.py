@@ -58,6 +58,9 @@ def compare(
         bool | None,
         typer.Option(help="With --systems: the order over plausible ranges. [default: where a number was assumed]"),
     ] = None,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="With --systems: what their papers claim, beside what is found.")
+    ] = False,
     placement: Annotated[
         str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
     ] = None,
@@ -97,8 +100,12 @@ def compare(
         prefix_caching=prefix_caching,
     )  # fmt: skip
     if systems is None:
-        if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):
-            raise ConfigError("--stages, --gpus-per-worker, --model-free-acceptance and --ranges are for --systems")
+        if any(
+            option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges, claims or None)
+        ):
+            raise ConfigError(
+                "--stages, --gpus-per-worker, --model-free-acceptance, --ranges and --claims are for --systems"
+            )
         with code_allowed(allow_code or ()):
             result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
     else:
@@ -123,6 +130,8 @@ def compare(
         outside = _outside(Scenario.of(source, config), named_policies("none"))
         result |= {"outside_calibration": outside}
         text = "\n".join([system_table(rows), *believed(rows.attrs["evidence"], outside)])
+        if claims:
+            text += f"\n\n{claim_table(rows)}"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {
         "num_repeats": repeats,
@@ -243,6 +252,23 @@ def system_table(comparison: pd.DataFrame) -> str:
         if end["kendall_tau"] is not None
     ]
     return "\n".join(lines)
+
+
+def claim_table(comparison: pd.DataFrame) -> str:
+    """What papers claim beside what is found, for people."""
+    rows = []
+    for row in comparison.to_dict("records"):
+        if (claim := row["claim"]) is None:
+            continue
+        least, most = claim["least"], claim["most"]
+        published = f"{least:g}x" if least == most else f"{least:g}-{most:g}x"
+        ends = claim["interval"]
+        told = "" if ends is None else f"[{ends[0]:.2f}, {'?' if ends[1] is None else format(ends[1], '.2f')}]"
+        cells = [row["system"], claim["of"], published, f"{claim['speed_up']:.2f}x", told, claim["difference"]]
+        rows.append([*cells, claim["source"]])
+    return table(
+        ["system", "speed-up of", "published", "here", "95 % interval", "difference", "source"], rows, words=True
+    )
 
 
 def _span(least: int, most: int) -> str:

@@ -11,13 +11,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.planning.composition import Admission
-from tltlab.planning.dispatch import may_start
+from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.planning.dispatch import group_estimate, may_start
 
 from .random_numbers import request_seeds, uniforms
 from .requests import Requests
@@ -235,6 +236,92 @@ class Stream:
         return trained
 
 
+class RequestFeed(Protocol):
+    """Hands requests to workers during a rollout."""
+
+    max_iterations: int
+    stopped: bool
+
+    def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
+        """These are done; what begins on this worker, whose KV cache has so much room left."""
+
+    def left(self, request: int, generated: float) -> None:
+        """A request that the rollout leaves."""
+
+
+class BufferFeed:
+    """One buffer for all workers: probes first, then the group with the largest estimate (`SharedBuffer`).
+
+    What runs may outgrow what was reserved for it; then its scheduler preempts as ever. O(waiting) per request taken
+    where estimates have changed.
+    """
+
+    max_iterations = MOST_ITERATIONS
+    stopped = False
+
+    def __init__(self, requests: Requests, num_workers: int, capacity: int | None, rule: SharedBuffer) -> None:
+        self._requests = requests
+        self._rule = rule
+        self._capacity = math.inf if capacity is None else float(capacity)
+        self._reserved = [0.0] * num_workers
+        self._counts = [0] * num_workers
+        self._finished: dict[str, list[int]] = {}
+        self._ordered = False
+        # From the back: the last is the next.
+        self._waiting = [i for i, tokens in enumerate(requests.response_tokens) if tokens][::-1]
+
+    def _priority(self, request: int) -> tuple[bool, int]:
+        key = self._requests.keys[request]
+        done = self._finished.get(key[1], ())
+        return key[2] == 0, group_estimate(done, self._requests.max_response_tokens[request])
+
+    def _needs(self, request: int) -> float:
+        chunk = min(self._rule.chunk_tokens, self._requests.max_response_tokens[request])
+        return float(self._requests.prompt_tokens[request] + chunk)
+
+    def _take(self, worker: int, room_tokens: float) -> int | None:
+        """The next request where the worker has room for it; one that runs nothing always has."""
+        if not self._waiting:
+            return None
+        if not self._ordered:
+            self._waiting.sort(key=self._priority)
+            self._ordered = True
+        needs = self._needs(self._waiting[-1])
+        if self._counts[worker] and needs > min(room_tokens, self._capacity - self._reserved[worker]):
+            return None
+        self._reserved[worker] += needs
+        self._counts[worker] += 1
+        return self._waiting.pop()
+
+    def first(self) -> list[list[int]]:
+        """What each worker begins with: the next goes where least is reserved, then where the fewest are."""
+        workers = range(len(self._counts))
+        queues: list[list[int]] = [[] for _ in workers]
+        while True:
+            worker = min(workers, key=lambda w: (self._reserved[w], self._counts[w]))
+            chosen = self._take(worker, self._capacity)
+            if chosen is None:
+                return queues
+            queues[worker].append(chosen)
+
+    def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
+        """These are done; what begins on this worker."""
+        for request in requests:
+            name = self._requests.keys[request][1]
+            self._finished.setdefault(name, []).append(self._requests.response_tokens[request])
+            self._reserved[worker] -= self._needs(request)
+            self._counts[worker] -= 1
+            self._ordered = False
+        begun: list[int] = []
+        while (chosen := self._take(worker, room_tokens)) is not None:
+            begun.append(chosen)
+            room_tokens -= self._needs(chosen)
+        return begun
+
+    def left(self, request: int, generated: float) -> None:
+        """Nothing is left: a rollout ends when all have ended."""
+
+
 class Feed:
     """Hands the requests of a round to its workers, and says when the round is over.
 
@@ -276,8 +363,8 @@ class Feed:
         jobs[self._next - 1].began = True
         return self._next - 1
 
-    def finished(self, requests: Sequence[int], worker: int) -> list[int]:
-        """These are done; what begins on this worker in their place."""
+    def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
+        """These are done; what begins on this worker in their place, whatever its room."""
         for request in requests:
             self.stream.finish(self.work.jobs[request])
             self.counts[worker] -= 1

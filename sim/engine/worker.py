@@ -24,7 +24,7 @@ from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .admission import Feed
+from .admission import RequestFeed
 from .batch import Batch, FluidBatch, MacroStep, RequestsView
 from .log import Entry, WorkerLog
 from .memoryless import MemorylessChoices, check_listed
@@ -117,7 +117,7 @@ class RolloutSimulator:
         self.choices = MemorylessChoices(self.selectors[0], regimes)
         return self
 
-    def rollout(self, requests: Requests, queues: list[list[int]], feed: Feed | None = None) -> SimulatedRollout:
+    def rollout(self, requests: Requests, queues: list[list[int]], feed: RequestFeed | None = None) -> SimulatedRollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission.
 
         With a `feed` they are those that it begins with.
@@ -242,7 +242,7 @@ class Worker:
         index: int,
         queue: list[int],
         rollout: SimulatedRollout,
-        feed: Feed | None = None,
+        feed: RequestFeed | None = None,
     ) -> None:
         self.feed = feed
         self.simulator = simulator
@@ -306,7 +306,8 @@ class Worker:
             for request in macro.finished:
                 self.rollout.finish_s[request] = env.now
             if self.feed is not None:
-                for request in self.feed.finished(macro.finished, self.index):
+                room_tokens = 0.0 if scheduler.num_waiting else scheduler.room_tokens
+                for request in self.feed.finished(macro.finished, self.index, room_tokens):
                     self.rollout.worker_of[request] = self.index
                     scheduler.waiting.append((request, 0.0))
             scheduler.prefill(beside)

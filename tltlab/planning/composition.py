@@ -154,6 +154,18 @@ class Admission:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedBuffer:
+    """All requests of an RL step wait in one buffer, from which a worker takes the next as soon as it has room.
+
+    Sample 0 of each group goes first, as a probe; then the sample of the group with the largest estimate, which is its
+    longest finished sample (`tltlab.planning.dispatch.group_estimate`). There is room where the prompt and
+    `chunk_tokens` of the response, or all that it may have, fit beside what is reserved so.
+    """
+
+    chunk_tokens: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
 class System:
     """One system. `lossless`: every token is drawn from the current policy, as without the system.
 
@@ -163,7 +175,8 @@ class System:
     in every RL step beside the rollout; `history` references to retrieve from are there before a group's first finish.
 
     `drafters` are names in order of preference, "learned" for one with a network; a system runs with those whose
-    acceptance is known. `generating_share` of the workers' GPUs generate; where it is below 1 the rest trains
+    acceptance is known. `fused`: workers that have ended their rollout begin with the log-probs of what has ended.
+    `generating_share` of the workers' GPUs generate; where it is below 1 the rest trains
     (`topology` "separate"). `specs` are drafters that differ from an engine's own of that name.
     """
 
@@ -191,14 +204,16 @@ class System:
     online_updates: int = 0
     history: int = 0
     workload: Workload | None = None
-    admission: Admission | None = None
+    admission: Admission | SharedBuffer | None = None
+    fused: bool = False
     max_staleness: int = 0
     assumptions: tuple[str, ...] = ()
 
     @property
     def same_work(self) -> bool:
         """Whether it generates the trace's own responses at the costs' own prices: then a bound holds for it."""
-        return self.workload is None and self.admission is None and self.draft_pass_share is None
+        same = self.admission is None or isinstance(self.admission, SharedBuffer)
+        return self.workload is None and same and self.draft_pass_share is None
 
 
 def strategies(rung: Rung, drafter: str, *, trees: bool) -> tuple[Strategy, ...]:
