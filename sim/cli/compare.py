@@ -245,6 +245,8 @@ def system_table(comparison: pd.DataFrame) -> str:
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
+    biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
+    lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []
     lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
