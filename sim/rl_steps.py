@@ -17,6 +17,7 @@ import simpy
 
 from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
 from tltlab.errors import ConfigError
+from tltlab.planning.dispatch import stage_left
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces.trace import Trace
 
@@ -28,13 +29,13 @@ from .topology import Colocated, Pools, Topology
 class RunResult:
     """A simulated run of whole RL steps.
 
-    `steps`: rl_step, t_start (start of its rollout), the five stages' seconds (sync_s with an engine's sleep and wake),
-    `step_s` from the end of the RL step before to its own end, `latency_s` from t_start to its own end, policy_version.
-    An RL step ends when its weights are in the engines; step_s adds up to the run. `spans`: those of the trainer, and
-    of workers outside rollouts, in the trace's form. `gpu_s`: stage, held_gpu_s, idle_gpu_s; "waiting" is the time in
-    which one side's GPUs wait for the other, and held_gpu_s adds up to num_gpus times the run. A rollout's idle_gpu_s
-    is its bubble. `step_s` is the mean of a long run that goes through these RL steps again and again: a pipeline
-    fills and empties once, however long the run.
+    `steps`: updates_behind (of its rollout's weights), rl_step, t_start (start of its rollout), the five stages'
+    seconds (sync_s with an engine's sleep and wake), `step_s` from the end of the RL step before to its own end,
+    `latency_s` from t_start to its own end, policy_version. An RL step ends when its weights are in the engines; step_s
+    adds up to the run. `spans`: those of the trainer, and of workers outside rollouts, in the trace's form. `gpu_s`:
+    stage, held_gpu_s, idle_gpu_s; "waiting" is the time in which one side's GPUs wait for the other, and held_gpu_s
+    adds up to num_gpus times the run. A rollout's idle_gpu_s is its bubble. `step_s` is the mean of a long run that
+    goes through these RL steps again and again: a pipeline fills and empties once, however long the run.
     """
 
     topology: Topology
@@ -49,6 +50,11 @@ class RunResult:
     def run_s(self) -> float:
         """Seconds from the first rollout's start to the last sync's end."""
         return float(self.steps["step_s"].sum())
+
+    @property
+    def updates_behind(self) -> float:
+        """Updates that the weights of a rollout lag behind those it is trained with, mean over the RL steps."""
+        return float(self.steps["updates_behind"].mean())
 
     @property
     def rollout_share(self) -> float | None:
@@ -84,11 +90,17 @@ class RunResult:
 
 
 def run_steps(
-    result: SimResult, stages: StageCosts, *, topology: Topology | None = None, num_updates: int = 1
+    result: SimResult,
+    stages: StageCosts,
+    *,
+    topology: Topology | None = None,
+    num_updates: int = 1,
+    fused: bool = False,
 ) -> RunResult:
     """Make whole RL steps of a simulation's rollouts; the topology defaults to `Colocated()`.
 
-    The RL steps of `result` follow each other. Training takes `num_updates` optimizer steps on each. Responses without
+    The RL steps of `result` follow each other. `fused`: GPUs that are done with a rollout compute log-probs of what has
+    ended (`stage_left`). Training takes `num_updates` optimizer steps on each. Responses without
     a reward count as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a stage of
     unknown cost, and stage costs for another number of GPUs.
     """
@@ -100,7 +112,7 @@ def run_steps(
     if num_workers < 1:
         raise ConfigError("the rollouts have no workers: simulate at least one")
     pools = topology.pools(num_workers, stages)
-    times = [_times(rollout, stages, pools.shared, num_updates) for rollout in rollouts]
+    times = [_times(rollout, stages, pools.shared, num_updates, fused) for rollout in rollouts]
     pipeline = _Pipeline(times, topology.max_staleness)
     steps = _steps(rollouts, times, pipeline)
     return RunResult(
@@ -121,6 +133,7 @@ def summary(result: RunResult) -> dict[str, Any]:
         "rollout_share": result.rollout_share,
         "stages": {name: float(result.steps[name].mean()) for name in ("rollout_s", *STAGES)},
         "topology": result.topology.name,
+        "updates_behind": result.updates_behind,
         "num_gpus": result.num_gpus,
         "idle_gpu_fraction": result.idle_gpu_fraction,
     }
@@ -139,16 +152,20 @@ class _StageTimes:
     wake_s: float
 
 
-def _times(rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_updates: int) -> _StageTimes:
+def _times(rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_updates: int, fused: bool) -> _StageTimes:
     if stages.inference is None or stages.reward is None or stages.train is None or stages.sync is None:
         missing = [name for name in ("inference", "reward", "train", "sync") if getattr(stages, name) is None]
         raise ConfigError(f"the stage costs do not know {', '.join(missing)}: add what it takes, {{}} for nothing")
     work = StepWorkload.of_rows(rollout.requests.rows, num_updates=num_updates)
+    inference_s = stages.inference.seconds(work)
+    if fused:
+        tokens = rollout.requests.response_tokens
+        inference_s = stage_left(rollout.finish_s.tolist(), tokens, rollout.worker_end_s, inference_s)
     return _StageTimes(
         rollout_s=float(rollout.makespan_s),
         sleep_s=stages.sleep_s + (rollout.spot.release_delay_s if rollout.spot else 0.0) if shared else 0.0,
         reward_s=stages.reward.seconds(rollout.finish_s, np.asarray(rollout.requests.response_tokens, np.int64)),
-        inference_s=stages.inference.seconds(work),
+        inference_s=inference_s,
         train_s=stages.train.seconds(work),
         sync_s=stages.sync.seconds(),
         wake_s=stages.wake_s if shared else 0.0,
@@ -248,6 +265,7 @@ def _steps(rollouts: Sequence[SimulatedRollout], times: Sequence[_StageTimes], p
             "step_s": np.diff(done, prepend=0.0),
             "latency_s": done - start,
             "policy_version": [rollouts[v].requests.policy_version for v in pipeline.version_of],
+            "updates_behind": np.arange(len(rollouts)) - np.array(pipeline.version_of),
         }
     )
 

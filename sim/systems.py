@@ -5,9 +5,10 @@ All of a comparison replay the same responses with the same luck.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tltlab.costs.base import SpeculationCosts
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
@@ -34,7 +36,7 @@ from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
-from .engine.requests import Requests
+from .engine.requests import SINGLE_TURN, Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .sensitivity import Variant, over_ranges
@@ -99,7 +101,7 @@ def simulate_system(
         train_gpus = max(1, workers - generating) * gpus
         topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, system.max_staleness))
         stages = on_gpus(stages, train_gpus)
-    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology))
+    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology, fused=system.fused))
 
 
 def by_name(
@@ -146,15 +148,17 @@ def compare_systems(
     `ratio_high` over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise,
     `regret` of the rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a
     per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of
-    tokens, `intervals` of what has one by name, `workers` (those that generate), `assumptions`, `stand_ins`,
-    `defaults`, `source`. With `stages`: `step_s`, `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share`
-    of whole RL steps, by which the rows are then ordered.
+    tokens, `intervals` of what has one by name, `claim` of the system's paper beside what is found (None: it has none),
+    `workers` (those that generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`,
+    `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then
+    ordered.
 
-    No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
-    `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
-    first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there: `ratio_least`,
-    `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`, `num_gpus`
-    and the costs' `evidence` (`Scenario.evidence`) too.
+    Where responses have several turns, systems that change which responses there are stand in `attrs["left_out"]` with
+    the reason. No other is left out: a number that is missing takes a default that `defaults` names. Where there is one
+    (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of
+    each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there:
+    `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`,
+    `num_gpus` and the costs' `evidence` (`Scenario.evidence`) too.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
@@ -165,7 +169,12 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    bound = bind_all(find_systems(systems), scenario, model_free)
+    asked = find_systems(systems)
+    several = any(step.turns is not None for step in scenario.steps)
+    left_out = {one.name: SINGLE_TURN for one in asked if several and (one.workload or one.admission)}
+    if len(left_out) == len(asked):
+        raise ConfigError(f"{', '.join(left_out)}: {SINGLE_TURN}")
+    bound = bind_all([one for one in asked if one.name not in left_out], scenario, model_free)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -196,7 +205,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
-        left_out={},
+        left_out=left_out,
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
@@ -320,10 +329,30 @@ def _row(
             "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
         }
     ends = {name: None if one is None else (one.low, one.high) for name, one in (means | shares).items()}
+    row["claim"] = _beside_claim(row, scenario)
     told = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
     return row | {"intervals": ends} | told | {
         "source": system.source, "algorithm": system.algorithm, "exact": system.exact,
     }  # fmt: skip
+
+
+def _beside_claim(row: dict[str, Any], scenario: Scenario) -> dict[str, Any] | None:
+    """What the system's paper claims, the speed-up of the same kind that is found, and a sentence on the difference."""
+    if (claim := CLAIMS.get(row["system"])) is None:
+        return None
+    kinds = {"RL step": "step_ratio", "rollout": "ratio", "tokens per second": "tokens_per_s_ratio"}
+    name = kinds[claim.of] if kinds[claim.of] in row else "ratio"
+    estimate, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    if name != "tokens_per_s_ratio":
+        # Ratios of times: the faster, the smaller.
+        estimate, low, high = (1.0 / value if value else math.inf for value in (estimate, high, low))
+    responses = sum(len(step) for step in scenario.steps) / (len(scenario.steps) * scenario.workers)
+    said = difference(
+        claim, estimate, low, high, responses_per_worker=responses, of_same=name == kinds[claim.of],
+        cap=max(max(step.max_response_tokens) for step in scenario.steps),
+    )  # fmt: skip
+    interval = None if low != low else (low, high if math.isfinite(high) else None)
+    return asdict(claim) | {"speed_up": estimate, "interval": interval, "difference": said}
 
 
 def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:

@@ -58,6 +58,9 @@ def compare(
         bool | None,
         typer.Option(help="With --systems: the order over plausible ranges. [default: where a number was assumed]"),
     ] = None,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="With --systems: what their papers claim, beside what is found.")
+    ] = False,
     placement: Annotated[
         str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
     ] = None,
@@ -74,6 +77,9 @@ def compare(
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
     ] = None,
     seed: options.Seed = 0,
+    prefix: options.Prefix = "kept",
+    max_tools: options.MaxTools = None,
+    tool_seconds: options.ToolSeconds = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
@@ -93,12 +99,16 @@ def compare(
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block,
-        prefix_caching=prefix_caching,
+        decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
+        tool_s=tool_seconds,
     )  # fmt: skip
     if systems is None:
-        if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges)):
-            raise ConfigError("--stages, --gpus-per-worker, --model-free-acceptance and --ranges are for --systems")
+        if any(
+            option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges, claims or None)
+        ):
+            raise ConfigError(
+                "--stages, --gpus-per-worker, --model-free-acceptance, --ranges and --claims are for --systems"
+            )
         with code_allowed(allow_code or ()):
             result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
     else:
@@ -123,6 +133,8 @@ def compare(
         outside = _outside(Scenario.of(source, config), named_policies("none"))
         result |= {"outside_calibration": outside}
         text = "\n".join([system_table(rows), *believed(rows.attrs["evidence"], outside)])
+        if claims:
+            text += f"\n\n{claim_table(rows)}"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {
         "num_repeats": repeats,
@@ -233,6 +245,7 @@ def system_table(comparison: pd.DataFrame) -> str:
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
+    lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()
@@ -243,6 +256,23 @@ def system_table(comparison: pd.DataFrame) -> str:
         if end["kendall_tau"] is not None
     ]
     return "\n".join(lines)
+
+
+def claim_table(comparison: pd.DataFrame) -> str:
+    """What papers claim beside what is found, for people."""
+    rows = []
+    for row in comparison.to_dict("records"):
+        if (claim := row["claim"]) is None:
+            continue
+        least, most = claim["least"], claim["most"]
+        published = f"{least:g}x" if least == most else f"{least:g}-{most:g}x"
+        ends = claim["interval"]
+        told = "" if ends is None else f"[{ends[0]:.2f}, {'?' if ends[1] is None else format(ends[1], '.2f')}]"
+        cells = [row["system"], claim["of"], published, f"{claim['speed_up']:.2f}x", told, claim["difference"]]
+        rows.append([*cells, claim["source"]])
+    return table(
+        ["system", "speed-up of", "published", "here", "95 % interval", "difference", "source"], rows, words=True
+    )
 
 
 def _span(least: int, most: int) -> str:

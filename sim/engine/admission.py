@@ -11,13 +11,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.planning.composition import Admission
-from tltlab.planning.dispatch import may_start
+from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.planning.dispatch import group_estimate, may_start
 
 from .random_numbers import request_seeds, uniforms
 from .requests import Requests
@@ -28,7 +29,8 @@ MOST_ITERATIONS = 64
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One response: where it stands in the trace, and how far it has come. `step` is the RL step that began it."""
+    """One response: where it stands in the trace, how far it has come, and the `version` of the weights that began
+    it."""
 
     source: int
     index: int
@@ -39,6 +41,7 @@ class Job:
     old: float = 0.0
     began: bool = False
     done: bool = False
+    version: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +51,11 @@ class Group:
     needed: int
     jobs: list[Job] = field(default_factory=list)
     num_done: int = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """The version that its first response was begun with, None before it has any."""
+        return min((job.version for job in self.jobs if job.version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,7 @@ class Stream:
         self.version = 0
         self.accepted = 0
         self.wasted_tokens = 0.0
+        self.num_begun, self.begun_tokens, self.num_dropped = 0, 0, 0
         self._new = self._groups()
         self._open: list[Group] = []
         self._num_complete = 0
@@ -113,6 +122,8 @@ class Stream:
         step, rule = self.steps[k], self.admission
         num_groups, num_responses = len({key[1] for key in step.keys}), len(step)
         most_running = math.inf if rule.concurrency is None else max(1.0, rule.concurrency * num_responses)
+        if rule.max_age is not None:
+            self._drop(rule.max_age)
         if rule.leftover == "restart" and len(self._again) >= num_groups:
             groups = [self._again.popleft() for _ in range(num_groups)]
             for group in groups:
@@ -147,6 +158,24 @@ class Stream:
             requests=self._requests(k, jobs), jobs=jobs, most_running=most_running, most_begun=most_begun,
             num_groups=num_groups, num_responses=num_responses,
         )  # fmt: skip
+
+    def _drop(self, max_age: int) -> None:
+        """Forget groups that would be too old if this step trained them."""
+        young = [g for g in self._open if g.oldest is None or self.version - g.oldest <= max_age]
+        kept = set(map(id, young))
+        for group in self._open:
+            if id(group) not in kept:
+                self.num_dropped += sum(job.began for job in group.jobs)
+                self.wasted_tokens += sum(job.generated for job in group.jobs)
+        self._open = young
+
+    def begun(self, job: Job) -> None:
+        """A response is begun, or goes on."""
+        job.began = True
+        if job.version is None:
+            job.version = self.version
+            self.num_begun += 1
+            self.begun_tokens += job.length
 
     def _requests(self, k: int, jobs: Sequence[Job]) -> Requests:
         step = self.steps[k]
@@ -227,12 +256,98 @@ class Stream:
             for group in left:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
                 for job in group.jobs:
-                    job.generated, job.old, job.began, job.done = 0.0, 0.0, False, False
+                    job.generated, job.old, job.began, job.done, job.version = 0.0, 0.0, False, False, None
                 group.num_done = 0
             self._again.extend(left)
             left = []
         self._open = left
         return trained
+
+
+class RequestFeed(Protocol):
+    """Hands requests to workers during a rollout."""
+
+    max_iterations: int
+    stopped: bool
+
+    def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
+        """These are done; what begins on this worker, whose KV cache has so much room left."""
+
+    def left(self, request: int, generated: float) -> None:
+        """A request that the rollout leaves."""
+
+
+class BufferFeed:
+    """One buffer for all workers: probes first, then the group with the largest estimate (`SharedBuffer`).
+
+    What runs may outgrow what was reserved for it; then its scheduler preempts as ever. O(waiting) per request taken
+    where estimates have changed.
+    """
+
+    max_iterations = MOST_ITERATIONS
+    stopped = False
+
+    def __init__(self, requests: Requests, num_workers: int, capacity: int | None, rule: SharedBuffer) -> None:
+        self._requests = requests
+        self._rule = rule
+        self._capacity = math.inf if capacity is None else float(capacity)
+        self._reserved = [0.0] * num_workers
+        self._counts = [0] * num_workers
+        self._finished: dict[str, list[int]] = {}
+        self._ordered = False
+        # From the back: the last is the next.
+        self._waiting = [i for i, tokens in enumerate(requests.response_tokens) if tokens][::-1]
+
+    def _priority(self, request: int) -> tuple[bool, int]:
+        key = self._requests.keys[request]
+        done = self._finished.get(key[1], ())
+        return key[2] == 0, group_estimate(done, self._requests.max_response_tokens[request])
+
+    def _needs(self, request: int) -> float:
+        chunk = min(self._rule.chunk_tokens, self._requests.max_response_tokens[request])
+        return float(self._requests.prompt_tokens[request] + chunk)
+
+    def _take(self, worker: int, room_tokens: float) -> int | None:
+        """The next request where the worker has room for it; one that runs nothing always has."""
+        if not self._waiting:
+            return None
+        if not self._ordered:
+            self._waiting.sort(key=self._priority)
+            self._ordered = True
+        needs = self._needs(self._waiting[-1])
+        if self._counts[worker] and needs > min(room_tokens, self._capacity - self._reserved[worker]):
+            return None
+        self._reserved[worker] += needs
+        self._counts[worker] += 1
+        return self._waiting.pop()
+
+    def first(self) -> list[list[int]]:
+        """What each worker begins with: the next goes where least is reserved, then where the fewest are."""
+        workers = range(len(self._counts))
+        queues: list[list[int]] = [[] for _ in workers]
+        while True:
+            worker = min(workers, key=lambda w: (self._reserved[w], self._counts[w]))
+            chosen = self._take(worker, self._capacity)
+            if chosen is None:
+                return queues
+            queues[worker].append(chosen)
+
+    def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
+        """These are done; what begins on this worker."""
+        for request in requests:
+            name = self._requests.keys[request][1]
+            self._finished.setdefault(name, []).append(self._requests.response_tokens[request])
+            self._reserved[worker] -= self._needs(request)
+            self._counts[worker] -= 1
+            self._ordered = False
+        begun: list[int] = []
+        while (chosen := self._take(worker, room_tokens)) is not None:
+            begun.append(chosen)
+            room_tokens -= self._needs(chosen)
+        return begun
+
+    def left(self, request: int, generated: float) -> None:
+        """Nothing is left: a rollout ends when all have ended."""
 
 
 class Feed:
@@ -253,6 +368,7 @@ class Feed:
         # A response without tokens (an abort before its first) takes no time.
         for job in work.jobs:
             if job.length <= job.generated:
+                stream.begun(job)
                 stream.finish(job)
 
     def first(self) -> list[list[int]]:
@@ -273,11 +389,11 @@ class Feed:
             return None
         self._next += 1
         self._running += 1
-        jobs[self._next - 1].began = True
+        self.stream.begun(jobs[self._next - 1])
         return self._next - 1
 
-    def finished(self, requests: Sequence[int], worker: int) -> list[int]:
-        """These are done; what begins on this worker in their place."""
+    def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
+        """These are done; what begins on this worker in their place, whatever its room."""
         for request in requests:
             self.stream.finish(self.work.jobs[request])
             self.counts[worker] -= 1

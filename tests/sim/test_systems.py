@@ -59,7 +59,9 @@ def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFr
     for name, system in plain.items():
         bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
         workers = 2 if name == "open-r1" else 4
-        alone = simulate(trace, bound.policy, costs=COSTS, acceptance=bound.acceptance, workers=workers)
+        alone = simulate(
+            trace, bound.policy, costs=COSTS, acceptance=bound.acceptance, workers=workers, admission=system.admission
+        )
         assert found.loc[name, "makespan_s"] == pytest.approx(alone.makespan_s, rel=1e-12)
         accept = found.loc[name, "mean_accept_length"]
         assert accept == pytest.approx(alone.summary["mean_accept_length"]) if accept == accept else "r" in name
@@ -92,6 +94,26 @@ def test_figures_beside_the_makespan_are_those_of_the_simulated_trace_and_have_i
     assert april["tokens_per_s_ratio"] == pytest.approx(april["tokens_per_s"] / verl["tokens_per_s"])
     assert april["tokens_per_s_ratio"] != pytest.approx(1.0 / april["ratio"])
     assert 0.0 < april["off_policy_share"] < 1.0
+
+
+def test_claims_stand_beside_figures_of_their_own_kind(found: pd.DataFrame):
+    assert found.loc["verl", "claim"] is None
+    tlt = found.loc["tlt"]
+    assert tlt["claim"]["speed_up"] == pytest.approx(1 / tlt["step_ratio"])
+    assert tlt["claim"]["interval"] == pytest.approx((1 / tlt["step_ratio_high"], 1 / tlt["step_ratio_low"]))
+    assert "8 responses to a worker here, 256 there; a cap of 1000 tokens here" in tlt["claim"]["difference"]
+    assert found.loc["seer", "claim"]["speed_up"] == found.loc["seer", "tokens_per_s_ratio"]
+    assert found.loc["das", "claim"]["speed_up"] == pytest.approx(1 / found.loc["das", "ratio"])
+
+
+def test_fused_stages_shorten_the_rl_step_and_not_the_rollout(found: pd.DataFrame):
+    fused, plain = found.loc["rlhfuse"], found.loc["verl"]
+    assert fused["makespan_s"] == plain["makespan_s"]
+    assert fused["step_s"] < plain["step_s"]
+    tokens = sum(sum(step.response_tokens) for step in requests_by_step(log_normal(
+        prompts=4, group_size=8, rl_steps=3, median=200, cap=1000, workers=4)))  # fmt: skip
+    # At most the log-probs of all tokens are saved.
+    assert plain["step_s"] - fused["step_s"] < 1e-4 * (tokens / 3 + 32 * 400)
 
 
 def test_whole_rl_steps_differ_by_who_has_which_gpus(trace: Trace, found: pd.DataFrame):
@@ -344,6 +366,7 @@ def test_the_table_says_what_takes_whose_place_and_what_was_assumed(capsys: pyte
         ["compare", "--systems", "all", "--placement", "round_robin"],
         ["compare", "--systems", "all", "--gpus-per-worker", "2"],
         ["compare", "--stages", "cpu-small"],
+        ["compare", "--claims"],
         ["compare", "--policies", "none,table,none"],
         ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
         ["compare", "--systems", "all", "--model-free-acceptance", "nothing.json"],
@@ -387,3 +410,13 @@ def test_a_comparison_says_what_made_it_and_its_report_too(option, tmp_path, cap
     page = tmp_path / "page.html"
     assert run(capsys, "report", str(out), "--out", str(page))[0] == 0
     assert html.escape(written["command"]) in page.read_text().replace("&#34;", "&quot;").replace("&#39;", "&#x27;")
+
+
+def test_the_command_shows_claims_beside_what_is_found(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", str(TINY), "--systems", "verl,das", "--rl-steps", "0:2", "--no-ranges", "--claims"])
+    assert ended.value.code == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "arXiv 2511.13841" in line)
+    assert line.startswith("das ")
+    assert "1.33-2x" in line
+    assert "a cap of 512 tokens here, 16384 there" in line

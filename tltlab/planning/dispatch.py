@@ -93,6 +93,29 @@ def predicted_long(expected: Mapping[str, float], share: float, recall: float, l
     return {*found, *order[len(long) : 2 * len(long) - len(found)]}
 
 
+def stage_left(finish_s: Sequence[float], tokens: Sequence[int], free_s: Sequence[float], stage_s: float) -> float:
+    """Seconds that a stage still takes when a rollout ends, of `stage_s` on all workers: RLHFuse's fusion of stages.
+
+    From `free_s[w]` on worker w computes the stage (log-probs, reference, reward) of responses that have ended
+    (`finish_s`, `tokens`), in a time proportional to their tokens, work shared by all that are free
+    (arXiv 2409.13221). O(n log n).
+
+    >>> stage_left([4.0, 10.0], [100, 100], [4.0, 10.0], 4.0)
+    2.0
+    """
+    total = sum(tokens)
+    if not total or stage_s <= 0.0:
+        return 0.0
+    rate = total / (stage_s * len(free_s))
+    events = sorted([*((at, float(n), 0.0) for at, n in zip(finish_s, tokens, strict=True)),
+                     *((at, 0.0, rate) for at in free_s)])  # fmt: skip
+    now = backlog = speed = 0.0
+    for at, arrived, more in events:
+        backlog = max(0.0, backlog - speed * (at - now)) + arrived
+        now, speed = at, speed + more
+    return stage_s * backlog / total
+
+
 def group_estimate(finished: Sequence[int], cap: int) -> int:
     """Seer's L_g: the longest finished sample of a group, the cap before any has finished (arXiv 2511.14617, Alg. 2).
 

@@ -17,6 +17,7 @@ from .composition import (
     EarlierEpoch,
     Regrouped,
     Rung,
+    SharedBuffer,
     System,
     Truncated,
     batch_size_table,
@@ -234,6 +235,40 @@ SYSTEMS: dict[str, System] = {
                 "benefit is B (b[g] - b[g + 1]) as printed, though its subscripts were lost",
                 "linear drafts; text of siblings that still run does not count",
                 "high priority has sample 0 of each group, as its probe",
+            ),
+        ),
+        System(
+            name="seer",
+            title="Seer",
+            source="arXiv 2511.14617",
+            algorithm="Algorithm 2: a probe of each group first, then the largest L_g, from one buffer; Algorithm 1",
+            exact=("the order, L_g the longest finished sample of a group", "as Seer's grouped drafts"),
+            drafters=("suffix",),
+            ladder=(Rung(min_batch=1, chains=(8,)),),
+            selector=one_strategy,
+            budget=marginal,
+            specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
+            admission=SharedBuffer(),
+            assumptions=(
+                "an engine takes the next request as soon as its prompt and a chunk of 8K tokens fit; what runs does "
+                "not move between engines, which its chunks and pool of KV caches allow where counts differ by "
+                "more than 32, and what outgrows memory is prefilled again",
+                "probes in the order of the batch, and groups that starve are not served in between",
+                "drafting as in its row",
+            ),
+        ),
+        System(
+            name="rlhfuse",
+            title="RLHFuse",
+            source="arXiv 2409.13221, fusion of generation and inference",
+            algorithm="GPUs that are done generating compute log-probs of responses that have ended",
+            exact=("a stage's work waits for its response and a free worker, and is shared by all that are free",),
+            fused=True,
+            assumptions=(
+                "shows in whole RL steps alone, where stage costs are given",
+                "work in proportion to tokens; the last samples are not packed on fewer engines, so workers are free "
+                "when their own have ended",
+                "the fused schedule of its two training pipelines has no place in GRPO",
             ),
         ),
         System(

@@ -15,7 +15,9 @@ from tltlab.acceptance.load import (
 )
 from tltlab.costs.base import LinearCosts, SpeculationCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import Rung, System, length_aware, one_strategy, strategies
+from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import PerDrafter, bind
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
@@ -45,6 +47,42 @@ def test_every_system_says_where_it_comes_from_and_what_was_assumed():
         assert system.algorithm
         assert system.exact
         assert system.assumptions
+
+
+def test_claims_are_of_rows_and_say_against_what():
+    assert set(CLAIMS) <= set(SYSTEMS)
+    for claim in CLAIMS.values():
+        assert 1.0 <= claim.least <= claim.most
+        assert claim.baseline
+        assert claim.setting
+        assert claim.source
+
+
+@pytest.mark.parametrize(
+    ("found", "where"),
+    [((1.8, 1.6, 2.0), "within"), ((1.2, 1.1, 1.3), "below"), ((3.0, 2.5, 3.5), "above"), ((1.6, 1.4, 1.8), "open")],
+)
+def test_what_is_found_lies_below_within_or_above_a_claim_or_nobody_knows(found, where):
+    assert CLAIMS["tlt"].against(*found) == where
+
+
+def test_a_difference_names_what_of_the_workload_differs():
+    here = {"responses_per_worker": 256, "cap": 32768, "of_same": True}
+    assert difference(CLAIMS["tlt"], 1.8, 1.7, 1.9, **here) == "within the claim of 1.7 to 2.1 x VeRL (RL step)"
+    other = difference(CLAIMS["tlt"], 1.8, 1.7, 1.9, responses_per_worker=64, cap=1000, of_same=False)
+    for part in ("64 responses to a worker here, 256 there", "a cap of 1000 tokens here", "no RL step is known"):
+        assert part in other
+
+
+def test_a_stage_that_is_fused_waits_for_responses_and_for_free_workers():
+    # One of two workers is free from 4 s on and takes 4 s for what ended then; the rest comes at the very end.
+    assert stage_left([4.0, 10.0], [100, 100], [4.0, 10.0], 4.0) == pytest.approx(2.0)
+    # All ended long ago but one token: next to nothing is left.
+    assert stage_left([1.0, 9.0], [99, 1], [1.0, 9.0], 2.0) == pytest.approx(0.02)
+    # Half of the work is done when it ends.
+    assert stage_left([4.0, 6.0], [100, 100], [4.0, 6.0], 4.0) == pytest.approx(3.0)
+    assert stage_left([5.0, 5.0], [10, 10], [5.0, 5.0], 4.0) == 4.0
+    assert stage_left([], [], [0.0], 4.0) == 0.0
 
 
 def test_no_row_is_another_under_a_new_name():
