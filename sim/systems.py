@@ -36,7 +36,7 @@ from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
-from .engine.requests import Requests
+from .engine.requests import SINGLE_TURN, Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .sensitivity import Variant, over_ranges
@@ -153,11 +153,12 @@ def compare_systems(
     `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then
     ordered.
 
-    No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
-    `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
-    first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there: `ratio_least`,
-    `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`, `num_gpus`
-    and the costs' `evidence` (`Scenario.evidence`) too.
+    Where responses have several turns, systems that change which responses there are stand in `attrs["left_out"]` with
+    the reason. No other is left out: a number that is missing takes a default that `defaults` names. Where there is one
+    (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of
+    each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there:
+    `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`,
+    `num_gpus` and the costs' `evidence` (`Scenario.evidence`) too.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
@@ -168,7 +169,12 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    bound = bind_all(find_systems(systems), scenario, model_free)
+    asked = find_systems(systems)
+    several = any(step.turns is not None for step in scenario.steps)
+    left_out = {one.name: SINGLE_TURN for one in asked if several and (one.workload or one.admission)}
+    if len(left_out) == len(asked):
+        raise ConfigError(f"{', '.join(left_out)}: {SINGLE_TURN}")
+    bound = bind_all([one for one in asked if one.name not in left_out], scenario, model_free)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -199,7 +205,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
-        left_out={},
+        left_out=left_out,
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,

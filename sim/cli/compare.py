@@ -80,6 +80,9 @@ def compare(
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
     ] = None,
     seed: options.Seed = 0,
+    prefix: options.Prefix = "kept",
+    max_tools: options.MaxTools = None,
+    tool_seconds: options.ToolSeconds = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
@@ -103,8 +106,8 @@ def compare(
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block,
-        prefix_caching=prefix_caching,
+        decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
+        tool_s=tool_seconds,
     )  # fmt: skip
     if systems is None:
         if any(
@@ -258,6 +261,7 @@ def system_table(comparison: pd.DataFrame) -> str:
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
+    lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()

@@ -559,5 +559,5 @@ def test_settings_travel_whole_or_one_by_one():
     single = simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.7", mode="sampled", seed=3, rl_steps=[1])
     assert whole.trace.outcomes.equals(single.trace.outcomes)
     assert [step.rl_step for step in Scenario.of(TRACE, config, rl_steps=[0, 1]).steps] == [0, 1]
-    with pytest.raises(TypeError, match="workes"):
+    with pytest.raises(ConfigError, match="did you mean 'workers'"):
         simulate(TRACE, fixed(), config, workes=3)

@@ -18,9 +18,11 @@ SIMULATED = "Simulated: a prediction, not a measurement."
 _ROWS = ("systems", "candidates", "policies", "steps", "rows")
 _COLUMNS = {
     "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "makespan_s": ("rollout s", ".4g"),
-    "ratio": ("ratio", ".3f"), "ratio_interval": ("95 % interval", ""), "regret": ("regret", ".1%"),
+    "speed_up": ("speed-up", ".2f"), "ratio": ("ratio", ".3f"), "ratio_interval": ("95 % interval", ""),
+    "regret": ("regret", ".1%"),
     "regret_to_bound": ("to the bound", ".1%"), "mean_accept_length": ("accept length", ".2f"),
-    "bubble_fraction": ("bubble", ".1%"), "step_s": ("RL step s", ".4g"), "step_ratio": ("ratio", ".3f"),
+    "bubble_fraction": ("bubble", ".1%"), "step_s": ("RL step s", ".4g"),
+    "step_speed_up": ("speed-up", ".2f"), "step_ratio": ("ratio", ".3f"),
     "step_ratio_interval": ("95 % interval", ""), "lossless": ("lossless", ""),
 }  # fmt: skip
 _MEASURED = {
@@ -72,7 +74,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     whole = all(row.get("step_s") is not None for row in rows)
     best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
     verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
-    blocks: list[Block] = [Text(text=str(verdict), strong=True), Text(text=SIMULATED)]
+    blocks: list[Block] = [Text(text=SIMULATED)]
     blocks.append(_ratio_picture(rows, labels, "ratio", f"rollout time over that of {baseline}", "Rollouts"))
     if any(row.get("step_ratio") is not None for row in rows):
         blocks.append(
@@ -81,8 +83,8 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     shown = [_with_words(row) for row in rows]
     columns = {key: _COLUMNS[key]} | {k: v for k, v in _COLUMNS.items() if k not in ("system", "policy", "name")}
     caption = (
-        f"Ratios to {baseline}, below 1 faster, with paired 95 % intervals over RL steps on the same responses and "
-        "the same luck. Regret: to the best that any policy could do"
+        f"Ratios to {baseline}, below 1 faster (speed-up: 1 / ratio), with paired 95 % intervals over RL steps on the "
+        "same responses and the same luck. Regret: to the best that any policy could do"
         + (" (the per-iteration oracle)." if tuned else ".")
     )
     blocks.append(records(shown, columns, caption=caption))
@@ -98,7 +100,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     steps = result.get("num_rl_steps")
     keys += [("baseline", baseline)] + ([("RL steps", str(steps))] if steps is not None else [])
     where = " · ".join(str(v) for v in (result.get("trace"), path.name) if isinstance(v, str) and v)
-    return Page(title=title, subtitle=where, key_figures=tuple(keys), parts=tuple(parts))
+    return Page(title=title, subtitle=where, key_figures=tuple(keys), parts=tuple(parts), verdict=str(verdict))
 
 
 def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
     words = dict(row)
     for name in ("ratio", "step_ratio"):
         if name in row:
+            words[name.replace("ratio", "speed_up")] = 1 / row[name] if row[name] else None
             words[f"{name}_interval"] = _interval(row, f"{name}_low", f"{name}_high")
     if "lossless" in row:
         words["lossless"] = "yes" if row["lossless"] else "no"
@@ -183,7 +186,6 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
         f"{number(result.get('median_error'), '.1%')}, worst {number(result.get('worst_error'), '.1%')}.{why}"
     )
     blocks: list[Block] = [
-        Text(text=verdict, strong=True),
         Picture.of(
             bars(labels, [r["measured_s"] for r in rows], [r.get("low") for r in rows], [r.get("high") for r in rows],
                  xlabel="seconds", title="Measured rollout time"),
@@ -202,7 +204,7 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
     settings = {k: v for k, v in result.items() if k not in ("policies", "rounds", "missed")}
     return Page(
         title="Does the simulator's winner win on the machine?", subtitle=path.name, key_figures=_errors(result),
-        parts=(Section(title="Result", blocks=tuple(blocks)), _origin(settings, set())),
+        parts=(Section(title="Result", blocks=tuple(blocks)), _origin(settings, set())), verdict=verdict,
     )  # fmt: skip
 
 
@@ -225,7 +227,7 @@ def _experiment(result: Mapping[str, Any], path: Path) -> Page:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     text = tuple(k for k in keys if any(isinstance(row.get(k), str) for row in rows))
     columns = {key: (key.replace("_", " "), "" if key in text else ".4g") for key in keys}
-    blocks: list[Block] = [Text(text=str(result["verdict"]), strong=True)]
+    blocks: list[Block] = []
     if result.get("prediction"):
         blocks.append(Text(text=SIMULATED))
     beside = path.parent / "picture.png" if path.name == "result.json" else None
@@ -238,20 +240,27 @@ def _experiment(result: Mapping[str, Any], path: Path) -> Page:
     title = f"Experiment: {result.get('name', path.stem)}"
     origin = dict(result.get("settings") or {}) | {key: result.get(key) for key in ("command", "versions")}
     parts = (Section(title="Result", blocks=tuple(blocks)), _origin(origin, set()))
-    return Page(title=title, subtitle=str(result.get("question", "")), key_figures=(), parts=parts)
+    return Page(
+        title=title,
+        subtitle=str(result.get("question", "")),
+        key_figures=(),
+        parts=parts,
+        verdict=str(result["verdict"]),
+    )
 
 
 def _policy(result: Mapping[str, Any], provenance: Mapping[str, Any], path: Path) -> Page:
     """A policy file without candidates: the policy and where it came from."""
-    blocks: list[Block] = [Text(text=str(provenance["verdict"]), strong=True)] if "verdict" in provenance else []
-    blocks.append(
-        Code(code=json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=2), label="policy file")
-    )
+    code = json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=2)
+    blocks = [Code(code=code, label="policy file")]
     parts: list[Part] = [Section(title="The policy", blocks=tuple(blocks)), _origin(provenance, {"verdict"})]
     reason = "a policy file does not list what it was chosen among: tltlab tune --json does"
     parts.append(Absent(title="Comparison", reason=reason))
     kind = str((result.get("selector") or {}).get("kind", "not told"))
-    return Page(title="A policy", subtitle=path.name, key_figures=(("selector", kind),), parts=tuple(parts))
+    verdict = str(provenance.get("verdict", ""))
+    return Page(
+        title="A policy", subtitle=path.name, key_figures=(("selector", kind),), parts=tuple(parts), verdict=verdict
+    )
 
 
 def _origin(result: Mapping[str, Any], told_above: set[str]) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,12 @@ from matplotlib.figure import Figure
 from tltlab.charts import data_uri
 from tltlab.files import write_file
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy of the page: a browser refuses whatever is not in the file itself."""
+_TEMPLATES = Path(__file__).parent / "templates"
+SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+"""Sorts tables, shows one of several pictures, enlarges them; without it everything can be read."""
+_SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
+"""Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -45,6 +50,20 @@ class Picture:
         if not png.startswith(_PNG):
             return None
         return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """Pictures of one kind, of which a slider shows one at a time, `first` at first; without script all, in order.
+
+    `label` names what differs ("RL step"), `names` its values.
+    """
+
+    pictures: tuple[Picture, ...]
+    label: str
+    names: tuple[str, ...]
+    first: int = 0
+    kind: Literal["pictures"] = "pictures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +116,7 @@ class Code:
     kind: Literal["code"] = "code"
 
 
-Block = Picture | Table | Facts | Text | Items | Code
+Block = Picture | Pictures | Table | Facts | Text | Items | Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +144,13 @@ Part = Section | Absent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A whole report: `key_figures` (name, value) stand on top, parts below in their order."""
+    """A whole report: the `verdict` and `key_figures` (name, value) stand on top, parts below in their order."""
 
     title: str
     subtitle: str
     key_figures: tuple[tuple[str, str], ...]
     parts: tuple[Part, ...]
+    verdict: str = ""
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -144,14 +164,14 @@ class Page:
 def render(page: Page) -> str:
     """The page as HTML. Every text is escaped; same page, same characters."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     # jinja2 would write quotes of the constant policy as entities, which is right but hard to read.
-    return environment.get_template("report.html").render(page=page, policy=Markup(POLICY))
+    return environment.get_template("report.html").render(page=page, policy=Markup(POLICY), script=Markup(SCRIPT))
 
 
 def write_page(page: Page, path: Path) -> None:

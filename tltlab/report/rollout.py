@@ -14,33 +14,45 @@ from tltlab.traces.lanes import median_step
 from tltlab.traces.schema import GRAPH_KINDS
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Part, Picture, Section, Text, number, records
+from .page import Absent, Block, Part, Picture, Pictures, Section, Text, number, records
 from .timeline import timeline
 
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200
+_MOST_TIMELINES = 6
 _STAGES = {f"{name}_s": name for name in ("rollout", "inference", "reward", "train", "sync")}
 
 
 def timeline_part(trace: Trace) -> Part:
-    """The RL step of median rollout time, lane by lane."""
+    """RL steps lane by lane: the first, the last and some between, that of median rollout time shown first."""
     title = "Timeline"
     try:
-        step = median_step(trace)
-        figure = timeline(trace, rl_step=step)
+        median = median_step(trace)
+        between = np.linspace(0, len(trace.rl_steps) - 1, min(_MOST_TIMELINES - 1, len(trace.rl_steps)))
+        steps = sorted({median, *(trace.rl_steps[round(place)] for place in between)})
+        pictures = tuple(_timeline_picture(trace, step, median=step == median) for step in steps)
     except TltlabError as error:
         return Absent(title=title, reason=str(error))
-    one = trace.select([step])
-    bubble, tail = metrics.bubble_fraction(one), metrics.tail_fraction(one)
+    if len(pictures) == 1:
+        return Section(title=title, blocks=pictures)
+    names = tuple(map(str, steps))
+    slides = Pictures(pictures=pictures, label="RL step", names=names, first=steps.index(median))
+    return Section(title=title, blocks=(slides,))
+
+
+def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
+    figure, one = timeline(trace, rl_step=step), trace.select([step])
+    idle, tail = metrics.bubble_fraction(one, idle=True), metrics.tail_fraction(one)
     alt = (
         f"One lane per worker over RL step {step}, and the number of running requests below: "
-        f"{number(metrics.rollout_s(one)[step], '.3g', ' s')} of rollout, {number(bubble, '.0%')} of worker time idle."
+        f"{number(metrics.rollout_s(one)[step], '.3g', ' s')} of rollout, {number(idle, '.0%')} of worker time idle."
     )
+    which = f"RL step {step}{', of median rollout time' * median}."
     caption = (
-        f"RL step {step}, of median rollout time. The bubble, idle worker time, is {number(bubble, '.0%')}; for "
-        f"{number(tail, '.0%')} of the rollout fewer than 1/8 of the responses were running."
+        f"{which} Workers are idle for {number(idle, '.0%')} of the rollout: what trains a drafter is not. For "
+        f"{number(tail, '.0%')} of it fewer than 1/8 of the responses were running."
     )
-    return Section(title=title, blocks=(Picture.of(figure, alt=alt, caption=caption),))
+    return Picture.of(figure, alt=alt, caption=caption)
 
 
 def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:

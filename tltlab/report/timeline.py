@@ -26,7 +26,7 @@ LOOKS: dict[str, tuple[str, str, str]] = {
     "speculative_decode": ("speculative decode", "#1f5f99", ""),
     "prefill": ("prefill", "#d08a2a", "////"),
     "switch": ("switch", "#111111", ""),
-    "idle": ("idle (bubble)", "#efefef", ""),
+    "idle": ("idle", "#efefef", ""),
     "spot_train": ("spot training", "#8f5fa8", "\\\\\\\\"),
     "inference": ("inference", "#b5ac45", "...."),
     "reward": ("reward", "#3f8f6d", "xxxx"),
@@ -36,7 +36,7 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 }
 _OTHER = ("other", "#c9c9c9", "++++")
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
-_FEW_LANES = 18  # up to here every lane has its name and its bubble share in figures
+_FEW_LANES = 18  # up to here every lane has its name and its idle share in figures
 
 Offsets = Mapping[int, float]
 
@@ -50,12 +50,12 @@ def timeline(
     compare: Any = None,
     rollout_only: bool = False,
 ) -> Figure:
-    """Draw one lane per worker with its bubble share, the trainer below, and the running requests over time.
+    """Draw one lane per worker with its idle share, the trainer below, and the running requests over time.
 
     `trace` is a trace, its path, or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one
     with the median rollout time; "all" lays the RL steps one after the other. `compare`, a second trace, is drawn below
     on the same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
-    `rollout_only` leaves out what comes after the rollouts. Spot training fills a bubble and does not make it smaller.
+    `rollout_only` leaves out what comes after the rollouts. A worker that trains a drafter is not idle.
     `out` names a .png or .svg file. Raises TraceError where there are no times to draw.
 
     >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
@@ -137,7 +137,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
 
 def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     """A strip at the right end: the share of the rollout in which each worker was idle."""
-    shares = metrics.worker_bubbles(trace)
+    shares = metrics.worker_bubbles(trace, idle=True)
     at = [(row, shares[name]) for row, name in enumerate(segments["lane"].unique()) if name in shares]
     if not at:
         return
@@ -151,7 +151,7 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     strip.set_xlim(0.0, 1.0)
     strip.set_xticks([])
     strip.tick_params(axis="y", left=False, labelleft=False)
-    strip.set_title("bubble", fontsize=7.5, pad=3)
+    strip.set_title("idle", fontsize=7.5, pad=3)
     strip.spines[:].set_visible(False)
 
 
@@ -203,8 +203,8 @@ def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> st
     facts = [f"{name}: {what}"]
     if (duration := metrics.makespan_s(part)) is not None:
         facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")
-    if (bubble := metrics.bubble_fraction(part)) is not None:
-        facts.append(f"bubble {100 * bubble:.0f} %")
+    if (idle := metrics.bubble_fraction(part, idle=True)) is not None:
+        facts.append(f"idle {100 * idle:.0f} %")
     if (tail := metrics.tail_fraction(part)) is not None:
         facts.append(f"tail {100 * tail:.0f} %")
     return "  ·  ".join(facts)

@@ -82,7 +82,30 @@ def run_page(source: Path, *, verify: bool) -> Page:
         events_part(run),
         origin_part(run, trace, run_json),
     )
-    return Page(title=_title(source, trace), subtitle=_subtitle(trace), key_figures=_key_figures(trace), parts=parts)
+    return Page(
+        title=_title(source, trace),
+        subtitle=_subtitle(trace),
+        key_figures=_key_figures(trace),
+        parts=parts,
+        verdict=_verdict(trace),
+    )
+
+
+def _verdict(trace: Trace) -> str:
+    """What the run comes to, in a sentence or two; nothing where no times are known."""
+    idle, tail = metrics.bubble_fraction(trace, idle=True), metrics.tail_fraction(trace)
+    sentences = []
+    if idle is not None and tail is not None:
+        sentences.append(
+            f"Workers were idle for {idle:.0%} of the rollouts' time, and for {tail:.0%} of it fewer than 1/8 of the "
+            "responses were still running."
+        )
+    if (accept := metrics.mean_accept_length(trace)) is not None:
+        sentences.append(f"Speculative iterations gave {accept:.2f} tokens per request.")
+    rewards = [row["reward"] for row in steps_rows(trace) if row["reward"] is not None]
+    if len(rewards) > 1:
+        sentences.append(f"The mean reward went from {rewards[0]:.3f} to {rewards[-1]:.3f}.")
+    return " ".join(sentences)
 
 
 def _drafter_run(run: Path, summary: Mapping[str, Any]) -> str | None:

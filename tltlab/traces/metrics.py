@@ -25,6 +25,7 @@ from .trace import Trace
 
 ROLLOUT_KINDS = ("prefill", "decode", "speculative_decode", "switch")
 """Spans in which a worker works for the rollout. Spot training fills a bubble, so the bubble is still one."""
+_BUSY_KINDS = (*ROLLOUT_KINDS, "spot_train")
 
 TAIL_SHARE = 1 / 8
 """The tail begins when fewer than this share of an RL step's responses are still running."""
@@ -65,23 +66,24 @@ def tokens_per_s(trace: Trace) -> float | None:
     return _ratio(tokens, sum(step.rollout_s or 0.0 for step in steps))
 
 
-def bubble_fraction(trace: Trace) -> float | None:
+def bubble_fraction(trace: Trace, *, idle: bool = False) -> float | None:
     """Idle worker-seconds / worker-seconds during rollout, sum (W D - sum_w busy_w) / sum W D.
 
     A worker is busy for the union of its ROLLOUT_KINDS spans in the rollout; in an RL step without worker spans, from
     t0 until its last response finishes. W is the manifest's. Two workers, done at 5 s and 10 s: (0 + 5) / 20 = 0.25.
+    With `idle` a worker that trains a drafter is busy too.
     """
     workers = num_workers(trace)
-    idle = total = 0.0
+    empty = total = 0.0
     for step in _steps(trace):
-        busy = _busy_s(step)
+        busy = _busy_s(step, idle=idle)
         if step.rollout_s is not None and busy is not None and workers:
             total += workers * step.rollout_s
-            idle += workers * step.rollout_s - sum(busy.values())
-    return _ratio(idle, total)
+            empty += workers * step.rollout_s - sum(busy.values())
+    return _ratio(empty, total)
 
 
-def worker_bubbles(trace: Trace) -> dict[str, float]:
+def worker_bubbles(trace: Trace, *, idle: bool = False) -> dict[str, float]:
     """Idle share of each worker lane, sum (D - busy_w) / sum D; their mean is `bubble_fraction`. Empty where unknown.
 
     Two workers, done at 5 s and 10 s: {"worker 0": 0.5, "worker 1": 0.0}.
@@ -89,7 +91,7 @@ def worker_bubbles(trace: Trace) -> dict[str, float]:
     names = [f"worker {worker}" for worker in range(num_workers(trace))]
     busy_s, total_s = dict.fromkeys(names, 0.0), 0.0
     for step in _steps(trace):
-        busy = _busy_s(step)
+        busy = _busy_s(step, idle=idle)
         if step.rollout_s is not None and busy is not None:
             total_s += step.rollout_s
             for name, seconds in busy.items():
@@ -279,13 +281,13 @@ def num_workers(trace: Trace) -> int:
     return max(trace.manifest.num_workers or 0, *(0 if pd.isna(worker) else int(worker) + 1 for worker in seen))
 
 
-def _busy_s(step: _Step) -> dict[str, float] | None:
+def _busy_s(step: _Step, *, idle: bool = False) -> dict[str, float] | None:
     """Busy seconds of each worker lane in the rollout; None where unknown."""
     if step.rollout_s is None:
         return None
     end = step.start_s + step.rollout_s
     if step.spans is not None and (on_worker := step.spans["lane"].str.startswith("worker ")).any():
-        work = step.spans[on_worker & step.spans["kind"].isin(ROLLOUT_KINDS)]
+        work = step.spans[on_worker & step.spans["kind"].isin(_BUSY_KINDS if idle else ROLLOUT_KINDS)]
         starts = work["t_start"].clip(step.start_s, end)
         ends = (work["t_start"] + work["duration"]).clip(step.start_s, end)
         return {

@@ -110,11 +110,11 @@ def test_a_trace_without_times_cannot_be_drawn():
         timeline(log_normal(prompts=2, rl_steps=1), rl_step=0)
 
 
-def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_bubble():
+def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_idle():
     figure = timeline(recorded(4))
     above, below = figure.axes
     assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(4)]
-    assert "bubble 38 %" in above.get_title(loc="left")
+    assert "idle 38 %" in above.get_title(loc="left")
     assert "running" in below.get_ylabel()
     assert above.get_xlim() == below.get_xlim() == (0.0, 4.0)
 

@@ -1,6 +1,7 @@
 """`tltlab report`: what stands on the page, that it needs nothing outside itself, and how a browser shows it."""
 
 import base64
+import hashlib
 import json
 import re
 import shutil
@@ -125,13 +126,28 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(
     text = page.read_text()
     links = parsed(text)
     assert all(link.startswith(("data:image/", "#")) for link in links.found)
-    assert not links.tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    assert not links.tags & {"link", "iframe", "object", "embed", "base", "form"}
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    sha = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{sha}'" in text, "no other script runs"
+    assert text.count("<script") == 1
     assert "url(" not in text
     assert "@import" not in text
     assert "default-src 'none'" in text
     assert "<b>bold</b>" not in text
     assert "&lt;script src=" in text
     assert page.stat().st_size < 1.5e6
+
+
+def test_the_verdict_comes_first_and_a_slider_has_a_timeline_for_each_of_some_rl_steps(page, made):
+    text = page.read_text()
+    assert made.verdict.startswith("Workers were idle for ")
+    assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
+    (slides,) = [block for section in made.sections for block in section.blocks if block.kind == "pictures"]
+    assert slides.names == ("0", "1", "2", "3")
+    assert "of median rollout time" in slides.pictures[slides.first].caption
+    assert text.count('data-name="') == len(slides.pictures)
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_pictures_have_words_and_headings_go_in_order(page):

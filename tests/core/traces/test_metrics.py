@@ -71,6 +71,8 @@ def test_spans_say_when_a_worker_was_busy_and_spot_training_is_still_bubble():
     ).assign(rl_step=0)
     trace = rollout([4.0, 10.0], workers=[0, 1], num_workers=2, spans=spans)
     assert metrics.bubble_fraction(trace) == pytest.approx((6 + 2) / 20)
+    assert metrics.bubble_fraction(trace, idle=True) == pytest.approx((0 + 2) / 20), "who trains is not idle"
+    assert metrics.worker_bubbles(trace, idle=True) == pytest.approx({"worker 0": 0.0, "worker 1": 0.2})
 
 
 def test_the_tail_begins_when_fewer_than_an_eighth_are_running():

@@ -1,0 +1,151 @@
+"""Whatever stands in a file, what reads it gives a result or a sentence: bytes of a small corpus, changed by chance.
+
+`TLTLAB_FUZZ=100000` tries that many changed files, others in each run. What fell once is kept in `FELL`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.acceptance.load import load_acceptance
+from tltlab.costs.load import load_costs, load_stages
+from tltlab.errors import TltlabError
+from tltlab.files import read_json
+from tltlab.importers.formats import import_dump, read_lengths
+from tltlab.importers.metrics_log import records_of
+from tltlab.importers.token_counts import CharsPerToken
+from tltlab.policies.policy import load_policy
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import read
+
+HERE = Path(__file__).parent
+TINY = HERE.parents[1] / "traces" / "tiny"
+EXAMPLES = max(20, int(os.environ.get("TLTLAB_FUZZ") or 0))
+
+Edit = tuple[str, float, float, bytes]
+
+
+def dump(path: Path) -> Any:
+    return import_dump(path, tokens=CharsPerToken(4.0))
+
+
+READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
+    "acceptance.json": (load_acceptance,),
+    "costs.json": (load_costs, load_stages),
+    "manifest.json": (Manifest.read,),
+    "policy_table.json": (lambda path: load_policy(str(path)),),
+    "policy_adaptive.json": (lambda path: load_policy(str(path)),),
+    "verl.jsonl": (dump, read_lengths, read_json),
+    "vllm.jsonl": (import_dump, read_lengths),
+    "trl.jsonl": (dump, read_lengths),
+    "lengths.csv": (import_dump, read_lengths),
+    "lengths.json": (import_dump, read_lengths),
+    "columns.json": (dump, read_lengths),
+    "metrics.log": (import_dump, lambda path: list(records_of(path))),
+    "outcomes.parquet": (import_dump, read_lengths),
+}
+TOKENS = (
+    b"", b"0", b"-1", b"1e999", b"9" * 400, b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'""', b"[" * 5000,
+    b'{"a":' * 5000, b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"\r", b"\n\n", b",", b'"', b"'",
+    b"\xef\xbb\xbf",
+)  # fmt: skip
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "double", "put"]),
+        st.floats(0, 1, exclude_max=True),
+        st.floats(0, 1, exclude_max=True),
+        st.sampled_from(TOKENS) | st.binary(max_size=8),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(data: bytes, edits: list[Edit]) -> bytes:
+    for kind, where, much, token in edits:
+        at = int(where * len(data))
+        to = min(at + 1 + int(much * 40), len(data))
+        if kind == "flip" and data:
+            data = data[:at] + bytes([data[at] ^ 1 << int(much * 8)]) + data[at + 1 :]
+        elif kind == "cut":
+            data = data[:at] + data[to:]
+        elif kind == "double":
+            data = data[:to] + data[at:to] + data[to:]
+        else:
+            data = data[:at] + token + data[to if much < 0.5 else at :]
+    return data
+
+
+def source(name: str) -> bytes:
+    return (TINY if name in ("manifest.json", "outcomes.parquet") else HERE / "corpus").joinpath(name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def check(place: Path, name: str, data: bytes) -> None:
+    path = place / name
+    path.write_bytes(data)
+    for reader in READERS[name]:
+        try:
+            reader(path)
+        except TltlabError as refused:
+            sentence, code = str(refused), refused.exit_code
+        else:
+            continue
+        assert sentence
+        assert code in (1, 2)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_not_changed_is_read(place: Path, name: str):
+    (place / name).write_bytes(source(name))
+    if name != "outcomes.parquet":
+        READERS[name][0](place / name)
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=EXAMPLES)
+@given(edits=EDITS)
+def test_a_changed_file_is_read_or_refused_in_a_sentence(place: Path, name: str, edits: list[Edit]):
+    check(place, name, edited(source(name), edits))
+
+
+FELL: list[tuple[str, bytes]] = [
+    ("verl.jsonl", b'{"input": "a", "output": "b", "score": ' + b"9" * 400 + b', "step": 1}'),
+    ("lengths.json", b"[" * 100_000),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FELL)
+def test_what_fell_once_is_refused_in_a_sentence(place: Path, name: str, data: bytes):
+    check(place, name, data)
+
+
+FILES = {file.name: file.read_bytes() for file in TINY.iterdir() if file.suffix in (".parquet", ".json")}
+
+
+@settings(max_examples=max(5, EXAMPLES // 10))
+@given(name=st.sampled_from(sorted(FILES)), edits=EDITS)
+def test_a_trace_with_a_changed_file_is_refused_or_the_same(place: Path, name: str, edits: list[Edit]):
+    folder, data = place / "trace", edited(FILES[name], edits)
+    folder.mkdir(exist_ok=True)
+    for other, content in FILES.items():
+        (folder / other).write_bytes(data if other == name else content)
+    try:
+        trace = read(folder)
+        steps = [step.outcomes for step in trace.iter_rl_steps()]
+    except TltlabError:
+        return
+    # Its manifest has a sum of every table, and its own.
+    assert name in ("acceptance.json", "costs.json") or data == FILES[name] or name == "manifest.json"
+    assert len(steps) == len(trace.rl_steps) == 4
