@@ -119,6 +119,7 @@ def text(result: TuneResult, out: Path) -> str:
     lines = [
         table(columns, rows),
         "",
+        "regret: to the per-iteration oracle, which knows costs and acceptance; to bound: to the clairvoyant bound",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",
         f"{len(result.searched)} policies without luck, {len(result.trials)} bandits with it; {result.wall_s:.0f} s",

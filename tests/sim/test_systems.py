@@ -367,6 +367,7 @@ def test_the_table_says_what_takes_whose_place_and_what_was_assumed(capsys: pyte
         ["compare", "--systems", "all", "--gpus-per-worker", "2"],
         ["compare", "--stages", "cpu-small"],
         ["compare", "--claims"],
+        ["compare", "--search", "--systems", "verl"],
         ["compare", "--policies", "none,table,none"],
         ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
         ["compare", "--systems", "all", "--model-free-acceptance", "nothing.json"],
