@@ -105,7 +105,7 @@ class SimResult:
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
             "spot_training": self._spot_training(),
             "multi_turn": self._multi_turn(),
-            "asynchronous": self._asynchronous(),
+            "asynchronous": self.asynchronous,
             "prefix_caching": any(step.prefix_caching for step in self.scenario.steps),
             "prefilled_tokens": round(sum(float(c.prefill_tokens.sum()) for c in self._columns())),
             "costs": self.scenario.costs_name,
@@ -130,7 +130,8 @@ class SimResult:
             "release_delay_s": math.fsum(spot.release_delay_s for spot in results),
         }
 
-    def _asynchronous(self) -> dict[str, Any] | None:
+    @cached_property
+    def asynchronous(self) -> dict[str, Any] | None:
         """How stale and how biased what RL steps train on is; None where they are apart.
 
         `length_bias` is the mean length of responses that were trained on over that of all that were begun, each as
