@@ -1,8 +1,8 @@
 """One RL step's rollout as a discrete-event simulation: one SimPy process per worker, one timeout per macro-step.
 
 A worker's round: its scheduler preempts or admits, its policy is asked, its batch advances until something happens, and
-the policy is told. Once nothing waits, a memoryless policy over requests that all gain alike has a closed form: one
-timeout to the end.
+the policy is told. Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form:
+one timeout to the end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .admission import RequestFeed
 from .batch import Batch, FluidBatch, MacroStep, RequestsView
+from .by_request import RateBatch
 from .log import Entry, WorkerLog
 from .memoryless import MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
@@ -298,9 +299,11 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        # The rest of a rollout has a closed form where all gain alike, nothing is learned and costs are exact.
+        # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
         closed = self.policy.memoryless and self.noise is None and feed is None and tools is None
-        self.fluid = self.batch if closed and isinstance(self.batch, FluidBatch) else None
+        self.fluid: FluidBatch | RateBatch | None = None
+        if closed and isinstance(self.batch, FluidBatch | RateBatch) and self.batch.is_steady:
+            self.fluid = self.batch
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
@@ -426,6 +429,7 @@ class Worker:
             prefill_s=self.simulator.costs.prefill_s(prefill_tokens),
             prefill_tokens=prefill_tokens,
             switch_s=0.0 if self.drafter_ready else self.simulator.costs.switch_s,
+            gains=self.batch.steady_gains if isinstance(self.batch, RateBatch) else None,
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
         )
