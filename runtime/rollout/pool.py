@@ -406,10 +406,11 @@ class WorkerPool:
 
     async def _answer(self, n: int, call: Any) -> Any:
         """What a call to worker n returns; WorkerLost where it dies of it or never answers, else an error of ours."""
-        begun, most_s = time.monotonic(), self.recipe.faults.patience_s(self._longest_s)
+        clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_s)
+        begun = clock()
         try:
             answer = await asyncio.wait_for(call, most_s)
-            self._longest_s = max(self._longest_s, time.monotonic() - begun)
+            self._longest_s = max(self._longest_s, clock() - begun)
             return answer
         except TimeoutError as error:
             raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
