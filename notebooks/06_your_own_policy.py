@@ -60,7 +60,8 @@ check_selector(Halving)
 
 # %%
 result = tltlab.simulate(trace, Halving)
-display(result)
+print(result)
+display(result.to_frame())
 print(f"{result.summary['regret']:.0%} above the least that its strategies could reach: its regret to the bound")
 
 # %% [markdown]

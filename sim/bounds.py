@@ -2,7 +2,7 @@
 
 `lower_bound_s` holds for every acceptance:
 
-    path = max_i alone_i            the longest response by itself, in a batch of 1
+    path = max_i alone_i            the longest response by itself, in a batch of 1, its tools' time included
     area = sum_i share_i / W        the work of all responses, shared by workers that are never idle
     bound = max(path, area)
 
@@ -70,8 +70,8 @@ def lower_bound_s(
     ran = [i for i, length in enumerate(requests.response_tokens) if length > 0]
     if not ran:
         return 0.0
-    # With prefix caching a prompt may have been prefilled for another sample.
-    prefill = costs.prefill_s(1.0) * (requests.prompts - requests.shared)[ran].astype(np.float64)
+    # With prefix caching a prompt may have been prefilled for another sample, or for the turn before.
+    prefill = costs.prefill_s(1.0) * requests.uncached[ran].astype(np.float64)
     most = largest_batch(requests, costs)
     batches = range(1, most + 1)
     fixed = [
@@ -81,6 +81,10 @@ def lower_bound_s(
     slope_s = min(r.slope_s(b) for r in regimes for b in batches)
     decoding = _decoding_s(requests, ran, regimes, fixed, slope_s, acceptance, mode, seed)
     alone, share = (prefill + seconds for seconds in decoding)
+    if requests.turns is not None:
+        seconds = dict(zip(ran, (alone + np.array(requests.turns.tool_s)[ran]).tolist(), strict=True))
+        chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
+        alone = np.array([sum(seconds[turn] for turn in chain) for chain in chains])
     return float(max(alone.max(), share.sum() / workers))
 
 
@@ -243,7 +247,7 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     lengths = requests.lengths[ran] - TOLERANCE_TOKENS
     prompts = requests.prompts[ran].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    own_s = costs.prefill_s(1.0) * (prompts - requests.shared[ran]) + slope_s * contexts
+    own_s = costs.prefill_s(1.0) * requests.uncached[ran] + slope_s * contexts
 
     def fits(makespan_s: float) -> bool:
         left_s = makespan_s - own_s

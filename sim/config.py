@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
@@ -20,6 +21,7 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
+from tltlab.sim.engine.requests import Prefix
 from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]
@@ -52,6 +54,10 @@ class SimulationConfig:
     updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
     `coordinator` says which idle workers train.
 
+    Of responses of several turns, what a turn leaves in the KV cache is there for the next one while there is room, or
+    it is computed again (`prefix`); at most `max_tools` tools run at once, and one takes `tool_s` where the trace does
+    not know.
+
     Raises ConfigError for an unknown mode, and a decision block or seed out of range.
 
     >>> SimulationConfig(acceptance="geometric:0.7", workers=8, mode="sampled").seed
@@ -74,6 +80,9 @@ class SimulationConfig:
     workload: Workload | None = None
     online_updates: int = 0
     admission: Admission | SharedBuffer | None = None
+    prefix: str = "kept"
+    max_tools: int | None = None
+    tool_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -84,6 +93,12 @@ class SimulationConfig:
             raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
+        if self.prefix not in get_args(Prefix):
+            raise ConfigError(f"no prefix named {self.prefix!r}; there are {', '.join(get_args(Prefix))}")
+        if self.max_tools is not None and self.max_tools < 1:
+            raise ConfigError(f"max_tools must be at least 1, got {self.max_tools}")
+        if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
+            raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
 
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""

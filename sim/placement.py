@@ -44,6 +44,10 @@ def place(requests: Requests, workers: int, placement: str, costs: CostModel | N
     takes a fifth of the prompts for long with the recall of its ranker, and `rank_groups`, RhymeRL's. Ties go to the
     lower worker and the earlier request.
     """
+    if requests.turns is not None:
+        # All turns of a response run where the first one did.
+        first = requests.turns.first
+        return [[first[i] for i in queue] for queue in place(requests.whole(), workers, placement, costs)]
     n = len(requests)
     if placement == "contiguous":
         return _collect([i * workers // n for i in range(n)], workers)

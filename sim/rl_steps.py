@@ -29,13 +29,13 @@ from .topology import Colocated, Pools, Topology
 class RunResult:
     """A simulated run of whole RL steps.
 
-    `steps`: rl_step, t_start (start of its rollout), the five stages' seconds (sync_s with an engine's sleep and wake),
-    `step_s` from the end of the RL step before to its own end, `latency_s` from t_start to its own end, policy_version.
-    An RL step ends when its weights are in the engines; step_s adds up to the run. `spans`: those of the trainer, and
-    of workers outside rollouts, in the trace's form. `gpu_s`: stage, held_gpu_s, idle_gpu_s; "waiting" is the time in
-    which one side's GPUs wait for the other, and held_gpu_s adds up to num_gpus times the run. A rollout's idle_gpu_s
-    is its bubble. `step_s` is the mean of a long run that goes through these RL steps again and again: a pipeline
-    fills and empties once, however long the run.
+    `steps`: updates_behind (of its rollout's weights), rl_step, t_start (start of its rollout), the five stages'
+    seconds (sync_s with an engine's sleep and wake), `step_s` from the end of the RL step before to its own end,
+    `latency_s` from t_start to its own end, policy_version. An RL step ends when its weights are in the engines; step_s
+    adds up to the run. `spans`: those of the trainer, and of workers outside rollouts, in the trace's form. `gpu_s`:
+    stage, held_gpu_s, idle_gpu_s; "waiting" is the time in which one side's GPUs wait for the other, and held_gpu_s
+    adds up to num_gpus times the run. A rollout's idle_gpu_s is its bubble. `step_s` is the mean of a long run that
+    goes through these RL steps again and again: a pipeline fills and empties once, however long the run.
     """
 
     topology: Topology
@@ -50,6 +50,11 @@ class RunResult:
     def run_s(self) -> float:
         """Seconds from the first rollout's start to the last sync's end."""
         return float(self.steps["step_s"].sum())
+
+    @property
+    def updates_behind(self) -> float:
+        """Updates that the weights of a rollout lag behind those it is trained with, mean over the RL steps."""
+        return float(self.steps["updates_behind"].mean())
 
     @property
     def rollout_share(self) -> float | None:
@@ -128,6 +133,7 @@ def summary(result: RunResult) -> dict[str, Any]:
         "rollout_share": result.rollout_share,
         "stages": {name: float(result.steps[name].mean()) for name in ("rollout_s", *STAGES)},
         "topology": result.topology.name,
+        "updates_behind": result.updates_behind,
         "num_gpus": result.num_gpus,
         "idle_gpu_fraction": result.idle_gpu_fraction,
     }
@@ -259,6 +265,7 @@ def _steps(rollouts: Sequence[SimulatedRollout], times: Sequence[_StageTimes], p
             "step_s": np.diff(done, prepend=0.0),
             "latency_s": done - start,
             "policy_version": [rollouts[v].requests.policy_version for v in pipeline.version_of],
+            "updates_behind": np.arange(len(rollouts)) - np.array(pipeline.version_of),
         }
     )
 

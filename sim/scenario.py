@@ -28,7 +28,7 @@ from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests, changed, requests_by_step
+from tltlab.sim.engine.requests import SINGLE_TURN, Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
@@ -137,6 +137,7 @@ class Scenario:
     coordinator: CoordinatorConfig | None = None
     online_updates: int = 0
     admission: Admission | SharedBuffer | None = None
+    max_tools: int | None = None
 
     @classmethod
     def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
@@ -148,7 +149,9 @@ class Scenario:
         workers = config.num_workers(trace)
         steps = tuple(
             changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)
-            for step in requests_by_step(trace, config.rl_steps, config.max_response_tokens)
+            for step in requests_by_step(
+                trace, config.rl_steps, config.max_response_tokens, prefix=config.prefix, tool_s=config.tool_s
+            )
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
@@ -168,6 +171,7 @@ class Scenario:
             coordinator=config.coordinator,
             online_updates=config.online_updates,
             admission=config.admission,
+            max_tools=config.max_tools,
         )
 
     def rollouts(
@@ -194,7 +198,10 @@ class Scenario:
             idle_use=trainer or LeaveIdle(),
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
+            max_tools=self.max_tools,
         )
+        if self.admission is not None and any(step.turns is not None for step in self.steps):
+            raise ConfigError(SINGLE_TURN)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
@@ -272,16 +279,18 @@ class Scenario:
             if alike:
                 most = largest_batch(step, self.costs)
                 bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
+            if step.turns is not None and self.max_tools is not None:
+                bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
         return bounds_s
 
 
 def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int) -> SimulatedRollout:
     """RL step k of a stream: the rollout as of the responses that it trains on."""
+    wasted, version = stream.wasted_tokens, stream.version
     work = stream.begin(k)
     feed = Feed(stream, work, workers)
     rollout = simulator.rollout(work.requests, feed.first(), feed)
-    wasted = stream.wasted_tokens
     trained = stream.end(work)
     requests, at = stream.trained_on(work, trained)
 
@@ -296,6 +305,10 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
         finish_s=of(rollout.finish_s, 0.0),
         old_tokens=float(sum(job.length if n is None else job.old for job, n in zip(trained, at, strict=True))),
         wasted_tokens=stream.wasted_tokens - wasted,
+        ages=np.array([version - (version if job.version is None else job.version) for job in trained], np.int64),
+        num_begun=stream.num_begun,
+        begun_tokens=stream.begun_tokens,
+        num_dropped=stream.num_dropped,
     )
 
 

@@ -104,6 +104,8 @@ class SimResult:
             "evidence": evidence,
             "makespan_interval_s": interval(self.makespan_s, evidence["error"]),
             "spot_training": self._spot_training(),
+            "multi_turn": self._multi_turn(),
+            "asynchronous": self.asynchronous,
             "prefix_caching": any(step.prefix_caching for step in self.scenario.steps),
             "prefilled_tokens": round(sum(float(c.prefill_tokens.sum()) for c in self._columns())),
             "costs": self.scenario.costs_name,
@@ -126,6 +128,50 @@ class SimResult:
             "idle_worker_s": idle_s,
             "used_share": math.fsum(spot.trained_worker_s for spot in results) / idle_s if idle_s else 0.0,
             "release_delay_s": math.fsum(spot.release_delay_s for spot in results),
+        }
+
+    @cached_property
+    def asynchronous(self) -> dict[str, Any] | None:
+        """How stale and how biased what RL steps train on is; None where they are apart.
+
+        `length_bias` is the mean length of responses that were trained on over that of all that were begun, each as
+        long as it would have become: below 1 long responses are starved. Means of `staleness` are over responses.
+        """
+        rollouts = [rollout for rollout in self.rollouts if rollout.ages is not None]
+        if not rollouts:
+            return None
+        lengths = np.concatenate([rollout.requests.lengths for rollout in rollouts])
+        ages = np.concatenate([rollout.ages for rollout in rollouts if rollout.ages is not None])
+        last, trained = rollouts[-1], max(1.0, float(lengths.sum()))
+        begun = last.begun_tokens / max(1, last.num_begun)
+        wasted = sum(rollout.wasted_tokens for rollout in rollouts)
+        return {
+            "mean_length_trained": float(lengths.mean()),
+            "mean_length_generated": begun,
+            "length_bias": float(lengths.mean()) / begun if begun else None,
+            "staleness_mean": float(ages.mean()),
+            "staleness_max": int(ages.max()),
+            "off_policy_share": sum(rollout.old_tokens for rollout in rollouts) / trained,
+            "wasted_share": wasted / (trained + wasted),
+            "dropped_share": last.num_dropped / max(1, last.num_begun),
+        }
+
+    def _multi_turn(self) -> dict[str, float] | None:
+        """Responses and their turns; seconds at tools and waiting for them, summed; None where all have one turn.
+
+        `prefilled_tokens` of `prompt_tokens` were not in the cache.
+        """
+        turns = [rollout.requests.turns for rollout in self.rollouts if rollout.requests.turns is not None]
+        if not turns:
+            return None
+        num_turns, num_responses = sum(len(r.requests) for r in self.rollouts), sum(len(t.first) for t in turns)
+        return {
+            "num_responses": num_responses,
+            "turns_per_response": num_turns / num_responses,
+            "tool_s": math.fsum(s for t in turns for s in t.tool_s),
+            "tool_wait_s": math.fsum(r.tool_wait_s for r in self.rollouts),
+            "prompt_tokens": sum(int(r.requests.prompts.sum()) for r in self.rollouts),
+            "prefilled_tokens": math.fsum(float(c.prefill_tokens.sum()) for c in self._columns()),
         }
 
     def _regimes(self) -> list[Regime]:

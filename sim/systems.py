@@ -36,7 +36,7 @@ from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
-from .engine.requests import Requests
+from .engine.requests import SINGLE_TURN, Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .sensitivity import Variant, over_ranges
@@ -143,21 +143,22 @@ def compare_systems(
 
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
-    Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to verl (or
-    the first system where that is not among them; below 1 is faster) with its paired interval `ratio_low` to
-    `ratio_high` over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise,
-    `regret` of the rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a
-    per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of
-    tokens, `intervals` of what has one by name, `claim` of the system's paper beside what is found (None: it has none),
-    `workers` (those that generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`,
-    `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then
-    ordered.
+    Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to verl (or the
+    first system where that is not among them; below 1 is faster) with its paired interval `ratio_low` to `ratio_high`
+    over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise, `regret` of the
+    rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a per-request
+    budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of tokens,
+    `length_bias` (mean length of trained responses over that of all begun, 1 where RL steps are apart), `intervals` of
+    what has one by name, `claim` of the system's paper beside what is found (None: it has none), `workers` (those that
+    generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
+    `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
 
-    No system is left out: a number that is missing takes a default that `defaults` names. Where there is one (or with
-    `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of each on the
-    first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there: `ratio_least`,
-    `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`, `num_gpus`
-    and the costs' `evidence` (`Scenario.evidence`) too.
+    Where responses have several turns, systems that change which responses there are stand in `attrs["left_out"]` with
+    the reason. No other is left out: a number that is missing takes a default that `defaults` names. Where there is one
+    (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of
+    each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there:
+    `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`,
+    `num_gpus` and the costs' `evidence` (`Scenario.evidence`) too.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
@@ -168,7 +169,12 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    bound = bind_all(find_systems(systems), scenario, model_free)
+    asked = find_systems(systems)
+    several = any(step.turns is not None for step in scenario.steps)
+    left_out = {one.name: SINGLE_TURN for one in asked if several and (one.workload or one.admission)}
+    if len(left_out) == len(asked):
+        raise ConfigError(f"{', '.join(left_out)}: {SINGLE_TURN}")
+    bound = bind_all([one for one in asked if one.name not in left_out], scenario, model_free)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -199,7 +205,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
-        left_out={},
+        left_out=left_out,
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
@@ -244,6 +250,7 @@ class _Outcome:
     trained_tokens: Floats
     old_tokens: Floats
     wasted_tokens: Floats
+    length_bias: float
     mean_accept_length: float | None
 
     def seconds(self, num_steps: int) -> float:
@@ -262,7 +269,7 @@ class _Outcome:
         """Over repeats, RL step by RL step: they share its lengths."""
         accepts = [one.mean_accept_length for one in repeats if one.mean_accept_length is not None]
         steps = [one.step_s for one in repeats if one.step_s is not None]
-        sums = ("makespan_s", "idle_s", "worker_s", "trained_tokens", "old_tokens", "wasted_tokens")
+        sums = ("makespan_s", "idle_s", "worker_s", "trained_tokens", "old_tokens", "wasted_tokens", "length_bias")
         return cls(
             **{name: np.mean([getattr(one, name) for one in repeats], axis=0) for name in sums},
             step_s=np.mean(steps, axis=0) if steps else None,
@@ -272,7 +279,7 @@ class _Outcome:
 
 def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
     run = simulate_system(trace, bound, config, **placed)
-    rollouts = run.result.rollouts
+    rollouts, stale = run.result.rollouts, run.result.asynchronous
     worker_s = [run.result.scenario.workers * r.makespan_s for r in rollouts]
 
     def sums(values: Sequence[float]) -> Floats:
@@ -286,6 +293,7 @@ def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **plac
         trained_tokens=sums([r.requests.lengths.sum() for r in rollouts]),
         old_tokens=sums([r.old_tokens for r in rollouts]),
         wasted_tokens=sums([r.wasted_tokens for r in rollouts]),
+        length_bias=1.0 if stale is None else stale["length_bias"] or 1.0,
         mean_accept_length=run.result.mean_accept_length,
     )
 
@@ -312,6 +320,7 @@ def _row(
         **{name: None if interval is None else interval.estimate for name, interval in shares.items()},
         "lossless": system.lossless,
         "on_policy": system.on_policy,
+        "length_bias": float(outcome.length_bias),
         "mean_accept_length": outcome.mean_accept_length,
         "workers": generating_workers(system, scenario.workers),
     }

@@ -61,7 +61,8 @@ class Separate:
     """Engines on GPUs of their own beside the trainer's, as in Open-R1.
 
     With `max_staleness` 0 one side waits for the other; with 1 the next rollout runs during training, on weights one
-    update old. `train_gpus` defaults to what the stage costs are for, else to as many as generate.
+    update old, with more rollouts run ahead of training where it is the slower side for a while. `train_gpus` defaults
+    to what the stage costs are for, else to as many as generate.
     """
 
     gpus_per_worker: int = 1
@@ -74,8 +75,8 @@ class Separate:
         _at_least_one("gpus_per_worker", self.gpus_per_worker)
         if self.train_gpus is not None:
             _at_least_one("train_gpus", self.train_gpus)
-        if self.max_staleness not in (0, 1):
-            raise ConfigError(f"max_staleness {self.max_staleness}: 0 (synchronous) and 1 (one step off) are simulated")
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness {self.max_staleness}: give 0 (synchronous), 1 (one step off) or more")
 
     def pools(self, num_workers: int, stages: StageCosts) -> Pools:
         rollout_gpus = num_workers * self.gpus_per_worker

@@ -22,8 +22,6 @@ from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.vllm import installed_vllm
 
-from .models import stand_in_for_hub
-
 TESTS = (
     "tests/v1/core/test_scheduler.py",
     "tests/v1/core/test_async_scheduler.py",
@@ -115,6 +113,9 @@ def run_vllm_tests(
 
     ConfigError for a folder without the tests of the vLLM that is installed, RunError where pytest cannot run them.
     """
+    # It imports torch and transformers, which the process of a side, that imports this module, need not wait for.
+    from .models import stand_in_for_hub
+
     _check(source, tests)
     outcomes: dict[Side, dict[str, Outcome]] = {}
     seconds: dict[Side, float] = {}

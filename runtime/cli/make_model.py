@@ -21,8 +21,8 @@ def make_model(
     task: Annotated[
         str,
         typer.Option(
-            help="subset-sum (length is mostly luck within a prompt's group), gcd (the prompt decides most of it) or "
-            "both (prompts of either, in one model)."
+            help="subset-sum (length is mostly luck within a prompt's group), gcd (the prompt decides most of it), "
+            "both (prompts of either, in one model), or calculator (sums, with a tool that the model calls)."
         ),
     ] = "subset-sum",
     mtp: Annotated[

@@ -31,7 +31,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
-from .generation import EngineDied, GenerationRequest, Response, Rollout
+from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, Response, Rollout
 from .graphs import CapturedGraphs, GraphPlan
 from .recording import how_it_ended
 from .seat import PolicyFailed
@@ -151,12 +151,14 @@ class Engine:
         self.llm.reset_prefix_cache()
         self.set_policy(None)
 
-    def evaluate(self, requests: Sequence[GenerationRequest], *, temperature: float) -> Rollout:
+    def evaluate(
+        self, requests: Sequence[GenerationRequest], *, temperature: float, follow_ups: FollowUps | None = None
+    ) -> Rollout:
         """Generate without speculation and uncaptured; the policy in force neither chooses nor learns."""
         self._call("suspend")
         try:
             with self.uncaptured():
-                return self.generate(requests, rl_step=-1, temperature=temperature)
+                return self.generate(requests, rl_step=-1, temperature=temperature, follow_ups=follow_ups)
         finally:
             self._call("resume")
 
@@ -201,14 +203,16 @@ class Engine:
         top_k: int = 0,
         min_p: float = 0.0,
         until: Callable[[Sequence[Key]], bool] | None = None,
+        follow_ups: FollowUps | None = None,
     ) -> Rollout:
         """Generate every request to its end; top_k 0 and min_p 0 keep the whole vocabulary.
 
         `until` is asked after each iteration with the keys of the responses that have ended, in that order; at its
-        first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no
-        room, two requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine
-        fails or loses a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there
-        are new draft weights, PolicyFailed when the policy raises. A call that was interrupted leaves nothing behind.
+        first yes the others are aborted and come back with what they have. `follow_ups` hears of every end and says
+        what is to be generated next, until nothing is left of either. ConfigError for a prompt that leaves no room, two
+        requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine fails or loses
+        a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there are new draft
+        weights, PolicyFailed when the policy raises. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
         try:
@@ -227,16 +231,28 @@ class Engine:
         outputs: dict[str, tuple[Any, float]] = {}
         names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
         ended: list[Key] = []
+        later: dict[str, FollowUp] = {}
         failure: Exception | None = None
         try:
             for (name, request), settings in zip(names.items(), params, strict=True):
                 adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
             with adapter.running(self.llm):
-                while engine.has_unfinished_requests() and (self.own_process or not self.control.failure):
-                    for output in self._step():
+                while (engine.has_unfinished_requests() or (follow_ups is not None and follow_ups.pending)) and (
+                    self.own_process or not self.control.failure
+                ):
+                    for output in self._step() if engine.has_unfinished_requests() else ():
                         if output.finished:
                             outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
                             ended.append(names[output.request_id].key)
+                            if follow_ups is not None:
+                                request, now_s = names[output.request_id], outputs[output.request_id][1]
+                                follow_ups.ended(request, output.outputs[0].token_ids, now_s)
+                    if follow_ups is not None and follow_ups.pending:
+                        idle = not engine.has_unfinished_requests()
+                        for following in follow_ups.ready(lambda: time.perf_counter() - start, wait_for_one=idle):
+                            request, name = following.request, f"{rl_step}.{len(names)}"
+                            names[name], later[name] = request, following
+                            adapter.add_request(self.llm, name, request.prompt_token_ids, _params(request, usual))
                     self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
                     if until is not None and until(ended):
                         stopped = time.perf_counter() - start
@@ -254,7 +270,9 @@ class Engine:
         except Exception as error:  # whatever an engine dies of, what came back whole is handed over
             failure, first = error, {}
         duration_s = time.perf_counter() - start
-        responses = [_response(names[name], *outputs[name], first) for name in names if name in outputs]
+        responses = [
+            _response(names[name], *outputs[name], first, later.get(name)) for name in names if name in outputs
+        ]
         lost = [request.key for name, request in names.items() if name not in outputs]
         if failure is not None or lost:
             why = f": {type(failure).__name__}: {failure}" if failure is not None else ""
@@ -268,6 +286,7 @@ class Engine:
             recorder_s=(inside_after - inside) - (deciding_after - deciding),
             policy_s=deciding_after - deciding,
             drafting_s=drafting_after - drafting,
+            follow_ups=[following.request for following in later.values()],
         )
 
     def _heed_canary(self, every_s: float = 0.0) -> None:
@@ -286,8 +305,13 @@ class Engine:
             self._dead = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its response may have together."""
+        return int(self.llm.llm_engine.vllm_config.model_config.max_model_len)
+
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        room = self.llm.llm_engine.vllm_config.model_config.max_model_len
+        room = self.max_model_len
         for request in requests:
             if not 0 < len(request.prompt_token_ids) < room:
                 raise ConfigError(
@@ -452,11 +476,15 @@ def capture_room(engines: int = 1) -> int:
 def _params(request: GenerationRequest, usual: Mapping[str, float]) -> Any:
     """The request's sampling settings for vLLM: its own, else the `usual` ones."""
     own = {name: value for name in usual if (value := getattr(request, name)) is not None}
-    limits = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
+    limits: dict[str, Any] = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
+    if request.stop_token_ids:
+        limits["stop_token_ids"] = list(request.stop_token_ids)
     return adapter.sampling_params(request.key, **{**usual, **own}, **limits)
 
 
-def _response(request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float]) -> Response:
+def _response(
+    request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float], turn: FollowUp | None = None
+) -> Response:
     return Response(
         key=request.key,
         token_ids=list(output.token_ids),
@@ -464,4 +492,7 @@ def _response(request: GenerationRequest, output: Any, t_finish: float, first: M
         finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
         t_first_token=first.get(request.key, t_finish),
         t_finish=t_finish,
+        t_submit=0.0 if turn is None else turn.submit_s,
+        tool_s=None if turn is None else turn.tool_s,
+        observed=() if turn is None else turn.observed,
     )

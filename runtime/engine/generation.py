@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
@@ -14,7 +14,8 @@ from tltlab.errors import RunError
 class GenerationRequest:
     """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
 
-    With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call.
+    With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call. It also stops behind a
+    token of `stop_token_ids`, and `prompt_text` is for environments, which may read the prompt.
     """
 
     key: Key
@@ -25,6 +26,35 @@ class GenerationRequest:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    prompt_text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowUp:
+    """The next turn of a response: its request, whose prompt ends with the tokens `observed` of what a tool said.
+
+    It came at `submit_s`, seconds since the rollout began, `tool_s` after the turn before it had ended.
+    """
+
+    request: GenerationRequest
+    observed: list[int]
+    submit_s: float
+    tool_s: float
+
+
+class FollowUps(Protocol):
+    """What goes on after responses that have ended; an engine asks it between iterations."""
+
+    @property
+    def pending(self) -> int:
+        """How many are away at their tools."""
+
+    def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
+        """A request has ended with these tokens."""
+
+    def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
+        """Turns that may begin; with `wait_for_one` not before one call is done, if any is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +62,8 @@ class Response:
     """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
 
     `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
-    each from a rollout worker.
+    each from a rollout worker. A turn after the first came at `t_submit`, after `tool_s` at a tool, which said the
+    tokens `observed`, the end of its prompt.
     """
 
     key: Key
@@ -41,6 +72,9 @@ class Response:
     finish_reason: str
     t_first_token: float
     t_finish: float
+    t_submit: float = 0.0
+    tool_s: float | None = None
+    observed: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +82,8 @@ class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
     `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning, `drafting_s` into drafters
-    beside the scheduler: what they were fed, and what they looked up.
+    beside the scheduler: what they were fed, and what they looked up. `follow_ups` are the requests of later turns,
+    whose responses come behind the others; `notes` is what the run should say.
     """
 
     responses: list[Response]
@@ -58,6 +93,8 @@ class Rollout:
     recorder_s: float
     policy_s: float
     drafting_s: float = 0.0
+    follow_ups: list[GenerationRequest] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class EngineDied(RunError):

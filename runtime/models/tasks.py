@@ -249,4 +249,49 @@ BOTH = Task(
     reward="tltlab.runtime.models.tasks:both_reward",
 )
 
-TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, BOTH)}
+# ---- calculator: a tool in the middle of the response ---------------------------------------------------------------
+
+CALCULATOR_MAX_NUMBER = 200
+
+
+def calculator_problem(rng: np.random.Generator) -> Problem:
+    """Draw a sum of three to seven numbers up to 40 whose running totals are within 0 and 200."""
+    while True:
+        numbers = rng.integers(1, 41, size=rng.integers(3, 8)).tolist()
+        signs = [1, *np.where(rng.random(len(numbers) - 1) < 0.6, 1, -1).tolist()]
+        totals = np.cumsum(np.multiply(numbers, signs))
+        if totals.min() >= 0 and totals.max() <= CALCULATOR_MAX_NUMBER:
+            terms = [word for sign, n in zip(signs[1:], numbers[1:], strict=True) for word in ("-+"[sign > 0], str(n))]
+            return Problem(prompt=f"calc {numbers[0]} {' '.join(terms)} go", answer=str(totals[-1]))
+
+
+def calculator_trace(problem: Problem, rng: np.random.Generator) -> str:
+    """Ask the tool for one sum after another: `ask 17 + 25 = 42 ask 42 - 9 = 33 ans 33` for `calc 17 + 25 - 9 go`.
+
+    What follows each `=` is the tool's. Flaws: half of the writers are impatient, and may name a total on the way as
+    the answer; one asked number in 25 is miscopied.
+    """
+    first, *terms = problem.prompt.split()[1:-1]
+    stop = 0.25 if rng.random() < 0.5 else 0.0
+    words: list[str] = []
+    total = int(first)
+    for sign, number in zip(terms[::2], terms[1::2], strict=True):
+        if words and rng.random() < stop:
+            break
+        step = (1 if sign == "+" else -1) * (int(rng.integers(1, 41)) if rng.random() < 0.04 else int(number))
+        if not 0 <= total + step <= CALCULATOR_MAX_NUMBER:
+            step = 0
+        words += ["ask", str(total), sign, str(abs(step)), "=", str(total + step)]
+        total += step
+    return " ".join([*words, "ans", str(total)])
+
+
+CALCULATOR = Task(
+    name="calculator",
+    words=(*map(str, range(CALCULATOR_MAX_NUMBER + 1)), "calc", "go", "ask", "+", "-", "=", "ans"),
+    problem=calculator_problem,
+    trace=calculator_trace,
+    reward="tltlab.runtime.models.tasks:gcd_reward",
+)
+
+TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, BOTH, CALCULATOR)}

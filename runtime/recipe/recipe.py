@@ -94,6 +94,29 @@ class ReuseConfig(FiniteModel):
     residual: Literal["none", "exact"] = "none"
 
 
+class EnvironmentConfig(FiniteModel):
+    """Tools that responses call: `path` is `package.module:Class` or a built-in, `calculator`.
+
+    A turn ends at a string of `stop` (empty: the class's own), each one token of the model. What the environment says
+    is put behind it, between `before` and `after`, and generation goes on, up to `max_turns` turns and the cap, which
+    counts what was said. Every worker asks in `processes` processes, a call that takes longer than `timeout_s` is
+    killed; with 0 it asks at once, without a limit, and the rollout can be repeated bit by bit.
+    """
+
+    path: str
+    stop: tuple[str, ...] = ()
+    max_turns: int = Field(default=8, ge=1)
+    before: str = ""
+    after: str = ""
+    processes: int = Field(default=1, ge=0)
+    timeout_s: float = Field(default=10.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_path(cls, fields: Any) -> Any:
+        return {"path": fields} if isinstance(fields, str) else fields
+
+
 class RolloutConfig(FiniteModel):
     """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
 
@@ -102,6 +125,10 @@ class RolloutConfig(FiniteModel):
     A policy's file may name a class of the modules `allow_code`.
     Each engine spans `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share
     (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
+
+    With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
+    from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
+    on from there as if it had not stopped.
 
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
     on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
@@ -127,6 +154,8 @@ class RolloutConfig(FiniteModel):
     gpus_per_worker: float | None = Field(default=None, ge=0)
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
+    environment: EnvironmentConfig | None = None
+    one_step_off: bool = False
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")
@@ -291,6 +320,13 @@ class Recipe(FiniteModel):
         """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
+
+    @property
+    def own_modules(self) -> list[str]:
+        """Modules of rewards and the environment."""
+        environment = self.rollout.environment
+        paths = [path for path, _ in self.reward_terms] + ([environment.path] if environment is not None else [])
+        return [path.partition(":")[0] for path in paths]
 
     @property
     def reward_terms(self) -> tuple[tuple[str, float], ...]:

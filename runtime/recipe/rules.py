@@ -76,6 +76,25 @@ def partial_rollouts(recipe: Recipe) -> Iterator[str]:
         yield "rollout.repeat_every repeats whole rollouts, and rollout.partial has none"
 
 
+def environments(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if rollout.environment is not None and (rollout.partial is not None or rollout.reuse is not None):
+        yield "rollout.environment has responses of several turns, which rollout.partial and rollout.reuse cannot cut"
+
+
+def one_step_off(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if not rollout.one_step_off:
+        return
+    if recipe.cluster.placement == "colocated":
+        yield "rollout.one_step_off needs devices of the engines' own: set cluster.placement = 'separate'"
+    if recipe.train.correction == "none":
+        yield "rollout.one_step_off is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
+    others = {"[drafter]": recipe.drafter, "rollout.reuse": rollout.reuse, "rollout.partial": rollout.partial,
+              "rollout.repeat_every": rollout.repeat_every}  # fmt: skip
+    yield from (f"rollout.one_step_off does not go with {name}" for name, other in others.items() if other)
+
+
 def sampling_rounds(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.rollout
     if (rollout.partial is not None or rollout.reuse is not None) and recipe.train.sampling_rounds > 1:
@@ -84,6 +103,9 @@ def sampling_rounds(recipe: Recipe) -> Iterator[str]:
 
 def exact_replay(recipe: Recipe) -> Iterator[str]:
     """Only of a run that follows recorded decisions."""
+    environment = recipe.rollout.environment
+    if environment is not None and environment.processes:
+        yield "decisions are replayed exactly only where tools answer at once: set rollout.environment.processes = 0"
     if recipe.drafter is not None or recipe.train.sampling_rounds > 1:
         yield (
             "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
@@ -109,7 +131,10 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, partial_rollouts, sampling_rounds, sequence_parallel)
+RULES = (
+    biased_sampling, drafting, overlong_responses, partial_rollouts, environments, one_step_off, sampling_rounds,
+    sequence_parallel,
+)  # fmt: skip
 """Of a whole recipe, whose fields are right each by itself."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ class Trajectory:
     """A response to a prompt as far as it has come, whatever RL steps its tokens are from; `epoch` is the data's.
 
     Per token its id, its behaviour log-prob and the policy version that drew it, 4 bytes each ("i", "f", "i").
-    `finish_reason` is "stop" or "length" once it is whole.
+    `finish_reason` is "stop" or "length" once it is whole. Where tools said something, `told` is 1 for each of its
+    tokens, whose log-probs are 0, and 0 for those that a policy drew; else it is empty.
     """
 
     prompt: Prompt
@@ -39,6 +40,7 @@ class Trajectory:
     token_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: str | None = None
     reward: float | None = None
+    told: array[int] = field(default_factory=lambda: array("b"))
 
     @property
     def truncated(self) -> bool:
@@ -54,6 +56,7 @@ class Trajectory:
             # One list for a group that has just begun: it travels once.
             prompt_token_ids=[*self.prompt.token_ids, *self.token_ids] if self.token_ids else self.prompt.token_ids,
             max_response_tokens=max_response_tokens - len(self.token_ids),
+            prompt_text=self.prompt.text,
         )
 
     def extended(self, response: Response, version: int, max_response_tokens: int) -> Trajectory:
@@ -68,6 +71,18 @@ class Trajectory:
             logprobs=_after(self.logprobs, response.logprobs),
             token_versions=self.token_versions + array("i", [version]) * len(response.token_ids),
             finish_reason=reason,
+            told=self.told + array("b", bytes(len(response.token_ids))) if self.told else self.told,
+        )
+
+    def observed(self, token_ids: Sequence[int], version: int) -> Trajectory:
+        """With what a tool said behind it."""
+        told = self.told or array("b", bytes(len(self.token_ids)))
+        return replace(
+            self,
+            token_ids=_after(self.token_ids, token_ids),
+            logprobs=self.logprobs + array("f", bytes(4 * len(token_ids))),
+            token_versions=self.token_versions + array("i", [version]) * len(token_ids),
+            told=told + array("b", [1]) * len(token_ids),
         )
 
 
@@ -122,6 +137,7 @@ class Rounds:
         self.requests: Shares = []
         self.parts: list[Rollout] = []
         self.submitted_s: dict[Key, float] = {}
+        self.notes: list[str] = []
         self.num_rounds = 0
         self.rollout_s = 0.0
         self._tools = tools
@@ -133,7 +149,8 @@ class Rounds:
         rollouts = self._tools.generate(shares, self.num_rounds, quotas)
         self.rollout_s = time.perf_counter() - self._start
         responses = {response.key: response for rollout in rollouts for response in rollout.responses}
-        started = [[r for r in share if responses[r.key].token_ids] for share in shares]
+        self.notes += [note for rollout in rollouts for note in rollout.notes]
+        started = [[r for r in share if responses[r.key].token_ids] for share in all_requests(shares, rollouts)]
         rollouts = [
             replace(rollout, responses=[responses[r.key] for r in share])
             for rollout, share in zip(rollouts, started, strict=True)
@@ -199,8 +216,11 @@ class Rollouts(ABC):
         cap = self.recipe.rollout.max_response_tokens
         extended = []
         for t in started:
-            response = responses.get(t.key(tools.rl_step))
-            extended.append(t if response is None else t.extended(response, tools.policy_version, cap))
+            for response in turns_of(t.key(tools.rl_step), responses):
+                if len(response.observed):
+                    t = t.observed(response.observed, tools.policy_version)
+                t = t.extended(response, tools.policy_version, cap)
+            extended.append(t)
         return extended
 
     def _take_left_behind(self) -> list[str]:
@@ -233,6 +253,18 @@ def _after(before: array[Number], new: Sequence[Number]) -> array[Number]:
     return before + after if before else after
 
 
+def all_requests(shares: Shares, parts: Sequence[Rollout]) -> Shares:
+    """Each worker's requests with those of later turns, in the order of its responses."""
+    return [[*share, *part.follow_ups] for share, part in zip(shares, parts, strict=True)]
+
+
+def turns_of(key: Key, responses: Mapping[Key, Response]) -> Iterator[Response]:
+    """The response of this key and those of the turns after it."""
+    while key in responses:
+        yield responses[key]
+        key = (*key[:3], key[3] + 1)
+
+
 def requests_of(prompt: Prompt, rl_step: int, group_size: int, max_response_tokens: int) -> list[GenerationRequest]:
     """A whole group: `group_size` responses to a prompt."""
     group = [Trajectory(prompt=prompt, epoch=0, sample=sample) for sample in range(group_size)]
@@ -254,7 +286,12 @@ def later(rollout: Rollout, seconds: float) -> Rollout:
     return replace(
         rollout,
         responses=[
-            replace(r, t_first_token=r.t_first_token + seconds, t_finish=r.t_finish + seconds)
+            replace(
+                r,
+                t_submit=r.t_submit + seconds if r.key[3] else r.t_submit,
+                t_first_token=r.t_first_token + seconds,
+                t_finish=r.t_finish + seconds,
+            )
             for r in rollout.responses
         ],
         iterations=(ran := ColumnRows.of("iterations", rollout.iterations)).with_column(

@@ -41,7 +41,7 @@ from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read
 
-from .collected import requests_of
+from .collected import all_requests, requests_of
 from .pool import WorkerPool
 
 EXPLORE = "explore"
@@ -218,6 +218,9 @@ class PolicyRounds:
         repeated = self._pool.repeat(shares, rl_step) if again else []
         rollout_s = max(part.duration_s for part in parts)
         again_s = max(part.duration_s for part in repeated) if repeated else None
+        epoch_of = dict(zip((request.key for request in requests), epochs, strict=True))
+        requests = [request for share in all_requests(shares, parts) for request in share]
+        epochs = [epoch_of[*request.key[:3], 0] for request in requests]
         self._record(name, rl_step, requests, epochs, parts, rollout_s, t_start)
         if again_s is not None:
             tokens = [[r.token_ids for part in done for r in part.responses] for done in (parts, repeated)]

@@ -16,7 +16,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import actor_env, error_of, last_lines, runtime_env
@@ -26,7 +26,7 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .collected import later
+from .collected import later, turns_of
 from .history import ComesAgain, RunHistory, anytime
 from .worker import RolloutWorker
 
@@ -110,6 +110,7 @@ class WorkerPool:
         self._longest_s = 0.0  # of the calls to workers so far
         self._asleep = False
         self._running = False
+        self._closed = False
 
     def start(self) -> None:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
@@ -202,12 +203,19 @@ class WorkerPool:
             lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n], recalled[n]), shares
         )
 
-    def evaluate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
-        """Responses in the order of the requests, without speculation; every evaluation has the same random state."""
+    def evaluate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """Tokens of responses, all turns of each, in the order of the requests, without speculation.
+
+        Every evaluation has the same random state.
+        """
         shares = self.share(requests)
         seeds = [[self.recipe.seed, n, EVALUATION] for n in range(len(shares))]
         parts = self._rollouts(lambda n, handle: handle.evaluate.remote(shares[n], seeds[n]), shares)
-        return [response for part in parts for response in part.responses]
+        found = {response.key: response for part in parts for response in part.responses}
+        return [
+            [token for turn in turns_of(request.key, found) for token in (*turn.observed, *turn.token_ids)]
+            for request in requests
+        ]
 
     def remember(self, shares: Shares, parts: Sequence[Rollout], comes_again: ComesAgain = anytime) -> None:
         """Keep what was generated for drafters that meet its prompts again, and tell each budget the others' lengths.
@@ -276,7 +284,8 @@ class WorkerPool:
         return self._all(lambda n, handle: getattr(handle, method).remote(*args))
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and with them what another thread asks of them."""
+        self._closed = True
         for handle in self.handles:
             if handle is not None:
                 ray.kill(handle)
@@ -329,6 +338,8 @@ class WorkerPool:
                         return None
                 return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
+                if self._closed:
+                    raise
                 self._lost(n, lost, doing)
                 if once:
                     return lost

@@ -176,7 +176,7 @@ class RewardPool:
                 except TimeoutError:
                     outcomes[number] = f"took more than {limit:g} s"
                 except ProcessExpired as death:
-                    outcomes[number] = f"ended their process ({_ending(death.exitcode)})"
+                    outcomes[number] = f"ended their process ({ending(death.exitcode)})"
                 except BrokenProcessPool:
                     waiting.appendleft(number)  # a process died between rewards, and the pool is not active any more
             if not pool.active:
@@ -216,7 +216,8 @@ def _outcome(
         return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
 
 
-def _ending(exitcode: int | None) -> str:
+def ending(exitcode: int | None) -> str:
+    """How a process ended, in words."""
     if exitcode is not None and exitcode < 0:
         return f"signal {-exitcode}"
     return f"exit code {exitcode}"
@@ -233,13 +234,8 @@ class _Process:
     fault: Exception | None = None
 
 
-def _start_process(
-    terms: Sequence[tuple[str, float]],
-    code: Sequence[str],
-    driver: int,
-    decoder: Decoder | None,
-    memory_bytes: int | None,
-) -> None:
+def be_a_reward_process(driver: int) -> None:
+    """Die with process `driver`, be ended by a signal whatever runs, and leave standard output to results."""
     if sys.platform == "linux":
         # A driver that is killed cannot end a reward that hangs.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -249,6 +245,16 @@ def _start_process(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output is for results, and a reward may print
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _start_process(
+    terms: Sequence[tuple[str, float]],
+    code: Sequence[str],
+    driver: int,
+    decoder: Decoder | None,
+    memory_bytes: int | None,
+) -> None:
+    be_a_reward_process(driver)
     _Process.decoder = decoder
     try:
         # For good: what a reward imports while it is computed is found there too.

@@ -60,7 +60,7 @@ class SynchronousRollouts(Rollouts):
             submitted_s=rounds.submitted_s,
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
-            notes=self._take_left_behind() + self._notes(len(groups), len(asked), rounds.num_rounds),
+            notes=self._take_left_behind() + rounds.notes + self._notes(len(groups), len(asked), rounds.num_rounds),
         )
 
     def _differs(self, group: Sequence[Trajectory]) -> bool:

@@ -20,15 +20,18 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
+from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
 from tltlab.runtime.recipe.graphs import EngineBuild
-from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.recipe import EnvironmentConfig, Recipe
 from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.traces.recorder import ColumnRows
+
+from .environments import Conversations, EnvironmentPool, stop_token_ids
 
 
 @ray.remote
@@ -44,6 +47,7 @@ class RolloutWorker:
         self.feed: Feed = FeedSender(feed) if feed is not None else NullFeed()
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
+        self.environment: tuple[EnvironmentPool, EnvironmentConfig, Any, tuple[int, ...]] | None = None
         self.slots: Slots | None = None
 
     def pid(self) -> int:
@@ -68,6 +72,10 @@ class RolloutWorker:
             cause = error.__cause__
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
             raise EngineDied(f"the engine's first batch failed: {why}") from cause
+        if (config := self.recipe.rollout.environment) is not None:
+            tokenizer, code = load_tokenizer(self.recipe.model), self.recipe.code
+            stops = stop_token_ids(config, code, tokenizer)
+            self.environment = EnvironmentPool(config, code), config, tokenizer, stops
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
 
@@ -204,7 +212,8 @@ class RolloutWorker:
             replace(request, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for request in requests
         ]
         self.engine.reseed(seed)
-        return packed(self.engine.evaluate(asked, temperature=self.temperature))
+        asked, conversations = self._conversations(asked)
+        return packed(self.engine.evaluate(asked, temperature=self.temperature, follow_ups=conversations))
 
     def sleep(self, level: int) -> None:
         self.engine.sleep(level)
@@ -221,7 +230,8 @@ class RolloutWorker:
     ) -> Rollout:
         rollout = self.recipe.rollout
         self.engine.reseed(seed)
-        return packed(
+        requests, conversations = self._conversations(requests)
+        rolled = packed(
             self.engine.generate(
                 requests,
                 rl_step=rl_step,
@@ -230,8 +240,19 @@ class RolloutWorker:
                 top_k=rollout.top_k,
                 min_p=rollout.min_p,
                 until=until,
+                follow_ups=conversations,
             )
         )
+        notes = self.environment[0].take_failures() if self.environment is not None else []
+        return replace(rolled, notes=notes)
+
+    def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], Conversations | None]:
+        """The requests as they stop at tool calls, and what answers those; as they are without an environment."""
+        if self.environment is None:
+            return requests, None
+        pool, config, tokenizer, stops = self.environment
+        conversations = Conversations(pool, config, tokenizer, stops, self.engine.max_model_len)
+        return [replace(request, stop_token_ids=stops) for request in requests], conversations
 
 
 def packed(rollout: Rollout) -> Rollout:

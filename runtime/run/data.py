@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,65 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, load_prompts, read_prompts
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.collected import Collected
+from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.trainer.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledOut:
+    """An RL step's responses, the policy version that drew them, and when their rollout began."""
+
+    collected: Collected
+    version: int
+    t_start: float
+
+
+class RolloutsAhead:
+    """Rolls out RL step after RL step; with `rollout.one_step_off` the next one beside the training of this one.
+
+    `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint,
+    which would lose it, nor after the last. A context manager, which its thread ends with.
+    """
+
+    def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]) -> None:
+        self._recipe, self._collect = recipe, collect
+        self._next: Future[RolledOut] | None = None
+
+    def __enter__(self) -> RolloutsAhead:
+        self._aside = ThreadPoolExecutor(1)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._aside.shutdown()
+
+    def take(self, rl_step: int) -> RolledOut:
+        """The responses of an RL step, which may be there."""
+        ahead, self._next = self._next, None
+        return self._collect(rl_step) if ahead is None else ahead.result()
+
+    def begin(self, rl_step: int) -> None:
+        """Begin with an RL step's, where it may be rolled out before the one before it is done."""
+        recipe, every = self._recipe, self._recipe.checkpoint.every
+        saves = bool(every) and rl_step % every == 0
+        if recipe.rollout.one_step_off and rl_step < recipe.train.steps and not saves:
+            self._next = self._aside.submit(self._collect, rl_step)
+
+    def settle(self) -> None:
+        """Wait until engines are done: new weights come between two rollouts."""
+        if self._next is not None:
+            wait([self._next])
+
+    def forget(self) -> None:
+        """Leave what was rolled out ahead: the run goes back to before it."""
+        self.settle()
+        self._next = None
+
+    def refuse(self, what: str) -> None:
+        """ConfigError where something needs the run to be between two RL steps, and the next is rolled out already."""
+        if self._next is not None:
+            raise ConfigError(f"a one-step-off run has rolled out its next RL step already: {what}")
 
 
 class RunData:
@@ -28,6 +88,9 @@ class RunData:
         if data.heldout is not None:
             self.heldout = load_prompts(data.heldout, data, tokenizer, split=data.heldout_split)
         self._check_room()
+        if (environment := recipe.rollout.environment) is not None:
+            # Before anything starts: each worker reads it again.
+            stop_token_ids(environment, recipe.code, tokenizer)
         self.begin()
 
     def begin(self) -> None:
@@ -68,3 +131,20 @@ class RunData:
                     f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "
                     f"{room} must hold it and a response: raise it, or leave such prompts out by data.max_prompt_tokens"
                 )
+
+
+def samples_of(collected: Collected) -> list[Sample]:
+    """What the trainer learns from: the whole responses of the RL step."""
+    return [
+        Sample(
+            prompt_token_ids=t.prompt.token_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            reward=t.reward if t.reward is not None else 0.0,
+            group=group,
+            truncated=t.truncated,
+            told=t.told,
+            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
+        )
+        for t, group in zip(collected.trajectories, collected.groups, strict=True)
+    ]

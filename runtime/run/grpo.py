@@ -25,16 +25,16 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
-from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.trainer.samples import Sample, check
+from tltlab.runtime.trainer.samples import check
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
 from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
-from .data import RunData
+from .data import RolledOut, RolloutsAhead, RunData, samples_of
 from .logging import RunLog
 from .memory import ProcessMemory
 from .metrics import step_metrics
@@ -154,6 +154,7 @@ class GrpoRun:
         self.state = RunState()
         self.watch: Callable[[StepReport], None] = lambda report: None
         """Is told of every RL step that is done, also of those that are done again."""
+        self._ahead = RolloutsAhead(recipe, self._roll_out)
         self._resume = resume
         self._actors = actors
         self._locked = False
@@ -177,7 +178,7 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
-            own = [path.partition(":")[0] for path, _ in self.recipe.reward_terms]
+            own = self.recipe.own_modules
             if isinstance(self.policy.selector, CustomSpec):
                 own.append(self.policy.selector.module)
             keep_code(self.recipe, own, self.out)
@@ -189,6 +190,7 @@ class GrpoRun:
                     f"{self.recipe.data.max_prompt_tokens} are left out"
                 )
             stack.enter_context(self.reward_pool)
+            stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             write_json(self.out / "graphs.json", self.actors.graphs)
@@ -230,6 +232,7 @@ class GrpoRun:
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
+        self._ahead.refuse("set its policy before it begins")
         self._choose_by(load_policy(policy), name)
         self._write_notes()
 
@@ -258,6 +261,7 @@ class GrpoRun:
                 self._choose_as(policies)
                 return do()
             except TrainerDied as error:
+                self._ahead.forget()
                 first = self.state.reward_first
                 self.state = self.recovery.restart(error)
                 # Of the policy that the run began with, whenever it was measured.
@@ -269,7 +273,7 @@ class GrpoRun:
         rl_step = self.rl_step
         self.events.rl_step = rl_step
         t_step = time.perf_counter()
-        collected = self.data.rollouts.collect(self._tools(rl_step))
+        collected = (rolled := self._ahead.take(rl_step)).collected
         # What engines and drafters do with what was rolled out, before weights move.
         if self._first is not None:
             self._repeat(*self._first, rl_step)
@@ -278,12 +282,13 @@ class GrpoRun:
         self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
-        samples = _samples(collected)
+        self._ahead.begin(rl_step + 1)
+        samples = samples_of(collected)
         nothing_to_learn = check(samples, self.recipe.train, self.recipe.rollout.max_response_tokens, rl_step)
         if nothing_to_learn is not None:
             self.events.note(nothing_to_learn)
 
-        start = time.perf_counter()
+        start = t_stages = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
         metrics = asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
@@ -293,6 +298,7 @@ class GrpoRun:
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
+        self._ahead.settle()
         # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()
@@ -313,7 +319,7 @@ class GrpoRun:
             metrics=metrics,
             notes=self.events.take(),
         )
-        report = self._record(report, collected, t_step)
+        report = self._record(report, rolled, t_step, t_stages - rolled.t_start - collected.reward_s)
         self.state.policy_version += 1
         self.state.rl_step += 1
         self.state.reports.append(report)
@@ -322,6 +328,10 @@ class GrpoRun:
             self._save_checkpoint()
         self.watch(report)
         return report
+
+    def _roll_out(self, rl_step: int) -> RolledOut:
+        t_start, tools = time.perf_counter(), self._tools(rl_step)
+        return RolledOut(collected=self.data.rollouts.collect(tools), version=tools.policy_version, t_start=t_start)
 
     def _tools(self, rl_step: int) -> RolloutTools:
         """What a rollout may ask of engines, trainers and rewards."""
@@ -382,19 +392,20 @@ class GrpoRun:
         self.state.repeats.append(times)
         write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 
-    def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
+    def _record(self, report: StepReport, rolled: RolledOut, t_step: float, stages_s: float) -> StepReport:
         """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
-        start = time.perf_counter()
+        start, collected = time.perf_counter(), rolled.collected
         requests = [request for share in collected.requests for request in share]
         rows = step_rows(
             report,
             requests,
             collected.parts,
             [collected.rewards.get(request.key) for request in requests],
-            epochs=[collected.epochs[request.key] for request in requests],
+            epochs=[collected.epochs[*request.key[:3], 0] for request in requests],
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
-            policy_version=self.state.policy_version,
-            t_start=t_step - self._started,
+            policy_version=rolled.version,
+            t_start=rolled.t_start - self._started,
+            stages_s=stages_s if self.recipe.rollout.one_step_off else None,
             drafter=self.drafting.rows(
                 report.rl_step, report.metrics["drift_kl"], rollout_s=report.rollout_s, tokens=report.num_tokens
             ),
@@ -420,6 +431,7 @@ class GrpoRun:
 
     def checkpoint(self) -> Path:
         """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
+        self._ahead.refuse("it saves at every checkpoint.every")
         return self._through(self._save_checkpoint)
 
     def _save_checkpoint(self) -> Path:
@@ -439,7 +451,9 @@ class GrpoRun:
             return math.nan
         cap = self.recipe.rollout.max_response_tokens
         requests = [
-            GenerationRequest(key=(-1, p.prompt_id, 0, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap)
+            GenerationRequest(
+                key=(-1, p.prompt_id, 0, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap, prompt_text=p.text
+            )
             for p in prompts
         ]
 
@@ -447,7 +461,7 @@ class GrpoRun:
             self.actors.engines_turn()
             responses = self.pool.evaluate(requests)
             pairs = zip(prompts, responses, strict=True)
-            rewards = self.reward_pool.rewards([(p.text, r.token_ids, p.answer) for p, r in pairs])
+            rewards = self.reward_pool.rewards([(p.text, token_ids, p.answer) for p, token_ids in pairs])
             return sum(rewards) / len(rewards)
 
         return self._through(answered)
@@ -476,19 +490,3 @@ class GrpoRun:
         write_json(self.out / "policies.json", sealed({"seed": self.recipe.seed, "policies": self.state.policies}))
         if self.state.repeats or (self.out / "repeats.json").exists():
             write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
-
-
-def _samples(collected: Collected) -> list[Sample]:
-    """What the trainer learns from: the whole responses of the RL step."""
-    return [
-        Sample(
-            prompt_token_ids=t.prompt.token_ids,
-            token_ids=t.token_ids,
-            logprobs=t.logprobs,
-            reward=t.reward if t.reward is not None else 0.0,
-            group=group,
-            truncated=t.truncated,
-            name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
-        )
-        for t, group in zip(collected.trajectories, collected.groups, strict=True)
-    ]

@@ -77,13 +77,15 @@ def step_rows(
     policy_version: int,
     t_start: float,
     drafter: Mapping[str, Sequence[Row]],
+    stages_s: float | None = None,
 ) -> dict[str, Sequence[Mapping[str, Any]]]:
     """Return the step's rows by table, those of tokens and iterations by column.
 
     By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
     `epochs` and `submitted_s`, when it was handed to its engine (by default at the start of the rollout).
     `policy_version` sampled them; `t_start` is in seconds since the start of the run. `drafter` are the rows that its
-    training gives, of `steps` only some columns.
+    training gives, of `steps` only some columns. The stages after the rollout began `stages_s` seconds after it did, by
+    default when it ended.
     """
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     workload: list[Row] = []
@@ -103,7 +105,8 @@ def step_rows(
             "finish_reason": response.finish_reason,
             "reward": reward,
             "worker": worker,
-            "t_submit": t_submit,
+            "t_submit": response.t_submit if request.key[3] else t_submit,
+            "tool_s": response.tool_s,
             "t_first_token": response.t_first_token,
             "t_finish": response.t_finish,
         }
@@ -125,7 +128,7 @@ def step_rows(
         "iterations": ColumnRows.joined("iterations", [part.iterations for part in parts]),
         "decisions": ColumnRows.joined("decisions", [part.decisions for part in parts]),
         "steps": [step | columns for columns in drafter.get("steps", ())] or [step],
-        "spans": list(_spans(report, parts, drafter.get("spot_training", ()))),
+        "spans": list(_spans(report, parts, drafter.get("spot_training", ()), stages_s)),
     }
     return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
 
@@ -159,7 +162,9 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
     return pa.array(np.cumsum([0, *lengths]), pa.int32())
 
 
-def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]) -> Iterator[Row]:
+def _spans(
+    report: StepReport, parts: Sequence[Rollout], training: Sequence[Row], stages_s: float | None
+) -> Iterator[Row]:
     """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         lane = f"worker {worker}"
@@ -184,7 +189,7 @@ def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]
             end = max(row["t_start"] + row["duration"], start)
             yield _span(report.rl_step, lane, "spot_train", start, end - start, None)
         yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
-    start, (_, *stages) = report.rollout_s, report.stages.items()
+    start, (_, *stages) = report.rollout_s if stages_s is None else stages_s, report.stages.items()
     for stage, seconds in stages:
         yield _span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds, None)
         start += seconds

@@ -28,8 +28,9 @@ class Sample:
     """One whole response of N tokens to learn from.
 
     `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
-    answers; `truncated`: it ended at its cap. `name` says in messages which it is. A rank that does not compute it
-    knows how long it is and no more.
+    answers; `truncated`: it ended at its cap. Tokens whose `told` is 1 a tool said: they are read, not learned (empty:
+    there are none). `name` says in messages which it is. A rank that does not compute it knows how long it is and no
+    more.
     """
 
     prompt_token_ids: Sequence[int] | Tokens
@@ -38,12 +39,24 @@ class Sample:
     reward: float
     group: int
     truncated: bool = False
+    told: Sequence[int] | npt.NDArray[np.int8] = ()
     name: str = "a response"
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that a policy drew."""
+        return len(self.token_ids) - int(np.sum(self.told, dtype=np.int64))
+
+    def drawn(self) -> Tensor:
+        """[N], bool: which tokens a policy drew."""
+        if not len(self.told):
+            return torch.ones(len(self.token_ids), dtype=torch.bool)
+        return torch.from_numpy(np.asarray(self.told, np.int8) == 0)
 
     def in_arrays(self) -> Sample:
         """The same as it travels: arrays go to Ray's store as they lie in memory."""
         tokens, logprobs = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
-        return replace(self, token_ids=tokens, logprobs=logprobs)
+        return replace(self, token_ids=tokens, logprobs=logprobs, told=np.asarray(self.told, np.int8))
 
     def without_tokens(self) -> Sample:
         """For ranks that do not compute it: equally long, of tokens that take no memory."""
@@ -56,6 +69,7 @@ class Worth:
     """What N responses teach, [N] each, as `UpdateBatch` says."""
 
     lengths: Tensor
+    drawn: Tensor
     advantages: Tensor
     counted: Tensor
     trained: Tensor
@@ -75,8 +89,9 @@ class Worth:
         groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
         advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
         counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
-        return cls(lengths=lengths, advantages=advantage, counted=counted, trained=trained)
+        drawn = torch.tensor([s.num_drawn for s in samples])
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & drawn.gt(0)
+        return cls(lengths=lengths, drawn=drawn, advantages=advantage, counted=counted, trained=trained)
 
 
 def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int, rl_step: int) -> str | None:
@@ -149,6 +164,8 @@ class UpdateBatch:
 
     pairs: list[Pair]
     lengths: Tensor  # [N], n of each
+    num_drawn: Tensor  # [N], those of them that a policy drew
+    drawn: list[Tensor]  # N of [n], bool: which
     advantages: Tensor  # [N]
     counted: Tensor  # [N], bool
     trained: Tensor  # [N], bool
@@ -160,7 +177,7 @@ class UpdateBatch:
         """[N]: what each token of a response weighs in the mini-batch of `rows`; 0 for all that are not in it."""
         weights = torch.zeros(len(self.pairs))
         weights[rows] = token_weights(
-            self.lengths[rows],
+            self.num_drawn[rows],
             self.counted[rows],
             aggregation=config.aggregation,
             max_response_tokens=max_response_tokens,

@@ -164,7 +164,11 @@ class Trainer:
         self._rank_of = list(rank_of)
         self._old = self._own_logprobs(self.policy, list(range(len(samples))))
         self._refuse_infinite(self._old, f"RL step {rl_step}: the policy's log-probs", "look at the policy's weights")
-        old, behaviour = (torch.cat([torch.empty(0), *parts]) for parts in (self._old, self._behaviour()))
+        drawn = [s.drawn()[: len(old)] for s, old in zip(self._samples, self._old, strict=True)]
+        old, behaviour = (
+            torch.cat([torch.empty(0), *(part[mask] for part, mask in zip(parts, drawn, strict=True))])
+            for parts in (self._old, self._behaviour())
+        )
         sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
         self._sum(sums)
         of_ranks = torch.zeros(self.data_ranks, dtype=torch.float64)
@@ -313,6 +317,8 @@ class Trainer:
         return UpdateBatch(
             pairs=pairs_of(samples),
             lengths=worth.lengths,
+            num_drawn=worth.drawn,
+            drawn=[sample.drawn() for sample in samples],
             advantages=worth.advantages,
             counted=worth.counted,
             trained=worth.trained,
@@ -327,10 +333,10 @@ class Trainer:
         Returns its part of the first four `UpdateMetrics` of that mini-batch.
         """
         config, lengths = self.config, batch.lengths[rows]
-        shares = weights * batch.lengths
+        shares = weights * batch.num_drawn
         whole, computed = float(shares.sum()), float(shares[batch.trained].sum())
         correction = self._joined(batch.corrections, rows)
-        token_weight = weights[rows].repeat_interleave(lengths).to(self.device)
+        token_weight = weights[rows].repeat_interleave(lengths).to(self.device) * self._joined(batch.drawn, rows)
         terms = policy_loss(
             self.policy(self._packed([batch.pairs[i] for i in rows])),
             self._joined(batch.base, rows),
@@ -401,8 +407,10 @@ class Trainer:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
         stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
-        now = torch.cat([torch.empty(0), *self._own_logprobs(self.policy, rows)])
-        old = torch.cat([torch.empty(0), *(self._old[i] for i in rows)])
+        drawn = [self._samples[i].drawn()[: len(self._old[i])] for i in rows]
+        parts = zip(self._own_logprobs(self.policy, rows), drawn, strict=True)
+        now = torch.cat([torch.empty(0), *(logp[mask] for logp, mask in parts)])
+        old = torch.cat([torch.empty(0), *(self._old[i][mask] for i, mask in zip(rows, drawn, strict=True))])
         sums = torch.stack([kl_estimate(old, now).double().sum(), torch.tensor(len(old)).double()])
         self._sum(sums)
         kl, num = sums.tolist()

@@ -58,6 +58,9 @@ def compare(
         bool | None,
         typer.Option(help="With --systems: the order over plausible ranges. [default: where a number was assumed]"),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Systems' parts in combinations instead: half of the RL steps choose.")
+    ] = False,
     claims: Annotated[
         bool, typer.Option("--claims", help="With --systems: what their papers claim, beside what is found.")
     ] = False,
@@ -77,6 +80,9 @@ def compare(
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
     ] = None,
     seed: options.Seed = 0,
+    prefix: options.Prefix = "kept",
+    max_tools: options.MaxTools = None,
+    tool_seconds: options.ToolSeconds = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
@@ -90,14 +96,18 @@ def compare(
     """
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the name of a JSON file")
+    if search:
+        if systems is not None:
+            raise ConfigError("--search tries systems' parts: leave out --systems")
+        systems = "all"
     source = read(trace)
     if decision_block is None:
         decision_block = 1 if systems is None else _block(source)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block,
-        prefix_caching=prefix_caching,
+        decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
+        tool_s=tool_seconds,
     )  # fmt: skip
     if systems is None:
         if any(
@@ -119,10 +129,16 @@ def compare(
         asked = find_systems(systems)
         if model_free_acceptance is not None:
             load_acceptance(model_free_acceptance)
-        rows = compare_systems(
-            source, asked, config, model_free_acceptance=model_free_acceptance, stages=stages,
-            gpus_per_worker=gpus_per_worker, repeats=repeats, jobs=jobs, ranges=ranges,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "model_free_acceptance": model_free_acceptance, "stages": stages, "gpus_per_worker": gpus_per_worker,
+            "repeats": repeats, "jobs": jobs, "ranges": ranges,
+        }  # fmt: skip
+        if search:
+            from tltlab.sim.maps.search import search_systems
+
+            rows = search_systems(source, config, **given)
+        else:
+            rows = compare_systems(source, asked, config, **given)
         attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
         result = {"systems": system_rows(rows), "figures": "simulated"}
         result |= {key: rows.attrs[key] for key in attributes}
@@ -130,6 +146,9 @@ def compare(
         outside = _outside(Scenario.of(source, config), named_policies("none"))
         result |= {"outside_calibration": outside}
         text = "\n".join([system_table(rows), *believed(rows.attrs["evidence"], outside)])
+        if search:
+            result |= {key: rows.attrs[key] for key in ("searched", "chosen_on")}
+            text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
         if claims:
             text += f"\n\n{claim_table(rows)}"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
@@ -242,6 +261,9 @@ def system_table(comparison: pd.DataFrame) -> str:
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
+    biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
+    lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []
+    lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()

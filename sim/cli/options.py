@@ -28,4 +28,12 @@ GpusPerWorker = Annotated[
     int | None,
     typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
 ]
+Prefix = Annotated[
+    str,
+    typer.Option(help="Between turns a prefix is kept (cached while there is room) or recomputed."),
+]
+MaxTools = Annotated[int | None, typer.Option(help="Tools that may run at once; other calls wait. [default: any]")]
+ToolSeconds = Annotated[
+    float | None, typer.Option(help="Seconds of a tool between turns where the trace does not know. [default: refuse]")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]

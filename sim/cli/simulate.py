@@ -13,6 +13,7 @@ from tltlab.console import AllowCode, Json, emit
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
+from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, code_allowed, load_policy
 from tltlab.sim.config import SimulationConfig
@@ -59,6 +60,20 @@ def simulate(
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
     seed: options.Seed = 0,
+    staleness: Annotated[
+        int,
+        typer.Option(help="Engines go on from RL step to RL step, bounded to so many updates. [0: synchronous]"),
+    ] = 0,
+    stale: Annotated[
+        str,
+        typer.Option(help="With --staleness: hold (begin no more than that allows) or drop (what is older)."),
+    ] = "hold",
+    concurrency: Annotated[
+        float, typer.Option(help="With --staleness: responses in flight, as a multiple of what an RL step trains.")
+    ] = 1.0,
+    prefix: options.Prefix = "kept",
+    max_tools: options.MaxTools = None,
+    tool_seconds: options.ToolSeconds = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
     ] = None,
@@ -84,7 +99,7 @@ def simulate(
     ] = None,
     gpus_per_worker: options.GpusPerWorker = None,
     max_staleness: Annotated[
-        int, typer.Option(help="With --topology separate: 1 lets a rollout run on weights one update old.")
+        int, typer.Option(help="With --topology separate: rollouts may run on weights that many updates old.")
     ] = 0,
     allow_code: AllowCode = None,
     as_json: Json = False,
@@ -102,8 +117,9 @@ def simulate(
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block,
-        max_response_tokens=max_response_tokens, prefix_caching=prefix_caching, spot=spot_training,
+        decision_block=decision_block, max_response_tokens=max_response_tokens, prefix_caching=prefix_caching,
+        spot=spot_training, prefix=prefix, max_tools=max_tools, tool_s=tool_seconds,
+        admission=asynchronous(staleness, stale=stale, concurrency=concurrency),
     )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
@@ -113,6 +129,8 @@ def simulate(
             )
         if topology is not None or max_staleness:
             raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
+        if staleness:
+            raise ConfigError("--system says itself what its RL steps begin: leave out --staleness")
         made = by_name(
             source, system, config, stages=stages, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
         )
@@ -189,6 +207,25 @@ def refuse_to_replace_a_recording(out: Path | None) -> None:
         )
 
 
+def stale_line(stale: dict[str, Any]) -> str:
+    """What an asynchronous run trains on, for people."""
+    bias = "unknown" if stale["length_bias"] is None else f"{stale['length_bias']:.3f}"
+    return (
+        f"trained, generated {stale['mean_length_trained']:.4g} of {stale['mean_length_generated']:.4g} tokens: bias "
+        f"{bias}; {stale['staleness_mean']:.2f} updates old, {stale['staleness_max']} at most, "
+        f"{stale['dropped_share']:.1%} dropped"
+    )
+
+
+def turns_line(turns: dict[str, Any]) -> str:
+    """Responses of several turns, for people."""
+    waited = f", {turns['tool_wait_s']:.4g} s waiting for one" if turns["tool_wait_s"] else ""
+    return (
+        f"turns              {turns['turns_per_response']:.2f} per response, {turns['tool_s']:.4g} s at tools{waited}, "
+        f"{turns['prefilled_tokens'] / max(1, turns['prompt_tokens']):.1%} of prompt tokens prefilled"
+    )
+
+
 def spot_line(spot: dict[str, Any]) -> str:
     """What idle workers trained, for people."""
     return (
@@ -240,6 +277,8 @@ def table(summary: dict[str, Any]) -> str:
             f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
             f"simulated in       {shown('wall_s', '.3g')} s",
             *([f"extrapolated       {outside}"] if outside else []),
+            *([stale_line(stale)] if (stale := summary["asynchronous"]) else []),
+            *([turns_line(turns)] if (turns := summary["multi_turn"]) else []),
             *([spot_line(spot)] if (spot := summary["spot_training"]) else []),
         ]
     )

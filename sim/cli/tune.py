@@ -13,7 +13,7 @@ import typer
 
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.config import faults_in
-from tltlab.console import Json, emit, progress, table
+from tltlab.console import Json, emit, progress, progress_bar, table
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
@@ -86,7 +86,8 @@ def tune(
         repeats=repeats, robust=robust, cost_error=cost_error, jobs=jobs, graphs=graphs,
     )  # fmt: skip
     origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
-    result = run(sources, config, provenance=origin)
+    with progress_bar("trials", trials) as done:
+        result = run(sources, config, provenance=origin, done=done)
     result.policy.write(out)
     emit(result.json(str(out)), as_json=as_json, text=text(result, out))
 
@@ -119,6 +120,7 @@ def text(result: TuneResult, out: Path) -> str:
     lines = [
         table(columns, rows),
         "",
+        "regret: to the per-iteration oracle, which knows costs and acceptance; to bound: to the clairvoyant bound",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",
         f"{len(result.searched)} policies without luck, {len(result.trials)} bandits with it; {result.wall_s:.0f} s",

@@ -29,7 +29,8 @@ MOST_ITERATIONS = 64
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One response: where it stands in the trace, and how far it has come. `step` is the RL step that began it."""
+    """One response: where it stands in the trace, how far it has come, and the `version` of the weights that began
+    it."""
 
     source: int
     index: int
@@ -40,6 +41,7 @@ class Job:
     old: float = 0.0
     began: bool = False
     done: bool = False
+    version: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,11 @@ class Group:
     needed: int
     jobs: list[Job] = field(default_factory=list)
     num_done: int = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """The version that its first response was begun with, None before it has any."""
+        return min((job.version for job in self.jobs if job.version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +80,7 @@ class Stream:
         self.version = 0
         self.accepted = 0
         self.wasted_tokens = 0.0
+        self.num_begun, self.begun_tokens, self.num_dropped = 0, 0, 0
         self._new = self._groups()
         self._open: list[Group] = []
         self._num_complete = 0
@@ -114,6 +122,8 @@ class Stream:
         step, rule = self.steps[k], self.admission
         num_groups, num_responses = len({key[1] for key in step.keys}), len(step)
         most_running = math.inf if rule.concurrency is None else max(1.0, rule.concurrency * num_responses)
+        if rule.max_age is not None:
+            self._drop(rule.max_age)
         if rule.leftover == "restart" and len(self._again) >= num_groups:
             groups = [self._again.popleft() for _ in range(num_groups)]
             for group in groups:
@@ -148,6 +158,24 @@ class Stream:
             requests=self._requests(k, jobs), jobs=jobs, most_running=most_running, most_begun=most_begun,
             num_groups=num_groups, num_responses=num_responses,
         )  # fmt: skip
+
+    def _drop(self, max_age: int) -> None:
+        """Forget groups that would be too old if this step trained them."""
+        young = [g for g in self._open if g.oldest is None or self.version - g.oldest <= max_age]
+        kept = set(map(id, young))
+        for group in self._open:
+            if id(group) not in kept:
+                self.num_dropped += sum(job.began for job in group.jobs)
+                self.wasted_tokens += sum(job.generated for job in group.jobs)
+        self._open = young
+
+    def begun(self, job: Job) -> None:
+        """A response is begun, or goes on."""
+        job.began = True
+        if job.version is None:
+            job.version = self.version
+            self.num_begun += 1
+            self.begun_tokens += job.length
 
     def _requests(self, k: int, jobs: Sequence[Job]) -> Requests:
         step = self.steps[k]
@@ -228,7 +256,7 @@ class Stream:
             for group in left:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
                 for job in group.jobs:
-                    job.generated, job.old, job.began, job.done = 0.0, 0.0, False, False
+                    job.generated, job.old, job.began, job.done, job.version = 0.0, 0.0, False, False, None
                 group.num_done = 0
             self._again.extend(left)
             left = []
@@ -340,6 +368,7 @@ class Feed:
         # A response without tokens (an abort before its first) takes no time.
         for job in work.jobs:
             if job.length <= job.generated:
+                stream.begun(job)
                 stream.finish(job)
 
     def first(self) -> list[list[int]]:
@@ -360,7 +389,7 @@ class Feed:
             return None
         self._next += 1
         self._running += 1
-        jobs[self._next - 1].began = True
+        self.stream.begun(jobs[self._next - 1])
         return self._next - 1
 
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:

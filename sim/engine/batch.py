@@ -135,6 +135,7 @@ class FluidBatch(Batch):
         self._serial = 0
         self._entry: dict[int, int] = {}
         self._base = 0.0
+        self.is_steady = True
         self.grows_to = 0
         """Tokens that the KV cache never has to exceed for the residents, however they advance."""
 
@@ -232,6 +233,16 @@ class ArrayBatch(Batch):
         request = int(self._running[-1])
         self._running = self._running[:-1]
         return request, self.generated(request)
+
+    @property
+    def grows_to(self) -> int:
+        """Tokens that the KV cache never has to exceed for the residents, however they advance."""
+        requests, running = self.requests, self._running
+        return int(requests.prompts[running].sum() + requests.lengths[running].sum()) + len(running)
+
+    def generated_so_far(self) -> tuple[Ints, Floats]:
+        """The residents and the tokens that each has generated."""
+        return self._running, self._generated[self._running].astype(np.float64)
 
     def _left(self) -> Array:
         """Tokens that each resident lacks."""

@@ -150,13 +150,23 @@ class RateBatch(ArrayBatch):
         if not self._model.steady or drafted is not None:
             gain: Floats = 1.0 + self._survival(strategy, drafted, ahead).sum(axis=1)
             return gain
-        model = self._model.at(len(self._running))
-        gains = self._groups.gains
+        return self.steady_gains(strategy, len(self._running))[self._running]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every request gains the same in all iterations under one strategy at one batch size."""
+        return self._model.steady and not self._sampled and self._budget is None
+
+    def steady_gains(self, strategy: Strategy, batch: int) -> Floats:
+        """Expected tokens of every request of the rollout in an iteration, where these stay the same."""
+        if not strategy.speculates:
+            return np.ones(len(self.requests))
+        model, gains = self._model.at(batch), self._groups.gains
         if (strategy, id(model)) not in gains:
             everyone = np.zeros(len(self.requests))
             survival = model.survival(strategy, self._levels(strategy.drafter), everyone, everyone)
             gains[strategy, id(model)] = 1.0 + survival.sum(axis=1)
-        return gains[strategy, id(model)][self._running]
+        return gains[strategy, id(model)]
 
     def _drawn(self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float) -> Ints:
         assert self._seeds is not None

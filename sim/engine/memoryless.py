@@ -2,11 +2,13 @@
 
 Such a policy depends on nothing but batch and waiting. While nothing waits and every resident gains alike, the whole
 course is known: residents finish in order of the tokens they lack, and between two finishes batch, strategy and gain
-stay the same, so that all macro-steps come out of a few array operations.
+stay the same, so that all macro-steps come out of a few array operations. Where each has a gain of its own, they finish
+in order of the iterations they lack, which is another one for each strategy: one such sort for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,22 +99,30 @@ class MemorylessChoices:
         prefill_s: float,
         prefill_tokens: float,
         switch_s: float,
+        gains: Callable[[Strategy, int], Floats] | None,
         from_the_start: bool,
         drafter_ready: bool,
     ) -> Drained:
         """Run `requests` to their ends, `left` tokens each, after a prefill; the arrays must reach their number.
 
-        `switch_s` is paid when speculation first comes in, unless the rollout begins here and with it.
+        `gains` of a strategy at a batch size are the tokens of every request of the rollout in an iteration, None where
+        all gain what the regime says. `switch_s` is paid when speculation first comes in, unless the rollout begins
+        here and with it.
         """
-        order = np.argsort(left, kind="stable")
-        first_of, last_of, clocks, gains, counts = _events(left[order], self._tokens)
+        if gains is None:
+            order = np.argsort(left, kind="stable")
+            first_of, last_of, clocks, each, counts = _events(left[order], self._tokens)
+            batch = len(requests) - first_of
+            # Tokens that those still there began with, summed from the last to finish backwards.
+            base = np.cumsum((prompts + generated)[order][::-1])[::-1][first_of]
+            context, growth = base + batch * clocks, batch * each
+        else:
+            order, first_of, last_of, counts, context, growth = self._events_apart(
+                requests, left, prompts + generated, gains
+            )
+            batch = len(requests) - first_of
         num_steps = len(first_of)
-        batch = len(requests) - first_of
-        # Tokens that those still there began with, summed from the last to finish backwards.
-        base = np.cumsum((prompts + generated)[order][::-1])[::-1][first_of]
-        context = base + batch * clocks
         slope_s = self._slope_s[batch]
-        growth = batch * gains
         fixed_s, met = self._fixed_s[batch], [self._by_batch[size - 1] for size in batch.tolist()]
         speculates = np.flatnonzero(self._speculates[batch])
         if self._regimes.loads_late and not drafter_ready:
@@ -152,6 +162,41 @@ class MemorylessChoices:
             finish_s=np.repeat(finish_s, last_of - first_of),
             first_s=start_s + float(prefills[0] + switches[0] + first_s[0]),
         )
+
+    def _events_apart(
+        self, requests: Ints, left: Floats, context: Floats, gains: Callable[[Strategy, int], Floats]
+    ) -> tuple[Ints, Ints, Ints, Ints, Floats, Floats]:
+        """Macro-steps until all are done, where each request gains its own: order of the ends, and per macro-step the
+        range [first, last) of it that ends, its iterations, the context before it and what that grows by in each."""
+        there, left, context = np.arange(len(requests)), left.copy(), context.copy()
+        orders, parts = [], []
+        done = 0
+        while len(there):
+            batch = len(there)
+            choice, regime = self._by_batch[batch - 1]
+            smallest = batch
+            while smallest > 1 and self._by_batch[smallest - 2][1] is regime:
+                smallest -= 1
+            gain = gains(choice.strategy, batch)[requests[there]]
+            needed = np.maximum(np.ceil((left[there] - TOLERANCE_TOKENS) / gain), 1.0).astype(np.int64)
+            order = np.argsort(needed, kind="stable")
+            needed, gain, there = needed[order], gain[order], there[order]
+            # All that end with the one whose end leaves fewer than `smallest`.
+            last = int(np.searchsorted(needed, needed[batch - smallest], side="right"))
+            first = np.flatnonzero(np.diff(needed[:last], prepend=0))
+            reached = needed[first]
+            before = np.concatenate([[0], reached[:-1]])
+            growth = np.cumsum(gain[::-1])[::-1][first]
+            held = np.cumsum(context[there][::-1])[::-1][first]
+            ends = np.append(first[1:], last)
+            parts.append((done + first, done + ends, reached - before, held + growth * before, growth))
+            orders.append(there[:last])
+            done += last
+            there, gain = there[last:], gain[last:]
+            left[there] -= gain * reached[-1]
+            context[there] += gain * reached[-1]
+        first_of, last_of, counts, contexts, growths = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return np.concatenate(orders), first_of, last_of, counts, contexts, growths
 
 
 def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, Ints]:

@@ -42,7 +42,7 @@ def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
     extra = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
     out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *extra]].copy()
     out["worker"] = rollout.worker_of
-    out["t_submit"] = 0.0
+    out["t_submit"] = 0.0 if rollout.submit_s is None else rollout.submit_s
     out["t_first_token"] = rollout.first_token_s
     out["t_finish"] = rollout.finish_s
     return out
@@ -77,6 +77,8 @@ def _spans(rollout: SimulatedRollout) -> pd.DataFrame:
             _block("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, nothing, prefilling),
             _block(kinds, c.decode_start_s, c.seconds, c.batch, details, np.ones(len(c), dtype=bool)),
         ]
+        if (waits := _waits(rollout, c)).any():
+            blocks.append(_block("idle", c.start_s - waits, waits, np.zeros_like(c.batch), nothing, waits > 0))
         spans = pd.concat(blocks, ignore_index=True).sort_values("t_start", kind="stable")
         spans.insert(0, "lane", f"worker {w}")
         parts.append(spans)
@@ -88,6 +90,18 @@ def _spans(rollout: SimulatedRollout) -> pd.DataFrame:
     joined = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
     joined.insert(0, "rl_step", rollout.requests.rl_step)
     return joined
+
+
+def _waits(rollout: SimulatedRollout, columns: Columns) -> Floats:
+    """Seconds before each macro-step in which every request of the worker was away at its tools."""
+    ends = columns.decode_start_s + columns.seconds
+    waits = np.zeros(len(columns))
+    if rollout.submit_s is not None:
+        waits[1:] = columns.start_s[1:] - ends[:-1]
+    return np.where(waits > _ROUNDING_S, waits, 0.0)
+
+
+_ROUNDING_S = 1e-9
 
 
 def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
@@ -143,6 +157,7 @@ def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     duration += (c.prefill_s * (1.0 - up_front) / counts)[of]
     prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[of], 0.0) + (c.chunk_tokens / counts)[of]
     duration[0] += draft_s[0]
+    start = np.cumsum(duration) - duration + np.cumsum(_waits(rollout, c))[of]
     depth = np.array([regime.strategy.draft_depth for regime in c.regime], np.int64)[of]
     drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
     accepted = _whole(tokens - batch)
@@ -153,7 +168,7 @@ def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
             "rl_step": rollout.requests.rl_step,
             "worker": worker,
             "iteration": np.arange(len(of)),
-            "t_start": np.cumsum(duration) - duration,
+            "t_start": start,
             "duration": duration,
             "draft_duration": next_draft_s,
             "batch": batch,

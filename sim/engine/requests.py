@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,30 @@ from tltlab.traces.trace import Trace
 
 from .random_numbers import request_seeds, uniforms
 
+Prefix = Literal["kept", "recomputed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Responses with tool calls, each of several requests: a turn's tokens, a tool, the next turn behind what it said.
+
+    By request: `after` is the request of the next turn, -1 where there is none, `tool_s` the seconds away from the
+    engine before it, 0 for a first turn, and `cached_tokens` what of its prompt is in the cache from the turn before.
+    `first` are the requests of first turns.
+    """
+
+    after: list[int]
+    tool_s: list[float]
+    cached_tokens: list[int]
+    first: list[int]
+
+    def chain(self, request: int) -> Iterator[int]:
+        """A request and those of the turns after it."""
+        while request >= 0:
+            yield request
+            request = self.after[request]
+
+
 BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default: only whole blocks are shared."""
 
@@ -26,7 +51,8 @@ BLOCK_TOKENS = 16
 class Requests:
     """One RL step's workload with what became of it. `recorded_worker` is None where the trace does not know it.
 
-    With `prefix_caching` the samples of a group on one worker share their prompt's keys and values.
+    A request is a response, or a turn of one: then `turns` says which follow each other. With `prefix_caching` the
+    samples of a group on one worker share their prompt's keys and values.
     """
 
     rl_step: int
@@ -37,6 +63,7 @@ class Requests:
     response_tokens: list[int]
     recorded_worker: list[int | None]
     rows: pd.DataFrame
+    turns: Turns | None = None
     prefix_caching: bool = False
 
     def __len__(self) -> int:
@@ -51,6 +78,29 @@ class Requests:
     def lengths(self) -> Ints:
         """`response_tokens` as an array."""
         return np.array(self.response_tokens, np.int64)
+
+    @cached_property
+    def uncached(self) -> Ints:
+        """Tokens of each prompt that neither a turn before it nor another sample of its group can have in the cache."""
+        kept = 0 if self.turns is None else np.array(self.turns.cached_tokens, np.int64)
+        uncached: Ints = self.prompts - np.maximum(self.shared, kept)
+        return uncached
+
+    def whole(self) -> Requests:
+        """A request for each response: its first turn's, with the tokens of all its turns."""
+        if self.turns is None:
+            return self
+        first = self.turns.first
+        return Requests(
+            rl_step=self.rl_step,
+            policy_version=self.policy_version,
+            keys=[self.keys[i] for i in first],
+            prompt_tokens=[self.prompt_tokens[i] for i in first],
+            max_response_tokens=[self.max_response_tokens[i] for i in first],
+            response_tokens=[sum(self.response_tokens[j] for j in self.turns.chain(i)) for i in first],
+            recorded_worker=[self.recorded_worker[i] for i in first],
+            rows=self.rows.iloc[first],
+        )
 
     @cached_property
     def groups(self) -> Ints:
@@ -74,11 +124,19 @@ class Requests:
 
 
 def requests_by_step(
-    trace: Trace, rl_steps: Sequence[int] | None = None, max_response_tokens: int | None = None
+    trace: Trace,
+    rl_steps: Sequence[int] | None = None,
+    max_response_tokens: int | None = None,
+    *,
+    prefix: str = "kept",
+    tool_s: float | None = None,
 ) -> list[Requests]:
     """Workload joined with outcomes, per RL step in ascending order; ConfigError for steps that are not there.
 
-    `max_response_tokens` cuts longer responses, as a run with that cap would have.
+    `max_response_tokens` cuts longer responses, as a run with that cap would have; a turn that is cut is the last. Of
+    responses of several turns the `prefix` of each stays in the cache or is computed again, and `tool_s` is the time of
+    tools that the trace does not know. ConfigError for turns that do not follow each other, and such times where it is
+    None.
     """
     if max_response_tokens is not None and max_response_tokens < 1:
         raise ConfigError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
@@ -90,17 +148,26 @@ def requests_by_step(
     if not chosen:
         raise ConfigError("no RL step to simulate: the selection is empty")
     joined = trace.workload.merge(trace.outcomes, on=list(KEY), how="inner", sort=False)
-    if (joined["turn"] > 0).any():
-        raise ConfigError("the trace has multi-turn responses (turn > 0), which the simulator cannot replay yet")
     if max_response_tokens is not None:
+        longer = joined["response_tokens"] > max_response_tokens
         joined = cut(joined, max_response_tokens)
-    return [_step(int(step), joined[joined["rl_step"] == step]) for step in chosen]
+        if (joined["turn"] > 0).any():
+            ends = joined[longer].groupby(list(KEY[:3]))["turn"].min().rename("last")
+            last = joined[list(KEY[:3])].join(ends, on=list(KEY[:3]))["last"]
+            joined = joined[~(joined["turn"] > last)]
+    steps = []
+    for step in chosen:
+        requests = _step(int(step), joined[joined["rl_step"] == step])
+        steps.append(replace(requests, turns=_turns(requests, prefix, tool_s)))
+    return steps
 
 
 def changed(requests: Requests, workload: Workload | None, seed: int) -> Requests:
     """The requests as a system that changes them has them; what it draws is a hash of (seed, key)."""
     if workload is None:
         return requests
+    if requests.turns is not None:
+        raise ConfigError(SINGLE_TURN)
     luck = uniforms(request_seeds(seed, requests.keys), np.full(len(requests), _APART), 1)[:, 0]
     lengths = requests.lengths
     if isinstance(workload, Truncated):
@@ -141,6 +208,8 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
     )  # fmt: skip
 
 
+SINGLE_TURN = "it changes which responses there are, and this trace's have several turns, which it cannot cut"
+
 _APART = 1 << 40
 """Where these draws begin in a request's: no iteration comes so far."""
 
@@ -170,3 +239,42 @@ def _step(rl_step: int, rows: pd.DataFrame) -> Requests:
         recorded_worker=[None if pd.isna(w) else int(w) for w in worker.tolist()],
         rows=rows.reset_index(drop=True),
     )
+
+
+def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | None:
+    """Which requests follow each other; None where every response has one turn. A turn without tokens is the last."""
+    keys, rows = requests.keys, requests.rows
+    if not any(key[3] for key in keys):
+        return None
+    at = {key: i for i, key in enumerate(keys)}
+    columns = {name: rows[name].tolist() if name in rows else [None] * len(rows) for name in _TOOL_TIMES}
+    after, seconds, cached = [-1] * len(keys), [0.0] * len(keys), [0] * len(keys)
+    for i, key in enumerate(keys):
+        if not key[3]:
+            continue
+        name = f"turn {key[3]} of prompt {key[1]!r}, sample {key[2]}, RL step {key[0]}"
+        before = at.get((*key[:3], key[3] - 1))
+        if before is None:
+            raise ConfigError(f"{name}: there is no turn {key[3] - 1} before it; turns are numbered 0, 1, 2 ...")
+        known = [columns["tool_s"][i], columns["t_submit"][i], columns["t_finish"][before]]
+        away, submitted, finished = (None if value is None or pd.isna(value) else float(value) for value in known)
+        if away is None and submitted is not None and finished is not None:
+            away = submitted - finished
+            if away < 0:
+                raise ConfigError(
+                    f"{name}: it began at {submitted:g} s, before the turn before it ended, at {finished:g} s"
+                )
+        away = tool_s if away is None else away
+        if away is None:
+            raise ConfigError(f"{name}: how long its tool took is not known: fill in tool_s, or give --tool-seconds")
+        seconds[i] = away
+        if requests.response_tokens[before] and requests.response_tokens[i]:
+            after[before] = i
+            left = requests.prompt_tokens[before] + requests.response_tokens[before]
+            cached[i] = min(left, requests.prompt_tokens[i]) if prefix == "kept" else 0
+    return Turns(
+        after=after, tool_s=seconds, cached_tokens=cached, first=[i for i, key in enumerate(keys) if not key[3]]
+    )
+
+
+_TOOL_TIMES = ("tool_s", "t_submit", "t_finish")

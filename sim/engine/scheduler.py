@@ -37,7 +37,9 @@ class Prefill:
 class Scheduler:
     """A worker's requests: `waiting` with their generated tokens, `prefilling`, and the residents of `batch`.
 
-    `joined` lists the requests that have entered the batch since `take_joined`.
+    `joined` lists the requests that have entered the batch since `take_joined`. `kept` are tokens of prompts to come
+    that are in the KV cache, by request, those that came there first first: they stay while there is room, and need no
+    prefill.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel) -> None:
@@ -45,6 +47,7 @@ class Scheduler:
         self.waiting: deque[tuple[int, float]] = deque()
         self.prefilling: deque[Prefill] = deque()
         self.joined: list[int] = []
+        self.kept: dict[int, float] = {}
         self.kv_capacity_tokens: float = costs.kv_capacity_tokens or math.inf
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.max_num_batched_tokens: float = costs.max_num_batched_tokens or math.inf
@@ -122,9 +125,18 @@ class Scheduler:
             if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
                 break
             self.waiting.popleft()
-            self.prefilling.append(Prefill(request, tokens, tokens - self._reused(request)))
+            reused = max(self._reused(request), self.kept.pop(request, 0.0))
+            self.prefilling.append(Prefill(request, tokens, tokens - reused))
             if self._prefix_caching:
                 there.add(int(requests.groups[request]))
+        if self.kept:
+            self.evict(self.batch.context_tokens)
+
+    def evict(self, context_tokens: float) -> None:
+        """Forget what was kept longest until the rest fits beside running requests of this context."""
+        free_tokens = self.kv_capacity_tokens - context_tokens - sum(prefill.tokens for prefill in self.prefilling)
+        while self.kept and sum(self.kept.values()) > free_tokens:
+            del self.kept[next(iter(self.kept))]
 
     def to_prefill(self, requests: Ints) -> float:
         """Tokens to prefill where all of these are admitted at once."""

@@ -1,12 +1,13 @@
 """One RL step's rollout as a discrete-event simulation: one SimPy process per worker, one timeout per macro-step.
 
 A worker's round: its scheduler preempts or admits, its policy is asked, its batch advances until something happens, and
-the policy is told. Once nothing waits, a memoryless policy over requests that all gain alike has a closed form: one
-timeout to the end.
+the policy is told. Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form:
+one timeout to the end.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,16 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .admission import RequestFeed
 from .batch import Batch, FluidBatch, MacroStep, RequestsView
+from .by_request import RateBatch
 from .log import Entry, WorkerLog
 from .memoryless import MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
-from .requests import Requests
+from .requests import Requests, Turns
 from .scheduler import Scheduler
+
+_ROUNDING = 1e-9
+"""Of a number of iterations that is a quotient of times."""
 
 
 class IdleUse(Protocol):
@@ -64,7 +69,10 @@ class SimulatedRollout:
     """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end.
 
     `old_tokens` of its responses were generated under the weights of earlier steps; `wasted_tokens` were generated for
-    nothing.
+    nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
+    were, which come to `begun_tokens` when they have ended, and `num_dropped` of them were too old to train on. Where
+    responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited `tool_wait_s`
+    for a tool that was free.
     """
 
     requests: Requests
@@ -77,6 +85,12 @@ class SimulatedRollout:
     spot: SpotResult | None = None
     old_tokens: float = 0.0
     wasted_tokens: float = 0.0
+    ages: Ints | None = None
+    num_begun: int = 0
+    begun_tokens: int = 0
+    num_dropped: int = 0
+    submit_s: Floats | None = None
+    tool_wait_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -109,6 +123,7 @@ class RolloutSimulator:
     drafters: Mapping[str, DrafterState] = field(default_factory=dict)
     noise: IterationNoise | None = None
     seed: int = 0
+    max_tools: int | None = None
     choices: MemorylessChoices = field(init=False)
 
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
@@ -133,15 +148,37 @@ class RolloutSimulator:
             worker_end_s=[0.0] * len(queues),
         )
         env = simpy.Environment()
+        tools = None
+        if requests.turns is not None:
+            result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
         self.idle_use.rollout_started(len(queues), env.now)
         workers = []
         for w, queue in enumerate(queues):
             result.worker_of[queue] = w
-            workers.append(env.process(Worker(self, w, queue, result, feed).run(env)))
+            workers.append(env.process(Worker(self, w, queue, result, feed, tools).run(env)))
         env.run(until=env.all_of(workers))
         result.makespan_s = max(result.worker_end_s)
+        result.tool_wait_s = 0.0 if tools is None else tools.waited_s
         self.idle_use.rollout_ended(result.makespan_s)
         return result
+
+
+class Tools:
+    """The tools that responses call between their turns; at most `limit` run at once, others wait in order."""
+
+    def __init__(self, turns: Turns, limit: int | None) -> None:
+        self.turns = turns
+        self.waited_s = 0.0
+        self._free_s = None if limit is None else [0.0] * limit
+
+    def call(self, request: int, now: float) -> float:
+        """When the tool before `request`, called now, is done; calls come in the order of time. O(log limit)."""
+        start_s = now
+        if self._free_s is not None:
+            start_s = max(now, self._free_s[0])
+            heapq.heapreplace(self._free_s, start_s + self.turns.tool_s[request])
+            self.waited_s += start_s - now
+        return start_s + self.turns.tool_s[request]
 
 
 def check_fits(requests: Requests, capacity: int | None) -> None:
@@ -243,8 +280,11 @@ class Worker:
         queue: list[int],
         rollout: SimulatedRollout,
         feed: RequestFeed | None = None,
+        tools: Tools | None = None,
     ) -> None:
         self.feed = feed
+        self.tools = tools
+        self.away: list[tuple[float, int]] = []  # when each request comes back, a heap
         self.simulator = simulator
         self.index = index
         self.rollout = rollout
@@ -259,9 +299,11 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        # The rest of a rollout has a closed form where all gain alike, nothing is learned and costs are exact.
-        closed = self.policy.memoryless and self.noise is None and feed is None
-        self.fluid = self.batch if closed and isinstance(self.batch, FluidBatch) else None
+        # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
+        closed = self.policy.memoryless and self.noise is None and feed is None and tools is None
+        self.fluid: FluidBatch | RateBatch | None = None
+        if closed and isinstance(self.batch, FluidBatch | RateBatch) and self.batch.is_steady:
+            self.fluid = self.batch
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
@@ -276,13 +318,19 @@ class Worker:
             yield from self._decode(env)
         self.rollout.worker_end_s[self.index] = env.now
         idle_use = self.simulator.idle_use
-        idle_use.responses_finished(self.requests.lengths[self.queue].tolist(), env.now)
+        idle_use.responses_finished(self._response_tokens(), env.now)
         idle_use.worker_idle(self.index, env.now)
 
     def _decode(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """Schedule, ask the policy, advance the batch, tell the policy: one timeout per macro-step."""
         costs, scheduler, policy = self.simulator.costs, self.scheduler, self.policy
-        while not scheduler.is_done and not (self.feed is not None and self.feed.stopped):
+        while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
+            if self.away and scheduler.is_done:
+                # Its time is not compared: a timeout may end an ulp before it.
+                yield env.timeout(max(0.0, self.away[0][0] - env.now))
+                scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
+            while self.away and self.away[0][0] <= env.now:
+                scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             start_s = env.now
             up_front = scheduler.schedule()
             waiting = scheduler.num_waiting
@@ -293,6 +341,8 @@ class Worker:
             asked, switch_s, prefill_s = policy.ask(), self._switch_s(), costs.prefill_s(up_front)
             regime = policy.regime(self.drafter_ready)
             most = policy.max_iterations if self.feed is None else min(policy.max_iterations, self.feed.max_iterations)
+            if self.away:
+                most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
             limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
             macro = self.batch.advance(regime, limit, scheduler.room_tokens)
             noise = self._add_noise(macro)
@@ -305,6 +355,9 @@ class Worker:
             self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
             for request in macro.finished:
                 self.rollout.finish_s[request] = env.now
+            if self.tools is not None:
+                scheduler.evict(macro.context_tokens + macro.tokens)
+                self._call_tools(self.tools, macro.finished, env.now)
             if self.feed is not None:
                 room_tokens = 0.0 if scheduler.num_waiting else scheduler.room_tokens
                 for request in self.feed.finished(macro.finished, self.index, room_tokens):
@@ -323,6 +376,35 @@ class Worker:
         if self.feed is not None:
             for request, generated in scheduler.unfinished():
                 self.feed.left(request, generated)
+
+    def _call_tools(self, tools: Tools, finished: Sequence[int], now: float) -> None:
+        """Turns that have ended leave the engine for a tool, and what they left behind stays in the cache."""
+        assert self.rollout.submit_s is not None
+        for request in finished:
+            if (following := tools.turns.after[request]) >= 0:
+                back_s = self.rollout.submit_s[following] = tools.call(following, now)
+                self.rollout.worker_of[following] = self.index
+                if cached := tools.turns.cached_tokens[following]:
+                    self.scheduler.kept[following] = cached
+                heapq.heappush(self.away, (back_s, following))
+
+    def _until(self, regime: Regime, seconds: float) -> float:
+        """Iterations until this much time has passed: n f + g n (n - 1) / 2 >= seconds, with the expected growth."""
+        batch = len(self.batch)
+        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * self.batch.context_tokens
+        half = regime.slope_s(batch) * batch * (1.0 if math.isnan(regime.tokens) else regime.tokens) / 2
+        if half <= 0.0:
+            return max(1.0, math.ceil(seconds / first_s - _ROUNDING)) if first_s > 0.0 else math.inf
+        b = first_s - half
+        n = (math.sqrt(b * b + 4 * half * max(0.0, seconds)) - b) / (2 * half)
+        return max(1.0, math.ceil(n - _ROUNDING))
+
+    def _response_tokens(self) -> list[int]:
+        """Of the responses that this worker began, all turns together."""
+        lengths = self.requests.response_tokens
+        if self.tools is None:
+            return [lengths[request] for request in self.queue.tolist()]
+        return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
     def _drains_from_the_start(self) -> bool:
         """Whether everything can be admitted at once, and all that follows has a closed form."""
@@ -347,6 +429,7 @@ class Worker:
             prefill_s=self.simulator.costs.prefill_s(prefill_tokens),
             prefill_tokens=prefill_tokens,
             switch_s=0.0 if self.drafter_ready else self.simulator.costs.switch_s,
+            gains=self.batch.steady_gains if isinstance(self.batch, RateBatch) else None,
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
         )

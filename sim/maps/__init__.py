@@ -1,6 +1,7 @@
-"""Which family of systems pays where: a grid of models, weights, schedules, contexts and loads, and what is found."""
+"""Which family of systems pays where, over a grid of points; and which composition of their parts on one trace."""
 
 from .grid import FAMILIES, Grid, Point
+from .search import compositions, search_systems
 from .survey import Found, Map, survey
 
-__all__ = ["FAMILIES", "Found", "Grid", "Map", "Point", "survey"]
+__all__ = ["FAMILIES", "Found", "Grid", "Map", "Point", "compositions", "search_systems", "survey"]

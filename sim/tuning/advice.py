@@ -166,7 +166,8 @@ def _verdict(rows: pd.DataFrame, surface: Surface, updates: float) -> tuple[str,
     size = f"{found.estimate:+.3g} s of {step_s:.4g} s per RL step, 95 % interval {found.low:+.3g} to {found.high:+.3g}"
     if found.low > 0:
         return f"simulated, {way}: it saves {size}; {rest}", best
-    return f"simulated, leave the drafter frozen: training is not sure to save anything ({size}; {rest})", "frozen"
+    why = "training takes more than it brings" if found.high < 0 else "training is not sure to save anything"
+    return f"simulated, leave the drafter frozen: {why} ({size}; {rest})", "frozen"
 
 
 def _acceptance(trace: Trace, config: SimulationConfig, known: list[str], assumed: list[str]) -> tuple[Acceptance, str]:

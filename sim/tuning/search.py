@@ -184,8 +184,9 @@ def search(
     trials: int,
     seed: int,
     fits: Callable[[Policy], bool] = lambda policy: True,
+    done: Callable[[str], None] = lambda trial: None,
 ) -> list[Trial]:
-    """Optuna's TPE over a bandit's settings, the shipped ones first; the best trial comes first.
+    """Optuna's TPE over a bandit's settings, the shipped ones first; the best trial comes first. `done` hears of each.
 
     Four trials are asked for at a time, however many processes score them: the numbers do not depend on that.
     """
@@ -210,9 +211,11 @@ def search(
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
             if key not in scores:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                done("its graphs do not fit")
                 continue
             study.tell(trial, scores[key])
             finished.append(Trial(settings=chosen, policy=policy, score=scores[key]))
+            done(f"best {min(scores.values()):.4g}")
     return sorted(finished, key=lambda trial: trial.score)
 
 

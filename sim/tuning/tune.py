@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -149,13 +149,14 @@ def tune(
     config: TuneConfig = TuneConfig(),
     *,
     provenance: Mapping[str, Any] | None = None,
+    done: Callable[[str], None] = lambda trial: None,
     **settings: Any,
 ) -> TuneResult:
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here. Raises ConfigError for a trace with fewer than two RL steps, a missing acceptance, and where no
-    policy is possible.
+    what is found here; `done` hears of each of the bandit's trials. Raises ConfigError for a trace with fewer than two
+    RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
     began = time.perf_counter()
@@ -207,7 +208,7 @@ def tune(
             makespans = tuning.makespans(new, mode="sampled", seeds=seeds, jobs=jobs)
             return {name: tuning.score(makespans[name], plain) for name in new}
 
-        trials = search(bandits, score, trials=config.trials, seed=config.seed, fits=config.holds)
+        trials = search(bandits, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done)
 
     finalists = _finalists(policies, best, trials, strategies, config)
     selected = tuning.makespans(finalists.policies, mode="sampled", seeds=config.seeds(_SELECTION), jobs=jobs)

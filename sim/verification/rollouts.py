@@ -316,7 +316,13 @@ def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibrat
 def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
     """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
     assert trace.iterations is not None
-    busiest = trace.iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
+    iterations = trace.iterations
+    if (trace.outcomes["turn"] > 0).any():
+        # Between its iterations a worker waits for tools, which a simulation of turns has too.
+        ends = iterations.assign(end=iterations["t_start"] + iterations["duration"]).groupby(["rl_step", "worker"])
+        busiest = (ends["end"].max() - ends["t_start"].min()).groupby("rl_step").max()
+    else:
+        busiest = iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
     beside = pd.Series(metrics.rollout_s(trace.select(rl_steps)), dtype=np.float64) - busiest
     return float(beside.loc[rl_steps].median())
 
@@ -331,7 +337,7 @@ def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trac
         drawn[rows] = rng.choice(groups[rng.integers(len(groups))], size=len(rows), replace=True)
     caps = step.workload.merge(step.outcomes, how="right", on=["rl_step", "prompt_id", "sample", "turn"])
     most = caps["max_response_tokens"].to_numpy()
-    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "worker"]].assign(
+    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "worker", "tool_s"]].assign(
         response_tokens=np.clip(drawn, 1, most), finish_reason=np.where(drawn >= most, "length", "stop")
     )
     return Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})

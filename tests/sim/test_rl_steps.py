@@ -117,6 +117,14 @@ def test_the_mean_of_a_pipeline_does_not_hang_on_how_long_it_runs(laps):
     assert result.run_s > result.step_s * len(result.steps)
 
 
+def test_further_ahead_rollouts_wait_for_nobody_until_the_store_is_full():
+    """Training takes the longest: the rollouts are three updates ahead in the end, and the step time is its own."""
+    result = run_steps(rollouts(*[[1.0]] * 8), STAGES_OF_TWO, topology=Separate(max_staleness=3))
+    assert result.steps["updates_behind"].tolist() == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert result.step_s == pytest.approx(5.75, rel=0.1)
+    assert summary(result)["updates_behind"] == pytest.approx(18 / 8)
+
+
 def test_the_graders_may_work_during_the_rollout():
     after = STAGES_OF_TWO.model_copy(update={"reward": RewardCosts(per_response_s=3.0)})
     overlapped = STAGES_OF_TWO.model_copy(update={"reward": RewardCosts(per_response_s=3.0, when="overlapped")})
@@ -252,6 +260,7 @@ def test_the_summary_has_the_keys_of_the_command_line():
         "rollout_share": pytest.approx(10 / 15.75),
         "stages": {"rollout_s": 10.0, "inference_s": 1.0, "reward_s": 0.5, "train_s": 4.0, "sync_s": 0.25},
         "topology": "colocated",
+        "updates_behind": 0.0,
         "num_gpus": 2,
         "idle_gpu_fraction": pytest.approx(5 / 31.5),
     }
@@ -304,7 +313,7 @@ def test_costs_for_other_gpus_are_refused(topology):
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("separate", {"max_staleness": 2}, "max_staleness 2"),
+        ("separate", {"max_staleness": -1}, "max_staleness -1"),
         ("separate", {"gpus_per_worker": 0}, "gpus_per_worker"),
         ("colocated", {"gpus_per_worker": 0}, "gpus_per_worker"),
         ("colocated", {"max_staleness": 1}, "separate"),

@@ -367,6 +367,7 @@ def test_the_table_says_what_takes_whose_place_and_what_was_assumed(capsys: pyte
         ["compare", "--systems", "all", "--gpus-per-worker", "2"],
         ["compare", "--stages", "cpu-small"],
         ["compare", "--claims"],
+        ["compare", "--search", "--systems", "verl"],
         ["compare", "--policies", "none,table,none"],
         ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
         ["compare", "--systems", "all", "--model-free-acceptance", "nothing.json"],
@@ -420,3 +421,11 @@ def test_the_command_shows_claims_beside_what_is_found(capsys: pytest.CaptureFix
     assert line.startswith("das ")
     assert "1.33-2x" in line
     assert "a cap of 512 tokens here, 16384 there" in line
+
+
+def test_rows_say_whether_long_responses_are_starved(found: pd.DataFrame):
+    """Nowhere that an RL step trains on all that it began; who carries responses over comes near it in a short run."""
+    apart = [name for name, system in SYSTEMS.items() if system.admission is None]
+    assert (found.loc[apart, "length_bias"] == 1.0).all()
+    assert found.loc["copris", "length_bias"] != 1.0
+    assert 0.5 < found.loc["copris", "length_bias"] < 1.5

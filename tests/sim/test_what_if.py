@@ -81,12 +81,17 @@ def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     share = found.rollout_share
     assert f"the rollout is {100 * share:.0f} % of the RL step" in found.verdict
     assert f"more than {1 / (1 - share):.1f}x" in found.verdict
+    assert machine.costs.evidence is not None
+    error = machine.costs.evidence.speedup_error()
+    assert found.speedup_error == pytest.approx(error)
+    assert f"Nine in ten such speed-ups are off by less than {100 * error:.0f} %" in found.verdict
 
 
 def test_what_nobody_can_draft_for_is_not_promised():
     found = what_if([300] * 40, accept=0.02, **FAST)
     assert "would not make the rollout faster" in found.verdict
     assert "no interval" not in found.verdict
+    assert "Nine in ten" not in found.verdict, "there is no speed-up to be off"
     assert not any(row.strategy.speculates for row in found.drafting)
     assert "(one RL step, no interval)" in what_if([300] * 40, accept=0.9, **FAST).verdict
 
@@ -125,6 +130,8 @@ def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, caps
     code, out, err = run(capsys, path, "--systems", "verl,vllm-dynamic", "--out", tmp_path / "answer.html")
     assert code == 0, err
     assert out.startswith("Speculation would make the rollout ")
+    told = [line.split(":")[0] for line in err.splitlines() if line.startswith("stage ")]
+    assert told == [f"stage {n} of {len(told)}" for n in range(1, len(told) + 1)]
     assert "ignored       note" in out
     page = (tmp_path / "answer.html").read_text()
     code, text, _ = run(capsys, path, "--systems", "verl,vllm-dynamic", "--json")

@@ -234,7 +234,8 @@ class SpreadAcceptance(RequestAcceptance):
         return {id(m): SpreadAcceptance(base=m, spread=self.spread) for m in self.base.by_batch if m is not self.base}
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return self.spread * normals(seed, keys)
+        # All turns of a response are as easy to draft for.
+        return self.spread * normals(seed, [(*key[:3], 0) for key in keys])
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         return _kept(self._shifted(strategy), levels)

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
 from tltlab.importers.token_counts import token_counter
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
-from tltlab.lengths.generate import StepTables, generate_steps, manifest_of
+from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.storage import check_sums
@@ -206,6 +206,9 @@ def generate(
     ] = None,
     prompt_tokens: Annotated[float | None, typer.Option(help="Median tokens of a prompt.")] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers to write into the manifest.")] = None,
+    turns: Annotated[float | None, typer.Option(help="Mean turns of a response, with tools between them.")] = None,
+    tool_seconds: Annotated[float, typer.Option(help="With --turns: median seconds of a tool.")] = 2.0,
+    observation_tokens: Annotated[float, typer.Option(help="With --turns: median tokens that a tool says.")] = 200.0,
     seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -217,6 +220,9 @@ def generate(
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} exists; name a new folder, or remove it first")
+    tools = None
+    if turns is not None:
+        tools = ToolUse(turns=turns, tool_s=tool_seconds, observation_tokens=observation_tokens)
     source = _source(regime, like, prompt_share)
     if cap is not None and cap > source.model.max_response_tokens and like is not None:
         progress(f"lengths above {source.model.max_response_tokens} tokens are extrapolated")
@@ -243,7 +249,7 @@ def generate(
     num_tokens = 0
     with StreamWriter(out, manifest) as writer:
         for rl_step, (workload, outcomes) in enumerate(steps):
-            writer.append(workload, outcomes)
+            writer.append(*((workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)))
             num_tokens += int(outcomes["response_tokens"].sum())
             if rl_step % every == 0:
                 kept.append((workload, outcomes))

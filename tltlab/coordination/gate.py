@@ -24,6 +24,7 @@ LASTS = 10, 50
 _WINDOW = 40
 _ATTEMPTS = 12
 _FORGET = 0.7
+_TO_JUDGE = 4
 _PAIR_NOISE, _TEXT_NOISE = 0.005, 0.04
 _SLOWDOWN_SD = 0.15
 _ELASTICITY, _ELASTICITY_SD = 0.7, 0.3
@@ -162,6 +163,27 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
     return loss, max(0.0, mean - 2.0 * math.sqrt(spread * float(weight @ weight)))
 
 
+def paid(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], cost: TrainingCost) -> bool:
+    """Whether the latest trainings brought half of what they took, or it cannot be told.
+
+    Between two of them accepted lengths were longer by what the first brought than just before the second. A loss that
+    goes on at a steady pace makes that half of all that was saved, so it is half of the price that is asked for. Where
+    trainings follow one another within four RL steps, there is too little between them to tell.
+    """
+    latest = attempts[-_ATTEMPTS:]
+    steps = latest[-1].rl_step - latest[0].rl_step
+    if len(latest) < _TO_JUDGE or steps < _TO_JUDGE * (len(latest) - 1):
+        return True
+    lengths = {row.rl_step: math.log(row.accept_length) for row in rollouts if row.accept_length}
+    between = [log for step, log in lengths.items() if latest[0].rl_step < step <= latest[-1].rl_step]
+    before = [lengths[attempt.rl_step] for attempt in latest[1:] if attempt.rl_step in lengths]
+    if not before:
+        return True
+    doubt = _TEXT_NOISE / math.sqrt(len(before))
+    longer = float(np.mean(between)) - float(np.mean(before)) + doubt
+    return cost.elasticity * cost.rollout_s * longer * steps >= 0.5 * cost.seconds * (len(latest) - 1)
+
+
 def worth_training(
     rl_step: int, rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], fallen: float
 ) -> tuple[bool, str]:
@@ -184,7 +206,8 @@ def worth_training(
     lasts = min(max(rl_step - first, LASTS[0]), LASTS[1])
     worth_s = lost_s + second_s * gain * lasts
     price = f"a training takes {cost.seconds:.3g} s"
-    if worth_s >= cost.seconds:
+    pays = paid(rollouts, attempts, cost) or fallen > 1.5 * max(attempt.gain for attempt in attempts[-_ATTEMPTS:])
+    if pays and worth_s >= cost.seconds:
         return True, f"{price}, and not training would have cost {worth_s:.3g} s"
     wasted_s = 0.0
     for before, attempt in zip([first - 1, *(a.rl_step for a in attempts)], attempts, strict=False):
@@ -192,4 +215,6 @@ def worth_training(
         wasted_s += max(0.0, cost.most_s - brought_s)
     if wasted_s + cost.most_s <= PROBE_SHARE * sum(row.rollout_s for row in rollouts):
         return True, f"{price}, a look at what it would bring now"
+    if not pays:
+        return False, f"{price}, and what the last ones brought was lost again too soon"
     return False, f"{price} and would have brought {worth_s:.3g} s"

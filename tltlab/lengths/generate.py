@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -18,6 +19,63 @@ from .model import REGIMES, LengthModel
 
 StepTables = tuple[pd.DataFrame, pd.DataFrame]
 
+_SPREAD = 1.0
+"""Standard deviation of the logarithm of a tool's seconds and of what it says; assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """Cuts drawn responses into turns with tools between them.
+
+    The number of turns is geometric with mean `turns`, and a response's tokens are cut at random places; a tool takes
+    log-normal seconds about the median `tool_s` and says as many tokens about `observation_tokens`. All of it assumed.
+    """
+
+    turns: float
+    tool_s: float = 2.0
+    observation_tokens: float = 200.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("turns", 1.0), ("tool_s", 0.0), ("observation_tokens", 0.0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be a number of {least:g} or more")
+
+    def cut(self, tables: StepTables, seed: int) -> StepTables:
+        """Workload and outcomes of an RL step with a row for each turn, in the order of responses, then turns.
+
+        Of a response of 100 tokens and a prompt of 10, in turns of 60 and 40 with 5 tokens said between them, the
+        second turn's prompt has 75.
+        """
+        workload, outcomes = tables
+        rng = np.random.default_rng([seed, int(workload["rl_step"].iloc[0])])
+        lengths = outcomes["response_tokens"].to_numpy(np.int64)
+        counts = np.minimum(rng.geometric(1 / self.turns, len(lengths)), lengths)
+        parts = []
+        for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
+            cuts = np.sort(rng.choice(length - 1, count - 1, replace=False)) + 1
+            parts.append(np.diff(np.concatenate([[0], cuts, [length]])))
+        tokens = np.concatenate(parts)
+        of, turn = np.repeat(np.arange(len(lengths)), counts), np.concatenate([np.arange(count) for count in counts])
+        factors = np.exp(_SPREAD * rng.standard_normal((2, len(of))))
+        said = np.where(turn > 0, np.rint(self.observation_tokens * factors[0]), 0).astype(np.int64)
+        before = np.concatenate([np.cumsum(part) - part for part in parts])
+        told = pd.Series(said).groupby(of).cumsum().to_numpy()
+        last = np.arange(len(of)) == np.cumsum(counts)[of] - 1
+        prompts, caps = (workload[name].to_numpy(np.int64)[of] for name in ("prompt_tokens", "max_response_tokens"))
+        prompt_tokens = np.minimum(prompts + before + told, 2**31 - 1).astype(np.int32)
+        key = {"turn": turn.astype(np.int32)}
+        return (
+            workload.iloc[of].assign(
+                **key, prompt_tokens=prompt_tokens, max_response_tokens=(caps - before).astype(np.int32)
+            ),
+            outcomes.iloc[of].assign(
+                **key,
+                response_tokens=tokens.astype(np.int32),
+                finish_reason=np.where(last, outcomes["finish_reason"].to_numpy()[of], "stop"),
+                tool_s=np.where(turn > 0, self.tool_s * factors[1], 0.0),
+            ),
+        )
+
 
 def generate(
     model: LengthModel,
@@ -29,8 +87,12 @@ def generate(
     num_prompts: int | None = None,
     num_workers: int | None = None,
     name: str | None = None,
+    tools: ToolUse | None = None,
 ) -> Trace:
-    """Draw a synthetic trace; see `generate_steps`, which serves where a trace is larger than memory."""
+    """Draw a synthetic trace; with `tools` its responses have turns.
+
+    See `generate_steps`, which serves where a trace is larger than memory.
+    """
     manifest = manifest_of(model, group_size=group_size, num_workers=num_workers, seed=seed, name=name)
     steps = list(
         generate_steps(
@@ -42,6 +104,8 @@ def generate(
             num_prompts=num_prompts,
         )
     )
+    if tools is not None:
+        steps = [tools.cut(step, seed) for step in steps]
     workload, outcomes = (pd.concat(tables, ignore_index=True) for tables in zip(*steps, strict=True))
     return Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes})
 

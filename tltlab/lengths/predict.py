@@ -12,12 +12,11 @@ from typing import Self
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.ensemble import HistGradientBoostingClassifier
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
 
 KNOWN = ("prompt", "history", "siblings")
@@ -43,7 +42,7 @@ class LengthPredictor(BaseEstimator):  # type: ignore[misc, unused-ignore]
         self.max_iter = max_iter
         self.min_samples_leaf = min_samples_leaf
 
-    def fit(self, x: Floats, tokens: Floats, cut: NDArray[np.bool_]) -> Self:
+    def fit(self, x: Floats, tokens: Floats, cut: Flags) -> Self:
         """Learn from features (responses, features), tokens that came, and whether the cap cut them.
 
         ConfigError where nothing ended by itself.
@@ -144,7 +143,7 @@ def _history(rows: pd.DataFrame, log: Floats) -> list[Floats]:
     return [np.where(number > 0, mean, np.nan), number, np.where(number > 0, share, np.nan)]
 
 
-def is_cut(rows: pd.DataFrame) -> NDArray[np.bool_]:
+def is_cut(rows: pd.DataFrame) -> Flags:
     """Which responses their cap, or whoever ended the RL step, cut."""
-    cut: NDArray[np.bool_] = (rows["finish_reason"] != "stop").to_numpy()
+    cut: Flags = (rows["finish_reason"] != "stop").to_numpy()
     return cut

@@ -7,6 +7,7 @@ What a paper does not say is in `assumptions`. `system_binding.bind` fits a row 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ import numpy as np
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import DrafterSpec
+from tltlab.errors import ConfigError
 from tltlab.policies.policy import (
     AcceptanceBudgetSpec,
     Activation,
@@ -142,7 +144,8 @@ class Admission:
     samples each, or keeps `concurrency` * N responses in flight, the next beginning when one ends. It ends with P
     complete prompts, or, by `unit` "response", with N responses. What is left goes on in the next step before anything
     new begins ("resume", its prefix prefilled again under the new weights), or begins anew ("restart") in a long round
-    of its own once there are P such prompts. With `staleness` eta AReaL's bound says what may begin.
+    of its own once there are P such prompts. With `staleness` eta AReaL's bound says what may begin; with `max_age`
+    a prompt of which a response was begun more than so many RL steps ago is dropped with all that it has.
     """
 
     issue: float = 1.0
@@ -151,6 +154,29 @@ class Admission:
     unit: Literal["group", "response"] = "group"
     leftover: Literal["resume", "restart"] = "resume"
     staleness: int | None = None
+    max_age: int | None = None
+
+
+def asynchronous(staleness: int, *, stale: str = "hold", concurrency: float = 1.0) -> Admission | None:
+    """Engines that go on from RL step to RL step, with `concurrency` times what a step trains under way.
+
+    `stale` says what `staleness` bounds: with "drop" the updates since the first response of a group was begun, and
+    groups that are older are dropped; with "hold" how many responses may be begun, as in AReaL, which holds others back
+    and drops none, however old. None, which is synchronous, for a bound of 0. Raises ConfigError.
+    """
+    if stale not in ("hold", "drop"):
+        raise ConfigError(f"stale is {stale!r}: there are hold and drop")
+    if staleness < 0:
+        raise ConfigError(f"the staleness bound counts updates, got {staleness}: give 0 (synchronous) or more")
+    if not 0 < concurrency < math.inf:
+        raise ConfigError(f"concurrency is a share of what an RL step trains, got {concurrency}: give more than 0")
+    if staleness == 0:
+        return None
+    return Admission(
+        concurrency=concurrency,
+        staleness=staleness if stale == "hold" else None,
+        max_age=staleness if stale == "drop" else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

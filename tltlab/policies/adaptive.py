@@ -82,7 +82,7 @@ class Adaptive(Selector):
         drafters: Sequence[str] = ("ngram",),
         max_depth: int = 8,
         window: int = 500,
-        exploration: float = 0.005,
+        exploration: float = 0.002,
         switch_s: float = 0.0,
         *,
         rng: np.random.Generator,

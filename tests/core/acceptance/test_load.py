@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,18 +18,16 @@ from tltlab.acceptance.load import (
     load_acceptance,
     reach,
 )
+from tltlab.acceptance.measured import copied_runs
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-FITTED = FittedAcceptance(
-    drafters_by_depth={
-        "ngram": {
-            2: FittedDepth(accepted=(0.6, 0.1, 0.3), drafted=1.0),
-            4: FittedDepth(accepted=(0.5, 0.2, 0.1, 0.1, 0.1), drafted=2.0, num_samples=10),
-        }
-    }
-)
+MEASURED = {
+    2: FittedDepth(accepted=(0.6, 0.1, 0.3), drafted=1.0),
+    4: FittedDepth(accepted=(0.5, 0.2, 0.1, 0.1, 0.1), drafted=2.0, num_samples=10),
+}
+FITTED = FittedAcceptance(drafters_by_depth={"ngram": MEASURED, "learned": MEASURED})
 
 
 def chain(depth: int) -> Strategy:
@@ -72,16 +71,16 @@ def test_a_measured_depth_is_returned_as_measured():
 
 
 def test_a_depth_between_is_the_next_larger_one_cut_short():
-    assert FITTED.distribution(chain(3)) == pytest.approx([0.5, 0.2, 0.1, 0.2])
+    assert FITTED.distribution(Strategy.chain("learned", 3)) == pytest.approx([0.5, 0.2, 0.1, 0.2])
     assert FITTED.num_drafted(chain(3)) == 1.5
-    assert FITTED.distribution(Strategy("ngram", 4, 1, 2)) == pytest.approx([0.6, 0.4])
+    assert FITTED.distribution(Strategy("learned", 4, 1, 2)) == pytest.approx([0.6, 0.4])
 
 
 def test_beyond_the_fit_nothing_is_known():
     with pytest.raises(ConfigError, match="up to depth 4"):
-        FITTED.tokens_per_iteration(chain(5))
-    with pytest.raises(ConfigError, match="no drafter 'learned', only ngram"):
-        FITTED.tokens_per_iteration(Strategy.chain("learned", 2))
+        FITTED.tokens_per_iteration(Strategy.chain("learned", 5))
+    with pytest.raises(ConfigError, match="no drafter 'eagle', only learned, ngram"):
+        FITTED.tokens_per_iteration(Strategy.chain("eagle", 2))
     with pytest.raises(ConfigError, match="tree"):
         FITTED.tokens_per_iteration(Strategy("ngram", 2, 4, 8))
 
@@ -161,3 +160,79 @@ def test_bands_that_do_not_cover_every_batch_are_refused(ends: tuple[int | None,
     bands = [{"max_batch": end, "drafters": {}} for end in ends]
     with pytest.raises(ConfigError, match="max_batch must ascend"):
         load_acceptance({"kind": "by-batch", "bands": bands})
+
+
+# Drafters that copy text, at depths that were not measured
+
+
+def walked(runs: list[int], depth: int) -> np.ndarray:
+    """P(accepted = j) of drafts of `depth` along runs of text that can be copied, each followed by one that cannot."""
+    counts = np.zeros(depth + 1)
+    for run in runs:
+        left = run
+        while left >= 0:
+            counts[min(left, depth)] += 1
+            left -= depth + 1
+    return counts / counts.sum()
+
+
+@pytest.mark.parametrize(("measured", "asked"), [(8, 1), (8, 3), (4, 2), (5, 4), (2, 8), (3, 7)])
+def test_copies_at_another_depth_are_those_of_the_same_runs(measured: int, asked: int):
+    # Most runs never begin; one that does goes on with chance .8, so two tokens of it tell the rest.
+    rng = np.random.default_rng(0)
+    runs = np.where(rng.random(60_000) < 0.7, 0, rng.geometric(0.2, 60_000)).tolist()
+    true = walked(runs, asked)
+    found = copied_runs(walked(runs, measured).tolist(), asked)
+    assert found == pytest.approx(true, abs=0.006)
+    if measured > asked:
+        p = walked(runs, measured)
+        cut = np.append(p[:asked], p[asked:].sum())
+        tokens = [1 + float(q @ np.arange(asked + 1)) for q in (cut, true)]
+        assert tokens[0] < 0.98 * tokens[1]
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=9), st.integers(1, 16))
+def test_copies_have_a_distribution_whatever_was_measured(counts: list[int], depth: int):
+    counts[0] += 1
+    p = copied_runs((np.array(counts) / sum(counts)).tolist(), depth)
+    assert p.shape == (depth + 1,)
+    assert p.sum() == pytest.approx(1.0)
+    assert (p > -1e-9).all()
+    same = copied_runs((np.array(counts) / sum(counts)).tolist(), len(counts) - 1)
+    assert same.shape == (len(counts),)
+
+
+def test_real_copies_at_another_depth_are_met_within_a_percent(shared_data):
+    rows = pd.read_parquet(shared_data / "accept_traces_llama31_8b.parquet")
+    for _, texts in rows.groupby("dataset"):
+        kept = [np.asarray(positions) - 1 for positions in texts["acc_ngram"]]
+
+        def drafts(depth: int, kept: list[np.ndarray] = kept) -> np.ndarray:
+            counts = np.zeros(depth + 1)
+            for positions in kept:
+                at = 0
+                while at < len(positions):
+                    accepted = min(int(positions[at]), depth)
+                    counts[accepted] += 1
+                    at += accepted + 1
+            return counts / counts.sum()
+
+        true = {depth: drafts(depth) for depth in (1, 2, 4, 8)}
+        for measured, asked in ((8, 4), (8, 1), (4, 2), (2, 8), (4, 8)):
+            tokens = [1 + float(p @ np.arange(asked + 1)) for p in (copied_runs(true[measured], asked), true[asked])]
+            assert tokens[0] == pytest.approx(tokens[1], rel=0.006)
+
+
+def test_a_learned_drafter_is_cut_short_and_copies_are_marked_as_not_measured():
+    cell = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
+    model = FittedAcceptance(drafters_by_depth={name: {4: cell} for name in ("ngram", "learned")})
+    one, eight = (Strategy.chain("ngram", depth) for depth in (1, 8))
+    assert model.distribution(Strategy.chain("learned", 1)).tolist() == [0.6, 0.4]
+    assert model.distribution(one).round(2).tolist() == [0.37, 0.63]
+    assert model.tokens_per_iteration(eight) > model.tokens_per_iteration(Strategy.chain("ngram", 4))
+    assert [model.outside(s) for s in (one, eight, Strategy.chain("ngram", 4), Strategy.chain("learned", 1))] == [
+        ["draft_depth"], ["draft_depth"], [], [],
+    ]  # fmt: skip
+    for strategy in (Strategy.chain("learned", 5), Strategy.chain("ngram", 17)):
+        with pytest.raises(ConfigError, match="fitted up to depth 4"):
+            model.distribution(strategy)

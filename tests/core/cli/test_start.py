@@ -26,7 +26,12 @@ OF_EXTRAS = (
     "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors",
     "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
 )  # fmt: skip
-COMES_WITH = {"sklearn": "scikit-learn", "markupsafe": "jinja2", "pydantic_core": "pydantic"}
+COMES_WITH = {
+    "sklearn": "scikit-learn",
+    "threadpoolctl": "scikit-learn",
+    "markupsafe": "jinja2",
+    "pydantic_core": "pydantic",
+}
 WITH_WORDS_OF_THEIR_OWN = {"prometheus_client", "mlflow", "wandb"}
 """No extra brings these: a recipe asks for them, and `RunLog` says how to install them."""
 

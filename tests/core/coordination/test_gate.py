@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tltlab.coordination.gate import (
     Attempt,
     TimedRollout,
     loss_and_gain,
+    paid,
     tokens_per_draft,
     training_cost,
     worth_training,
@@ -78,7 +80,11 @@ def test_what_drifts_away_between_trainings_is_loss_and_what_stays_is_gain():
 def test_training_waits_until_what_was_lost_comes_to_its_price():
     """A loss of 2 % a step in 7 s of speculation, at a price of 2 s: the lot size is the root of 2 * 2 / 0.14."""
     before = [Attempt(rl_step=t, delay_s=2.0, candidate=3.0, served=3.0 * math.exp(-0.12)) for t in range(0, 60, 6)]
-    rows = rollouts(80, set())
+    aged = [math.exp(-0.02 * ((t - 1) % 6 + 1)) for t in range(80)]
+    rows = [
+        TimedRollout(rl_step=t, rollout_s=10.0 / kept**0.7, tokens=1000, accept_length=3.0 * kept)
+        for t, kept in enumerate(aged)
+    ]
     trains = [worth_training(54 + age, rows[: 54 + age], before, 0.0)[0] for age in range(1, 12)]
     loss, _ = loss_and_gain(before, 0)
     cost = training_cost(rows[:55], before)
@@ -115,6 +121,20 @@ def test_after_many_trained_rollouts_one_goes_without():
     rows, before = rollouts(n, set(range(n))), attempts(*range(n), candidate=3.3)
     assert worth_training(n, rows, before, 0.0) == (False, "a rollout without training, to see what training takes")
     assert worth_training(n + 1, [*rows, *rollouts(n + 1, set())[n:]], before, 0.0)[0]
+
+
+def test_what_is_lost_again_at_once_does_not_pay_however_much_each_training_brings():
+    before = [Attempt(rl_step=t, delay_s=2.0, candidate=3.0, served=2.7) for t in range(0, 60, 6)]
+    lost = rollouts(60, set(), lengths=2.7)
+    lasts = [replace(row, accept_length=2.7 if row.rl_step % 6 == 0 else 3.0) for row in lost]
+    assert not paid(lost, before, training_cost(lost, before))
+    assert paid(lasts, before, training_cost(lasts, before))
+    assert worth_training(60, lost, before, 0.1) == (
+        False, "a training takes 2 s, and what the last ones brought was lost again too soon",
+    )  # fmt: skip
+    assert worth_training(60, lost, before, 0.5)[0], "but the policy has jumped"
+    often = attempts(*range(0, 20, 2), candidate=3.0, served=2.7, delay_s=2.0)
+    assert paid(lost, often, training_cost(lost, often)), "there is too little between them to tell"
 
 
 def test_what_surely_fell_is_trained_at_once_where_training_costs_less():

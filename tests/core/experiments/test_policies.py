@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, Settings, judged, run, verdict
+from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, Settings, judged, repairs, run, verdict
 from tltlab.policies.policy import load_policy
 from tltlab.sim.tuning.regimes import LastingPolicy, PolicyRegime, best_fixed, regimes
 
@@ -66,3 +66,16 @@ def test_the_verdict_goes_by_the_worst_regime_and_names_who_is_better(ratios: tu
 def test_an_unknown_regime_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no regime named 'tinny'"):
         run(Settings(only=("tinny",), traces=TRACES, rl_steps=1), folder=tmp_path, seed=0, progress=print)
+
+
+def test_each_repair_of_the_bandit_has_an_effect_of_its_own():
+    ratios = {
+        "beg-mab published": 1.2, "beg-mab, several arms": 1.0, "beg-mab, arms and means": 0.9,
+        "beg-mab, arms and relative": 1.1, "beg-mab, arms and bands": 1.0, "beg-mab, all repairs": 0.6,
+    }  # fmt: skip
+    said = repairs(pd.DataFrame([{"policy": name, "ratio": ratio} for name, ratio in ratios.items()]))
+    assert "several arms for one a bucket -16.7%" in said
+    assert "means for medians -10.0%" in said
+    assert "relative rewards +10.0%" in said
+    assert "narrow buckets +0.0%" in said
+    assert "all -50.0%" in said

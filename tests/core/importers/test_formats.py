@@ -512,7 +512,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="not a tokenizer"):
             FolderTokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install tokenizers, or give --chars-per-token"):
+    with pytest.raises(ConfigError, match=r"pip install 'tltlab\[dumps\]', or give --chars-per-token"):
         FolderTokenizer(tmp_path)
 
 

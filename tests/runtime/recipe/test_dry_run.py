@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
+from tltlab.hardware import gpu
 from tltlab.runtime.recipe.dry_run import Plan, plan_of
 from tltlab.runtime.recipe.gpus import weights_way
 from tltlab.runtime.recipe.recipe import Recipe
@@ -141,7 +142,7 @@ def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
     activations = 14 * 1024 * 152064
     assert activations > 2 * 8192 * (3 * 18944 / 4 + 4 * 3584)
     assert rollout["engine activations"] == activations
-    kv = 0.4 * 80e9 - weights - 1e9 - activations - rollout["CUDA graphs"]
+    kv = 0.4 * gpu("H100").memory_bytes - weights - 1e9 - activations - rollout["CUDA graphs"]
     assert rollout["KV cache"] == pytest.approx(kv)
     # 4 KV heads of 128 over 4 GPUs: one each, keys and values in two bytes.
     held = int(kv // (32768 * 28 * 2 * 128 * 2))

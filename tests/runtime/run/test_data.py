@@ -1,12 +1,17 @@
-"""What a run's data says of the prompts that are still to come."""
+"""What a run's data says of the prompts that are still to come, and which RL steps are rolled out ahead."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.run.data import RunData
+from tltlab.runtime.recipe.recipe import Recipe, RolloutConfig, load_recipe
+from tltlab.runtime.run.data import RolloutsAhead, RunData
 
 
 def test_prompts_come_again_in_the_order_of_the_data_or_not_within_the_run(recipe_file: Path):
@@ -22,3 +27,50 @@ def test_prompts_come_again_in_the_order_of_the_data_or_not_within_the_run(recip
     ahead = [data.train[number].prompt_id for _, number in data.order.take(8) + data.order.take(8)]
     assert [fresh[again[8:].index(turn)] for turn in range(16)] == ahead
     assert data.comes_again(taken, rl_steps_left=0) == [None] * 8
+
+
+def test_the_next_rl_step_is_rolled_out_ahead_but_not_across_a_checkpoint_nor_after_the_last():
+    recipe = Recipe.model_validate(
+        {
+            "model": "m", "reward": "a:b", "data": {"train": "t"}, "rollout": {"one_step_off": True},
+            "train": {"steps": 5}, "checkpoint": {"every": 3},
+        }
+    )  # fmt: skip
+    came: list[int] = []
+
+    def collect(rl_step: int) -> Any:
+        came.append(rl_step)
+        return rl_step
+
+    with RolloutsAhead(recipe, collect) as ahead:
+        began = []
+        for rl_step in range(5):
+            assert ahead.take(rl_step) == rl_step
+            ahead.begin(rl_step + 1)
+            ahead.settle()
+            began.append(came[-1])
+        assert began == [1, 2, 2, 4, 4]
+        assert came == [0, 1, 2, 3, 4]
+        ahead.begin(1)
+        with pytest.raises(ConfigError, match="already: wait"):
+            ahead.refuse("wait")
+        ahead.forget()
+        assert ahead.take(0) == 0
+    synchronous = RolloutsAhead(recipe.model_copy(update={"rollout": RolloutConfig()}), collect)
+    synchronous.begin(1)
+    assert synchronous.take(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": {"placement": "colocated"}}, "needs devices of the engines' own"),
+        ({"train": {"correction": "none"}}, "is off-policy and needs train.correction"),
+        ({"rollout": {"one_step_off": True, "reuse": {}}}, "does not go with rollout.reuse"),
+        ({"rollout": {"one_step_off": True, "repeat_every": 2}}, "does not go with rollout.repeat_every"),
+    ],
+)
+def test_what_does_not_go_with_one_step_off_is_a_sentence(changes: dict[str, Any], message: str):
+    fields = {"model": "m", "reward": "a:b", "data": {"train": "t"}, "rollout": {"one_step_off": True}}
+    with pytest.raises(ValidationError, match=message):
+        Recipe.model_validate(fields | changes)

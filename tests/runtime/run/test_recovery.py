@@ -15,6 +15,7 @@ from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.actors import RunActors
 from tltlab.runtime.run.checkpoints import RunCheckpoints
+from tltlab.runtime.run.data import RolloutsAhead
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.recovery import Recovery
 from tltlab.runtime.run.state import RunEvents, RunState
@@ -120,6 +121,7 @@ def test_a_policy_that_was_set_after_the_checkpoint_is_in_force_again_when_its_r
     run = GrpoRun.__new__(GrpoRun)
     run.out, run.recipe, run.recovery, run.state = tmp_path, found.recipe, found, state
     run.pool, run._recorder = Pool(log), Asked([])  # type: ignore[assignment]
+    run._ahead = RolloutsAhead(run.recipe, lambda rl_step: pytest.fail("nothing is rolled out"))
     done: list[tuple[int, str]] = []
 
     def step() -> None:

@@ -150,6 +150,34 @@ def test_an_update_is_what_the_formula_says_one_response_at_a_time(model: Path):
     assert found == pytest.approx(expected, abs=2e-5)
 
 
+def test_what_a_tool_said_is_read_and_not_learned(random_model: Path):
+    """Its tokens have a share neither in the loss nor in its weights, nor in what is logged."""
+    told = [[0] * 3, [0, 1, 1, 1, 0, 0, 0, 1], [1] * 13, [0] * 18]
+    drawn = [
+        replace(s, told=mask, logprobs=[-3.0 * (not said) for said in mask])
+        for s, mask in zip(samples(4), told, strict=True)
+    ]
+    made = trainer(random_model, minibatches=1, max_grad_norm=1e9, weight_decay=0.1)
+    mismatch, update = made.old_logprobs(drawn), made.update(0)
+    plain = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.1)
+    differences = []
+    for sample in drawn:
+        mine = torch.tensor(sample.told) == 0
+        logp = exact_logprobs(plain, sample)[mine]
+        correction = (logp.detach() + 3.0).exp().clamp(max=2.0)
+        advantage = (sample.reward - 0.5) / (1 / 3) ** 0.5
+        (-(correction * (logp - logp.detach()).exp() * advantage).sum() / (3 + 4 + 18)).backward()
+        differences += (logp.detach() + 3.0).abs().tolist()
+    norm = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]).norm()
+    optimizer.step()
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    assert mismatch.mismatch_abs == pytest.approx(np.mean(differences), rel=1e-4)
+    assert update.trained_responses == 3
+    expected = torch.cat([tensor.detach().flatten() for tensor in plain.parameters()]).numpy()
+    assert flat(made) == pytest.approx(expected, abs=2e-5)
+
+
 def test_neither_micro_batches_nor_checkpointed_activations_change_an_update(model: Path):
     whole = trained(trainer(model, tokens_per_microbatch=4096))
     assert trained(trainer(model, tokens_per_microbatch=40)) == pytest.approx(whole, abs=2e-5)

@@ -1,14 +1,18 @@
 """RL steps that begin more than they train: what begins, when a step ends, what is left, and that no work is lost."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tltlab.bench.simulator import COSTS
+from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.planning.composition import Admission, SharedBuffer, asynchronous
 from tltlab.sim import simulate
+from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine.admission import BufferFeed, Feed, Stream
 from tltlab.sim.engine.requests import requests_by_step
 from tltlab.traces.trace import Trace
@@ -118,6 +122,43 @@ def test_resumed_work_is_conserved_in_the_long_run(trace: Trace):
     assert generated == pytest.approx(trained, rel=0.35)
     assert trained == pytest.approx(recorded, rel=0.35)
     assert np.mean([r.old_tokens for r in result.rollouts]) > 0
+
+
+def test_dropping_stale_groups_starves_long_responses_and_holding_back_does_not(trace: Trace):
+    """Both run on; what is trained on is as old as allowed, or as long as what is generated."""
+    drop, hold = (
+        simulate(trace, "none", costs=COSTS, admission=asynchronous(1, stale=stale, concurrency=2.0)).summary[
+            "asynchronous"
+        ]
+        for stale in ("drop", "hold")
+    )
+    assert drop["staleness_max"] <= 1
+    assert drop["dropped_share"] > 0.02
+    assert drop["wasted_share"] > 0.02
+    assert drop["length_bias"] < 0.9
+    assert hold["dropped_share"] == hold["wasted_share"] == 0.0
+    assert drop["length_bias"] < hold["length_bias"]
+    assert hold["mean_length_generated"] == pytest.approx(trace.outcomes["response_tokens"].mean(), rel=0.15)
+
+
+def test_a_staleness_bound_of_zero_is_synchronous():
+    assert asynchronous(0) is None
+    for wrong in ({"staleness": -1}, {"staleness": 1, "stale": "keep"}, {"staleness": 1, "concurrency": 0.0}):
+        with pytest.raises(ConfigError):
+            asynchronous(**wrong)
+
+
+def test_the_command_says_how_stale_and_how_biased_training_is(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = trace.write(tmp_path / "trace")
+    for staleness, keys in ((0, None), (2, {"length_bias", "staleness_mean", "staleness_max", "off_policy_share"})):
+        command(trace=folder, staleness=staleness, stale="drop", as_json=True)
+        shown = json.loads(capsys.readouterr().out)["asynchronous"]
+        assert (shown is None) == (keys is None)
+        assert keys is None or keys <= set(shown)
+    command(trace=folder, staleness=2)
+    assert "updates old" in capsys.readouterr().out
 
 
 def test_one_buffer_hands_out_probes_first_and_then_the_longest_estimated_group(trace: Trace):

@@ -169,7 +169,7 @@ def test_no_scenario_undercuts_its_bound(case: Case, policy: Policy):
         assert bound_s <= rollout.makespan_s * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases(modes=("fluid", "sampled")), POLICIES)
 def test_spans_and_iterations_add_up_to_the_rollout(case: Case, policy: Policy):
     result = case.simulate(policy)
@@ -216,7 +216,7 @@ def test_the_closed_form_is_the_engine_asked_at_every_iteration(case: Case, poli
     assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases(modes=("fluid", "sampled")), POLICIES)
 def test_the_same_scenario_gives_the_same_trace(case: Case, policy: Policy):
     first, second = case.simulate(policy).trace, case.simulate(policy).trace

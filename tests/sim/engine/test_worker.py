@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
+from tltlab.acceptance.load import (
+    Band,
+    BatchAcceptance,
+    FittedDepth,
+    GeometricAcceptance,
+    SpreadAcceptance,
+    TraceAcceptance,
+)
 from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
@@ -155,6 +163,44 @@ def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
     acceptance = BatchAcceptance(bands=(band(border, 0.8), band(None, 0.2)))
     found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
     assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous")
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
+def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterations(
+    req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, seed: int
+) -> None:
+    model = SpreadAcceptance(base=GeometricAcceptance(alpha=alpha), spread=1.0)
+    found, levels = Regimes((NO_SPECULATION, *CHAINS), cost, model), model.levels("ngram", req.keys, seed)
+
+    def own(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+        if not regime.strategy.speculates:
+            return 1.0
+        level = levels[[request]]
+        return 1.0 + float(model.survival(regime.strategy, level, level, level).sum())
+
+    batches = Rates(model=model, costs=cost, seed=seed)
+    assert_agree(req, cost, found, batches, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous", own)
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
+def test_the_end_of_a_rollout_in_closed_form_is_that_of_its_iterations_also_where_acceptance_differs_by_batch(
+    req: Requests, cost: LinearCosts, deep: int, shallow: int, border: int
+) -> None:
+    bands = tuple(
+        Band(max_batch=end, drafters_by_depth={"ngram": {5: FittedDepth(accepted=(1 - p, 0, 0, 0, 0, p), drafted=5)}})
+        for end, p in ((border, 0.8), (None, 0.2))
+    )
+    model = SpreadAcceptance(base=BatchAcceptance(bands=bands), spread=0.7)
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, model)
+    made = []
+    for memoryless in (True, False):
+        selectors: list[Selector] = [Threshold(deep, shallow, memoryless)]
+        engine = RolloutSimulator(costs=cost, selectors=selectors).prepare(found, Rates(model=model, costs=cost))
+        made.append(engine.rollout(req, [list(range(len(req)))]))
+    assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-9, abs=1e-12)
+    assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=60, deadline=None)

@@ -318,7 +318,9 @@ def _run(*words: str) -> int:
 def test_the_command_writes_a_policy_that_the_simulator_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "policy.json"
     assert _run(TINY, "--out", str(out), "--trials", "2", "--repeats", "1", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in printed.err.splitlines()][-2:] == ["trials 1 of 2", "trials 2 of 2"]
+    told = json.loads(printed.out)
     assert {"policy", "name", "worth_it", "verdict", "candidates", "buckets", "tuned_on", "judged_on", "trials",
             "wall_s"} <= set(told)  # fmt: skip
     assert {"name", "makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "regret_to_bound"} <= set(

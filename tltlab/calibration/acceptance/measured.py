@@ -7,6 +7,7 @@ import pandas as pd
 
 from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth
 from tltlab.arrays import Floats
+from tltlab.strategy import MODEL_FREE
 
 BANDS = (4, 16, 48)
 """Upper ends of the batch bands; a last one is open."""
@@ -18,9 +19,10 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
     """The distribution of accepted tokens and the mean tokens drafted, and notes; None where nothing was speculated.
 
     One sample is one request in one iteration. The first d tokens of a longer chain are the chain of depth d, so depth
-    d also learns from min(accepted, d) of deeper drafts. Where `accepted_per_request` is unknown only the mean is, and
-    the distribution is the one of a chain whose tokens are kept with equal probability. Only whole chains are fitted:
-    trees and trimmed chains are counted in a note.
+    d also learns from min(accepted, d) of deeper drafts; not where a drafter copies text and depth d has ENOUGH of its
+    own (`copied_runs`). Where `accepted_per_request` is unknown only the mean is, and the distribution is the one of a
+    chain whose tokens are kept with equal probability. Only whole chains are fitted: trees and trimmed chains are
+    counted in a note.
     """
     spec = iterations[iterations["draft_depth"] > 0]
     whole = spec[(spec["top_k"] == 1) & (spec["tokens_to_verify"] == spec["draft_depth"] + 1)]
@@ -31,7 +33,7 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
     bands: list[dict[str, dict[int, FittedDepth]]] = [{} for _ in range(len(BANDS) + 1)]
     for drafter, depth in whole[["drafter", "draft_depth"]].drop_duplicates().sort_values("draft_depth").to_numpy():
         mine = (whole["drafter"] == drafter).to_numpy()
-        cells = [_fit(whole[mine & (number == b)], int(depth)) for b in range(len(bands))]
+        cells = [_fit(whole[mine & (number == b)], str(drafter), int(depth)) for b in range(len(bands))]
         for b, fitted in enumerate(_filled(cells)):
             if fitted is not None:
                 bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
@@ -51,11 +53,13 @@ def _filled(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
     return [cells[min(enough, key=lambda e: (abs(e - b), e))] for b in range(len(cells))]
 
 
-def _fit(rows: pd.DataFrame, depth: int) -> FittedDepth | None:
+def _fit(rows: pd.DataFrame, drafter: str, depth: int) -> FittedDepth | None:
     """One drafter's iterations in one band as the chain of `depth`; None without any at least as deep."""
     rows = rows[rows["draft_depth"] >= depth]
     own = rows[rows["draft_depth"] == depth]
     counted = own if len(own) else rows
+    if drafter in MODEL_FREE and int(own["batch"].sum()) >= ENOUGH:
+        rows = own
     requests = int(counted["batch"].sum())
     if requests == 0:
         return None

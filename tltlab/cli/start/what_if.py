@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import Json, emit, made_by, progress, table
+from tltlab.console import Json, emit, made_by, progress_bar, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS
@@ -63,10 +65,18 @@ def what_if(
     from tltlab.sim.cli.compare import system_rows, system_table
     from tltlab.sim.what_if import what_if as run
 
-    found = run(
-        lengths, gpus=gpus, model=model, engine=engine, tp=tp, accept=accept, systems=systems, column=column,
-        jobs=jobs, seed=seed, say=progress,
-    )  # fmt: skip
+    with ExitStack() as stack:
+        advance: list[Callable[[str], None]] = []
+
+        def say(stage: str, total: int) -> None:
+            if not advance:
+                advance.append(stack.enter_context(progress_bar("stage", total)))
+            advance[0](stage)
+
+        found = run(
+            lengths, gpus=gpus, model=model, engine=engine, tp=tp, accept=accept, systems=systems, column=column,
+            jobs=jobs, seed=seed, say=say,
+        )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = found.json() | {"systems": system_rows(found.systems), "figures": "simulated"}
     result |= {key: found.systems.attrs[key] for key in attributes}

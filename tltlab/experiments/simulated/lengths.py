@@ -31,7 +31,7 @@ from tltlab.stats import resampled_ratio
 from tltlab.traces.trace import Trace, read
 
 SYNTHETIC_COSTS = "h100-qwen2.5-7b"
-LEAST_GAIN = 0.005
+LEAST_GAIN = 0.02
 """Share of the rollout below which there is nothing to gain from true lengths, and no share of it either."""
 
 BEFORE, MID = "before the rollout", "in mid-rollout"
@@ -162,14 +162,15 @@ def _seconds(scenario: Scenario, requests: Requests, queues: list[list[int]]) ->
 
 
 def verdict(rows: pd.DataFrame) -> str:
-    """What the best prediction reaches at each moment, where most and where least."""
+    """What predictions from all that is known reach at each moment, where most and where least."""
     said = []
     for moment in (BEFORE, MID):
         found = rows[(rows["moment"] == moment) & rows["share"].notna()]
         if found.empty:
             said.append(f"{moment} there is nothing to gain")
             continue
-        best = found.loc[found.groupby("trace")["share"].idxmax()].sort_values("share")
+        # The last question of a moment is the one that knows most.
+        best = found.groupby("trace").tail(1).sort_values("share")
         worst, top = best.iloc[0], best.iloc[-1]
         said.append(
             f"{moment} predictions reach {worst['share']:.0%} ({worst['trace']}) to {top['share']:.0%} "

@@ -1,0 +1,282 @@
+"""Tools that responses call: `Environment`, the processes that ask one, and the turns of a rollout on an engine.
+
+A turn ends at a stop string. The environment reads the conversation so far and answers, or ends it; its tokens are put
+behind the turn's, where training does not count them, and the model goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import multiprocessing
+import os
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pebble import ProcessExpired, ProcessPool
+
+from tltlab.drafters.base import Key
+from tltlab.errors import ConfigError, RunError
+from tltlab.files import found_in
+from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
+from tltlab.runtime.recipe.recipe import EnvironmentConfig
+
+from .reward_pool import be_a_reward_process, ending
+
+Message = dict[str, str]
+"""{"role": "user" | "assistant" | "tool", "content": text}."""
+
+
+class Environment(Protocol):
+    """What answers tool calls. One is made, without arguments, in every process; what it must know is in messages.
+
+    A class may have `stop`, the strings that end a turn, for recipes that name none.
+    """
+
+    def step(self, messages: list[Message]) -> str | None:
+        """The observation that follows the last message, the assistant's; None where the conversation is over."""
+
+
+class Calculator:
+    """Works out the last `ask 3 + 4 =` of a turn, sums and differences of whole numbers; anything else ends it.
+
+    >>> Calculator().step([{"role": "assistant", "content": "ask 3 + 4 - 2 ="}])
+    '5'
+    """
+
+    stop = ("=",)
+
+    def step(self, messages: list[Message]) -> str | None:
+        call = _CALL.search(messages[-1]["content"])
+        if call is None:
+            return None
+        return str(sum(int(term.replace(" ", "")) for term in _TERM.findall(call[1])))
+
+
+_CALL = re.compile(r"ask (\d{1,9}(?: [+-] \d{1,9})*) =$")
+_TERM = re.compile(r"(?:[+-] )?\d+")
+BUILT_IN = {"calculator": "tltlab.runtime.rollout.environments:Calculator"}
+
+
+def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
+    """A new environment of `package.module:Class` or a built-in name, looked up last in the folders `code`.
+
+    ConfigError says what did not import or has no `step(messages)`.
+    """
+    module, colon, name = BUILT_IN.get(path, path).partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"environment {path!r} is neither package.module:Class nor one of {', '.join(BUILT_IN)}")
+    with found_in(code):
+        try:
+            environment = getattr(importlib.import_module(module), name)()
+        except AttributeError as error:
+            raise ConfigError(f"environment {path!r}: {module} has no {name!r}, or it cannot be made") from error
+        except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
+            raise ConfigError(f"environment {path!r} cannot be made: {type(error).__name__}: {error}") from error
+    try:
+        inspect.signature(environment.step).bind([])
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"environment {path!r} has no step(messages) that takes a list of messages") from error
+    made: Environment = environment
+    return made
+
+
+def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a turn. ConfigError where there are none, and for a stop string of several tokens."""
+    strings = config.stop or getattr(load_environment(config.path, code), "stop", ())
+    if not strings:
+        raise ConfigError(f"environment {config.path!r} has no stop strings: name them in rollout.environment.stop")
+    found = []
+    for text in strings:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+            raise ConfigError(
+                f"rollout.environment.stop {text!r} is not one token of the model's tokenizer: take one that is, as "
+                "the ends of tool calls in chat models are"
+            )
+        found.append(int(ids[0]))
+    return tuple(found)
+
+
+Answer = tuple[str | None, str]
+"""What the environment says, None for the end; and how it failed, empty where it did not."""
+
+
+class EnvironmentPool:
+    """Asks the environment in `config.processes` processes with a time limit, or here and at once where that is 0.
+
+    A call that takes longer, raises or ends its process ends its response; `take_failures` counts them. Processes start
+    with the first call.
+    """
+
+    def __init__(self, config: EnvironmentConfig, code: Sequence[str]) -> None:
+        self._config, self._code = config, tuple(code)
+        self._here = None if config.processes else load_environment(config.path, code)
+        self._pool: ProcessPool | None = None
+        self._starts = 0
+        self._failures: Counter[str] = Counter()
+
+    def ask(self, messages: list[Message]) -> Future[Answer]:
+        """The answer, once it is there. RunError where processes cannot start."""
+        if self._here is not None:
+            done: Future[Answer] = Future()
+            done.set_result(_answered(self._here, messages))
+            return done
+        while True:
+            pool = self._pool if self._pool is not None and self._pool.active else self._start()
+            try:
+                task: Future[Answer] = pool.schedule(_step, (messages,), timeout=self._config.timeout_s)
+            except RuntimeError:
+                continue  # It broke since it was looked at.
+            return task
+
+    def answer(self, task: Future[Answer]) -> str | None:
+        """What a call that is done said; None, and counted, where it failed."""
+        try:
+            said, failure = task.result()
+        except TimeoutError:
+            failure = f"took more than {self._config.timeout_s:g} s"
+        except ProcessExpired as death:
+            failure = f"ended their process ({ending(death.exitcode)})"
+        except BrokenProcessPool:
+            failure = "lost their process"
+        else:
+            if not failure:
+                return said
+        self._failures[failure] += 1
+        return None
+
+    def take_failures(self) -> list[str]:
+        """A sentence for each way in which calls failed since the last time."""
+        sentences = [f"{count} tool calls {what}: their responses end there" for what, count in self._failures.items()]
+        self._failures.clear()
+        return sentences
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        if self._pool is not None:
+            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.join()
+            self._pool = None
+
+    def _start(self) -> ProcessPool:
+        self.close()
+        self._starts += 1
+        if self._starts > _MAX_STARTS:
+            raise RunError(f"the processes of environment {self._config.path!r} died {_MAX_STARTS} times")
+        self._pool = ProcessPool(
+            max_workers=self._config.processes,
+            initializer=_start_process,
+            initargs=(self._config.path, self._code, os.getpid()),
+            context=multiprocessing.get_context("spawn"),
+        )
+        if not self._pool.active:  # asking starts it
+            raise RunError("environment processes cannot be started: set rollout.environment.processes lower")
+        return self._pool
+
+
+_MAX_STARTS = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    request: GenerationRequest
+    token_ids: list[int]
+    task: Future[Answer]
+    asked_s: float
+
+
+class Conversations:
+    """The turns of one rollout on an engine (`FollowUps`): who ended at a stop token is answered and goes on.
+
+    A response has `max_turns` turns at most, and `room` tokens at most with its prompt. What the environment says
+    counts towards its cap: what does not fit beside a token to come ends the response.
+    """
+
+    def __init__(
+        self, pool: EnvironmentPool, config: EnvironmentConfig, tokenizer: Any, stops: Sequence[int], room: int
+    ) -> None:
+        self._pool, self._config, self._tokenizer = pool, config, tokenizer
+        self._stops, self._room = frozenset(stops), room
+        self._calls: list[_Call] = []
+        self._said: dict[tuple[int, str, int], list[Message]] = {}
+
+    @property
+    def pending(self) -> int:
+        return len(self._calls)
+
+    def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
+        if not len(token_ids) or token_ids[-1] not in self._stops or request.key[3] + 1 >= self._config.max_turns:
+            return
+        first = [{"role": "user", "content": request.prompt_text or self._text(request.prompt_token_ids)}]
+        messages = self._said.setdefault(request.key[:3], first)
+        messages.append({"role": "assistant", "content": self._text(token_ids)})
+        self._calls.append(_Call(request, list(token_ids), self._pool.ask(list(messages)), now_s))
+
+    def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
+        if wait_for_one and self._calls:
+            wait([call.task for call in self._calls], return_when=FIRST_COMPLETED)
+        done = [call for call in self._calls if call.task.done()]
+        # By what was found: one more may be done by now.
+        self._calls = [call for call in self._calls if call not in done]
+        came = (self._next(call, now_s()) for call in done)
+        return [follow_up for follow_up in came if follow_up is not None]
+
+    def _next(self, call: _Call, now_s: float) -> FollowUp | None:
+        answer = self._pool.answer(call.task)
+        if answer is None:
+            return None
+        request, config = call.request, self._config
+        observed = self._tokenizer.encode(f"{config.before}{answer}{config.after}", add_special_tokens=False)
+        prompt = [*request.prompt_token_ids, *call.token_ids, *observed]
+        left = request.max_response_tokens - len(call.token_ids) - len(observed)
+        if left < 1 or len(prompt) >= self._room:
+            return None
+        self._said[request.key[:3]].append({"role": "tool", "content": answer})
+        key: Key = (*request.key[:3], request.key[3] + 1)
+        following = replace(request, key=key, prompt_token_ids=prompt, max_response_tokens=left)
+        return FollowUp(request=following, observed=observed, submit_s=now_s, tool_s=now_s - call.asked_s)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
+
+def _answered(environment: Environment, messages: list[Message]) -> Answer:
+    try:
+        said = environment.step(messages)
+    except (Exception, SystemExit) as error:  # whatever a user's environment raises
+        # Its message may quote the response: where it was raised has to do.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return None, f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
+    if said is not None and not isinstance(said, str):
+        return None, f"returned a {type(said).__name__}, neither text nor None"
+    return said, ""
+
+
+# ---- in an environment's process ------------------------------------------------------------------------------------
+
+
+class _Process:
+    environment: Environment | None = None
+    fault: Exception | None = None
+
+
+def _start_process(path: str, code: Sequence[str], driver: int) -> None:
+    be_a_reward_process(driver)
+    try:
+        _Process.environment = load_environment(path, code)
+    except Exception as error:  # raised where the worker sees it
+        _Process.fault = error
+
+
+def _step(messages: list[Message]) -> Answer:
+    if _Process.environment is None:
+        raise RunError(f"an environment's process cannot start: {_Process.fault}")
+    return _answered(_Process.environment, messages)

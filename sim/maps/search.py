@@ -1,0 +1,78 @@
+"""A search over compositions of systems' parts for one trace: who drafts and decides, in which order requests run.
+
+Half of the RL steps choose, the other half judge: the best of many is the luckiest too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from tltlab.errors import ConfigError
+from tltlab.planning.composition import SharedBuffer, System
+from tltlab.planning.systems import SYSTEMS
+from tltlab.sim.config import SimulationConfig
+from tltlab.sim.systems import compare_systems
+from tltlab.traces.trace import Trace, TraceSource, read
+
+DRAFTING = ("verl", "tlt", "tlt-base", "das", "vllm-static", "vllm-dynamic", "vllm-adaptive", "sglang-adaptive",
+            "seer-drafts", "histospec")  # fmt: skip
+"""Rows whose drafter, selector and budget are tried with every order; all lossless and on-policy."""
+ORDERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "longest-first": {"placement": "longest_expected"},
+    "one-buffer": {"admission": SharedBuffer()},
+}
+"""As the row has it, the longest prompts of an epoch before first, or Seer's buffer."""
+FINALISTS = 5
+
+
+def compositions() -> Iterator[System]:
+    """Every drafting row in every order; rows that stand already keep their names.
+
+    >>> sum(1 for system in compositions() if "+" in system.name)
+    20
+    """
+    for name in DRAFTING:
+        row = SYSTEMS[name]
+        for order, changes in ORDERS.items():
+            if not order:
+                yield row
+                continue
+            note = f"requests in the order {order}, which {row.title} does not say"
+            yield replace(
+                row, name=f"{name}+{order}", title=f"{row.title}, {order}", assumptions=(*row.assumptions, note),
+                source=f"a composition: {row.source}", **changes,
+            )  # fmt: skip
+
+
+def search_systems(
+    trace: TraceSource,
+    config: SimulationConfig = SimulationConfig(),
+    *,
+    finalists: int = FINALISTS,
+    **options: Any,
+) -> pd.DataFrame:
+    """The compositions that are fastest on every other RL step, judged on the others, as `compare_systems` has them.
+
+    The rows are `verl`, which is the baseline, and the `finalists` fastest; `attrs["searched"]` counts the
+    compositions, `attrs["chosen_on"]` has the RL steps that chose. `options` are those of `compare_systems`. Costs
+    O(compositions x responses). Raises ConfigError for fewer than two RL steps.
+    """
+    if finalists < 1:
+        raise ConfigError(f"finalists must be at least 1, got {finalists}")
+    source: Trace = read(trace)
+    rl_steps: Sequence[int] = sorted(source.rl_steps if config.rl_steps is None else config.rl_steps)
+    if len(rl_steps) < 2:
+        raise ConfigError("a search chooses on half of the RL steps and judges on the others: give at least two")
+    chosen_on, judged_on = list(rl_steps[::2]), list(rl_steps[1::2])
+    tried = list(compositions())
+    first = compare_systems(source, tried, replace(config, rl_steps=chosen_on), **options | {"ranges": False})
+    fastest = [name for name in first["system"] if name != "verl"][:finalists]
+    kept = [system for system in tried if system.name in ("verl", *fastest)]
+    found = compare_systems(source, kept, replace(config, rl_steps=judged_on), **options)
+    found.attrs |= {"searched": len(tried), "chosen_on": chosen_on}
+    return found

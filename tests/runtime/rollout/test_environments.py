@@ -1,0 +1,241 @@
+"""Tools that responses call: who answers, what a call that fails costs, how turns become a response to learn from."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, Response, Rollout
+from tltlab.runtime.models.make import make_tokenizer
+from tltlab.runtime.models.tasks import TASKS
+from tltlab.runtime.recipe.recipe import EnvironmentConfig
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.environments import (
+    Calculator,
+    Conversations,
+    EnvironmentPool,
+    load_environment,
+    stop_token_ids,
+)
+from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.run.rows import StepReport, step_rows
+from tltlab.runtime.trainer.samples import Sample
+
+from .scripted_engines import data_order, prompts, recipe
+
+TOKENIZER = make_tokenizer(TASKS["calculator"])
+AT_ONCE = EnvironmentConfig(path="calculator", processes=0, max_turns=4)
+OWN = """
+import os, sys
+
+class Own:
+    def step(self, messages):
+        said = messages[-1]["content"]
+        if said == "hang":
+            while True:
+                pass
+        if said == "raise":
+            raise ValueError("the key is SECRET")
+        if said == "leave":
+            sys.exit(3)
+        if said == "exit":
+            os._exit(7)
+        if said == "number":
+            return 5
+        return None if said == "end" else f"{len(messages)} {os.getpid() != int(messages[0]['content'])}"
+
+class Mute:
+    pass
+"""
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("ask 3 + 4 =", "7"), ("ask 30 - 4 - 6 =", "20"), ("ask 2 + 2 = 4 ask 4 - 9 =", "-5"), ("ask 3 + =", None),
+        ("3 + 4 =", None), ("ask 3 + 4 = 7", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_calculator_answers_what_it_is_asked_last(said: str, answer: str | None):
+    assert Calculator().step([{"role": "assistant", "content": said}]) == answer
+
+
+def test_an_environment_that_cannot_be_asked_is_a_sentence(tmp_path: Path):
+    (tmp_path / "own_env_a.py").write_text(OWN)
+    code = [str(tmp_path)]
+    assert load_environment("own_env_a:Own", code)
+    for path, message in (
+        ("abacus", "neither package.module:Class nor one of calculator"), ("own_env_a:None_such", "has no 'None_such'"),
+        ("own_env_a:Mute", r"has no step\(messages\)"), ("no_such_module:A", "cannot be made: ModuleNotFoundError"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            load_environment(path, code)
+    assert stop_token_ids(AT_ONCE, (), TOKENIZER) == tuple(ids("="))
+    for stop in ("ask 3", "</tool>"):
+        with pytest.raises(ConfigError, match="is not one token of the model's tokenizer"):
+            stop_token_ids(AT_ONCE.model_copy(update={"stop": (stop,)}), (), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"name them in rollout\.environment\.stop"):
+        stop_token_ids(EnvironmentConfig(path="own_env_a:Own"), code, TOKENIZER)
+
+
+def test_an_environment_goes_with_whole_rollouts_alone():
+    assert recipe({"environment": "calculator"}).rollout.environment == EnvironmentConfig(path="calculator")
+    for other in ({"partial": {"concurrency": 8}}, {"reuse": {}}):
+        with pytest.raises(ValidationError, match=r"rollout\.partial and rollout\.reuse cannot cut"):
+            recipe({"environment": "calculator", **other})
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_call_that_fails_ends_its_response_and_no_other(tmp_path: Path, processes: int):
+    (tmp_path / "own_env_b.py").write_text(OWN)
+    pool = EnvironmentPool(EnvironmentConfig(path="own_env_b:Own", processes=processes, timeout_s=120), [str(tmp_path)])
+    said = ["raise", "leave", *(["exit"] if processes else []), "number", "end", "ask"]
+    first = {"role": "user", "content": str(os.getpid())}
+    try:
+        tasks = [pool.ask([first, {"role": "assistant", "content": text}]) for text in said]
+        wait(tasks)
+        answers = [pool.answer(task) for task in tasks]
+    finally:
+        pool.close()
+    assert answers == [None] * (len(said) - 1) + [f"2 {bool(processes)}"]
+    failures = pool.take_failures()
+    assert len(failures) == (4 if processes else 3)
+    assert not any("SECRET" in failure for failure in failures)
+    assert "1 tool calls returned a int, neither text nor None: their responses end there" in failures
+    assert not pool.take_failures()
+
+
+def test_a_call_that_takes_too_long_is_ended(tmp_path: Path):
+    (tmp_path / "own_env_c.py").write_text(OWN)
+    pool = EnvironmentPool(EnvironmentConfig(path="own_env_c:Own", timeout_s=0.2), [str(tmp_path)])
+    try:
+        assert pool.answer(pool.ask([{"role": "assistant", "content": "hang"}])) is None
+    finally:
+        pool.close()
+    assert pool.take_failures() == ["1 tool calls took more than 0.2 s: their responses end there"]
+
+
+def request(prompt: str, cap: int = 40) -> GenerationRequest:
+    return GenerationRequest(key=(3, "p", 1, 0), prompt_token_ids=[1, *ids(prompt)], max_response_tokens=cap)
+
+
+def conversation(
+    first: GenerationRequest, turns: Sequence[str], room: int = 64, config: EnvironmentConfig = AT_ONCE
+) -> list[FollowUp]:
+    """What follows each of these turns."""
+    made = Conversations(EnvironmentPool(config, ()), config, TOKENIZER, ids("="), room)
+    clock = itertools.count(10)
+    follow_ups: list[FollowUp] = []
+    for turn in turns:
+        made.ended(follow_ups[-1].request if follow_ups else first, ids(turn), float(next(clock)))
+        come = made.ready(lambda: float(next(clock)), wait_for_one=True)
+        assert not made.pending
+        follow_ups += come
+        if not come:
+            break
+    return follow_ups
+
+
+def test_a_turn_goes_on_behind_what_the_tool_said():
+    first = request("calc 3 + 4 - 5 go")
+    one, two = conversation(first, ["ask 3 + 4 =", "ask 7 - 5 =", "ans 2"])
+    assert (one.request.key, two.request.key) == ((3, "p", 1, 1), (3, "p", 1, 2))
+    assert two.request.prompt_token_ids == [1, *ids("calc 3 + 4 - 5 go ask 3 + 4 = 7 ask 7 - 5 = 2")]
+    assert (one.observed, two.observed) == (ids("7"), ids("2"))
+    assert two.request.max_response_tokens == 40 - 12
+    assert (one.submit_s, one.tool_s) == (11.0, 1.0)
+
+
+def test_it_ends_with_its_turns_its_cap_and_the_engines_room():
+    asks = ["ask 3 + 4 ="] * 6
+    first = request("calc 3 + 4 go")
+    assert len(conversation(first, asks)) == 3
+    assert len(conversation(first, asks, config=AT_ONCE.model_copy(update={"max_turns": 1}))) == 0
+    assert len(conversation(request("calc 3 + 4 go", cap=13), asks)) == 2
+    assert len(conversation(request("calc 3 + 4 go", cap=12), asks)) == 1
+    assert len(conversation(first, asks, room=6 + 13)) == 2
+    assert len(conversation(first, asks, room=6 + 12)) == 1
+    wrapped = conversation(first, asks, config=AT_ONCE.model_copy(update={"before": "ans ", "after": " go"}))
+    assert wrapped[0].observed == ids("ans 7 go")
+
+
+def test_turns_become_one_response_of_which_only_the_models_tokens_count():
+    """Two workers; of prompt p0 sample 1 has a second turn."""
+    stops, reply = ids("="), ids("7")
+    turn = {"t_submit": 3.0, "tool_s": 0.5, "observed": reply}
+    config = {"prompts_per_step": 2, "group_size": 2, "environment": "calculator", "max_response_tokens": 20}
+
+    def generate(shares: list[list[GenerationRequest]], number: int, quotas: Any) -> list[Rollout]:
+        parts = []
+        for share in shares:
+            asked = [r for r in share if r.key[1:3] == ("p0", 1)]
+            later = [
+                GenerationRequest(
+                    key=(*r.key[:3], 1), prompt_token_ids=[*r.prompt_token_ids, 8, *stops, *reply],
+                    max_response_tokens=r.max_response_tokens - 3,
+                )
+                for r in asked
+            ]  # fmt: skip
+            parts.append(
+                Rollout(
+                    responses=[
+                        Response(
+                            key=r.key, token_ids=[8, *stops], logprobs=[-1.0, -2.0], finish_reason="stop",
+                            t_first_token=1.0, t_finish=2.0, **more,
+                        )
+                        for requests, more in ((share, {}), (later, turn))
+                        for r in requests
+                    ],
+                    iterations=[], decisions=[], duration_s=4.0, recorder_s=0.0, policy_s=0.0, follow_ups=later,
+                    notes=["1 tool calls failed"] if later else [],
+                )
+            )  # fmt: skip
+        return parts
+
+    tools = RolloutTools(
+        generate=generate, share=lambda requests: [requests[:2], requests[2:]], score=lambda pairs: [], rl_step=0,
+        rewards=lambda trajectories: [float(len(t.token_ids)) for t in trajectories], policy_version=5,
+    )  # fmt: skip
+    got = rollouts_of(recipe(config), prompts(2), data_order(2)).collect(tools)
+    (long,) = [t for t in got.trajectories if t.told]
+    assert (long.prompt.prompt_id, long.sample) == ("p0", 1)
+    assert long.token_ids == array("i", [8, *stops, *reply, 8, *stops])
+    assert (list(long.told), list(long.logprobs)) == ([0, 0, 1, 0, 0], [-1.0, -2.0, 0.0, -1.0, -2.0])
+    assert list(long.token_versions) == [5] * 5
+    assert long.reward == 5.0
+    assert [len(t.token_ids) for t in got.trajectories if not t.told] == [2] * 3
+    assert got.notes == ["1 tool calls failed"]
+    sample = Sample(
+        prompt_token_ids=[1], token_ids=long.token_ids, logprobs=long.logprobs, reward=5.0, group=0, told=long.told
+    )
+    assert sample.in_arrays().without_tokens().num_drawn == 4
+    assert sample.drawn().tolist() == [True, True, False, True, True]
+
+    requests = [r for share in got.requests for r in share]
+    report = StepReport(
+        rl_step=0, policy="none", reward_mean=0.0, num_tokens=1, rollout_s=4.0, reward_s=0.0, inference_s=0.0,
+        train_s=0.0, sync_s=0.0, recorder_s=0.0, metrics={"drift_kl": 0.0},
+    )  # fmt: skip
+    rows = step_rows(
+        report, requests, got.parts, [got.rewards.get(r.key) for r in requests],
+        epochs=[got.epochs[*r.key[:3], 0] for r in requests], policy_version=5, t_start=0.0, drafter={},
+    )  # fmt: skip
+    (second,) = [row for row in rows["outcomes"] if row["turn"] == 1]
+    assert (second["t_submit"], second["tool_s"], second["reward"]) == (3.0, 0.5, None)
+    assert [row["tool_s"] for row in rows["outcomes"] if row["turn"] == 0] == [None] * 4
+    (prompt,) = [row["prompt_tokens"] for row in rows["workload"] if row["turn"] == 1]
+    assert prompt == 3 + 3
+    assert [[r.key for r in share] for share in got.requests] == [[r.key for r in part.responses] for part in got.parts]

@@ -1,0 +1,199 @@
+"""Responses with tool calls: a turn leaves the engine, its tool runs, the next turn comes back behind what it said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tltlab.cli.app import main
+from tltlab.costs.base import LinearCosts
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import ToolUse, generate
+from tltlab.lengths.model import REGIMES
+from tltlab.sim import simulate
+from tltlab.sim.engine.requests import requests_by_step
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+from ..workloads import FREE
+
+SECOND = FREE.model_copy(update={"base_s": 1.0})
+"""An iteration takes a second, whatever runs."""
+PREFILL = SECOND.model_copy(update={"prefill_per_token_s": 0.1})
+
+
+def trace_of(*responses: list[tuple[int, int, float | None]], **columns: Any) -> Trace:
+    """One RL step; a response is its turns, each of prompt tokens, tokens and seconds at the tool before it."""
+    rows = [
+        {"rl_step": 0, "prompt_id": f"p{n}", "sample": 0, "turn": turn, "prompt_tokens": prompt, "epoch": 0,
+         "response_tokens": tokens, "tool_s": tool_s, "max_response_tokens": 99, "policy_version": 0, "worker": 0,
+         "finish_reason": "stop"}
+        for n, turns in enumerate(responses) for turn, (prompt, tokens, tool_s) in enumerate(turns)
+    ]  # fmt: skip
+    table = pd.DataFrame(rows).assign(**columns)
+    key = ["rl_step", "prompt_id", "sample", "turn"]
+    of_outcomes = ["response_tokens", "finish_reason", "tool_s", "worker", *columns]
+    return Trace.from_tables(
+        Manifest(kind="imported", num_workers=1),
+        {
+            "workload": table[[*key, "epoch", "prompt_tokens", "max_response_tokens", "policy_version"]],
+            "outcomes": table[list(dict.fromkeys([*key, *of_outcomes]))],
+        },
+    )
+
+
+CALL = [(20, 10, 0.0), (35, 5, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "seconds"), [("kept", 2.0 + 10 + 3 + 0.5 + 5), ("recomputed", 2.0 + 10 + 3 + 3.5 + 5)]
+)
+def test_a_prefix_is_kept_or_computed_again(prefix: str, seconds: float):
+    result = simulate(trace_of(CALL), costs=PREFILL, prefix=prefix)
+    assert result.makespan_s == pytest.approx(seconds)
+    assert result.summary["lower_bound_s"] == pytest.approx(seconds)
+    outcomes = result.trace.outcomes
+    assert outcomes["t_submit"].tolist() == pytest.approx([0.0, 15.0])
+    assert outcomes["t_finish"].tolist() == pytest.approx([12.0, seconds])
+    turns = result.summary["multi_turn"]
+    assert (turns["num_responses"], turns["turns_per_response"], turns["tool_s"]) == (1, 2.0, 3.0)
+    assert (turns["prompt_tokens"], turns["prefilled_tokens"]) == (55, 25.0 if prefix == "kept" else 55.0)
+
+
+@pytest.mark.parametrize("mode", ["fluid", "sampled"])
+@pytest.mark.parametrize("policy", ["none", "table"])
+def test_it_joins_the_batch_at_the_iteration_after_its_tool(mode: str, policy: str):
+    """One response leaves at 4 s, is back at 6.5 s, in the middle of the other's seventh iteration, and ends at 9 s."""
+    trace = trace_of([(1, 4, 0.0), (6, 2, 2.5)], [(1, 20, 0.0)])
+    settings = {"costs": SECOND, "mode": mode, "acceptance": "constant:1"}
+    result = simulate(trace, policy, record_iterations=True, **settings)
+    assert result.trace.outcomes["t_finish"].tolist() == pytest.approx([4.0, 9.0, 20.0])
+    iterations = result.trace.iterations
+    assert iterations is not None
+    assert iterations["batch"].tolist() == [2] * 4 + [1] * 3 + [2] * 2 + [1] * 11
+    assert iterations["t_start"].tolist() == pytest.approx(list(range(20)))
+
+
+def test_a_worker_whose_requests_are_all_away_is_idle():
+    result = simulate(trace_of([(1, 4, 0.0), (6, 2, 3.0)]), costs=SECOND, record_iterations=True)
+    assert result.makespan_s == pytest.approx(9.0)
+    assert result.summary["bubble_fraction"] == pytest.approx(3 / 9)
+    trace = result.trace
+    assert trace.spans is not None
+    assert trace.iterations is not None
+    idle = trace.spans[trace.spans["kind"] == "idle"]
+    assert (idle["t_start"].tolist(), idle["duration"].tolist()) == ([4.0], [3.0])
+    assert trace.iterations["t_start"].tolist() == pytest.approx([0, 1, 2, 3, 7, 8])
+
+
+def test_calls_wait_for_a_tool_that_is_free():
+    call = [(1, 4, 0.0), (6, 2, 3.0)]
+    alone, shared = (simulate(trace_of(call, call), costs=SECOND, max_tools=tools) for tools in (2, 1))
+    assert alone.trace.outcomes["t_submit"].tolist() == pytest.approx([0.0, 7.0, 0.0, 7.0])
+    assert shared.trace.outcomes["t_submit"].tolist() == pytest.approx([0.0, 7.0, 0.0, 10.0])
+    assert shared.summary["multi_turn"]["tool_wait_s"] == pytest.approx(3.0)
+    assert shared.summary["lower_bound_s"] >= 6.0
+
+
+def test_what_is_cached_goes_where_running_requests_need_the_room():
+    """The other response grows to 100 tokens beside the 30 that the first turn left: 120 do not hold both."""
+    trace = trace_of([(20, 10, 0.0), (30, 2, 50.0)], [(40, 60, 0.0)])
+    roomy, tight = (
+        simulate(trace, costs=SECOND.model_copy(update={"kv_capacity_tokens": room})).summary["multi_turn"]
+        for room in (1000, 120)
+    )
+    assert (roomy["prefilled_tokens"], tight["prefilled_tokens"]) == (60.0, 90.0)
+
+
+def test_a_turn_that_a_lower_cap_cuts_is_the_last():
+    (step,) = requests_by_step(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]), max_response_tokens=4)
+    assert step.response_tokens == [4, 3, 4]
+    assert step.turns is not None
+    assert step.turns.after == [-1, 2, -1]
+
+
+def test_all_turns_run_where_the_first_did_and_count_together():
+    trace = trace_of([(5, 10, 0.0), (15, 30, 1.0)], [(5, 30, 0.0)], [(5, 5, 0.0), (10, 5, 1.0)])
+    result = simulate(trace, costs=SECOND, workers=2, placement="longest_first")
+    assert result.trace.outcomes["worker"].tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (trace_of(CALL, turn=[0, 2]), "turn 2 of prompt 'p0', sample 0, RL step 0: there is no turn 1 before it"),
+        (
+            trace_of([(20, 10, 0.0), (35, 5, None)]),
+            "how long its tool took is not known: fill in tool_s, or give --tool",
+        ),
+        (
+            trace_of([(20, 10, None), (35, 5, None)], t_submit=[0.0, 3.0], t_finish=[5.0, 9.0]),
+            "it began at 3 s, before the turn before it ended, at 5 s",
+        ),
+    ],
+)
+def test_turns_that_do_not_follow_each_other_are_a_sentence(trace: Trace, message: str):
+    with pytest.raises(ConfigError, match=message):
+        simulate(trace, costs=SECOND)
+
+
+def test_times_of_tools_come_from_the_turns_times_or_are_assumed():
+    timed = trace_of([(20, 10, None), (35, 5, None)], t_submit=[0.0, 14.0], t_finish=[12.0, 20.0])
+    assert simulate(timed, costs=SECOND).makespan_s == pytest.approx(17.0)
+    assert simulate(trace_of([(20, 10, 0.0), (35, 5, None)]), costs=SECOND, tool_s=4.0).makespan_s == pytest.approx(
+        19.0
+    )
+    for wrong in ({"tool_s": -1.0}, {"max_tools": 0}, {"prefix": "lost"}):
+        with pytest.raises(ConfigError):
+            simulate(timed, costs=SECOND, **wrong)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Trace:
+    """Four RL steps of 4 x 4 responses of three turns."""
+    model = REGIMES["base-rl"].with_changes(max_response_tokens=400, median=80.0)
+    tools = ToolUse(turns=3, tool_s=0.5, observation_tokens=20)
+    return generate(model, num_rl_steps=2, prompts_per_step=4, group_size=4, num_workers=2, tools=tools)
+
+
+@pytest.mark.parametrize("acceptance", ["constant:2", "geometric:0.6"])
+@pytest.mark.parametrize("mode", ["fluid", "sampled"])
+def test_no_policy_undercuts_the_bound_and_all_tokens_come(drawn: Trace, mode: str, acceptance: str):
+    costs = LinearCosts(
+        base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
+        draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5, kv_capacity_tokens=1500,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    for policy in ("none", "table", "beg-mab"):
+        result = simulate(drawn, policy, costs=costs, mode=mode, acceptance=acceptance, max_tools=3)
+        assert result.summary["regret"] >= -1e-9
+        outcomes = result.trace.outcomes
+        assert outcomes["response_tokens"].sum() == drawn.outcomes["response_tokens"].sum()
+        order = outcomes.sort_values(["rl_step", "prompt_id", "sample", "turn"])
+        waits = order["t_submit"] - order["t_finish"].shift() - order["tool_s"]
+        assert (waits[order["turn"] > 0] > -1e-9).all()
+
+
+def test_a_drawn_trace_is_simulated_and_compared_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def run(*args: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(list(args))
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    out = str(tmp_path / "drawn")
+    shape = ["--rl-steps", "2", "--prompts", "4", "--group-size", "2", "--cap", "300", "--median", "60"]
+    run("trace", "generate", *shape, "--turns", "3", "--workers", "2", "--out", out)
+    assert "per response" in run("simulate", out, "--max-tools", "2")
+    assert json.loads(run("simulate", out, "--json"))["multi_turn"]["num_responses"] == 16
+    compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
+    assert {row["policy"] for row in json.loads(compared)["policies"]} == {"none", "table"}
+    compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "geometric:0.7", "--json")
+    assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base"}
+    assert "several turns" in json.loads(compared)["left_out"]["areal"]
