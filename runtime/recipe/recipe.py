@@ -278,13 +278,19 @@ class FaultConfig(FiniteModel):
 
     A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
     tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it. An
-    engine or trainer rank that somebody has stopped (SIGSTOP) for `stopped_timeout_s` is killed, and started again.
+    engine or trainer rank that somebody has stopped (SIGSTOP) for `stopped_timeout_s` is killed, and started again; so
+    is one that does not answer a call within `call_timeout_s` and 20 times what the longest such call took so far.
     """
 
     max_restarts: int = Field(default=3, ge=0)
     start_timeout_s: float = Field(default=600.0, gt=0)
     collective_timeout_s: float = Field(default=3600.0, gt=0)
     stopped_timeout_s: float = Field(default=60.0, gt=0)
+    call_timeout_s: float = Field(default=36_000.0, gt=0)
+
+    def patience_s(self, longest_s: float) -> float:
+        """How long a call may take of which the longest so far took `longest_s`."""
+        return self.call_timeout_s + 20 * longest_s
 
 
 class Recipe(FiniteModel):

@@ -107,6 +107,7 @@ class WorkerPool:
         self._weights: tuple[SendWeights, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
         self._deaths: list[int] = []  # of each worker, when the last rollout began
+        self._longest_s = 0.0  # of the calls to workers so far
         self._asleep = False
         self._running = False
         self._closed = False
@@ -415,9 +416,15 @@ class WorkerPool:
         self.events.note(f"rollout worker {n} died {when} ({lost}){again}", worker=n)
 
     async def _answer(self, n: int, call: Any) -> Any:
-        """What a call to worker n returns; WorkerLost where it dies of it, an error of ours for all else."""
+        """What a call to worker n returns; WorkerLost where it dies of it or never answers, else an error of ours."""
+        clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_s)
+        begun = clock()
         try:
-            return await call
+            answer = await asyncio.wait_for(call, most_s)
+            self._longest_s = max(self._longest_s, clock() - begun)
+            return answer
+        except TimeoutError as error:
+            raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
         except RayError as error:
             why = why_lost(error, self.handles[n])
             if why:

@@ -62,6 +62,7 @@ class TrainerGroup:
         self._env = _ENV | dict(env or {}) | {"OMP_NUM_THREADS": str(recipe.train.threads)}
         self._meeting: Path | None = None
         self._sending = Lock()
+        self._longest_s: dict[str, float] = {}  # of calls, by method
 
     def start(self) -> None:
         """Start the ranks and load the recipe's model into them; at most `faults.start_timeout_s` seconds."""
@@ -195,8 +196,10 @@ class TrainerGroup:
 
     def _wait(self, refs: list[Any], what: str, timeout_s: float | None = None) -> list[Any]:
         pending, begun = list(refs), time.monotonic()
+        longest_s = self._longest_s.get(what, 0.0)
+        timeout_s = self.recipe.faults.patience_s(longest_s) if timeout_s is None else timeout_s
         while pending:
-            left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - begun), 0.0)
+            left_s = max(timeout_s - (time.monotonic() - begun), 0.0)
             done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
             if not done:
                 self.close()
@@ -207,6 +210,7 @@ class TrainerGroup:
                 failure = self._failure(error, pending, what)
                 self.close()
                 raise failure from None
+        self._longest_s[what] = max(longest_s, time.monotonic() - begun)
         return list(ray.get(refs))
 
     def _failure(self, error: RayError, pending: Sequence[Any], what: str) -> TltlabError:

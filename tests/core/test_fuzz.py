@@ -27,7 +27,7 @@ from tltlab.traces.trace import read
 
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "traces" / "tiny"
-EXAMPLES = max(20, int(os.environ.get("TLTLAB_FUZZ") or 0))
+EXAMPLES = max(10, int(os.environ.get("TLTLAB_FUZZ") or 0))
 
 Edit = tuple[str, float, float, bytes]
 

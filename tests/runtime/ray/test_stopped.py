@@ -1,7 +1,8 @@
-"""A process that was stopped is told and killed after the time that it was given, another one is left alone."""
+"""Nobody is waited for without end: who was stopped is killed, who does not answer a call is taken for dead."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,7 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import pytest
+import ray
+
 from tltlab.runtime.ray.stopped import StoppedProcesses, is_stopped
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.pool import WorkerLost, WorkerPool
+from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
 
 @contextmanager
@@ -60,3 +67,29 @@ def test_a_process_that_is_not_there_is_not_stopped():
     assert not is_stopped(process.pid)
     with StoppedProcesses(dict, print, patience_s=0.0):
         pass
+
+
+def recipe(call_timeout_s: float) -> Recipe:
+    fields = {"model": "m", "reward": "r:f", "data": {"train": "t"}, "faults": {"call_timeout_s": call_timeout_s}}
+    return Recipe.model_validate(fields)
+
+
+def test_a_rollout_worker_that_never_answers_is_lost_and_patience_grows_with_what_calls_took():
+    pool = WorkerPool.__new__(WorkerPool)
+    pool.recipe, pool.handles, pool._longest_s = recipe(0.01), [None], 0.0
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(WorkerLost, match=r"it did not answer a call within 0.01 s"):
+        asyncio.run(pool._answer(0, never()))
+    pool.recipe = recipe(600.0)
+    assert asyncio.run(pool._answer(0, asyncio.sleep(0.0, 7))) == 7
+    assert pool.recipe.faults.patience_s(30.0) == 600.0 + 20 * 30.0
+
+
+def test_trainer_ranks_that_never_answer_are_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
+    group = TrainerGroup(recipe(600.0), lambda rank: {})
+    with pytest.raises(TrainerDied, match="2 of 2 trainer ranks did not update within 600 s"):
+        group._wait([object(), object()], "update")
