@@ -8,10 +8,12 @@ export HF_HUB_OFFLINE ?= 1
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
-# In two processes: first what starts no engine (run that line after every change), then engines, Ray and trainers.
+# In two processes: first what starts no engine (run that line after every change), then engines, Ray and trainers. What
+# fails runs once more by itself, and both are on the screen: hundreds of tests are of processes, sockets and deadlines.
+AGAIN := $(BIN)/pytest --last-failed --last-failed-no-failures none
 test: setup check
-	$(BIN)/pytest -n 2 -m "not engine"
-	$(BIN)/pytest -n 2 -m engine
+	$(BIN)/pytest -n 2 -m "not engine" || $(AGAIN) -m "not engine"
+	$(BIN)/pytest -n 2 -m engine || $(AGAIN) -m engine
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.

@@ -53,10 +53,22 @@ class Expected:
 
 EXPECTED: tuple[Expected, ...] = (
     Expected(
-        tests=r"test_async_scheduler.*::test_abort_request_when_structured_output_fsm_cannot_advance$",
+        tests=r"::test_abort_request_when_structured_output_fsm_cannot_advance$",
         sides=("ours", "policy"),
         outcome="failed",
         why="the test makes a scheduler without calling its constructor, so ours has none of its attributes",
+    ),
+    Expected(
+        tests=r"::test_(sync_)?diffusion_|::test_pooling_|::test_async_scheduling_pp_",
+        sides=("policy",),
+        outcome="failed",
+        why="a policy refuses diffusion and pooling models and pipeline parallelism, in a sentence; record= does not",
+    ),
+    Expected(
+        tests=r"::test_spec_decode_padding_",
+        sides=("policy",),
+        outcome="failed",
+        why="under a policy vLLM pads no first decode step with placeholder drafts: the policy chooses who drafts",
     ),
 )
 """Every difference that is known, the first that fits counts."""
@@ -170,14 +182,14 @@ def _run(place: Path, side: Side, tests: Sequence[str], limit_s: float) -> dict[
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", __name__, f"--junitxml={report}"]
     try:
         ended = subprocess.run(
-            [*command, "-o", "junit_family=xunit1", *tests],
+            [*command, "--continue-on-collection-errors", "-o", "junit_family=xunit1", *tests],
             cwd=place, env=environment, capture_output=True, text=True, timeout=limit_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RunError(f"{SIDES[side]}: vLLM's tests took more than {limit_s:.0f} s") from None
     found = outcomes_of(report) if report.is_file() else {}
-    # Tests may all fail, as long as they do on every side; what pytest cannot collect tells nothing of vLLM.
-    if not found or ended.returncode not in (0, 1):
+    # Tests may all fail, as long as they do on every side; what pytest cannot even begin tells nothing of vLLM.
+    if ended.returncode not in (0, 1) or all(outcome.result == "error" for outcome in found.values()):
         said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
         error = next((line for line in reversed(said) if re.match(r"E? *\w*Error", line)), said[-1] if said else "")
         raise RunError(f"{SIDES[side]}: pytest could not run vLLM's tests; it says: {error[:300]}")

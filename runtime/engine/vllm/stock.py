@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,8 +228,13 @@ def in_place_of_vllms(*, with_policy: bool) -> None:
     from vllm.v1.core.sched import async_scheduler, scheduler
 
     from . import scheduler as ours
+    from .capabilities import missing
     from .options import Attachment
     from .plugin import register
+
+    if not missing("diffusion models"):
+        # While these are still over vLLM's own, which ours look for.
+        import_module("vllm.v1.core.sched.diffusion_scheduler")
 
     class Always(Attachment):
         """Whatever the configuration says."""
