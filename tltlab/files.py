@@ -31,6 +31,7 @@ from .errors import ConfigError, InputError, RunError
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
 """Of a JSON file, which is read as a whole."""
+_BLOCK_BYTES = 1 << 20
 MOST_ROWS = 1 << 24
 """Of a table that is read as a whole, or of a row group of one that is not."""
 PIPE_S = 10.0
@@ -106,10 +107,21 @@ def open_input(path: Path) -> BufferedReader:
 def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES, *, encoding: str = "utf-8", errors: str = "strict") -> str:
     """The text of a file, which is read as a whole. Raises OSError, also for more than `most_bytes`, and ValueError."""
     with open_input(path) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
+        data = _read_at_most(file, most_bytes)
+    if data is None:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB, the most that is read", str(path))
     return data.decode(encoding, errors)
+
+
+def _read_at_most(file: BufferedReader, most_bytes: int) -> bytes | None:
+    """The rest of a file, None where that is more. `read(n)` would ask for the memory of n bytes first."""
+    blocks, left = [], most_bytes
+    while block := file.read(_BLOCK_BYTES):
+        left -= len(block)
+        if left < 0:
+            return None
+        blocks.append(block)
+    return b"".join(blocks)
 
 
 def lines_of(file: TextIO) -> Iterator[str]:
@@ -139,8 +151,8 @@ def read_json(path: Path) -> Any:
     """Read JSON as `unsealed`; a missing or broken file is a ConfigError that names it."""
     try:
         with open_input(path) as file:
-            data = file.read(MOST_JSON_BYTES + 1)
-        if len(data) > MOST_JSON_BYTES:
+            data = _read_at_most(file, MOST_JSON_BYTES)
+        if data is None:
             raise ConfigError(f"{path} has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read as JSON")
         return unsealed(data.decode())
     except OSError as error:

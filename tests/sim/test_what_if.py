@@ -151,7 +151,7 @@ def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, caps
     ("options", "said"),
     [
         (["--gpus", "8xZ1"], "unknown GPU 'Z1': known are H100"),
-        (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "needs 141 GB for its weights"),
+        (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "needs 131 GiB for its weights"),
         (["--tp", "3"], "no whole number of workers of 3 GPUs"),
         (["--accept", "70"], "a chance between 0 and 1"),
         (["--out", "x.doc"], "ends in .html, .png, .svg or .json"),

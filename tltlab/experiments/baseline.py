@@ -351,7 +351,7 @@ def _stages(machine: str, name: str, gpus: int) -> dict[str, Any]:
 
 
 def _row(row: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Speed-ups are the ratios of times turned round, so the ends of an interval change places."""
+    """Speed-ups are the ratios of times turned round, so the ends of an interval change places; one may have no end."""
     tlt = row["system"] == "tlt"
     base = row["system"] == "verl"
     return {
@@ -361,7 +361,7 @@ def _row(row: Mapping[Any, Any], where: str) -> dict[str, Any]:
         "of": "RL step",
         "speedup": 1 / row["step_ratio"],
         "low": None if base else 1 / row["step_ratio_high"],
-        "high": None if base else 1 / row["step_ratio_low"],
+        "high": None if base or not row["step_ratio_low"] else 1 / row["step_ratio_low"],
         "paper": f"{PAPER_RANGE[0]}-{PAPER_RANGE[1]}" if tlt else None,
         "rollout_speedup": 1 / row["ratio"],
         "rollout_s": row["makespan_s"],
@@ -380,7 +380,7 @@ def _common_notes(settings: Settings) -> Iterator[str]:
     )
     yield (
         "predicted: 95 % intervals are over RL steps"
-        + (", too narrow below ten," if settings.gpu_rl_steps < 10 else "")
+        + (", Student's below ten," if settings.gpu_rl_steps < 10 else "")
         + " and hold for the luck of the lengths, not for errors of the models"
     )
     yield (

@@ -286,8 +286,9 @@ def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction
     settings = read_settings(
         baseline.Settings,
         baseline.FAST,
-        ["parts=predicted", "models=Qwen2.5-7B", "machines=H100,A100", "gpu_prompts=16", "lengths=reasoning"],
-    )
+        ["parts=predicted", "models=Qwen2.5-7B", "machines=H100,A100", "gpu_prompts=8", "gpu_rl_steps=4",
+         "lengths=reasoning"],
+    )  # fmt: skip
     found = baseline.run(settings, folder=tmp_path, seed=0, progress=lambda said: None)
     assert found.prediction
     assert set(found.rows["kind"]) == {"predicted"}

@@ -219,12 +219,12 @@ class Opened:
 
 
 def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    go = threading.Event()
+    first, second = threading.Event(), threading.Event()
     write = FileSystem.create_stream
 
     @contextmanager
     def slow(self: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
-        assert go.wait(300)
+        assert (first if "checkpoint-00000000" in str(path) else second).wait(300)
         with write(self, path, mode) as stream:
             yield stream
 
@@ -232,9 +232,10 @@ def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: P
     saved = DrafterCheckpoint(tmp_path)
     saved.save(state(1.0))
     assert saved.latest() is None
-    threading.Timer(0.1, go.set).start()
+    threading.Timer(0.1, first.set).start()
     assert saved.save(state(2.0)) > 0
     assert loaded(tmp_path) == 1.0
+    second.set()
     saved.close()
     assert loaded(tmp_path) == 2.0
 

@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with(place: Path, capsys: py
         3, lambda folder: (folder / "state.json").write_text(json.dumps(state)) and None
     )
     for override in ("seed=7", "rollout.num_workers=3"):
-        code, _, err = train(capsys, "--resume=run", override, "--dry-run")
+        code, _, err = train(capsys, "--resume=run", "--allow-code=loud", override, "--dry-run")
         assert code == 2
         assert "step-000003 is of a run with" in err
 

@@ -271,9 +271,14 @@ class ScriptedTrainer(Trainer):
         self.steps = 0
         self._work = Peak(self.device)
         self._samples, self._rank_of, self._old = [], [], []
+        self._bad_loss = set()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {}
+
+    def _infinite_weight(self) -> str:
+        """There is one, which stays near where it was."""
+        return ""
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Other ranks have nothing to add."""

@@ -25,7 +25,7 @@ from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import RecordedResponse, recorded_responses
-from tltlab.traces.schema import KEY, Manifest
+from tltlab.traces.schema import KEY, MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, read
 
 TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
@@ -291,7 +291,10 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def test_a_recorded_trace_is_annotated_in_place_and_agrees_with_what_was_recorded(tltlab, tiny):
-    others = {p.name: p.read_bytes() for p in tiny.iterdir() if p.name != "acceptance.parquet"}
+    def others() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in tiny.iterdir() if p.name not in ("acceptance.parquet", MANIFEST_FILE)}
+
+    before, said = others(), read(tiny).manifest
     code, out, err = tltlab("annotate", tiny, "--drafter", "ngram", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -303,7 +306,8 @@ def test_a_recorded_trace_is_annotated_in_place_and_agrees_with_what_was_recorde
     assert recorded["equal_share"] > 0.98
     assert abs(recorded["difference"]) < 0.03
     assert found["num_positions"] == read(tiny).outcomes["response_tokens"].sum()
-    assert {p.name: p.read_bytes() for p in tiny.iterdir() if p.name != "acceptance.parquet"} == others
+    # The manifest has the sum of the new table besides.
+    assert (others(), read(tiny).manifest) == (before, said)
     first = (tiny / "acceptance.parquet").read_bytes()
     tltlab("annotate", tiny, "--drafter", "ngram")
     assert (tiny / "acceptance.parquet").read_bytes() == first
