@@ -396,9 +396,10 @@ class Trainer:
         for name, weight in self.policy.model.named_parameters():
             part = weight.to_local() if isinstance(weight, DTensor) else weight
             names.append(name)
-            low, high = part.detach().aminmax() if part.numel() else (torch.zeros(()), torch.zeros(()))
-            bad.append(not (float(-low) <= largest and float(high) <= largest))
-        shared = torch.tensor(bad, dtype=torch.float32, device=self.device)
+            low, high = part.detach().aminmax() if part.numel() else part.new_zeros(2)
+            bad.append(~((low >= -largest) & (high <= largest)))
+        # One wait for the device, not one for each weight.
+        shared = torch.stack(bad).to(self.device, torch.float32)
         if self.world > 1:
             dist.all_reduce(shared)
         return names[int(shared.argmax())] if bool(shared.any()) else ""
