@@ -208,6 +208,13 @@ def test_a_drafter_that_takes_anothers_place_is_named():
     assert "suffix" not in das.policy.drafters
 
 
+@pytest.fixture
+def as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are not extrapolated to deeper drafts."""
+    monkeypatch.setattr("tltlab.acceptance.measured.FARTHEST", 1)
+
+
+@pytest.mark.usefixtures("as_measured")
 def test_strategies_that_were_never_measured_are_left_out():
     tlt = bind(SYSTEMS["tlt-base"], COSTS, measured("ngram", depth=4))
     assert [[s.draft_depth for s in b.strategies] for b in tlt.policy.selector.buckets] == [[4], [3], [4, 2], [2, 1]]
@@ -219,6 +226,7 @@ def test_strategies_that_were_never_measured_are_left_out():
         bind(SYSTEMS["das"], COSTS, nothing)
 
 
+@pytest.mark.usefixtures("as_measured")
 def test_a_depth_must_be_known_at_every_batch_size():
     deep, shallow = (measured("ngram", depth=d).drafters_by_depth for d in (8, 4))
     bands = BatchAcceptance.model_validate(
