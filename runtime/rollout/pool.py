@@ -420,7 +420,9 @@ class WorkerPool:
         clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_s)
         begun = clock()
         try:
-            answer = await asyncio.wait_for(call, most_s)
+            # Not `wait_for`, which before Python 3.12 may swallow a cancellation.
+            async with asyncio.timeout(most_s):
+                answer = await call
             self._longest_s = max(self._longest_s, clock() - begun)
             return answer
         except TimeoutError as error:
