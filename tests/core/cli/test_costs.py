@@ -71,7 +71,7 @@ def test_what_lies_beyond_the_measurements_is_said(asked):
     assert set(far["outside"]) == {"batch", "context_tokens"}
     assert not far["fits_kv_cache"]
     text = asked("h100-qwen2.5-32b-tp4", batch="8,1000", as_json=False)
-    assert "KV cache 818,155 tokens" in text
+    assert "KV cache 873,168 tokens" in text
     assert text.splitlines()[-1].endswith("batch, context tokens, does not fit the KV cache")
 
 
