@@ -91,7 +91,7 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
         f"with {SHORT_CONTEXT}, what its released benchmark generates. A learned drafter is one decoder layer and the "
         f"LM head. sd_idle_s = 0 is an assumption; {SWITCH_NOTE}."
     )
-    limits = f"kv_capacity_tokens: {MEMORY_FRACTION:.0%} of memory, less weights, activations and the runtime, as vLLM counts."
+    limits = f"kv_capacity_tokens: {MEMORY_FRACTION:.0%} of memory, less weights, activations and runtime, as in vLLM."
     end_to_end = shares(data, GPUS[0])
     made: dict[str, RooflineCosts] = {}
     for name in GPUS:

@@ -83,8 +83,8 @@ class World:
 
     def config(self, speculative: dict[str, Any] | None) -> Any:
         """vLLM's configuration of an engine with this speculative configuration, or that speculates not."""
-        method = "" if speculative is None else str(speculative["method"])
-        if method not in self._configs:
+        asked = repr(speculative)
+        if asked not in self._configs:
             arguments = EngineArgs(
                 model=self.model,
                 skip_tokenizer_init=True,
@@ -100,8 +100,8 @@ class World:
                 block_size=_BLOCK,
                 speculative_config=speculative,
             )
-            self._configs[method] = arguments.create_engine_config()
-        return copy.copy(self._configs[method])
+            self._configs[asked] = arguments.create_engine_config()
+        return copy.copy(self._configs[asked])
 
     def request(self, number: int) -> tuple[tuple[int, str, int, int], list[int], list[int]]:
         """Key, prompt and text of a request."""
