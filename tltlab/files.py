@@ -182,15 +182,15 @@ def write_file(path: Path, data: str | bytes) -> None:
 @contextmanager
 def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Give a place to write to, which becomes `path` when the block ends well; parents are made. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, durable=durable)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         new = Path(folder) / path.name
         yield new
         if durable:
             fsync_file(new)
         os.replace(new, path)
-    if durable:
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> It
     The parents of `path` are made. `durable` makes the names in both durable; what is in the files is for who writes
     them. Raises OSError, without `replace` also where there is something at `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, durable=durable)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as beside:
         new, old = Path(beside) / "new", Path(beside) / "old"
         new.mkdir()
@@ -215,8 +215,9 @@ def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> It
             if old.exists() and not path.exists():
                 os.replace(old, path)
             raise
-    if durable:
-        fsync_folder(path.parent)
+        if durable:
+            # Before what it replaced is removed.
+            fsync_folder(path.parent)
 
 
 @contextmanager
@@ -324,10 +325,31 @@ def written_sum(path: Path) -> str | None:
     return sha256 if name == f"{path.name}\n" else ""
 
 
+def make_folder(path: Path, *, durable: bool = True) -> None:
+    """Make a folder, and the parents that it lacks, where it is not there yet. Raises OSError."""
+    if not path.is_dir():
+        make_folder(path.parent, durable=durable)
+        path.mkdir(exist_ok=True)
+        if durable:
+            fsync_folder(path.parent)
+
+
 def fsync_file(path: Path) -> None:
     """Wait until a file is on the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def fsync_tree(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk; links are left out."""
+    if path.is_symlink():
+        return
+    if not path.is_dir():
+        fsync_file(path)
+        return
+    for item in path.iterdir():
+        fsync_tree(item)
+    fsync_folder(path)
 
 
 def fsync_folder(path: Path) -> None:

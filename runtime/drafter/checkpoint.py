@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from tltlab.errors import RunError
-from tltlab.files import fsync_folder, sha256_of, written_sum
+from tltlab.files import fsync_folder, make_folder, sha256_of, written_sum
 from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 PARTIAL = ".partial"
@@ -127,7 +127,7 @@ class DrafterCheckpoint:
                     use_non_blocking_copy=on_cuda,
                 )
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         # Not when a folder is opened: who only reads would take away what another is writing.
         for left in self.folder.glob(f"checkpoint-*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import fsync_file, fsync_folder, read_text, sha256_of, write_durably, written_sum
+from tltlab.files import fsync_file, fsync_folder, make_folder, read_text, sha256_of, write_durably, written_sum
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class RunCheckpoints:
         final = self.folder / f"step-{rl_step:06d}"
         partial = self.folder / f".{final.name}.partial"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._tidy()
             partial.mkdir()
             write(partial)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import lock, sealed, write_json
+from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
@@ -216,7 +216,7 @@ class GrpoRun:
             yield
             return
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
+            make_folder(self.out)
             held = lock(self.out, "this run")
         except OSError as error:
             raise ConfigError(f"cannot write to {self.out}: {error.strerror}") from error

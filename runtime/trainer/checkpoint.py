@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tltlab.errors import RunError
-from tltlab.files import Hashing, read_text, write_sum
+from tltlab.files import Hashing, fsync_file, read_text, write_sum
 
 TENSORS, STATE = "tensors", "state.json"
 
@@ -47,6 +47,8 @@ class _HashingFiles(FileSystem):
         with super().create_stream(path, mode) as stream:
             hashing = Hashing(cast(Any, stream))
             yield cast(IOBase, hashing)
+        # DCP's own comes before Python has given the file the last it was told to write.
+        fsync_file(Path(path))
         write_sum(Path(path), hashing.hexdigest())
 
 

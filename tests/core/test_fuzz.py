@@ -1,12 +1,14 @@
 """Whatever stands in a file, what reads it gives a result or a sentence: bytes of a small corpus, changed by chance.
 
-`TLTLAB_FUZZ=100000` tries that many changed files, others in each run. What fell once is kept in `FELL`.
+`TLTLAB_FUZZ=100000` tries that many changed files, others in each run; `fuzz.py` is led by what inputs reach. What fell
+once is kept in `FELL`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,18 @@ def dump(path: Path) -> Any:
     return import_dump(path, tokens=CharsPerToken(4.0))
 
 
+def recipe(path: Path) -> Any:
+    return import_module("tltlab.runtime.recipe.recipe").load_recipe(path)
+
+
+def messages(path: Path) -> None:
+    """Who gets them drops what is none; what is one is encoded as it came."""
+    wire, data = import_module("tltlab.runtime.coordinator.wire"), path.read_bytes()
+    for decode in (wire.decode_report, wire.decode_command):
+        found = decode(data)
+        assert found is None or decode(wire.encode(found)) == found
+
+
 READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
     "acceptance.json": (load_acceptance,),
     "costs.json": (load_costs, load_stages),
@@ -46,9 +60,18 @@ READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
     "vllm.jsonl": (import_dump, read_lengths),
     "trl.jsonl": (dump, read_lengths),
     "lengths.csv": (import_dump, read_lengths),
+    "lengths.tsv": (import_dump, read_lengths),
     "lengths.json": (import_dump, read_lengths),
+    "lengths.jsonl": (import_dump, read_lengths),
     "columns.json": (dump, read_lengths),
     "metrics.log": (import_dump, lambda path: list(records_of(path))),
+    "verl.log": (import_dump,),
+    "trl.log": (import_dump,),
+    "nemo.log": (import_dump,),
+    "skyrl.log": (import_dump,),
+    "recipe.toml": (recipe,),
+    "report.msgpack": (messages,),
+    "train.msgpack": (messages,),
     "outcomes.parquet": (import_dump, read_lengths),
 }
 TOKENS = (

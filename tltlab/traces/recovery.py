@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.files import lock, replace_durably
+from tltlab.files import fsync_folder, lock, replace_durably
 
 from .recording import SUFFIX, chunks_of, cut, new_recording, readable, recording_of, rows_in
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
@@ -188,6 +188,8 @@ def _remove(folder: Path) -> None:
     gone = folder.with_name(f".{folder.name}.done")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
+    # Else the power may go and leave the recording under its name without some of its files.
+    fsync_folder(folder.parent)
     shutil.rmtree(gone)
 
 

@@ -17,7 +17,16 @@ import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
 from tltlab.errors import InputError, TraceError
-from tltlab.files import MOST_ROWS, fsync_file, read_text, replace_durably, sha256_of, unsealed, write_durably
+from tltlab.files import (
+    MOST_ROWS,
+    fsync_file,
+    fsync_tree,
+    read_text,
+    replace_durably,
+    sha256_of,
+    unsealed,
+    write_durably,
+)
 
 from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
 from .validate import Part, check_columns, conform
@@ -327,6 +336,7 @@ def carry_over(old: Path, new: Path) -> None:
                 shutil.copytree(item, new / item.name, symlinks=True)
             else:
                 shutil.copy2(item, new / item.name, follow_symlinks=False)
+            fsync_tree(new / item.name)
 
 
 def cannot_write(path: Path, error: OSError) -> InputError:

@@ -27,6 +27,7 @@ from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint, conver
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
+from ...crash_states import Disk, crashes, put
 from .drafting_text import frozen, head, sequence
 
 
@@ -249,3 +250,26 @@ def test_the_benchmark_measures_all_three_ways(tmp_path: Path):
     assert all(row["blocking_s"] > 0 for row in found["rows"])
     assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root, place = tmp_path / "disk", tmp_path / "after"
+    root.mkdir()
+    with Disk(root) as disk:
+        told: list[tuple[int, float | None]] = [(disk.look(), None)]
+        saved = DrafterCheckpoint(root / "run" / "drafter", keep=1)
+        for value in (1.0, 2.0):
+            save(saved, state(value, 10))
+            told.append((disk.look(), value))
+        saved.close()
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    looked_at = 0
+    for (before, after), there in crashes(disk, told, short=20):
+        put(there, place)
+        assert loaded(place / "run" / "drafter", 10) in (before, after)
+        again = DrafterCheckpoint(place / "run" / "drafter", keep=1)
+        save(again, state(3.0, 10))
+        again.close()
+        assert loaded(place / "run" / "drafter", 10) == 3.0
+        looked_at += 1
+    assert looked_at >= 20

@@ -18,6 +18,10 @@ import pytest
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_sum
 from tltlab.runtime.run.checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, step_of
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+
+from ...crash_states import Disk, crashes, put
 
 
 def writer(number: int, size: int = 100):
@@ -218,3 +222,47 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
             step = step_of(whole[-1]) + (not again)
     checkpoints.save(step, lambda folder: None)
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:06d}"]
+
+
+def content(folder: Path | None) -> dict[str, bytes] | None:
+    """What `writer` wrote into a checkpoint, by the number that it has."""
+    if folder is None:
+        return None
+    return {name: (folder / name).read_bytes() for name in ("state.json", "trainer/weights.bin")}
+
+
+def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The newest checkpoint that was saved is there to the last bit, and the recording holds all RL steps before it."""
+    root, place = tmp_path / "disk", tmp_path / "after"
+    root.mkdir()
+    manifest = Manifest(kind="recorded", num_workers=1)
+    with Disk(root) as disk:
+        told: list[tuple[int, dict[str, bytes] | None]] = [(disk.look(), None)]
+        checkpoints = RunCheckpoints(root / "run" / "checkpoints", keep=1)
+        with contextlib.suppress(KeyboardInterrupt), Recorder(root / "run" / "trace", manifest) as recorder:
+            for number, step in enumerate((1, 2, 2, 3)):
+                for _ in range(2):  # the first time a trainer dies, and the run goes back
+                    recorder.rewind(step - (number != 2))
+                    key = {"rl_step": step - 1, "prompt_id": "a", "sample": 0}
+                    given = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": 0}
+                    if number != 2:
+                        recorder.append("workload", [key | given])
+                        recorder.append("outcomes", [key | {"response_tokens": 1, "finish_reason": "stop"}])
+                    recorder.flush()
+                saved_now = content(checkpoints.save(step, writer(number)))
+                told.append((disk.look(), saved_now))
+            raise KeyboardInterrupt
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    looked_at = 0
+    for (before, after), state in crashes(disk, told, short=30):
+        put(state, place)
+        saved = RunCheckpoints(place / "run" / "checkpoints", keep=1)
+        newest = saved.latest()
+        assert content(newest) in (before, after)
+        if newest is not None:
+            with Recorder.reopen(place / "run" / "trace", manifest, step_of(newest)) as recorder:
+                assert recorder.snapshot().rl_steps == list(range(step_of(newest)))
+        # It goes on from there.
+        assert content(saved.save(9, writer(9))) == content(saved.latest())
+        looked_at += 1
+    assert looked_at >= 30

@@ -1,0 +1,154 @@
+"""The power may go at any moment of a recording: no flushed RL step is lost, and none is read that was not written.
+
+`TLTLAB_CRASH=1` looks at every state that the disk may be in, else at some, always the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tltlab.errors import TltlabError
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.trace import Trace, read
+
+from ...crash_states import Disk, crashes, put
+from .test_recovery import MANIFEST, record, rows
+
+Attempts = dict[int, int]
+"""RL step to the attempt whose rows it holds."""
+
+
+@dataclass(frozen=True)
+class There:
+    """The finished trace, and the recording beside it."""
+
+    closed: Attempts | None = None
+    recorded: Attempts | None = None
+
+    @property
+    def read(self) -> Attempts:
+        return self.recorded or {} if self.closed is None else self.closed
+
+    @property
+    def reopened(self) -> Attempts:
+        return self.closed or {} if self.recorded is None else self.recorded
+
+
+class Run:
+    """Records as a run does, and tells after each call what is to be there from then on."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk, self.path = disk, disk.root / "run" / "trace"
+        self.there, self.told = There(), [(disk.look(), There())]
+
+    def tell(self, **changed: Attempts | None) -> None:
+        self.there = replace(self.there, **changed)
+        self.told.append((self.disk.look(), self.there))
+
+    def open(self, rl_steps: int = 0) -> None:
+        self.recorder = Recorder.reopen(self.path, MANIFEST, rl_steps)
+        self._keep(rl_steps)
+
+    def flush(self, step: int, attempt: int = 0) -> None:
+        record(self.recorder, [step], attempt)
+        self.tell(recorded=(self.there.recorded or {}) | {step: attempt})
+
+    def rewind(self, rl_steps: int) -> None:
+        self.recorder.rewind(rl_steps)
+        self._keep(rl_steps)
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.tell(closed=self.there.recorded, recorded=None)
+
+    def _keep(self, rl_steps: int) -> None:
+        self.tell(recorded={step: attempt for step, attempt in self.there.reopened.items() if step < rl_steps})
+
+
+def recording(run: Run) -> None:
+    run.open()
+    run.flush(0)
+    run.flush(1)
+    run.rewind(1)
+    run.flush(1, attempt=1)
+    run.close()
+
+
+def resumed(run: Run) -> None:
+    run.open()
+    run.flush(0)
+    run.flush(1)
+    run.close()
+    run.open(1)
+    run.flush(1, attempt=1)
+    run.flush(2)
+    run.close()
+
+
+def attempts_in(trace: Trace) -> Attempts:
+    """Which attempt each RL step holds, every row of every table compared with what was recorded."""
+    found: Attempts = {}
+    for step in trace.rl_steps:
+        part = trace.select([step])
+        found[step] = part.outcomes["response_tokens"].iloc[0] - 1
+        for name, wanted in rows(step, found[step]).items():
+            table = part.arrow(name)
+            assert table is not None, (step, name)
+            assert table.select(list(wanted[0])).to_pylist() == wanted, (step, name)
+        spans = part.arrow("spans")
+        assert (0 if spans is None else len(spans)) == (found[step] == 1)
+    return found
+
+
+def seen(look: Callable[[Path], Trace], path: Path) -> Attempts:
+    try:
+        return attempts_in(look(path))
+    except TltlabError:
+        return {}
+
+
+@pytest.mark.parametrize("what", [recording, resumed])
+def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Callable[[Run], None]):
+    root = tmp_path / "disk"
+    root.mkdir()
+    with Disk(root) as disk:
+        run = Run(disk)
+        what(run)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # for who looks afterwards, it is only slow
+    place, looked_at = tmp_path / "after", 0
+    for (before, after), state in crashes(disk, run.told, short=20):
+        looked_at += 1
+        path = place / "run" / "trace"
+        put(state, place)
+        assert seen(read, path) in (before.read, after.read)
+        goes_on(path, before.reopened, after.reopened)
+        put(state, place)
+        repaired(path, before, after)
+    assert looked_at >= 20
+
+
+def goes_on(path: Path, before: Attempts, after: Attempts) -> None:
+    """A run that goes on has every RL step that was flushed, and records on."""
+    steps = min(len(before), len(after))
+    kept = [{step: attempt for step, attempt in one.items() if step < steps} for one in (before, after)]
+    with Recorder.reopen(path, MANIFEST, steps) as recorder:
+        if steps:
+            assert attempts_in(recorder.snapshot()) in kept
+        record(recorder, [steps], attempt=2)
+    assert attempts_in(read(path)) in [one | {steps: 2} for one in kept]
+
+
+def repaired(path: Path, before: There, after: There) -> None:
+    """A repair gives what was flushed; where it refuses, the finished trace stays."""
+    try:
+        found = attempts_in(repair(path))
+    except TltlabError:
+        if before.reopened and after.reopened:
+            assert seen(read, path) in (before.closed, after.closed)
+        return
+    assert found in (before.reopened, after.reopened, before.read, after.read)
