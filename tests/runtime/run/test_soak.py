@@ -1,0 +1,95 @@
+"""Many RL steps of the smallest model: no process grows, and none gathers descriptors or threads.
+
+`TLTLAB_SOAK=2000` says how many, and -s shows what each process gained; without it nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.strategy import Strategy
+
+STEPS = int(os.environ.get("TLTLAB_SOAK") or 0)
+MOST_MIB = 0.02
+"""A process may gain per RL step, once as many as a third of all are over: caches fill until then."""
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(STEPS < 6, reason="TLTLAB_SOAK says of how many RL steps, at least 6"),
+]
+DRAFTER = """
+[drafter]
+tokens_per_update = 256
+schedule = {kind = "always"}
+canary = {min_drafts = 30}
+"""
+
+Counts = tuple[float, int, int]
+"""MiB of a process that are no file's, its open descriptors and its threads.
+
+Not its PSS, which falls where other programs map the same libraries.
+"""
+
+
+def counts_of(process: psutil.Process) -> Counts:
+    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    kib = sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon:", "RssShmem:")))
+    return kib / 1024, process.num_fds(), process.num_threads()
+
+
+def sample(run: psutil.Process, into: dict[int, list[Counts]], titles: dict[int, str]) -> None:
+    for process in [run, *run.children(recursive=True)]:
+        try:
+            # Ray's say there what they are doing.
+            titles[process.pid] = " ".join(process.cmdline()[:4]).partition(".generate")[0][-60:]
+            into[process.pid].append(counts_of(process))
+        except (OSError, psutil.Error):
+            continue  # it has ended meanwhile
+
+
+def test_no_process_grows(recipe_file: Path, tmp_path: Path, drafter: str):
+    Policy(selector=FixedSpec(strategy=Strategy.chain(drafter or "suffix", 3))).write(tmp_path / "policy.json")
+    recipe = tmp_path / "recipe.toml"
+    policy = f'[rollout]\npolicy = "{tmp_path / "policy.json"}"'
+    recipe.write_text(recipe_file.read_text().replace("[rollout]", policy) + (DRAFTER if drafter else ""))
+    options = ["eval.num_prompts=0", "rollout.repeat_every=0", "checkpoint.every=10", f"train.steps={STEPS}"]
+    seen: dict[int, list[Counts]] = defaultdict(list)
+    titles: dict[int, str] = {}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tltlab", "train", str(recipe), *options, "--out", str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(recipe_file.parent)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("step "):
+                sample(psutil.Process(run.pid), seen, titles)
+    assert run.returncode == 0
+    rows = {f"{pid} {titles[pid]}": np.array(each) for pid, each in seen.items() if len(each) > 0.9 * STEPS}
+    assert any("RolloutWorker" in name for name in rows), titles
+    print(f"\n{'MiB/step':>9} {'+-':>6} {'MiB':>6} {'fds':>9} {'threads':>9}")
+    grown = []
+    for name, each in rows.items():
+        later = each[STEPS // 3 :]
+        (slope, _), cov = np.polyfit(np.arange(len(later)), later[:, 0], 1, cov=True)
+        ends = [f"{int(later[:5, n].max())}-{int(later[-5:, n].max())}" for n in (1, 2)]
+        print(f"{slope:9.3f} {cov[0, 0] ** 0.5:6.3f} {later[-1, 0]:6.0f} {ends[0]:>9} {ends[1]:>9}  {name}")
+        # Two steps are no trend: what few of them tell is as wide as their scatter.
+        if slope - 3 * cov[0, 0] ** 0.5 > MOST_MIB or (later[-5:, 1:].max(0) > later[:5, 1:].max(0) + 2).any():
+            grown.append(name)
+    assert not grown
+
+
+@pytest.fixture(params=["", "learned"], ids=["without-drafter", "drafter"])
+def drafter(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
