@@ -101,7 +101,11 @@ def simulate_system(
         train_gpus = max(1, workers - generating) * gpus
         topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, system.max_staleness))
         stages = on_gpus(stages, train_gpus)
-    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology, fused=system.fused))
+    return SystemRun(
+        bound=bound,
+        result=result,
+        whole=run_steps(result, stages, topology=topology, fused=system.fused, streamed=system.streamed),
+    )
 
 
 def by_name(
