@@ -36,7 +36,7 @@ from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
-from .engine.requests import SINGLE_TURN, Requests
+from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .sensitivity import Variant, over_ranges
@@ -157,8 +157,8 @@ def compare_systems(
     generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
     `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
 
-    Where responses have several turns, systems that change which responses there are stand in `attrs["left_out"]` with
-    the reason. No other is left out: a number that is missing takes a default that `defaults` names. Where there is one
+    No system is left out, `attrs["left_out"]` is empty: a number that is missing takes a default that `defaults` names.
+    Where there is one
     (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of
     each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there:
     `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`,
@@ -173,12 +173,7 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    asked = find_systems(systems)
-    several = any(step.turns is not None for step in scenario.steps)
-    left_out = {one.name: SINGLE_TURN for one in asked if several and (one.workload or one.admission)}
-    if len(left_out) == len(asked):
-        raise ConfigError(f"{', '.join(left_out)}: {SINGLE_TURN}")
-    bound = bind_all([one for one in asked if one.name not in left_out], scenario, model_free)
+    bound = bind_all(find_systems(systems), scenario, model_free)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -209,7 +204,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
-        left_out=left_out,
+        left_out={},
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
@@ -294,7 +289,7 @@ def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **plac
         step_s=None if run.whole is None else run.whole.steps["step_s"].to_numpy(np.float64),
         idle_s=sums([max(0.0, all_s - r.busy_s) for r, all_s in zip(rollouts, worker_s, strict=True)]),
         worker_s=sums(worker_s),
-        trained_tokens=sums([r.requests.lengths.sum() for r in rollouts]),
+        trained_tokens=sums([r.requests.rows["response_tokens"].sum() for r in rollouts]),
         old_tokens=sums([r.old_tokens for r in rollouts]),
         wasted_tokens=sums([r.wasted_tokens for r in rollouts]),
         length_bias=1.0 if stale is None else stale["length_bias"] or 1.0,

@@ -152,10 +152,10 @@ class RolloutSimulator:
         if requests.turns is not None:
             result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
         self.idle_use.rollout_started(len(queues), env.now)
-        workers = []
+        workers, stop = [], env.event()
         for w, queue in enumerate(queues):
             result.worker_of[queue] = w
-            workers.append(env.process(Worker(self, w, queue, result, feed, tools).run(env)))
+            workers.append(env.process(Worker(self, w, queue, result, stop, feed, tools).run(env)))
         env.run(until=env.all_of(workers))
         result.makespan_s = max(result.worker_end_s)
         result.tool_wait_s = 0.0 if tools is None else tools.waited_s
@@ -285,9 +285,11 @@ class Worker:
         index: int,
         queue: list[int],
         rollout: SimulatedRollout,
+        stop: simpy.Event,
         feed: RequestFeed | None = None,
         tools: Tools | None = None,
     ) -> None:
+        self.stop = stop
         self.feed = feed
         self.tools = tools
         self.away: list[tuple[float, int]] = []  # when each request comes back, a heap
@@ -333,7 +335,10 @@ class Worker:
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
             if self.away and scheduler.is_done:
                 # Its time is not compared: a timeout may end an ulp before it.
-                yield env.timeout(max(0.0, self.away[0][0] - env.now))
+                back = env.timeout(max(0.0, self.away[0][0] - env.now))
+                yield back if self.feed is None else back | self.stop
+                if self.stop.triggered:
+                    break
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             while self.away and self.away[0][0] <= env.now:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
@@ -369,6 +374,8 @@ class Worker:
                 for request in self.feed.finished(macro.finished, self.index, room_tokens):
                     self.rollout.worker_of[request] = self.index
                     scheduler.waiting.append((request, 0.0))
+                if self.feed.stopped and not self.stop.triggered:
+                    self.stop.succeed()
             scheduler.prefill(beside)
             prefill_s, tokens = prefill_s + beside_s, up_front + beside
             reward = policy.tell(macro, prefill_s, tokens > 0) if asked else None

@@ -161,8 +161,7 @@ class RewardCosts(FrozenModel):
 
     def each_s(self, response_tokens: Ints) -> Floats:
         """Seconds of grading each response."""
-        seconds: Floats = self.per_response_s + self.per_token_s * response_tokens
-        return seconds
+        return np.asarray(self.per_response_s + self.per_token_s * response_tokens, np.float64)
 
 
 class TrainCosts(FrozenModel):
