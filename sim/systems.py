@@ -32,7 +32,6 @@ from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.stats import Interval, mean_of_few, paired_ratio
-from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
@@ -388,16 +387,15 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
 
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
-    """One model of two: learned drafters by the one, at their freshest, and those that draft from text by the other."""
-    settled: dict[bool, SettledModel] = {}
+    """One model of all: each drafter by the first that has it, at its freshest."""
+    settled: dict[str, SettledModel] = {}
     for one in bound:
         for strategy in one.policy.strategies:
             if strategy.speculates and one.acceptance is not None:
-                of_text = strategy.drafter in MODEL_FREE
                 model = one.acceptance.at_best([strategy.drafter])
                 assert isinstance(model, SettledModel), "no bound covers replayed acceptance beside a model"
-                settled.setdefault(of_text, model)
-    return PerDrafter(learned=settled[False], model_free=settled[True])
+                settled.setdefault(strategy.drafter, model)
+    return PerDrafter(models=settled)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:

@@ -260,7 +260,7 @@ def _asked(rung: Rung, drafter: str) -> set[Strategy]:
 
 
 def _covers(model: Acceptance, strategy: Strategy) -> bool:
-    settled = model.in_state({})
+    settled = model.in_state({strategy.drafter: DrafterState()})
     if not strategy.speculates:
         return True
     try:
@@ -296,35 +296,37 @@ class Beside:
         return self._of(strategy.drafter).outside(strategy)
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> PerDrafter:
-        return self._settled(self.learned.in_state(drafters), self.model_free.in_state(drafters))
+        return self._settled({name: self._of(name).in_state(drafters) for name in drafters})
 
     def at_best(self, drafters: Iterable[str]) -> PerDrafter:
-        names = list(drafters)
-        return self._settled(self.learned.at_best(names), self.model_free.at_best(names))
+        return self._settled({name: self._of(name).at_best([name]) for name in drafters})
 
-    def _settled(self, learned: Settled, model_free: Settled) -> PerDrafter:
-        if not isinstance(learned, SettledModel) or not isinstance(model_free, SettledModel):
-            raise UnknownAcceptance("drafters side by side need models, and acceptance.parquet is replayed: name one")
-        return PerDrafter(learned=learned, model_free=model_free)
+    def _settled(self, models: dict[str, Settled]) -> PerDrafter:
+        known: dict[str, SettledModel] = {}
+        for name, model in models.items():
+            if not isinstance(model, SettledModel):
+                raise UnknownAcceptance("drafters side by side need models, not acceptance that is replayed")
+            known[name] = model
+        return PerDrafter(models=known)
 
 
 class PerDrafter(RequestAcceptance):
-    """Learned drafters by one model, those that draft from text by another: the most that a clairvoyant bound allows.
+    """A model for each drafter, by its name.
 
     At each batch size a model may differ; this one has the best of all of them.
     """
 
-    learned: SerializeAsAny[SettledModel]
-    model_free: SerializeAsAny[SettledModel]
+    models: dict[str, SerializeAsAny[SettledModel]]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return tuple(self.models)
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return self._of(drafter).levels(drafter, keys, seed)
+        return self.models[drafter].levels(drafter, keys, seed)
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return self._of(strategy.drafter).best_survival(strategy, levels, generated_tokens, num_siblings)
+        return self.models[strategy.drafter].best_survival(strategy, levels, generated_tokens, num_siblings)
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return self._of(strategy.drafter).num_drafted(strategy)
-
-    def _of(self, drafter: str) -> SettledModel:
-        return self.model_free if drafter in MODEL_FREE else self.learned
+        return self.models[strategy.drafter].num_drafted(strategy)

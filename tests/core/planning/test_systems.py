@@ -21,6 +21,7 @@ from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
+from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 COSTS = LinearCosts(
@@ -151,7 +152,7 @@ def test_drafters_side_by_side_have_each_its_own_acceptance():
     found = bind(SYSTEMS["hedgespec"], COSTS, TREES, SIBLINGS)
     learned, text = (Strategy.chain(name, 4) for name in ("learned", "suffix"))
     assert found.policy.strategies == (learned, text)
-    model = found.acceptance.in_state({})
+    model = found.acceptance.in_state(dict.fromkeys(("learned", "suffix"), DrafterState()))
     nobody = np.zeros(1)
     expected = {learned: FreshAcceptance(base=TREES).in_state({}).curve(learned), text: 0.41591936 ** np.arange(1, 5)}
     for strategy, survival in expected.items():
@@ -306,7 +307,7 @@ def test_a_bound_over_two_models_has_the_best_of_each_batch_size():
         {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
                    {"max_batch": None, "drafters": good.drafters_by_depth}]}
     )  # fmt: skip
-    both, nobody = PerDrafter(learned=bands, model_free=SIBLINGS), np.zeros(2)
+    both, nobody = PerDrafter(models={"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
     assert both.survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.survival(chain))
     expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)
