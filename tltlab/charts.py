@@ -24,6 +24,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (
 _HATCHES = ("", "////", "", "....", "\\\\\\\\", "", "xxxx", "----", "||||", "++++")
 _WIDTH_IN = 7.2
 _MOST_MARKERS = 24
+_LEAST_SHAPE_BYTES = 60
+"""Of one polygon of a collection in SVG."""
 FORMATS = (".png", ".svg")
 
 Values = Sequence[float | None] | np.ndarray
@@ -198,7 +200,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
     """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
-    svg = _bytes(figure, "svg")
+    num_shapes = sum(len(shapes.get_paths()) for axes in figure.axes for shapes in axes.collections)
+    # Drawing takes seconds where there are many shapes, so what would be too large is not drawn as SVG first.
+    svg = _bytes(figure, "svg") if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes else bytes(most_svg_bytes + 1)
     kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png"))
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 

@@ -46,3 +46,15 @@ for (const group of document.querySelectorAll(".slides")) {
 for (const box of document.querySelectorAll(".picture")) {
   box.addEventListener("click", () => box.classList.toggle("large"));
 }
+// A page that is served is loaded again when what it shows has changed.
+const served = document.querySelector("main[data-state]");
+if (served) {
+  const look = async () => {
+    try {
+      const answer = await fetch(served.dataset.state);
+      if (answer.ok && (await answer.json()).stamp !== served.dataset.stamp) { location.reload(); return; }
+    } catch { /* the server is gone, for now */ }
+    setTimeout(look, 3000);
+  };
+  setTimeout(look, 3000);
+}
