@@ -99,6 +99,47 @@ def test_a_folder_that_must_be_new_leaves_what_is_there(tmp_path: Path):
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from tltlab.files import new_folder
+
+left, real = int(sys.argv[2]), os.replace
+
+def replace(old, new):
+    global left
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    real(old, new)
+
+os.replace = replace
+with new_folder(Path(sys.argv[1])) as new:
+    (new / "a").write_text("2")
+"""
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_what_a_killed_writer_left_beside_goes_with_the_next_one_and_the_old_comes_back(tmp_path: Path, moves: int):
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        (folder / "a").write_text("1")
+    with new_folder(tmp_path / "other"):
+        subprocess.run([sys.executable, "-c", KILLED_WRITER, str(out), str(moves)], check=False)
+        assert out.exists() == (moves == 0)
+        (left,) = tmp_path.glob(".out.*")
+        (tmp_path / ".out.settings").mkdir()
+        with pytest.raises(KeyError), new_folder(out):
+            raise KeyError("it fails as well")
+        assert (out / "a").read_text() == "1"
+        assert not left.exists()
+        # Who lives keeps what is his.
+        assert len([*tmp_path.glob(".other.*")]) == 1
+        with new_folder(tmp_path / "other"):
+            assert len([*tmp_path.glob(".other.*")]) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "other", ".out.settings"}
+
+
 def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
     out = tmp_path / "out"
     for text in ("first", "second"):
