@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from tltlab.charts import data_uri
+from tltlab.charts import data_uri, inline_svg, series_names
 from tltlab.files import write_file
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -24,14 +24,21 @@ it everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
+_MOST_INLINE = 200_000
+"""Characters of SVG that stand in the page itself."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it."""
+    """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it.
 
-    source: str
+    It is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
+    """
+
+    source: str = ""
+    svg: str = ""
+    names: tuple[str, ...] = ()
     alt: str
     caption: str
     shape: Literal["wide", "square"] = "wide"
@@ -40,6 +47,9 @@ class Picture:
     @classmethod
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "square"] = "wide") -> Picture:
         """The picture of a figure, inside the page."""
+        names = series_names(figure)
+        if names and len(svg := inline_svg(figure, names)) <= _MOST_INLINE:
+            return cls(svg=svg, names=names, alt=alt, caption=caption, shape=shape)
         return cls(source=data_uri(figure), alt=alt, caption=caption, shape=shape)
 
     @classmethod
@@ -121,7 +131,26 @@ class Code:
     kind: Literal["code"] = "code"
 
 
-Block = Picture | Pictures | Table | Facts | Text | Items | Code
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Text of one origin: `drafter` 1 to 4 is the colour of who drafted it, 0 the model's own; `title` says more."""
+
+    text: str
+    drafter: int = 0
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a model was asked and said, in pieces; `label` has its facts."""
+
+    label: str
+    pieces: tuple[Piece, ...]
+    prompt: str = ""
+    kind: Literal["response"] = "response"
+
+
+Block = Picture | Pictures | Table | Facts | Text | Items | Code | Response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

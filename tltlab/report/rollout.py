@@ -259,10 +259,11 @@ def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -
         ("mean_accept_length", "tokens per draft", "Accept length"),
         ("p95_tokens", "tokens", "95th percentile of lengths"),
     ):
-        known = {
-            name: [(row["rl_step"], row[key]) for row in own if row[key] is not None] for name, own in rows.items()
-        }
-        series = {name: tuple(zip(*points, strict=True)) for name, points in known.items() if points}
+        series: dict[str, tuple[list[int], list[float]]] = {}
+        for name, own in rows.items():
+            known = [row for row in own if row[key] is not None]
+            if known:
+                series[name] = [row["rl_step"] for row in known], [row[key] for row in known]
         if series:
             ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
             figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)

@@ -46,7 +46,7 @@ _MOST_RUNS = 500
 _MOST_FOLDERS = 5_000
 _DEPTH = 3
 _MOST_PAGES = 24
-_COLUMNS = ("RL steps", "responses", "mean rollout", "bubble", "accept length", "reward, first → last step")
+_COLUMNS = ("RL steps", "responses", "mean rollout")
 
 
 class Runs:

@@ -16,6 +16,7 @@ from .comparison import comparison_page
 from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
 from .page import Absent, Page, Part, Section, Table, Text, number, write_page
+from .responses import responses_part
 from .rollout import (
     graphs_part,
     lengths_part,
@@ -84,6 +85,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
         acceptance_part(trace),
         arms_part(trace),
         graphs_part(trace, read_object(run / "graphs.json")),
+        responses_part(trace, run, run_json.get("recipe")),
         drafter_part(trace, _drafter_run(run, summary)),
         verify_part(run, trace, summary, compute=verify),
         findings_part(run),
