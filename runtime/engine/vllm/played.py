@@ -11,7 +11,8 @@ import gc
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -258,15 +259,22 @@ class Played:
                 fed.drafter.catch_up()
         gc.collect()
         gc.freeze()
+        rows: list[dict[str, Any]] = []
         try:
-            rows = [self.iterate() for _ in range(iterations)]
+            for n in range(iterations + iterations // 2 * drafting):
+                # Machines get slower and faster: what indices take is measured in between.
+                with self._index_timed(drafting and n % 3 == 2) as index_us:
+                    row = self.iterate()
+                if row["speculates"] == drafting:
+                    rows.append(row | {"index_us": index_us})
         finally:
             gc.unfreeze()
-        taken = [row for row in rows if row["speculates"] == drafting]
+        taken = [row for row in rows if not row["index_us"]]
         if len(taken) < _FEWEST:
             return None
         by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
         ours = np.array([_ours(row) for row in taken])
+        index = [row["index_us"] for row in rows if row["index_us"]]
         self.scheduler.close_recording()
         return {
             "us_per_iteration": float(np.median(ours)),
@@ -276,6 +284,9 @@ class Played:
             "parts": {part: float(np.median(us)) for part, us in by_part.items()}
             | {"policy": float(np.median([row["policy"] for row in taken]))}
             | {part: float(np.mean([row["us"][part] for row in taken])) for part in (_REQUESTS, _CAPTURED)},
+            "lookup_us": float(np.median([us["lookup"] for us in index])) if index else 0.0,
+            "insert_us": float(np.median([us["insert"] for us in index])) if index else 0.0,
+            "beyond_us": _beyond_us(rows),
             "iterations": len(taken),
             "drafted": float(np.mean([row["drafted"] for row in taken])),
             "accepted": float(np.mean([row["accepted"] for row in taken])),
@@ -304,14 +315,15 @@ class Played:
         index = {name: n for n, name in enumerate(ids)}
         result = ModelRunnerOutput(req_ids=list(ids), req_id_to_index=index, sampled_token_ids=sampled)
         self._call(us, scheduler.update_from_output, output, result)
-        speculates = False
+        strategy, speculates = self.control.ledger.in_force.strategy, False
         if scheduler.num_spec_tokens:
-            speculates = bool(drafts) and self.control.ledger.in_force.strategy.speculates
+            speculates = bool(drafts) and strategy.speculates
             self._call(us, scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))
         return {
             "us": us,
             "policy": (self.control.seconds[1] - deciding_s) * 1e6,
             "speculates": speculates,
+            "strategy": strategy,
             "drafted": drafted,
             "accepted": accepted,
         }
@@ -353,9 +365,76 @@ class Played:
         draft, right = text[at + 1 : at + 1 + depth], at % (depth + 1)
         return [token if n < right else token + 1 for n, token in enumerate(draft)]
 
+    @contextmanager
+    def _index_timed(self, wanted: bool) -> Iterator[dict[str, float]]:
+        """Within, if `wanted`, microseconds that the drafters' indices take for look-ups and insertions.
+
+        What timing a call takes is left out here, but not by the clock.
+        """
+        seconds: dict[str, list[float]] = {"lookup": [0.0], "insert": [0.0]}
+        taken: dict[str, float] = {}
+        if not wanted:
+            yield taken
+            return
+        drafters = [fed.drafter for fed in self.control.drafters._fed.values()]
+        trees = [tree for drafter in drafters for tree in getattr(drafter, "_trees", {}).values() if tree.index]
+        stores = [store for drafter in drafters for store in getattr(drafter, "_stores", {}).values()]
+        for tree in trees:
+            tree.index = _TimedIndex(tree.index, {"speculate": seconds["lookup"], "extend": seconds["insert"]})
+        for store in stores:
+            for name, part in (("propose", "lookup"), ("add", "insert")):
+                setattr(store, name, _timed_call(getattr(store, name), seconds[part]))
+        yield taken
+        taken.update({part: total * 1e6 for part, (total,) in seconds.items()})
+        for tree in trees:
+            tree.index = tree.index._index
+        for store in stores:
+            del store.propose, store.add
+
 
 def _ours(row: dict[str, Any]) -> float:
     return float(sum(us for part, us in row["us"].items() if part != _VLLM))
+
+
+def _beyond_us(rows: Sequence[dict[str, Any]]) -> float:
+    """What is ours in an iteration beyond its indices: the difference of medians by strategy, weighted by how often."""
+    plain: defaultdict[Any, list[float]] = defaultdict(list)
+    index: defaultdict[Any, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["index_us"]:
+            index[row["strategy"]].append(sum(row["index_us"].values()))
+        else:
+            plain[row["strategy"]].append(_ours(row))
+    both = plain.keys() & index.keys()
+    if not both:
+        return 0.0
+    beyond = [np.median(plain[strategy]) - np.median(index[strategy]) for strategy in both]
+    return float(np.average(beyond, weights=[len(plain[strategy]) for strategy in both]))
+
+
+class _TimedIndex:
+    """Stands before an index and adds up the seconds of some of its calls."""
+
+    def __init__(self, index: Any, taken: dict[str, list[float]]) -> None:
+        self._index = index
+        for name, seconds in taken.items():
+            setattr(self, name, _timed_call(getattr(index, name), seconds))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+
+def _timed_call(function: Any, seconds: list[float]) -> Any:
+    clock = time.thread_time
+    asking_s = min(-clock() + clock() for _ in range(100))
+
+    def call(*args: Any) -> Any:
+        began = clock()
+        result = function(*args)
+        seconds[0] += clock() - began - asking_s
+        return result
+
+    return call
 
 
 @dataclass(slots=True)

@@ -17,25 +17,29 @@ from tltlab.runtime.engine.vllm import starting
 from tltlab.strategy import Strategy
 
 
-def row(policy: str, batch: int, us: float, *, drafting: bool = False) -> dict:
+def row(policy: str, batch: int, us: float, *, drafting: bool = False, beyond_us: float = 0.0) -> dict:
     return {
         "policy": policy, "batch": batch, "drafting": drafting, "us_per_iteration": us, "p99_us": 2 * us,
+        "beyond_us": beyond_us,
     }  # fmt: skip
 
 
-def test_goals_are_of_none_and_of_policies_that_are_off():
+def test_goals_are_of_none_of_policies_that_are_off_and_of_what_drafting_takes_beyond_its_index():
     rows = [
         row("none", 256, 61.0),
         row("record", 256, 59.0),
         row("none", 8, 500.0),
         row("beg-mab-suffix", 512, 299.0),
-        row("beg-mab-suffix", 512, 900.0, drafting=True),
+        row("beg-mab-suffix", 128, 900.0, drafting=True, beyond_us=300.0),
+        row("beg-mab-suffix", 128, 900.0, drafting=True, beyond_us=800.0),
     ]
     found = seam.goals(rows)
     assert [(goal["policy"], goal["batch"], goal["met"]) for goal in found] == [
         ("none", 256, False),
         ("record", 256, True),
         ("beg-mab-suffix", 512, True),
+        ("beg-mab-suffix", 128, True),
+        ("beg-mab-suffix", 128, False),
     ]
     text = seam.text({"rows": rows, "goals": found})
     assert "61 (122)" in text
@@ -58,10 +62,29 @@ def test_every_kind_of_case_runs_beside_vllms_scheduler_and_drafts_when_it_is_to
     }  # fmt: skip
     for (policy, _, drafting), row in rows.items():
         assert (row["drafted"] > 0) == drafting
+        if policy != "beg-mab-learned":
+            assert (row["lookup_us"] > 0) == drafting
+            assert (row["beyond_us"] != 0) == drafting
         assert row["vllm_us"] > 0
         assert row["us_per_iteration"] >= row["parts"]["schedule"] > 0
         assert (row["parts"]["capture"] > 0) == (policy == "capture")
     assert rows["fixed", 8, True]["accepted"] > 0
+
+
+@pytest.mark.engine
+def test_what_is_beyond_the_index_is_held_against_it_strategy_by_strategy():
+    from tltlab.runtime.engine.vllm.played import _beyond_us
+
+    def rows(strategy: str, plain_us: list[float], index_us: list[float]) -> list[dict]:
+        taken = [{"us": {"drafts": us, "vllm": 99.0}, "index_us": {}} for us in plain_us]
+        taken += [{"us": {"drafts": 1.0}, "index_us": {"lookup": us, "insert": 1.0}} for us in index_us]
+        return [row | {"strategy": strategy} for row in taken]
+
+    deep, shallow = rows("deep", [50, 40, 900, 45, 60], [29, 9, 700]), rows("shallow", [20], [4, 4])
+    assert _beyond_us(deep) == 50 - 30
+    assert _beyond_us([*deep, *shallow]) == pytest.approx((5 * 20 + 15) / 6)
+    assert _beyond_us([*deep, *rows("never timed alone", [1000], [])]) == 20
+    assert _beyond_us(rows("none", [7], [])) == 0
 
 
 @pytest.mark.engine
