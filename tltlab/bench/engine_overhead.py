@@ -21,7 +21,7 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
-from tltlab.bench.published.kernels import Kernels, from_kernels
+from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.calibration.cross_validation import most_errors
 from tltlab.calibration.robust import non_negative
@@ -31,6 +31,7 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import model
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+GPUS = ("H100", "H200", "A100")
 _TERMS = ("kernels", "prefill", "base_s", "per_request_s")
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 _CONTEXT = 2048  # Tokens per request in TLT's tables: not stated there; its released benchmark generates as many.
@@ -176,13 +177,30 @@ def shipped_table(data: Path) -> TableCosts:
 
 
 def accuracy_rows(data: Path) -> pd.DataFrame:
-    """Predicted against measured, for an engine around tables of kernels; relative errors.
+    """Predicted against measured, for kernel tables and the engine around them; relative errors.
 
     Columns `source`, `what`, `n_points`, `used_for_fit`, `mean_abs_error`, `max_abs_error`, `note`.
     """
-    rows = [*_engine_rows(data), *_speculation_rows(data)]
+    rows = [*_kernel_rows(data), *_engine_rows(data), *_speculation_rows(data)]
     columns = ["source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _kernel_rows(data: Path) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for name in GPUS:
+        errors = leave_one_out(Kernels.read(data, name))
+        for (kernel, grid), pair in errors.groupby(["kernel", "grid"], sort=False):
+            by = {row["method"]: row for row in pair.to_dict("records")}
+            used, other = ("utilisation", "time") if kernel == "gemm" else ("time", "utilisation")
+            what = f"{name} {kernel} kernels, {grid} grid, each left out"
+            note = (
+                f"by {used}: median {by[used]['median_abs_error']:.1%}; by {other}: "
+                f"median {by[other]['median_abs_error']:.1%}, mean {by[other]['mean_abs_error']:.1%}"
+            )
+            mean, most = by[used]["mean_abs_error"], by[used]["max_abs_error"]
+            rows.append(("AIConfigurator kernel tables", what, by[used]["num_points"], False, mean, most, note))
+    return rows
 
 
 def _engine_rows(data: Path) -> list[tuple[object, ...]]:
