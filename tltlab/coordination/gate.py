@@ -25,7 +25,7 @@ _WINDOW = 40
 _ATTEMPTS = 12
 _FORGET = 0.7
 _TO_JUDGE = 4
-_PERIODS = 4
+_PERIODS = 2
 _PAIR_NOISE, _TEXT_NOISE = 0.005, 0.04
 _SLOWDOWN_SD = 0.15
 _ELASTICITY, _ELASTICITY_SD = 0.7, 0.2
@@ -111,7 +111,7 @@ def training_cost(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt])
     """Fit to the newest rollouts, with and without training; with none the prior.
 
     Log seconds per token = a + slowdown * trained - elasticity * log(accepted length), by ridge regression towards no
-    slowdown and an elasticity of 0.7, as if from four rollouts that scatter by 4 %.
+    slowdown and an elasticity of 0.7 +- 0.2, as if from four rollouts that scatter by 4 %.
     """
     delays = {attempt.rl_step: attempt.delay_s for attempt in attempts}
     rows = [row for row in rollouts if row.accept_length and row.rollout_s > 0 and row.tokens > 0][-_WINDOW:]
@@ -143,7 +143,7 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
 
     Over successive attempts the gains on the same responses add up to the net growth of what serves and to what it
     lost in between: so the loss is what is missing of a drafter's length at its training when the next one is judged.
-    Both are at their lower ends, one and two standard errors down, so that noise brings none. `first` is the RL step
+    Both are at their lower ends, a standard error down, so that noise brings next to none. `first` is the RL step
     that the record begins at.
     """
     known = [attempt for attempt in attempts if attempt.candidate and attempt.served][-_ATTEMPTS:]
@@ -166,7 +166,7 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
     lasting = gains - loss * steps
     mean = float(weight @ lasting)
     spread = max(float(weight @ (lasting - mean) ** 2), _PAIR_NOISE**2)
-    sure = mean - 2.0 * math.sqrt(spread * float(weight @ weight))
+    sure = mean - math.sqrt(spread * float(weight @ weight))
     if len(known) > 1:
         # A drafter that improves gains less and less: that scatters, and still the latest two are worth as much.
         sure = max(sure, float(lasting[-2:].min()) - 2.0 * _PAIR_NOISE)
