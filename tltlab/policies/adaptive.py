@@ -26,8 +26,8 @@ MOST_COUNTED = 32
 MOST_OFTEN = 0.03
 """Chance of any one strategy that is tried though another looks better."""
 EVERY, AT_FIRST = 16, 2
-"""Iterations between two looks at all strategies, at most and at first, where one comes after a sixteenth of those since
-the RL step began or the machine changed; before that if the batch changes by more than 5 %."""
+"""Iterations between two looks at all strategies, at most and at first; in between a sixteenth of those since the RL
+step began or the machine changed. A batch that changes by more than 5 % is looked at anyway."""
 PRIOR_CHANCE, PRIOR_DRAFTS = 0.6, 8.0
 BAND_DRAFTS = 64.0
 """Drafts that all bands together count for in one of them."""
@@ -74,7 +74,8 @@ class Adaptive(Selector):
     at most the share `exploration` of the time, more in the first hundred iterations. Bringing in drafters, `switch_s`
     seconds once an RL step, waits until plain decoding has lost as much, which is at most twice the best of both.
 
-    A decision is O(strategies), whatever the batch. The outcome may come one choice late, as in vLLM: it is filed under
+    Outcomes are learned in blocks, when strategies are looked at again: in most iterations nothing is calculated. A
+    decision is O(strategies), whatever the batch. The outcome may come one choice late, as in vLLM: it is filed under
     the batch that it names.
 
     >>> adaptive = Adaptive(["ngram"], max_depth=2, rng=np.random.default_rng(0))
@@ -338,8 +339,8 @@ class Adaptive(Selector):
 
 _ARRAYS = ("coef_", "covariance_", "errors_", "drafts_")
 _VALUES = (
-    "scale_", "noise_", "bias_", "iterations_", "since_change_", "rl_step_", "context_per_request_", "lost_s_", "look_batch_",
-    "look_age_", "best_", "chances_", "loss_s_",
+    "scale_", "noise_", "bias_", "iterations_", "since_change_", "rl_step_", "context_per_request_", "lost_s_",
+    "look_batch_", "look_age_", "best_", "chances_", "loss_s_",
 )  # fmt: skip
 
 
