@@ -75,7 +75,7 @@ class RunCheckpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole to the last bit, None where there is none."""
-        self._put_back()
+        self._tidy()
         self.complaints = []
         for path in reversed(checkpoints_in(self.folder)):
             if self._is_whole(path, to_the_bit=True):

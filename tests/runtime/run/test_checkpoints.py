@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -131,6 +132,15 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
             assert file.name == "checkpoint.json", file
         file.write_bytes(whole[file])
     assert checkpoints.latest() == path
+
+
+def test_what_a_killed_writer_left_goes_when_a_run_begins_again(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    path = checkpoints.save(1, writer(1))
+    for name in (".step-000000.gone", ".step-000002.partial", ".step-000001.replaced"):
+        shutil.copytree(path, tmp_path / name)
+    assert RunCheckpoints(tmp_path, keep=1).latest() == path
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):
