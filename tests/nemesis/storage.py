@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import TltlabError
-from tltlab.files import lock, new_file, replaced_durably, write_durably, write_json, write_sum
+from tltlab.files import lock, replaced_durably, write_durably, write_file, write_json, write_sum
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
@@ -100,8 +100,7 @@ def drive(run: Path, tell: Callable[[str, int], None]) -> None:
 
                     checkpoints.save(rl_step + 1, write)
                     tell("saved", rl_step + 1)
-        with new_file(run / "final.npy", durable=True) as new:
-            new.write_bytes(weights.tobytes())
+        write_file(run / "final.npy", weights.tobytes())
         write_json(run / "summary.json", {"steps": STEPS})
 
 
@@ -234,13 +233,10 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
     checker.same(ours, theirs, COLUMNS)
     checker.require((run / "final.npy").read_bytes() == (twin / "final.npy").read_bytes(), "other weights")
     checker.require(checker.checkpoints(run / "checkpoints") == [4, 5], "other checkpoints than 4 and 5")
-    left = sorted(str(path.relative_to(run)) for path in run.rglob("*") if re_left(path.name))
+    files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    left = [name for name in files if "/." in f"/{name}" or name.endswith((".tmp", ".partial"))]
     checker.require(not left, "left behind:", left)
     return struck
-
-
-def re_left(name: str) -> bool:
-    return name.startswith(".") or name.endswith((".tmp", ".partial"))
 
 
 def repaired(copy: Path) -> None:
