@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
@@ -221,7 +221,8 @@ def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> It
 def _beside(path: Path) -> Iterator[Path]:
     """A folder beside `path` that goes when the block ends; those of writers of `path` that were killed go first.
 
-    A writer that lives holds its own, which the kernel lets go of when it is killed.
+    A writer that lives holds its own, which the kernel lets go of when it is killed. Where folders cannot be held, as
+    on NFS, nothing is swept. O(names in the parent folder).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.tltlab-"
@@ -235,8 +236,10 @@ def _beside(path: Path) -> Iterator[Path]:
     while True:
         with (
             tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix, ignore_cleanup_errors=True) as folder,
-            _held_folder(Path(folder), fcntl.LOCK_EX),
+            ExitStack() as held,
         ):
+            with suppress(OSError):
+                held.enter_context(_held_folder(Path(folder), fcntl.LOCK_EX))
             # Before it was held another writer may have taken it for one that was left.
             if os.path.exists(folder):
                 yield Path(folder)

@@ -1,5 +1,6 @@
 """Files and folders are there as a whole or not at all, whatever the disk says."""
 
+import errno
 import json
 import os
 import posix
@@ -325,3 +326,15 @@ def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_els
     scratch_folder()
     files._end_scratch(os.getpid())
     assert list(temporary.iterdir()) == [temporary / "ray"]
+
+
+def test_a_file_is_written_where_folders_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.EBADF, "as NFS says of a folder")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    left = tmp_path / ".there.tltlab-left"
+    left.mkdir()
+    files.write_file(tmp_path / "there", "written")
+    assert (tmp_path / "there").read_text() == "written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "there"]
