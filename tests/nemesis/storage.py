@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import TltlabError
-from tltlab.files import lock, new_file, replaced_durably, write_durably, write_json, write_sum
+from tltlab.files import lock, replaced_durably, write_durably, write_file, write_json, write_sum
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
@@ -45,6 +45,10 @@ COLUMNS = {
     "steps": ("t_start", "policy_version", "reward_mean"),
 }
 FINISHED, REFUSED, BROKEN = 0, 2, 70
+
+
+def weights_at_first() -> np.ndarray:
+    return np.arange(64.0)
 
 
 def rows_at(rl_step: int, weights: np.ndarray) -> dict[str, list[dict[str, Any]]]:
@@ -76,7 +80,7 @@ def drive(run: Path, tell: Callable[[str, int], None]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     with lock(run, "this run"):
         checkpoints = RunCheckpoints(run / "checkpoints", keep=2)
-        newest, begins_at, weights = checkpoints.latest(), 0, np.arange(64.0)
+        newest, begins_at, weights = checkpoints.latest(), 0, weights_at_first()
         if newest is not None:
             begins_at = json.loads((newest / "state.json").read_text())["rl_step"]
             weights = np.frombuffer((newest / "weights.npy").read_bytes())
@@ -100,8 +104,7 @@ def drive(run: Path, tell: Callable[[str, int], None]) -> None:
 
                     checkpoints.save(rl_step + 1, write)
                     tell("saved", rl_step + 1)
-        with new_file(run / "final.npy", durable=True) as new:
-            new.write_bytes(weights.tobytes())
+        write_file(run / "final.npy", weights.tobytes())
         write_json(run / "summary.json", {"steps": STEPS})
 
 
@@ -233,14 +236,11 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
     ours, theirs = checker.trace(run / "trace"), checker.trace(twin / "trace")
     checker.same(ours, theirs, COLUMNS)
     checker.require((run / "final.npy").read_bytes() == (twin / "final.npy").read_bytes(), "other weights")
-    checker.require(checker.checkpoints(run / "checkpoints") == [4, 5], "other checkpoints than 4 and 5")
-    left = sorted(str(path.relative_to(run)) for path in run.rglob("*") if re_left(path.name))
+    checker.require({4, 5} <= set(checker.checkpoints(run / "checkpoints")), "lacks checkpoint 4 or 5")
+    files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    left = [name for name in files if "/." in f"/{name}" or name.endswith((".tmp", ".partial"))]
     checker.require(not left, "left behind:", left)
     return struck
-
-
-def re_left(name: str) -> bool:
-    return name.startswith(".") or name.endswith((".tmp", ".partial"))
 
 
 def repaired(copy: Path) -> None:
