@@ -336,12 +336,13 @@ def turns_said(turns: pd.DataFrame) -> list[str]:
     """What turns the answer, a line for each property that does, those that do it most often first."""
     lines = []
     ordered = turns.assign(share=turns["turned"] / turns["pairs"].clip(lower=1)).sort_values("share", ascending=False)
-    for row in ordered.itertuples():
-        if row.turned:
-            ends = [shown_tokens(one) if row.property == "context" else str(one) for one in (row.before, row.after)]
+    for row in ordered.to_dict("records"):
+        if row["turned"]:
+            name, most = row["property"], row["most_often"]
+            ends = [shown_tokens(one) if name == "context" else str(one) for one in (row["before"], row["after"])]
             lines.append(
-                f"{row.property} {ends[0]} -> {ends[1]} turns {row.turned} of {row.pairs}, most often "
-                f"{row.most_often[0]} into {row.most_often[1]} ({row.most_often[2]})"
+                f"{name} {ends[0]} -> {ends[1]} turns {row['turned']} of {row['pairs']}, most often {most[0]} into "
+                f"{most[1]} ({most[2]})"
             )
     return lines
 

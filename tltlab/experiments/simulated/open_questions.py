@@ -6,6 +6,7 @@ experiment (arXiv 2511.16665, discussion): asynchronous RL, responses that are a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ Kind = Literal["published", "reference", "open"]
 CAP = 32_768
 MEDIAN_SHARE = 0.18
 GROUP_SIZE = 8
+TOOL_S = 10.0
+"""Of a tool at the longest limit of responses; less in proportion where responses are shorter."""
 PAPER_ROLLOUT_SHARE = 0.85
 ALWAYS = "without_threshold"
 
@@ -111,7 +114,7 @@ def measured(case: Case, settings: Settings, seed: int) -> dict[str, Any]:
     trace = generate(
         lengths, num_rl_steps=settings.rl_steps, prompts_per_step=workers * case.load // GROUP_SIZE,
         group_size=GROUP_SIZE, seed=seed, num_workers=workers, name=case.name,
-        tools=ToolUse(turns=case.turns, tool_s=10.0) if case.turns > 1 else None,
+        tools=ToolUse(turns=case.turns, tool_s=TOOL_S * settings.cap / CAP) if case.turns > 1 else None,
     )  # fmt: skip
     costs = profile_costs(nearest_engine("H100", case.model, "bf16"), "H100", case.model, case.tp, weights="bf16")
     stages = RooflineStages(kind="roofline", gpu="H100", model=case.model, num_gpus=workers * case.tp).build()
@@ -122,20 +125,21 @@ def measured(case: Case, settings: Settings, seed: int) -> dict[str, Any]:
         trace, [_under(system, case) for system in tried], costs=costs, workers=workers, seed=seed,
         stages=stages, gpus_per_worker=case.tp, decision_block=max(1, settings.cap // 256), ranges=True,
     ).set_index("system")  # fmt: skip
-    tlt, plain = table.loc["tlt"], table.loc["verl"]
+    tlt, plain = (table.loc[name].to_dict() for name in ("tlt", "verl"))
     row = {
         "workload": case.name, "kind": case.kind, "about": case.about, "model": case.model, "workers": workers,
         "responses_per_worker": case.load, "step": 1 / tlt["step_ratio"], "step_low": _over(tlt["step_ratio_high"]),
         "step_high": _over(tlt["step_ratio_low"]), "rollout": 1 / tlt["ratio"], "least": 1 / tlt["ratio_most"],
         "most": 1 / tlt["ratio_least"], "rollout_share": plain["rollout_share"],
-        ALWAYS: 1 / table.loc[ALWAYS, "step_ratio"] if ALWAYS in table.index else None,
+        ALWAYS: _over(table["step_ratio"].to_dict().get(ALWAYS, 0.0)),
         "accept_length": tlt["mean_accept_length"], "bubble": plain["bubble_fraction"],
     }  # fmt: skip
     return row | {"answer": _answer(row, settings.cap)}
 
 
 def _over(ratio: float) -> float:
-    return 1 / ratio if ratio > 0 else float("nan")
+    """Times as fast; infinite where the interval of a few RL steps reaches no time at all, or nothing was tried."""
+    return 1 / ratio if ratio > 0 else math.inf
 
 
 def _under(system: System, case: Case) -> System:
@@ -151,7 +155,7 @@ def _under(system: System, case: Case) -> System:
 def _answer(row: Mapping[str, Any], cap: int) -> str:
     """In a sentence: whether it pays, or where it lies beside the claim and what of the difference is known."""
     low, high = min(row["step_low"], row["least"]), max(row["step_high"], row["most"])
-    span = f"{row['step']:.2f}x, {low:.2f} to {high:.2f}"
+    span = f"{row['step']:.2f}x, {low:.2f} {'or more' if math.isinf(high) else f'to {high:.2f}'}"
     if row["kind"] != "published":
         said = "pays" if low > 1 else "does not pay" if high <= 1 else "is not told from no gain"
         return f"{said}: {span}; drafting for any number of requests {row[ALWAYS]:.2f}x"
@@ -172,9 +176,10 @@ def verdict(rows: pd.DataFrame) -> str:
 
 
 def _picture(rows: pd.DataFrame) -> Figure:
-    """Speed-ups by workload."""
+    """Speed-ups by workload; an interval without an upper end is drawn to the estimate."""
+    high = rows["step_high"].where(rows["step_high"] < math.inf, rows["step"])
     return bars(
-        rows["workload"].tolist(), rows["step"].to_numpy(), rows["step_low"].to_numpy(), rows["step_high"].to_numpy(),
+        rows["workload"].tolist(), rows["step"].to_numpy(), rows["step_low"].to_numpy(), high.to_numpy(),
         xlabel="RL steps of TLT, times as fast as without speculation", reference=1.0,
         title="TLT at its own load, and where its paper leaves it open (simulated)",
     )  # fmt: skip
