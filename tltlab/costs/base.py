@@ -60,11 +60,11 @@ class CostModel(FrozenModel, ABC):
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
-    cut, for what `IterationCost.beside_s` says. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
-    is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
-    (`sd_idle_s`). `outside_s` is what a rollout takes before its first iteration, and beside all of them: starting,
-    collecting. `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit,
-    `evidence` what speaks for the fit.
+    cut, for what `IterationCost.beside_s` says. `graph_sizes` pads an iteration's tokens up to the next size, beyond
+    the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
+    rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first
+    iteration, and beside all of them: starting, collecting. `calibrated` is what the fit's data covered, `noise` how
+    iterations scattered around the fit, `evidence` what speaks for the fit.
     """
 
     switch_s: Seconds = 0.0

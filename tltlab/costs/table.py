@@ -258,7 +258,7 @@ class TableIteration(IterationCost):
     graph_sizes: tuple[int, ...] = ()
 
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
-        """By the forward's own curve where a roofline shapes it; a line through knots says nothing so far beyond them."""
+        """By the forward's curve where a roofline shapes it: a line through knots says nothing so far beyond them."""
         if not isinstance(self.forward, Utilisation):
             return apart_s
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
