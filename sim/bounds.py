@@ -252,7 +252,7 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     lengths = requests.lengths[ran] - TOLERANCE_TOKENS
     prompts = requests.prompts[ran].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    prefill_s = costs.prefill_s(1.0) * requests.uncached[ran]
+    prefill_s = costs.prefill_s(1.0) * requests.uncached[ran].astype(np.float64)
     own_s, held_own_s = (seconds + slope_s * contexts for seconds in (prefill_s, _held_s(prefill_s, costs)))
 
     def fits(makespan_s: float) -> bool:
