@@ -170,21 +170,20 @@ def _ideal(
     return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab)
 
 
-def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
-    """A forward pass of `tokens` tokens of `batch` requests and of prompts beside them, without the context's share."""
+def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Numbers:
+    """A forward pass of `tokens` tokens of `batch` requests, without the context's share."""
     fixed = c.step_s + c.layer_s * ideal.layers + c.allreduce_s * ideal.allreduces
+    return fixed + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch + matrices_s(ideal, c, tokens=tokens)
+
+
+def matrices_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
+    """Reading weights and multiplying tokens, and those of prompts beside them, by these; all-reduces' bytes."""
     read = ideal.weights_s / c.memory_efficiency
     if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
         touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
         read = read + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
-    return (
-        fixed
-        + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch
-        + _rounded_max(
-            read, ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency), c.knee
-        )
-        + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
-    )
+    computed = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
+    return _rounded_max(read, computed, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
 def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
@@ -321,8 +320,8 @@ class RooflineIteration(IterationCost):
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        alone = forward_s(self.ideal, self.constants, tokens=tokens, batch=batch)
-        both = forward_s(self.ideal, self.constants, tokens=tokens, batch=batch, prompt_tokens=prompt_tokens)
+        alone = matrices_s(self.ideal, self.constants, tokens=tokens)
+        both = matrices_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)
         return min(float(both - alone), apart_s)
 
     def context_slope_s(self, batch: int) -> float:
