@@ -13,7 +13,9 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 
 MODEL_FREE = "model-free"
-DRAFTER_PARTS = (MODEL_FREE, "packing", "checkpoint", "recipes", "coordination", "by-product")
+DRAFTER_PARTS = (
+    MODEL_FREE, "packing", "checkpoint", "members", "recipes", "adaptive", "coordination", "reward", "by-product",
+)  # fmt: skip
 
 Batches = Annotated[str, typer.Option(help="Batch sizes, with commas between them.")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="The first seed.")]
@@ -120,9 +122,10 @@ def drafter(
         typer.Option(
             help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
             "memory), packing (half a minute: against padding), checkpoint (half a minute: how long saving blocks), "
-            "recipes (3 minutes: EAGLE, HASS, EAGLE-3), coordination (4: what training beside the rollout costs it), "
-            "by-product (5: on another task). Times are of two idle cores; a model and a warm-up take 3 more. What "
-            "training is worth, and whether rewards stay the same: `tltlab experiment staleness` and `lossless`."
+            "members (half a minute: bytes and rounds of trainers in a group), recipes (3 minutes: EAGLE, HASS, "
+            "EAGLE-3), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
+            "rollout), reward (8: with and without all of it), by-product (5: on another task). Times are of two idle "
+            "cores; a model and a warm-up take 3 more."
         ),
     ] = ",".join(DRAFTER_PARTS),
     model: Annotated[
@@ -133,7 +136,10 @@ def drafter(
         int | None, typer.Option(min=1, help="Rollout workers. [default: 4]", show_default=False)
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="RL steps of the by-product. [default: 12]", show_default=False)
+        int | None, typer.Option(min=1, help="RL steps, frozen and adaptive. [default: 12]", show_default=False)
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds. [default: 1 for adaptive, 3 for reward]", show_default=False)
     ] = None,
     pairs: Annotated[
         int | None,
@@ -151,7 +157,7 @@ def drafter(
 ) -> None:
     """Drafters: those that run no network, and the adaptive one on real GRPO runs.
 
-    Example: tltlab bench drafter --parts packing,coordination --out bench
+    Example: tltlab bench drafter --parts adaptive,coordination --out bench
     """
     chosen = [part.strip() for part in parts.split(",") if part.strip()]
     for part in chosen or [""]:
@@ -177,6 +183,8 @@ def drafter(
             model=size,
             workers=workers,
             steps=steps,
+            seeds=seeds,
+            reward_seeds=seeds,
             pairs=pairs,
             draft_depth=draft_depth,
         )

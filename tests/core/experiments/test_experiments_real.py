@@ -301,22 +301,3 @@ def test_a_head_that_is_none_is_refused(small_model: Path, tmp_path: Path):
     )
     with pytest.raises(ConfigError, match="is no folder of `tltlab train-drafter`"):
         staleness.run(settings, folder=tmp_path, seed=0, progress=print)
-
-
-def test_rewards_are_equal_where_the_interval_over_seeds_holds_zero():
-    def rows(differences: list[float]) -> list[dict]:
-        without = {"first": 0.2, "held_out": 0.4, "trained": 0.3}
-        return [{"seed": n, "without": without, "with": {"held_out": 0.4 + d, "trained": 0.3}}
-                for n, d in enumerate(differences)]  # fmt: skip
-
-    many = {"held_out": 10**6, "trained": 10**6}
-    assert lossless.differences(rows([0.02, -0.01, 0.01]), many)["equal"] is True
-    assert lossless.differences(rows([0.05, 0.06, 0.05]), many)["equal"] is False
-    # Three runs may agree by luck: on so few prompts each of them is off by .09 or so anyway.
-    few = lossless.differences(rows([0.05, 0.06, 0.05]), {"held_out": 32, "trained": 32})
-    assert few["equal"] is True
-    chance = math.sqrt((sum((0.4 + d) * (0.6 - d) for d in (0.05, 0.06, 0.05)) + 3 * 0.4 * 0.6) / 32) / 3
-    assert few["held_out"]["high"] - few["held_out"]["estimate"] == pytest.approx(4.3027 * chance, rel=1e-4)
-    one = lossless.differences(rows([0.02]), many)
-    assert one["equal"] is None
-    json.dumps(one, allow_nan=False)

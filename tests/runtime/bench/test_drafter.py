@@ -6,23 +6,29 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tltlab.bench import app as bench
+from tltlab.bench.drafter import adaptive as bench_adaptive
 from tltlab.bench.drafter import coordination as bench_coordination
+from tltlab.bench.drafter import members as bench_members
 from tltlab.bench.drafter import recipes as bench_recipes
+from tltlab.bench.drafter import reward as bench_reward
 from tltlab.bench.drafter.intervals import as_text
 from tltlab.bench.drafter.run import PARTS, bench_learned
 from tltlab.bench.drafter.runs import FAST, BenchSizes, sizes_of
+from tltlab.bench.drafter.texts import policy_kl
 from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.offline.data import load_target
+from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
     by_position,
     idle_times,
+    last_third,
     live_drafts,
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, written
@@ -89,6 +95,17 @@ def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_ver
     ]
 
 
+def test_ratios_are_of_rl_steps_that_both_runs_have():
+    adaptive = [Kept(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
+    frozen = [Kept(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
+    found = bench_adaptive.length_ratio(adaptive, frozen, np.random.default_rng(0))
+    assert found is not None
+    assert found.estimate == pytest.approx((2.7 + 2.8) / (2 + 2))
+    assert bench_adaptive.length_ratio(adaptive[:1], frozen, np.random.default_rng(0)) is None
+    assert last_third(range(12)) == [8, 9, 10, 11]
+    assert last_third([7]) == [7]
+
+
 def spot(rl_step: int, worker: int, t_start: float, duration: float, **more) -> dict:
     return {
         "rl_step": rl_step, "worker": worker, "term": 1, "t_start": t_start, "duration": duration, "members": 1,
@@ -141,11 +158,95 @@ def test_a_run_in_which_nothing_was_trained_has_no_slow_down():
         )
 
 
+def run_of(lengths: dict[str, list[int]], lost: float) -> dict:
+    """A run of ten drafts a step that keep so many tokens; its first drafter loses `lost` as the policy moves."""
+    live = {
+        name: [{"rl_step": n, "drafts": 10, "kept": [k, 0]} for n, k in enumerate(kept)]
+        for name, kept in lengths.items()
+    }
+    updates = [
+        {
+            "rl_step": n, "before": 0.8, "after": 0.7 + 0.01 * n, "recovered": 0.78 if n < 5 else None,
+            "initial_length": 2.0 - lost, "length": 2.0, "initial_length_at_start": 2.0,
+        }
+        for n in range(6)
+    ]  # fmt: skip
+    drift = {"kl": 0.2, "per_step": [0.02] * 6}
+    return {
+        "seed": 0, "live": live, "paired": {"initial": live["frozen"], "in_service": live["adaptive"]},
+        "updates": updates, "drift": {"frozen": drift, "adaptive": drift},
+    }  # fmt: skip
+
+
+def test_the_last_third_decides_and_falls_and_recoveries_are_paired():
+    lengths = {"frozen": [9, 9, 9, 8, 4, 4], "adaptive": [9, 9, 9, 9, 8, 10]}
+    run = run_of(lengths, lost=0.2)
+    found = bench_adaptive.summary([run, run], np.random.default_rng(0))
+    assert found["ratio"]["estimate"] == pytest.approx((1.8 + 2.0) / (1.4 + 1.4))
+    assert found["paired_ratio"]["estimate"] == found["ratio"]["estimate"]
+    assert found["accept_length_at_start"] == {"frozen": 1.9, "adaptive": 1.9}
+    assert found["by_position"]["adaptive"] == [pytest.approx(0.9), 0.0]
+    assert found["falls"]["estimate"] == pytest.approx(-0.075)
+    assert found["recovers"]["estimate"] == pytest.approx(0.06)
+    assert found["initial_drafter"]["change"] == pytest.approx(-0.1)
+    assert not found["little_drift"]
+    whole = {"steps": 6, "workers": 4, "draft_depth": 2, "goal": 1.15, **found}
+    said = bench_adaptive.text(whole | {"runs": [_with_lengths(run)]})
+    assert "falls by 0.075" in said
+    assert "drifted little" not in said
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_target_that_drifts_little_is_said_to():
+    run = run_of({"frozen": [9] * 6, "adaptive": [9] * 6}, lost=0.01)
+    found = bench_adaptive.summary([run], np.random.default_rng(0))
+    whole = {"steps": 6, "workers": 4, "draft_depth": 2, "goal": 1.15, "runs": [_with_lengths(run)], **found}
+    assert "The target drifted little" in bench_adaptive.text(whole)
+
+
+def _with_lengths(run: dict) -> dict:
+    live = {
+        name: [step | {"accept_length": 1 + sum(step["kept"]) / step["drafts"]} for step in steps]
+        for name, steps in run["live"].items()
+    }
+    return run | {"live": live}
+
+
+def test_traces_of_two_runs_become_steps_and_one_without_drafts_is_refused():
+    trace = trace_of(iterations=numbered([iteration(0, [4, 0])]), acceptance=[annotation(0, 0, [0, 2, 0, 0, 0, 0])])
+    found = bench_adaptive.compared(trace, trace)
+    assert found["live"]["frozen"] == [{"rl_step": 0, "drafts": 2, "kept": (1, 1, 1, 1), "accept_length": 3.0}]
+    assert [len(steps) for steps in found["paired"].values()] == [1, 1]
+    none = trace_of(iterations=numbered([iteration(0, [4], drafter="suffix")]))
+    with pytest.raises(RunError, match="nothing in the adaptive run"):
+        bench_adaptive.compared(trace, none)
+
+
+def test_rewards_are_equal_where_the_interval_over_seeds_holds_zero():
+    def rows(differences: list[float]) -> list[dict]:
+        without = {"first": 0.2, "held_out": 0.4, "trained": 0.3}
+        return [{"seed": n, "without": without, "with": {"held_out": 0.4 + d, "trained": 0.3}}
+                for n, d in enumerate(differences)]  # fmt: skip
+
+    many = {"held_out": 10**6, "trained": 10**6}
+    assert bench_reward.differences(rows([0.02, -0.01, 0.01]), many)["equal"] is True
+    assert bench_reward.differences(rows([0.05, 0.06, 0.05]), many)["equal"] is False
+    # Three runs may agree by luck: on so few prompts each of them is off by .09 or so anyway.
+    few = bench_reward.differences(rows([0.05, 0.06, 0.05]), {"held_out": 32, "trained": 32})
+    assert few["equal"] is True
+    chance = math.sqrt((sum((0.4 + d) * (0.6 - d) for d in (0.05, 0.06, 0.05)) + 3 * 0.4 * 0.6) / 32) / 3
+    assert few["held_out"]["high"] - few["held_out"]["estimate"] == pytest.approx(4.3027 * chance, rel=1e-4)
+    one = bench_reward.differences(rows([0.02]), many)
+    assert one["equal"] is None
+    json.dumps(one, allow_nan=False)
+
+
 def test_the_mean_of_a_few_has_students_interval():
     found = mean_of_few([1.0, 2.0, 3.0])
     # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.3027.
     assert found.high - found.estimate == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
     assert as_text(interval_json(found)) == "2.000 [-0.484, 4.484]"
+    assert as_text(interval_json(found), sign=-1) == "-2.000 [-4.484, 0.484]"
     assert as_text(interval_json(mean_of_few([1.0]))) == "1.000 (no interval from one value)"
 
 
@@ -158,6 +259,27 @@ def test_what_comes_first_may_be_slower_and_that_neither_counts_nor_widens_the_i
     assert found.high - found.estimate == pytest.approx(2.4469 * error, rel=1e-4)
     assert math.isnan(mean_over_orders(([0.1], [])).high)
     assert mean_over_orders(([], [1.0, 2.0, 3.0])).low == pytest.approx(mean_of_few([1.0, 2.0, 3.0]).low)
+
+
+def test_a_policy_is_no_distance_from_itself_and_the_distance_is_a_mean_over_response_tokens(
+    random_model: Path, tmp_path: Path
+):
+    import torch
+
+    model, _ = load_target(random_model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    model.save_pretrained(tmp_path / "flat")
+    texts = [Text(prompt_token_ids=[1, 5, 6], token_ids=[7, 8, 9, 4]), Text(prompt_token_ids=[1, 9], token_ids=[4, 4])]
+    assert policy_kl(random_model, random_model, texts) == pytest.approx(0.0, abs=1e-6)
+    sharp, _ = load_target(random_model)
+    by_hand = []
+    for text in texts:
+        ids = torch.tensor([text.prompt_token_ids + text.token_ids])
+        for at in range(len(text.prompt_token_ids), ids.shape[1]):
+            p, q = (torch.softmax(m(input_ids=ids[:, :at]).logits[0, -1], -1) for m in (sharp, model))
+            by_hand.append(float((p * (p / q).log()).sum()))
+    assert policy_kl(random_model, tmp_path / "flat", texts) == pytest.approx(np.mean(by_hand), rel=1e-4)
 
 
 def test_texts_are_the_same_for_the_same_seed_and_prompts_can_be_of_one_kind(random_model: Path):
@@ -220,3 +342,23 @@ def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, 
     plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
     assert (plain.rollout.policy, plain.rollout.max_draft_depth, plain.seed) == ("none", 0, 4)
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))
+
+
+def test_a_member_sends_what_a_ring_needs_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_members, "MEMBERS", (1, 3))
+    found = bench_members.bench_members(1, progress=quiet)
+    alone, three = found["rows"]
+    assert alone["bytes_sent"] == 0
+    assert three["bytes_sent"] == pytest.approx(three["ring_bytes"], rel=0.03)
+    assert three["messages"] >= three["ring_rounds"]
+    assert "400 Gb/s" in bench_members.text(found)
+
+
+def test_on_paper_updates_do_not_become_fewer_where_a_link_can_keep_up():
+    rows = bench_members.on_paper()
+    assert {row["parameters"] // 10**6 for row in rows} == {258, 540}
+    for row in rows:
+        kept_up = row["tokens_of_member"] < bench_members.PAPER_TOKENS
+        assert (row["updates"] > 0.999) == kept_up
+        assert row["tokens"] > 1 or row["link"] == "100 Gb/s"
+    assert all(row["tokens_of_member"] > 3000 for row in rows if row["link"] == "NVLink")

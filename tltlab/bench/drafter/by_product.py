@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tltlab.console import table
-from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.offline.data import TargetStates, load_target
-from tltlab.runtime.drafter.offline.evaluate import Acceptance, acceptance_along
+from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
-from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside, written
+from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 
 from .intervals import decimals
-from .recipes import MAX_BYTES
 from .runs import BenchSizes, kept, run_steps
+from .texts import judged
 
 TRAINED, OTHER = "subset-sum", "gcd"
 BEGINS = {TRAINED: "nums ", OTHER: "gcd "}
@@ -66,25 +62,6 @@ def bench_by_product(
         "rows": rows,
         "exported": exported,
     }
-
-
-def judged(
-    target: Path, heads: Sequence[Path], prompts: Sequence[Prompt], *, depth: int, max_tokens: int, seed: int
-) -> list[Acceptance]:
-    """How many drafts of each head the policy in `target` keeps along the responses that it now gives to `prompts`.
-
-    All heads are judged on the same responses.
-    """
-    model, frozen = load_target(target)
-    texts = written(model, prompts, max_tokens=max_tokens, seed=seed)
-    if not texts:
-        raise ConfigError(f"{target} answers every prompt in one token: there is nothing to draft")
-    found = []
-    for folder in heads:
-        head = load_head(folder).to(model.device)
-        states = TargetStates(model, head.aux_layers, MAX_BYTES)
-        found.append(acceptance_along(head, frozen, (states.of(text) for text in texts), depth))
-    return found
 
 
 def _of_task(source: Path, task: str, out: Path) -> Path:

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def as_text(found: Mapping[str, Any] | None) -> str:
-    """An estimate with its ends."""
+def as_text(found: Mapping[str, Any] | None, *, sign: int = 1) -> str:
+    """An estimate with its ends, all times `sign`."""
     if found is None:
         return "unknown"
+    estimate = sign * found["estimate"]
     if found["low"] is None or found["high"] is None:
-        return f"{found['estimate']:.3f} (no interval from one value)"
-    return f"{found['estimate']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+        return f"{estimate:.3f} (no interval from one value)"
+    low, high = sorted((sign * found["low"], sign * found["high"]))
+    return f"{estimate:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def decimals(value: float | None) -> str:

@@ -25,6 +25,7 @@ from tltlab.stats import interval_json, paired_interval
 
 from .intervals import as_text, decimals
 from .runs import BenchSizes
+from .texts import MAX_BYTES
 
 Kind = Literal["eagle", "hass", "eagle3"]
 
@@ -36,8 +37,6 @@ TABLE_7: dict[Kind, dict[str, float]] = {
 """TLT's own (arXiv 2511.16665, Table 7)."""
 
 DEPTH = 8
-MAX_BYTES = 1 << 29
-"""Hidden states of one policy that are kept at a time."""
 TOKENS_PER_UPDATE = 2048
 MOST_MORE = 20
 """A recipe gets at most so many times the updates to use up its seconds."""

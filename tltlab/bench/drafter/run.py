@@ -19,11 +19,14 @@ from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import Progress, prompts_of, warmed_up, written
 from tltlab.traces.trace import read
 
+from . import adaptive as bench_adaptive
 from . import by_product as bench_by_product
 from . import checkpoint as bench_checkpoint
 from . import coordination as bench_coordination
+from . import members as bench_members
 from . import packing as bench_packing
 from . import recipes as bench_recipes
+from . import reward as bench_reward
 from .runs import BenchSizes, made_model
 
 RESULT = "drafter.json"
@@ -56,13 +59,20 @@ class _Bench:
             megabytes, rounds, folder=self.out, seed=self.seed, progress=self.progress
         )
 
+    def members(self) -> dict[str, Any]:
+        return bench_members.bench_members(self.sizes.rounds, progress=self.progress)
+
     def recipes(self) -> dict[str, Any]:
         return bench_recipes.bench_recipes(self.model, self.sizes, seed=self.seed, progress=self.progress)
 
+    def adaptive(self) -> dict[str, Any]:
+        return bench_adaptive.bench_adaptive(*self._run("adaptive"), seed=self.seed, progress=self.progress)
+
     def coordination(self) -> dict[str, Any]:
-        return bench_coordination.bench_coordination(
-            self.model, self.head, self.out / "coordination", self.sizes, seed=self.seed, progress=self.progress
-        )
+        return bench_coordination.bench_coordination(*self._run("coordination"), seed=self.seed, progress=self.progress)
+
+    def reward(self) -> dict[str, Any]:
+        return bench_reward.bench_reward(*self._run("reward"), seed=self.seed, progress=self.progress)
 
     def by_product(self) -> dict[str, Any]:
         model = made_model(self.out / "model-both", "both", self.sizes.model, self.progress)
@@ -70,6 +80,9 @@ class _Bench:
         return bench_by_product.bench_by_product(
             model, head, self.out / "by-product", self.sizes, seed=self.seed, progress=self.progress
         )
+
+    def _run(self, name: str) -> tuple[Path, Path, Path, BenchSizes]:
+        return self.model, self.head, self.out / name, self.sizes
 
     def _lengths(self) -> list[int]:
         """Prompt and response tokens of the trace's responses, else of some that the model now gives."""
@@ -86,8 +99,11 @@ class _Bench:
 PARTS: dict[str, tuple[Callable[[_Bench], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
     "packing": (_Bench.packing, bench_packing.text),
     "checkpoint": (_Bench.checkpoint, bench_checkpoint.text),
+    "members": (_Bench.members, bench_members.text),
     "recipes": (_Bench.recipes, bench_recipes.text),
+    "adaptive": (_Bench.adaptive, bench_adaptive.text),
     "coordination": (_Bench.coordination, bench_coordination.text),
+    "reward": (_Bench.reward, bench_reward.text),
     "by-product": (_Bench.by_product, bench_by_product.text),
 }
 """Each part's work, and its result for people."""

@@ -19,13 +19,17 @@ from tltlab.traces.trace import Trace, read
 class BenchSizes(Sizes):
     """How much of everything.
 
-    RL steps of the runs: `steps` of the by-product, `pairs` of coordination. `texts`: fresh responses on which drafters
-    are judged. `updates`: of each recipe.
+    RL steps of the runs: `steps` frozen and adaptive, over `seeds` seeds, `pairs` of coordination, `reward_steps` with
+    and without everything, over `reward_seeds` seeds. `texts`: fresh responses on which drafters are judged. `updates`:
+    of each recipe.
     """
 
+    seeds: int = 1
     texts: int = 96
     updates: int = 200
     pairs: int = 16
+    reward_steps: int = 8
+    reward_seeds: int = 3
     checkpoint_megabytes: int = 240
     rounds: int = 8
 
@@ -43,6 +47,8 @@ FAST = BenchSizes(
     tokens_per_update=512,
     updates=8,
     pairs=3,
+    reward_steps=2,
+    reward_seeds=2,
     heldout=32,
     checkpoint_megabytes=20,
     rounds=2,

@@ -1,0 +1,79 @@
+"""Does the machinery change what is learned? GRPO with all of it and with none, from the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tltlab.console import table
+from tltlab.experiments.lossless import differences
+from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.grpo import GrpoRun
+
+from .intervals import as_text
+from .runs import BenchSizes
+
+WORKERS = 2
+
+
+def bench_reward(
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
+) -> dict[str, Any]:
+    """Held-out reward after some GRPO steps, several seeds: speculation by a bandit among the trained drafter, suffix
+    drafts and none, with training in idle time, against plain decoding.
+
+    `held_out` and `trained` are the differences, with minus without, of the reward on held-out prompts at the end and
+    of the mean over the RL steps, with Student's interval over seeds; `equal` says whether both hold 0.
+    """
+    policy = adaptive_policy(out / "policy.json", sizes.draft_depth)
+    rows = []
+    for number in range(seed, seed + sizes.reward_seeds):
+        drafter = trained_beside(head, sizes)
+        recipes = {
+            "without": recipe_of(model, sizes, seed=number, policy=None, drafter=None, workers=WORKERS),
+            "with": recipe_of(model, sizes, seed=number, policy=policy, drafter=drafter, workers=WORKERS),
+        }
+        row: dict[str, Any] = {"seed": number}
+        for name, recipe in recipes.items():
+            progress(f"{name} the machinery, seed {number}")
+            row[name] = _rewards(recipe, out / f"{name}-{number}", sizes.reward_steps, progress)
+        rows.append(row)
+    return {
+        "steps": sizes.reward_steps,
+        "seeds": sizes.reward_seeds,
+        "heldout": sizes.heldout,
+        **differences(rows, {"held_out": sizes.heldout, "trained": sizes.reward_steps * sizes.prompts_per_step}),
+        "rows": rows,
+    }
+
+
+def _rewards(recipe: Recipe, out: Path, steps: int, progress: Progress) -> dict[str, float]:
+    with GrpoRun(recipe, out) as run:
+        first = run.evaluate()
+        for _ in range(steps):
+            progress(str(run.step()))
+        return {
+            "first": first,
+            "held_out": run.evaluate(),
+            "trained": sum(report.reward_mean for report in run.reports) / len(run.reports),
+        }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The result for people."""
+    lines = [
+        f"{found['steps']} GRPO steps, {found['seeds']} seed(s), {found['heldout']} held-out prompts",
+    ]
+    rows = []
+    for row in found["rows"]:
+        without, all_ = row["without"], row["with"]
+        rewards = (without["first"], without["held_out"], all_["held_out"], without["trained"], all_["trained"])
+        rows.append((row["seed"], *(f"{reward:.3f}" for reward in rewards)))
+    lines.append(table(("seed", "before", "without", "with", "in training without", "with"), rows, left=0))
+    equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[found["equal"]]
+    lines.append(
+        f"with minus without: held out {as_text(found['held_out'])}, in training {as_text(found['trained'])}: {equal}"
+    )
+    return "\n".join(lines)
