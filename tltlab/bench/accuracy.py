@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -81,7 +82,7 @@ def summary(found: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
-def _cell(row: dict[str, Any]) -> str:
+def _cell(row: Mapping[Hashable, Any]) -> str:
     bias, median, worst = (100 * row[name] for name in ("bias", "median_abs_error", "max_abs_error"))
     inside = "-" if row["inside"] is None else f"{100 * row['inside']:.0f}"
     return f"{bias:+5.1f} {median:4.1f} {worst:3.0f} {inside:>3}"

@@ -256,7 +256,8 @@ def _posterior(rows: Measurements, values: Mapping[str, float]) -> tuple[Floats,
     step = 1e-4
     slopes = np.column_stack([predicted(best + step * e) - predicted(best - step * e) for e in np.eye(len(names))])
     slopes /= 2 * step
-    return slopes, np.linalg.inv(slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(len(names)))
+    precision = slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(len(names))
+    return slopes, np.asarray(np.linalg.inv(precision), np.float64)
 
 
 def constants_of(values: Mapping[str, float]) -> Constants:

@@ -308,7 +308,8 @@ def _residual_slopes(design: Design, x: Floats) -> Floats:
     # Of the softened error by the error: 1 near 0.
     large = np.abs(error) > 1e-5
     of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
-    return (design.weight * of_error)[:, None] * design.slopes(x * design.spread) * design.spread
+    by_row = (design.weight * of_error)[:, None] * design.slopes(x * design.spread) * design.spread
+    return np.asarray(by_row, np.float64)
 
 
 def uncertainty(table: pd.DataFrame, values: Mapping[Param, float], asked: pd.DataFrame) -> Floats:
