@@ -18,6 +18,7 @@ import errno
 import io
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -33,6 +34,8 @@ HERE = ("kill", "stop", "error", "full", "slow", "clock")
 """What may happen where a process is: kill -9, SIGSTOP, one EIO, from here on no file grows, from here on every point
 takes SLOW_S, from here on the wall clock is hours off."""
 TARGET = ("kill target", "stop target")
+MESSAGE = ("lossy",)
+"""From here on each third message is lost and each third doubled."""
 SLOW_S, CLOCK_S = 0.003, 7 * 3600.0
 _PLAN = "TLTLAB_NEMESIS_PLAN"
 _write, _open, _close, _sleep, _clock_ns = os.write, os.open, os.close, time.sleep, time.time_ns
@@ -59,6 +62,7 @@ class Points:
         self._passed: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._drags = False
+        self._network: random.Random | None = None
 
     @contextlib.contextmanager
     def passing(self, what: str, where: str, target: Callable[[], int | None] = lambda: None) -> Iterator[None]:
@@ -111,6 +115,13 @@ class Points:
 
     def _slow(self, target: Callable[[], int | None]) -> None:
         self._drags = True
+
+    def _lossy(self, target: Callable[[], int | None]) -> None:
+        self._network = random.Random(len(self.faults))
+
+    def copies(self) -> int:
+        """How many of a message arrive."""
+        return 1 if self._network is None else self._network.choice((0, 1, 2))
 
     def _clock(self, target: Callable[[], int | None]) -> None:
         time.time = lambda: _clock_ns() / 1e9 - CLOCK_S
@@ -181,11 +192,18 @@ def install(points: Points) -> None:
     builtins.open = io.open = open_
 
 
-def install_calls(points: Points, pid_of: Callable[[str], int | None]) -> None:
-    """Put a point before and after each call to a Ray actor; `pid_of` finds a process of a class."""
+def install_calls(points: Points) -> None:
+    """Put a point before and after each call to a Ray actor, whose target is one of the processes of that class, and
+    where the coordinator sends and hears messages."""
+    import psutil
     from ray.actor import ActorHandle
 
     real = ActorHandle._actor_method_call
+
+    def pid_of(name: str) -> int | None:
+        children = psutil.Process().children(recursive=True)
+        pids = sorted(child.pid for child in children if role_of(child.pid) == name)
+        return pids[0] if pids else None
 
     def call(self: Any, method_name: str, *args: Any, **options: Any) -> Any:
         name = self._ray_actor_creation_function_descriptor.class_name.rpartition(".")[2]
@@ -193,6 +211,53 @@ def install_calls(points: Points, pid_of: Callable[[str], int | None]) -> None:
             return real(self, method_name, *args, **options)
 
     ActorHandle._actor_method_call = call
+
+    from tltlab.runtime.coordinator.server import CoordinatorServer
+
+    def relayed(real: Callable[..., None], what: str) -> Callable[..., None]:
+        def relay(self: CoordinatorServer, *frames: Any) -> None:
+            with points.passing("message", what):
+                for _ in range(points.copies()):
+                    real(self, *frames)
+
+        return relay
+
+    CoordinatorServer._send = relayed(CoordinatorServer._send, "command")
+    CoordinatorServer._hear = relayed(CoordinatorServer._hear, "report")
+
+
+def role_of(pid: int | str) -> str:
+    """What a process of a run is: the class of a Ray actor, "driver" for any other."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
+    except OSError:
+        return "gone"
+    return re.split(r"[.:( ]", title.removeprefix("ray::"))[0] if title.startswith("ray::") else "driver"
+
+
+def install_plan() -> None:
+    """As the environment says (`environment`), for a process that has just begun; `main` is what a driver does."""
+    plan = json.loads(os.environ[_PLAN])
+    faults = [Fault(**fault) for fault in plan["faults"]]
+    global _points
+    _points = Points(
+        Path(plan["under"]), faults, Path(plan["journal"]), lambda: role_of("self"), everything=plan["everything"]
+    )
+    install(_points)
+
+
+def environment(under: Path, faults: Sequence[Fault], journal: Path, *, everything: bool = False) -> dict[str, str]:
+    """The variable by which a process and its children have these points: `tests/start_up` reads it."""
+    plan = {"under": str(under), "faults": [asdict(fault) for fault in faults], "journal": str(journal)}
+    return {_PLAN: json.dumps(plan | {"everything": everything})}
+
+
+def main() -> None:
+    """The command `tltlab` with calls to actors as points too."""
+    install_calls(_points)
+    from tltlab.cli.app import main
+
+    main()
 
 
 def read_journal(journal: Path) -> list[dict[str, Any]]:

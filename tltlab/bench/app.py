@@ -62,16 +62,19 @@ def accuracy(
     left_out: Annotated[
         bool, typer.Option(help="Fit engine profiles again without each model, GPU and engine; half a minute.")
     ] = True,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every set of measurements, not a summary of one screen.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
 
     Example: tltlab bench accuracy --data measurements
     """
-    from .accuracy import rows, text
+    from .accuracy import rows, summary, text
 
     found = rows(data, left_out=left_out)
-    emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found))
+    emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found) if every else summary(found))
 
 
 @app.command()

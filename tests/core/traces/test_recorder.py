@@ -148,6 +148,18 @@ def test_a_disk_that_refuses_when_a_recording_goes_on_is_a_sentence(tmp_path, mo
         Recorder.reopen(tmp_path / "t", MANIFEST, 1)
 
 
+def test_a_recording_that_cannot_be_removed_leaves_its_trace_and_goes_with_the_next_repair(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    add(recorder, 0)
+    with monkeypatch.context() as here:
+        here.setattr(recovery_module.os, "rename", disk_full)
+        with pytest.raises(InputError, match=r"t\.recording cannot be removed, its trace is written"):
+            recorder.close()
+    recorder._lock.close()
+    assert len(repair(tmp_path / "t").outcomes) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
 def test_a_recording_that_is_there_is_not_overwritten(tmp_path):
     interrupted(tmp_path / "t")
     with pytest.raises(ConfigError, match="tltlab trace repair"):
