@@ -314,9 +314,10 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
 
 def budgets_of(policy: PolicyLike, workers: int) -> list[DraftBudget]:
     """A budget of the policy for each worker; none where every request is drafted what the strategy says."""
-    if not isinstance(policy, Policy) or isinstance(policy.build_budget(), UniformBudget):
+    build = getattr(policy, "build_budget", UniformBudget)
+    if isinstance(build(), UniformBudget):
         return []
-    return [policy.build_budget() for _ in range(workers)]
+    return [build() for _ in range(workers)]
 
 
 def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:

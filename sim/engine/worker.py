@@ -358,7 +358,7 @@ class Worker:
             macro = self.batch.advance(regime, limit, scheduler.room_tokens)
             noise = self._add_noise(macro)
             beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
-            beside_s = costs.prefill_s(beside)
+            beside_s = self._beside_s(macro, beside) if beside else 0.0
             yield env.timeout(switch_s + prefill_s + beside_s + macro.seconds)
             self.batch.settle()
             # The first iteration also prefills its chunk.
@@ -400,6 +400,12 @@ class Worker:
                 if cached := tools.turns.cached_tokens[following]:
                     self.scheduler.kept[following] = cached
                 heapq.heappush(self.away, (back_s, following))
+
+    def _beside_s(self, macro: MacroStep, tokens: float) -> float:
+        """What prompts of so many tokens add to a macro-step's iterations, which share them evenly."""
+        each = tokens / macro.num_iterations
+        apart_s = self.simulator.costs.prefill_s(each)
+        return macro.num_iterations * macro.regime.cost.beside_s(macro.batch, each, apart_s)
 
     def _until(self, regime: Regime, seconds: float) -> float:
         """Iterations until this much time has passed: n f + g n (n - 1) / 2 >= seconds, with the expected growth."""
