@@ -23,7 +23,7 @@ from .files import write_file
 COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9704f", "#6f6f6f", "#cfc76a", "#111111")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-_HATCHES = ("", "////", "", "....", "\\\\\\\\", "", "xxxx", "----", "||||", "++++")
+_HATCHES = ("", "////", "", "||||", "\\\\\\\\", "", "xxxx", "----", "//", "++++")  # dots take 200 KB in SVG
 _WIDTH_IN = 7.2
 _MOST_MARKERS = 24
 _LEAST_SHAPE_BYTES = 60
@@ -209,8 +209,12 @@ def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
     """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
     num_shapes = sum(len(shapes.get_paths()) for axes in figure.axes for shapes in axes.collections)
     # Drawing takes seconds where there are many shapes, so what would be too large is not drawn as SVG first.
-    svg = _bytes(figure, "svg") if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes else bytes(most_svg_bytes + 1)
-    kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png"))
+    svg = (
+        _bytes(figure, "svg", transparent=True)
+        if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes
+        else bytes(most_svg_bytes + 1)
+    )
+    kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png", transparent=True))
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
@@ -226,7 +230,7 @@ def series_names(figure: Figure) -> tuple[str, ...]:
 
 def inline_svg(figure: Figure, names: Sequence[str]) -> str:
     """The figure as an <svg> for a page of HTML; each part of a series has data-series, its number, and its name."""
-    text = _bytes(figure, "svg").decode()
+    text = _bytes(figure, "svg", transparent=True).decode()
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace("<svg ", '<svg class="chart" ', 1)
     text = re.sub(
@@ -234,15 +238,15 @@ def inline_svg(figure: Figure, names: Sequence[str]) -> str:
         lambda part: f'<g data-series="{part[1]}"{part[2]}><title>{html.escape(names[int(part[1])])}</title>',
         text,
     )
-    return re.sub(
-        r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend|\w*Collection)_\d+"', "", text
-    )
+    text = re.sub(r'<g id="legend_\d+"', '<g class="legend"', text)
+    return re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|\w*Collection)_\d+"', "", text)
 
 
-def _bytes(figure: Figure, kind: str) -> bytes:
+def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=160, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
 
 

@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tltlab.errors import TltlabError
-from tltlab.files import lock, replaced_durably, write_durably, write_file, write_json, write_sum
+from tltlab.files import lock, write_file, write_json
+from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 from tltlab.runtime.run.checkpoints import RunCheckpoints
+from tltlab.runtime.trainer.checkpoint import load_trainer, save_trainer
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read
@@ -47,13 +50,9 @@ COLUMNS = {
 FINISHED, REFUSED, BROKEN = 0, 2, 70
 
 
-def weights_at_first() -> np.ndarray:
-    return np.arange(64.0)
-
-
 def rows_at(rl_step: int, weights: np.ndarray) -> dict[str, list[dict[str, Any]]]:
     """The rows of an RL step, which depend on all that came before by way of the weights."""
-    rng = np.random.default_rng([rl_step, *(int(value * 1000) for value in weights)])
+    rng = np.random.default_rng([rl_step, *np.frombuffer(weights.tobytes(), np.uint32)])
     keys = [{"rl_step": rl_step, "prompt_id": f"p{p}", "sample": s} for p in range(PROMPTS) for s in range(GROUP)]
     ids = [rng.integers(0, 20, rng.integers(1, 10)).tolist() for _ in keys]
     ask = {"epoch": 0, "prompt_tokens": 2, "max_response_tokens": 9, "policy_version": rl_step}
@@ -68,43 +67,65 @@ def rows_at(rl_step: int, weights: np.ndarray) -> dict[str, list[dict[str, Any]]
     }
 
 
-def write_weights(folder: Path, weights: np.ndarray) -> None:
-    """As trainers do: hashed while they are written, the sum beside them."""
-    with replaced_durably(folder / "weights.npy") as file:
-        file.write(weights.tobytes())
-    write_sum(folder / "weights.npy", file.hexdigest())
+class Learner:
+    """What trainers hold: a module, an optimizer, and how often it was updated."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = torch.nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+
+    @property
+    def weights(self) -> np.ndarray:
+        return self.module.weight.detach().numpy()
+
+    def update(self, value: float) -> None:
+        # Not by a backward pass: whose threads would be in the way of forks.
+        for number, parameter in enumerate(self.module.parameters()):
+            parameter.grad = torch.full_like(parameter, value - number)
+        self.optimizer.step()
 
 
 def drive(run: Path, tell: Callable[[str, int], None]) -> None:
-    """Run, or go on from the newest checkpoint, to the end. `tell` hears what is durable once it is."""
+    """Run, or go on from the newest checkpoint, to the end. `tell` hears what is durable once it is.
+
+    A drafter's trainer saves what it has learned beside it: here a number, of the RL step.
+    """
     run.mkdir(parents=True, exist_ok=True)
     with lock(run, "this run"):
-        checkpoints = RunCheckpoints(run / "checkpoints", keep=2)
-        newest, begins_at, weights = checkpoints.latest(), 0, weights_at_first()
+        checkpoints, drafter = RunCheckpoints(run / "checkpoints", keep=2), DrafterCheckpoint(run / "drafter")
+        newest, begins_at, learner, learned = checkpoints.latest(), 0, Learner(), {"n": torch.zeros(1)}
         if newest is not None:
             begins_at = json.loads((newest / "state.json").read_text())["rl_step"]
-            weights = np.frombuffer((newest / "weights.npy").read_bytes())
+            load_trainer(newest / "trainer", learner.module, learner.optimizer, rank=0)
         tell("begins", begins_at)
+        drafter.load(learned)
+        tell("remembers", int(learned["n"]))
         with Recorder.reopen(run / "trace", MANIFEST, begins_at) as recorder:
             for rl_step in range(begins_at, STEPS):
-                rows = rows_at(rl_step, weights)
+                done = rl_step + 1
+                rows = rows_at(rl_step, learner.weights)
                 for table, new in rows.items():
                     recorder.append(table, new)
                 recorder.flush(wait=False)
-                weights = weights * 0.9 + sum(row["response_tokens"] for row in rows["outcomes"])
-                if (rl_step + 1) % EVERY == 0 or rl_step + 1 == STEPS:
+                learner.update(float(sum(row["response_tokens"] for row in rows["outcomes"])))
+                if done % EVERY == 0 or done == STEPS:
+                    tell("learning", done)
+                    drafter.save({"n": torch.full((1,), float(done))})
                     recorder.flush()
-                    tell("durable", rl_step + 1)
+                    tell("durable", done)
 
-                    def write(folder: Path, done: int = rl_step + 1, moved: np.ndarray = weights) -> None:
+                    def write(folder: Path, done: int = done) -> None:
+                        save_trainer(folder / "trainer", learner.module, learner.optimizer, steps=done, rank=0)
                         write_json(folder / "state.json", {"rl_step": done})
-                        (folder / "trainer").mkdir()
-                        write_weights(folder / "trainer", moved)
-                        write_durably(folder / "weights.npy", moved.tobytes())
 
-                    checkpoints.save(rl_step + 1, write)
-                    tell("saved", rl_step + 1)
-        write_file(run / "final.npy", weights.tobytes())
+                    checkpoints.save(done, write)
+                    tell("saved", done)
+                    drafter.finish()
+                    if not drafter.failures:
+                        tell("learned", done)
+        drafter.close()
+        write_file(run / "final.npy", learner.weights.tobytes())
         write_json(run / "summary.json", {"steps": STEPS})
 
 
@@ -116,6 +137,9 @@ class Told:
     begins: int = 0
     durable: int = 0
     saved: int = 0
+    remembers: int = -1
+    learning: int = -1
+    learned: int = -1
     said: str = ""
 
 
@@ -205,7 +229,9 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
     rng = random.Random(seed)
     run, journal = folder / "run", folder / "journal.jsonl"
     struck: list[dict[str, Any]] = []
-    durable = saved = 0
+    saved = 0
+    # What the drafter's trainer may remember: what was durable last, or anything it was saving since.
+    may_remember = {0}
     for attempt in range(rng.randint(1, 3)):
         faults = []
         for _ in range(rng.choice((1, 1, 2))):
@@ -217,8 +243,15 @@ def case(seed: int, points: Sequence[tuple[str, int]], twin: Path, folder: Path)
         told = disturbed(run, faults, here)
         struck += (new := read_journal(here))
         did = [row["action"] for row in new]
-        durable = max(told.begins, told.durable) if told.code != BROKEN else durable
         saved = max(saved, told.saved)
+        checker.require(told.remembers in {-1, *may_remember}, "a drafter of", told.remembers, "not", may_remember)
+        if told.learned >= 0:
+            may_remember = {told.learned}
+        if told.learning >= 0:
+            may_remember |= set(range(max(told.learned, told.begins) + 1, told.learning + 1))
+        if "stop" in did:
+            # Another may have driven it to its end before this one had the lock.
+            may_remember.add(STEPS)
         ended = f"attempt {attempt} under {did} ended by {told.code}: {told.said}"
         checker.require(told.code in (FINISHED, REFUSED, -signal.SIGKILL), ended)
         checker.require(told.code != -signal.SIGKILL or "kill" in did, ended)
@@ -251,6 +284,11 @@ def repaired(copy: Path) -> None:
 
 def campaign(first: int, faults: int, folder: Path) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Cases from seed `first` on until so many faults have struck: how often what struck where, and what went wrong."""
+    # What this imports every fork has; it starts no threads.
+    learner = Learner()
+    learner.update(1.0)
+    save_trainer(folder / "trainer", learner.module, learner.optimizer, steps=1, rank=0)
+    load_trainer(folder / "trainer", learner.module, learner.optimizer, rank=0)
     twin = folder / "twin"
     told = disturbed(twin / "run", [], folder / "none.jsonl")
     assert told.code == FINISHED, told.said

@@ -3,13 +3,14 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tltlab
 from tltlab.traces.recorder import Recorder
 
 from . import checker
-from .storage import MANIFEST, STEPS, drive, rows_at, weights_at_first
+from .storage import MANIFEST, STEPS, drive, rows_at
 
 TINY = Path(__file__).parents[2] / "traces" / "tiny"
 
@@ -32,7 +33,7 @@ def test_a_trace_of_ours_passes_and_one_with_another_bit_does_not(tmp_path: Path
 def test_a_recording_that_lost_a_chunk_or_has_one_twice_is_found(tmp_path: Path):
     recorder = Recorder(tmp_path / "trace", MANIFEST)
     for rl_step in range(3):
-        for table, rows in rows_at(rl_step, weights_at_first()).items():
+        for table, rows in rows_at(rl_step, np.ones(4)).items():
             recorder.append(table, rows)
         recorder.flush()
     checker.killed(tmp_path, 3)
@@ -54,13 +55,13 @@ def test_a_recording_that_lost_a_chunk_or_has_one_twice_is_found(tmp_path: Path)
 def test_a_checkpoint_that_is_not_what_was_written_is_found(tmp_path: Path):
     drive(tmp_path, lambda what, value: None)
     assert checker.checkpoints(tmp_path / "checkpoints") == [STEPS - 1, STEPS]
-    (tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "weights.npy").write_bytes(b"1")
+    (tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "state.json").write_bytes(b"1")
     with pytest.raises(checker.Fault, match="not what was written"):
         checker.checkpoints(tmp_path / "checkpoints")
 
 
 def test_requests_without_outcomes_and_tokens_of_another_number_are_found():
-    rows = rows_at(0, weights_at_first())
+    rows = rows_at(0, np.ones(4))
     for table in rows.values():
         for row in table:
             row["turn"] = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FAULTS, SEED = int(os.environ.get("TLTLAB_NEMESIS", 12)), os.environ.get("TLTLAB_NEMESIS_SEED", "0")
+FAULTS, SEED = int(os.environ.get("TLTLAB_NEMESIS", 6)), os.environ.get("TLTLAB_NEMESIS_SEED", "0")
 
 
 @pytest.mark.timeout(600 + 20 * FAULTS)

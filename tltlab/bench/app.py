@@ -297,10 +297,8 @@ def runtime(
     """
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tltlab.experiments.baseline_measured import bench_runtime
+    from tltlab.experiments.baseline_measured import bench_runtime, text
     from tltlab.experiments.models import own_model
-
-    from .runtime import text
 
     _check(out)
     sizes = _sizes(off_batches, "--off-batches") if off_batches else []

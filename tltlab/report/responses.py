@@ -44,8 +44,8 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     blocks: list[Block] = [
         Text(
             text=f"Of RL step {one.rl_steps[0]}. Marked text was drafted and kept, in a colour for each drafter; the "
-            f"rest is the model's own, underlined where nothing of a draft was kept. Point at it for how much "
-            f"of a draft was. {'; '.join(told).capitalize()}."
+            "rest is the model's own, underlined where nothing of a draft was kept. Point at it to see how much of a "
+            f"draft was kept. {'; '.join(told).capitalize()}."
         )
     ]
     for label, row in _chosen(rows):
