@@ -47,6 +47,7 @@ RANGES = {
 _DRAFTING = ("draft_level_s", "draft_level_per_request_s")
 _PRIOR_WEIGHT = 0.003
 _TYPICAL_ERROR = 0.1
+_NOISE, _NOISE_ROWS = 0.03, 3.0
 _LEVEL = 0.02
 """Outliers that add less to a rollout than this are left alone."""
 _ENOUGH = 400
@@ -238,12 +239,15 @@ def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
 def uncertainty(rows: Measurements, values: Mapping[str, float]) -> Floats:
     """Standard deviation of each prediction that the number of rows leaves, relative, by Laplace.
 
-    The errors' own spread, over the rows beyond what the constants take up, is that of a single measurement.
+    A single measurement errs as the rows beyond what the constants take up do, with `_NOISE` for `_NOISE_ROWS` more:
+    as many constants as rows would meet them exactly.
     """
     slopes, spread = _posterior(rows, values)
     share = np.einsum("ij,jk,ik->i", slopes, spread, slopes)
     error = rows.predict(values) / rows.measured - 1
-    return np.asarray(np.sqrt(share * (error**2).sum() / max(len(error) - share.sum(), 1.0)), np.float64)
+    beyond = max(len(error) - float(share.sum()), 0.0)
+    variance = (float((error**2).sum()) + _NOISE_ROWS * _NOISE**2) / (beyond + _NOISE_ROWS)
+    return np.asarray(np.sqrt(share * variance), np.float64)
 
 
 def _posterior(rows: Measurements, values: Mapping[str, float]) -> tuple[Floats, Floats]:

@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
+from urllib.parse import urlsplit
 
 import pandas as pd
 import pytest
@@ -62,13 +61,13 @@ def server(folder):
         thread.join()
 
 
-def asked(server: Server, target: str, host: str | None = None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
+def asked(port: int, target: str, host: str | None = None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
     """Status, body and headers of an answer to exactly this request; `host` "" leaves the header out."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.putrequest(method, target, skip_host=True)
         if host != "":
-            connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")
+            connection.putheader("Host", host or f"127.0.0.1:{port}")
         connection.endheaders()
         answer = connection.getresponse()
         return answer.status, answer.read().decode(), dict(answer.getheaders())
@@ -77,26 +76,24 @@ def asked(server: Server, target: str, host: str | None = None, method: str = "G
 
 
 def test_the_list_has_each_run_and_a_run_its_page(server):
-    with urllib.request.urlopen(server.url) as answer:
-        page = answer.read().decode()
+    _, page, _ = asked(server.server_port, "/")
     links = re.findall(r'href="(run\?run=[^"]*)"', page)
     assert sorted(links) == ["run?run=a", "run?run=a/inner", "run?run=deep/b%20%26%20c"]
     assert "secret" not in page
-    with urllib.request.urlopen(server.url + "run?run=a/inner") as answer:
-        page = answer.read().decode()
+    _, page, _ = asked(server.server_port, "/run?run=a/inner")
     assert HOSTILE not in page
     assert "Response lengths" in page
     assert '<a href=".">All runs</a>' in page
 
 
 def test_two_runs_stand_side_by_side_with_the_settings_that_differ(server):
-    status, page, _ = asked(server, "/compare?run=a&run=a/inner")
+    status, page, _ = asked(server.server_port, "/compare?run=a&run=a/inner")
     assert status == 200
     assert "A: a and B: inner" in page
     assert re.search(r"train\.lr</th>\s*<td[^>]*>0\.1</td>\s*<td[^>]*>0\.2</td>", page)
     assert "train.steps" not in page
     for query in ("run=a", "run=a&run=a&run=a", ""):
-        status, page, _ = asked(server, f"/compare?{query}")
+        status, page, _ = asked(server.server_port, f"/compare?{query}")
         assert status == 400
         assert "two are compared" in page
 
@@ -108,7 +105,7 @@ def test_two_runs_stand_side_by_side_with_the_settings_that_differ(server):
      "/run?run=" + "x" * 5000, "/%2e%2e/%2e%2e/etc/passwd", "http://evil.example/x", "/run?&&&", "*"],
 )  # fmt: skip
 def test_what_is_no_run_that_was_found_is_refused(server, target):
-    status, page, headers = asked(server, target)
+    status, page, headers = asked(server.server_port, target)
     assert 400 <= status < 500
     assert "root:" not in page
     assert headers["Content-Security-Policy"].startswith(POLICY)
@@ -119,16 +116,16 @@ def test_what_is_no_run_that_was_found_is_refused(server, target):
 )
 def test_a_site_whose_name_leads_here_gets_nothing(server, host):
     for target in ("/", "/run?run=a", "/state"):
-        status, page, _ = asked(server, target, host)
+        status, page, _ = asked(server.server_port, target, host)
         assert status == 421
         assert "deep" not in page
-    assert asked(server, "/state", f"localhost:{server.server_port}")[0] == 200
+    assert asked(server.server_port, "/state", f"localhost:{server.server_port}")[0] == 200
 
 
 def test_nothing_can_be_changed_and_answers_are_strict(server):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert asked(server, "/", method=method)[0] == 405
-    status, page, headers = asked(server, "/", method="HEAD")
+        assert asked(server.server_port, "/", method=method)[0] == 405
+    status, page, headers = asked(server.server_port, "/", method="HEAD")
     assert (status, page) == (200, "")
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
@@ -181,15 +178,15 @@ def test_a_list_that_takes_long_comes_in_parts(folder):
         assert (f'data-stamp="{runs.state()}"' in page) is (num_unread == 0)
 
 
-def test_the_command_says_where_it_is_and_ends_with_ctrl_c(folder):
+def test_the_command_says_where_it_is_and_ends_well_when_told_to(folder):
     command = [sys.executable, "-m", "tltlab", "ui", str(folder), "--port", "0", "--no-browser", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             told = json.loads(process.stdout.readline())
             assert told["runs"] == 3
-            with urllib.request.urlopen(told["url"] + "state", timeout=60) as answer:
-                assert json.load(answer)["stamp"] == Runs(folder).state()
-            process.send_signal(2)
+            port = urlsplit(told["url"]).port
+            assert json.loads(asked(port, "/state")[1])["stamp"] == Runs(folder).state()
+            process.terminate()
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()
