@@ -11,13 +11,13 @@ from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.recipe import Recipe, builtin_recipes, find_recipe, load_recipe
 
-OWN_MODEL = ("calculator", "cpu", "gpu_smoke")
+OWN_MODEL = ("asynchronous", "calculator", "cpu", "gpu_smoke")
 
 
 def test_they_are_these():
     assert list(builtin_recipes()) == [
-        "calculator", "cpu", "gpu_smoke", "qwen2.5-0.5b-gsm8k", "qwen2.5-1.5b-gsm8k", "qwen2.5-32b-tlt",
-        "qwen2.5-7b-tlt",
+        "asynchronous", "calculator", "cpu", "gpu_smoke", "qwen2.5-0.5b-gsm8k", "qwen2.5-1.5b-gsm8k",
+        "qwen2.5-32b-tlt", "qwen2.5-7b-tlt",
     ]  # fmt: skip
 
 
