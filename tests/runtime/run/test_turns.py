@@ -96,4 +96,3 @@ def test_asynchronous_training_keeps_its_bound_and_tells_each_tokens_policy(reci
     # What began in RL step 0 and was not trained then is older in the next.
     assert max(report.metrics["staleness/mean"] for report in reports) > 0
     assert reports[0].metrics["mismatch_abs"] < 1e-4 < max(report.metrics["mismatch_abs"] for report in reports)
-    assert len(verify(tmp_path / "run").rows) == 4
