@@ -84,6 +84,13 @@ _ROWS = (
         takes="1 minute; seconds with --fast",
     ),
     Experiment(
+        name="open-questions",
+        module="simulated.open_questions",
+        question="What does TLT bring at its own number of responses to a worker, and where its paper leaves it open: "
+        "asynchronous RL, uniformly long responses, several turns?",
+        takes="2 minutes; half a minute with --fast",
+    ),
+    Experiment(
         name="lengths",
         module="simulated.lengths",
         question="What do prompts, history, siblings and what was generated so far say of how long a response will be?",

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tltlab.errors import ConfigError, RunError, TraceError
+from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.files import lock, replace_durably
 
 from .recording import SUFFIX, chunks_of, cut, new_recording, readable, recording_of, rows_in
@@ -187,8 +187,11 @@ def _remove(folder: Path) -> None:
     """Remove a recording in one move, so that no half of one is left."""
     gone = folder.with_name(f".{folder.name}.done")
     shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    shutil.rmtree(gone)
+    try:
+        os.rename(folder, gone)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be removed, its trace is written: {error.strerror}") from error
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _closed_already(folder: Path, path: Path) -> bool:
