@@ -48,6 +48,12 @@ _ROWS = (
         takes="7 minutes, and 2 once to train its model; 1 with --fast",
     ),
     Experiment(
+        name="systems",
+        module="measured.systems",
+        question="What do systems from the literature take on real engines here, against what is predicted of them?",
+        takes="6 minutes, and 1 once to train its model; 2 with --fast",
+    ),
+    Experiment(
         name="batch-size",
         module="batch_size",
         question="At which batch sizes do which drafts pay, and does the bandit find them?",
