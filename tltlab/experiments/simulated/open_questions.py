@@ -131,14 +131,14 @@ def measured(case: Case, settings: Settings, seed: int) -> dict[str, Any]:
         "responses_per_worker": case.load, "step": 1 / tlt["step_ratio"], "step_low": _over(tlt["step_ratio_high"]),
         "step_high": _over(tlt["step_ratio_low"]), "rollout": 1 / tlt["ratio"], "least": 1 / tlt["ratio_most"],
         "most": 1 / tlt["ratio_least"], "rollout_share": plain["rollout_share"],
-        ALWAYS: _over(table["step_ratio"].to_dict().get(ALWAYS, 0.0)),
+        ALWAYS: _over(table["step_ratio"].to_dict()[ALWAYS]) if ALWAYS in table.index else None,
         "accept_length": tlt["mean_accept_length"], "bubble": plain["bubble_fraction"],
     }  # fmt: skip
     return row | {"answer": _answer(row, settings.cap)}
 
 
 def _over(ratio: float) -> float:
-    """Times as fast; infinite where the interval of a few RL steps reaches no time at all, or nothing was tried."""
+    """Times as fast; infinite where the interval of a few RL steps reaches no time at all."""
     return 1 / ratio if ratio > 0 else math.inf
 
 
