@@ -51,7 +51,7 @@ _ROWS = (
         name="systems",
         module="measured.systems",
         question="What do systems from the literature take on real engines here, against what is predicted of them?",
-        takes="6 minutes, and 1 once to train its model; 2 with --fast",
+        takes="not timed yet: ten short training runs, and once to train its model; fewer tokens with --fast",
     ),
     Experiment(
         name="batch-size",
