@@ -80,12 +80,17 @@ def lower_bound_s(
     ]
     slope_s = min(r.slope_s(b) for r in regimes for b in batches)
     decoding = _decoding_s(requests, ran, regimes, fixed, slope_s, acceptance, mode, seed)
-    alone, share = (prefill + seconds for seconds in decoding)
+    alone, share = prefill + decoding[0], _held_s(prefill, costs) + decoding[1]
     if requests.turns is not None:
         seconds = dict(zip(ran, (alone + np.array(requests.turns.tool_s)[ran]).tolist(), strict=True))
         chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
         alone = np.array([sum(seconds[turn] for turn in chain) for chain in chains])
     return float(max(alone.max(), share.sum() / workers))
+
+
+def _held_s(prefill_s: Floats, costs: CostModel) -> Floats:
+    """What prefills take of a worker's time for sure: nothing where chunks may ride in iterations bound by memory."""
+    return prefill_s if costs.max_num_batched_tokens is None else np.zeros_like(prefill_s)
 
 
 def largest_batch(requests: Requests, costs: CostModel) -> int:
@@ -247,13 +252,14 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     lengths = requests.lengths[ran] - TOLERANCE_TOKENS
     prompts = requests.prompts[ran].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    own_s = costs.prefill_s(1.0) * requests.uncached[ran] + slope_s * contexts
+    prefill_s = costs.prefill_s(1.0) * requests.uncached[ran].astype(np.float64)
+    own_s, held_own_s = (seconds + slope_s * contexts for seconds in (prefill_s, _held_s(prefill_s, costs)))
 
     def fits(makespan_s: float) -> bool:
         left_s = makespan_s - own_s
         if (left_s <= 0).any() or (lengths > rate[-1] * left_s).any():
             return False
-        held_s = own_s + left_s * np.interp(lengths / left_s, rate, share)
+        held_s = held_own_s + left_s * np.interp(lengths / left_s, rate, share)
         return bool(held_s.sum() <= workers * makespan_s)
 
     low = 0.0

@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 import simpy
 
-from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
+from tltlab.arrays import Floats
+from tltlab.costs.stages import STAGES, StageCosts, StepWorkload, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
 from tltlab.sim.engine.worker import SimulatedRollout
@@ -96,13 +97,16 @@ def run_steps(
     topology: Topology | None = None,
     num_updates: int = 1,
     fused: bool = False,
+    streamed: bool = False,
 ) -> RunResult:
     """Make whole RL steps of a simulation's rollouts; the topology defaults to `Colocated()`.
 
     The RL steps of `result` follow each other. `fused`: GPUs that are done with a rollout compute log-probs of what has
-    ended (`stage_left`). Training takes `num_updates` optimizer steps on each. Responses without
-    a reward count as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a stage of
-    unknown cost, and stage costs for another number of GPUs.
+    ended (`stage_left`). `streamed`: a trainer on GPUs of its own takes each group as soon as its last sample is graded
+    (StreamRL, arXiv 2504.15930), for a time in proportion to its tokens, and the optimizer's share at the end; grading
+    is then part of its waiting. Training takes `num_updates` optimizer steps on each. Responses without a reward count
+    as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a stage of unknown cost,
+    stage costs for another number of GPUs, and streaming where all GPUs generate.
     """
     topology = topology or Colocated()
     rollouts = list(result.rollouts)
@@ -112,7 +116,9 @@ def run_steps(
     if num_workers < 1:
         raise ConfigError("the rollouts have no workers: simulate at least one")
     pools = topology.pools(num_workers, stages)
-    times = [_times(rollout, stages, pools.shared, num_updates, fused) for rollout in rollouts]
+    if streamed and pools.shared:
+        raise ConfigError("streamed training needs GPUs that do not generate: take the topology separate")
+    times = [_times(rollout, stages, pools.shared, num_updates, fused, streamed) for rollout in rollouts]
     pipeline = _Pipeline(times, topology.max_staleness)
     steps = _steps(rollouts, times, pipeline)
     return RunResult(
@@ -140,6 +146,45 @@ def summary(result: RunResult) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Groups:
+    """Groups that a trainer takes during the rollout: when each is graded, since its start, and what training it takes.
+
+    `fixed_s` comes behind the last.
+    """
+
+    graded_s: Floats
+    work_s: Floats
+    fixed_s: float
+
+    @classmethod
+    def of(cls, rollout: SimulatedRollout, stages: StageCosts, train_s: float, fixed_s: float) -> _Groups:
+        rows, reward = rollout.requests.rows, stages.reward
+        assert reward is not None
+        lengths = rows["response_tokens"].to_numpy(np.int64)
+        graded_s = reward.base_s + served_s(rollout.finish_s, reward.each_s(lengths))
+        of, names = pd.factorize(rows["prompt_id"])
+        last_s = np.zeros(len(names))
+        np.maximum.at(last_s, of, graded_s)
+        tokens = np.bincount(of, weights=lengths + rows["prompt_tokens"].to_numpy(np.int64))
+        return cls(graded_s=last_s, work_s=(train_s - fixed_s) * tokens / tokens.sum(), fixed_s=fixed_s)
+
+    def busy_s(self, free_s: float) -> list[tuple[float, float]]:
+        """The times in which a trainer that is free from `free_s` on works, in order."""
+        ends = np.sort(served_s(self.graded_s, self.work_s, free_s))
+        order = np.argsort(self.graded_s, kind="stable")
+        busy: list[tuple[float, float]] = []
+        for end, work in zip(ends.tolist(), self.work_s[order].tolist(), strict=True):
+            if busy and end - work <= busy[-1][1] + _SAME_TIME_S:
+                busy[-1] = (busy[-1][0], end)
+            else:
+                busy.append((end - work, end))
+        return [*busy[:-1], (busy[-1][0], busy[-1][1] + self.fixed_s)]
+
+
+_SAME_TIME_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _StageTimes:
     """Seconds of an RL step's parts; `sleep_s` and `wake_s` lie before and behind what the trainer does."""
 
@@ -150,9 +195,12 @@ class _StageTimes:
     train_s: float
     sync_s: float
     wake_s: float
+    groups: _Groups | None = None
 
 
-def _times(rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_updates: int, fused: bool) -> _StageTimes:
+def _times(
+    rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_updates: int, fused: bool, streamed: bool
+) -> _StageTimes:
     if stages.inference is None or stages.reward is None or stages.train is None or stages.sync is None:
         missing = [name for name in ("inference", "reward", "train", "sync") if getattr(stages, name) is None]
         raise ConfigError(f"the stage costs do not know {', '.join(missing)}: add what it takes, {{}} for nothing")
@@ -161,14 +209,20 @@ def _times(rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_upda
     if fused:
         tokens = rollout.requests.response_tokens
         inference_s = stage_left(rollout.finish_s.tolist(), tokens, rollout.worker_end_s, inference_s)
+    train_s, groups = stages.train.seconds(work), None
+    if streamed:
+        fixed_s = stages.inference.base_s + stages.train.base_s + stages.train.per_update_s * num_updates
+        groups = _Groups.of(rollout, stages, inference_s + train_s, fixed_s)
+    grading_s = stages.reward.seconds(rollout.finish_s, np.asarray(rollout.requests.response_tokens, np.int64))
     return _StageTimes(
         rollout_s=float(rollout.makespan_s),
         sleep_s=stages.sleep_s + (rollout.spot.release_delay_s if rollout.spot else 0.0) if shared else 0.0,
-        reward_s=stages.reward.seconds(rollout.finish_s, np.asarray(rollout.requests.response_tokens, np.int64)),
+        reward_s=0.0 if streamed else grading_s,
         inference_s=inference_s,
-        train_s=stages.train.seconds(work),
+        train_s=train_s,
         sync_s=stages.sync.seconds(),
         wake_s=stages.wake_s if shared else 0.0,
+        groups=groups,
     )
 
 
@@ -198,6 +252,7 @@ class _Pipeline:
         self._env = simpy.Environment()
         self._engines = simpy.Resource(self._env, capacity=1)
         self._batches = simpy.Store(self._env, capacity=max(1, max_staleness))
+        self._begun = [self._env.event() for _ in times]
         self._synced = [self._env.event() for _ in times]
         self._env.process(self._generator())
         self._env.process(self._trainer())
@@ -210,23 +265,34 @@ class _Pipeline:
             with self._engines.request() as turn:
                 yield turn
                 self.version_of.append(len(self.done_s))
+                self._begun[k].succeed(self._env.now)
                 yield from self._spend(self.rollouts, k, "rollout", t.rollout_s)
             yield self._batches.put(k)
 
     def _trainer(self) -> Generator[Any, Any, None]:
-        for _ in self.times:
-            k = yield self._batches.get()
-            t = self.times[k]
-            yield from self._spend(self.training, k, "weight_sync", t.sleep_s, "engine sleeps")
-            yield from self._spend(self.training, k, "reward", t.reward_s)
-            yield from self._spend(self.training, k, "inference", t.inference_s)
-            yield from self._spend(self.training, k, "train", t.train_s)
+        for k, t in enumerate(self.times):
+            if t.groups is not None:
+                yield from self._stream(k, t.groups)
+            else:
+                yield self._batches.get()
+                yield from self._spend(self.training, k, "weight_sync", t.sleep_s, "engine sleeps")
+                yield from self._spend(self.training, k, "reward", t.reward_s)
+                yield from self._spend(self.training, k, "inference", t.inference_s)
+                yield from self._spend(self.training, k, "train", t.train_s)
             with self._engines.request() as turn:
                 yield turn
                 yield from self._spend(self.syncs, k, "weight_sync", t.sync_s)
                 yield from self._spend(self.syncs, k, "weight_sync", t.wake_s, "engine wakes")
             self.done_s.append(float(self._env.now))
             self._synced[k].succeed()
+
+    def _stream(self, k: int, groups: _Groups) -> Generator[Any, Any, None]:
+        """Train on the groups of rollout k as they come, the last at its end."""
+        began_s = yield self._begun[k]
+        for start_s, end_s in groups.busy_s(self._env.now - began_s):
+            yield self._env.timeout(max(0.0, began_s + start_s - self._env.now))
+            yield from self._spend(self.training, k, "train", end_s - start_s, "streamed")
+        yield self._batches.get()
 
     def _spend(
         self, into: list[_Interval], k: int, kind: str, seconds: float, detail: str | None = None

@@ -28,7 +28,7 @@ from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import SINGLE_TURN, Requests, changed, requests_by_step
+from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
@@ -200,8 +200,6 @@ class Scenario:
             seed=self.seed,
             max_tools=self.max_tools,
         )
-        if self.admission is not None and any(step.turns is not None for step in self.steps):
-            raise ConfigError(SINGLE_TURN)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
@@ -293,6 +291,7 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
     rollout = simulator.rollout(work.requests, feed.first(), feed)
     trained = stream.end(work)
     requests, at = stream.trained_on(work, trained)
+    current = set(map(id, work.jobs))
 
     def of(values: Floats, before: float) -> Floats:
         return np.array([before if n is None else values[n] for n in at], values.dtype)
@@ -303,7 +302,8 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
         worker_of=np.array([0 if n is None else rollout.worker_of[n] for n in at], np.int64),
         first_token_s=np.minimum(of(rollout.first_token_s, 0.0), of(rollout.finish_s, 0.0)),
         finish_s=of(rollout.finish_s, 0.0),
-        old_tokens=float(sum(job.length if n is None else job.old for job, n in zip(trained, at, strict=True))),
+        submit_s=None if rollout.submit_s is None else of(rollout.submit_s, 0.0),
+        old_tokens=float(sum(job.old if id(job) in current else job.length for job in trained)),
         wasted_tokens=stream.wasted_tokens - wasted,
         ages=np.array([version - (version if job.version is None else job.version) for job in trained], np.int64),
         num_begun=stream.num_begun,
@@ -314,9 +314,10 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
 
 def budgets_of(policy: PolicyLike, workers: int) -> list[DraftBudget]:
     """A budget of the policy for each worker; none where every request is drafted what the strategy says."""
-    if not isinstance(policy, Policy) or isinstance(policy.build_budget(), UniformBudget):
+    build = getattr(policy, "build_budget", UniformBudget)
+    if isinstance(build(), UniformBudget):
         return []
-    return [policy.build_budget() for _ in range(workers)]
+    return [build() for _ in range(workers)]
 
 
 def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:

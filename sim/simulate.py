@@ -140,7 +140,7 @@ class SimResult:
         rollouts = [rollout for rollout in self.rollouts if rollout.ages is not None]
         if not rollouts:
             return None
-        lengths = np.concatenate([rollout.requests.lengths for rollout in rollouts])
+        lengths = np.concatenate([rollout.requests.whole().lengths for rollout in rollouts])
         ages = np.concatenate([rollout.ages for rollout in rollouts if rollout.ages is not None])
         last, trained = rollouts[-1], max(1.0, float(lengths.sum()))
         begun = last.begun_tokens / max(1, last.num_begun)

@@ -32,11 +32,10 @@ from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.stats import Interval, mean_of_few, paired_ratio
-from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
-from .engine.requests import SINGLE_TURN, Requests
+from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .sensitivity import Variant, over_ranges
@@ -101,7 +100,11 @@ def simulate_system(
         train_gpus = max(1, workers - generating) * gpus
         topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, system.max_staleness))
         stages = on_gpus(stages, train_gpus)
-    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology, fused=system.fused))
+    return SystemRun(
+        bound=bound,
+        result=result,
+        whole=run_steps(result, stages, topology=topology, fused=system.fused, streamed=system.streamed),
+    )
 
 
 def by_name(
@@ -153,8 +156,8 @@ def compare_systems(
     generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
     `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
 
-    Where responses have several turns, systems that change which responses there are stand in `attrs["left_out"]` with
-    the reason. No other is left out: a number that is missing takes a default that `defaults` names. Where there is one
+    No system is left out, `attrs["left_out"]` is empty: a number that is missing takes a default that `defaults` names.
+    Where there is one
     (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of
     each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there:
     `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`,
@@ -169,12 +172,7 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    asked = find_systems(systems)
-    several = any(step.turns is not None for step in scenario.steps)
-    left_out = {one.name: SINGLE_TURN for one in asked if several and (one.workload or one.admission)}
-    if len(left_out) == len(asked):
-        raise ConfigError(f"{', '.join(left_out)}: {SINGLE_TURN}")
-    bound = bind_all([one for one in asked if one.name not in left_out], scenario, model_free)
+    bound = bind_all(find_systems(systems), scenario, model_free)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -205,7 +203,7 @@ def compare_systems(
         _add_ranges(table, ends, seconds, baseline)
     table.attrs.update(
         ranges=ends,
-        left_out=left_out,
+        left_out={},
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
@@ -290,7 +288,7 @@ def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **plac
         step_s=None if run.whole is None else run.whole.steps["step_s"].to_numpy(np.float64),
         idle_s=sums([max(0.0, all_s - r.busy_s) for r, all_s in zip(rollouts, worker_s, strict=True)]),
         worker_s=sums(worker_s),
-        trained_tokens=sums([r.requests.lengths.sum() for r in rollouts]),
+        trained_tokens=sums([r.requests.rows["response_tokens"].sum() for r in rollouts]),
         old_tokens=sums([r.old_tokens for r in rollouts]),
         wasted_tokens=sums([r.wasted_tokens for r in rollouts]),
         length_bias=1.0 if stale is None else stale["length_bias"] or 1.0,
@@ -389,16 +387,15 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
 
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
-    """One model of two: learned drafters by the one, at their freshest, and those that draft from text by the other."""
-    settled: dict[bool, SettledModel] = {}
+    """One model of all: each drafter by the first that has it, at its freshest."""
+    settled: dict[str, SettledModel] = {}
     for one in bound:
         for strategy in one.policy.strategies:
             if strategy.speculates and one.acceptance is not None:
-                of_text = strategy.drafter in MODEL_FREE
                 model = one.acceptance.at_best([strategy.drafter])
                 assert isinstance(model, SettledModel), "no bound covers replayed acceptance beside a model"
-                settled.setdefault(of_text, model)
-    return PerDrafter(learned=settled[False], model_free=settled[True])
+                settled.setdefault(strategy.drafter, model)
+    return PerDrafter(models=settled)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:

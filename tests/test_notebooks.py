@@ -29,7 +29,7 @@ def pictures(notebook):
     return sum("image/png" in output.get("data", {}) for output in shown)
 
 
-def test_there_are_six():
+def test_there_are_eight():
     assert [path.stem for path in SCRIPTS] == [
         "01_bubble_timeline",
         "02_policies_compared",
@@ -37,6 +37,8 @@ def test_there_are_six():
         "04_drafter_drift",
         "05_tune_and_run",
         "06_your_own_policy",
+        "07_which_policy",
+        "08_field_guide",
     ]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +23,11 @@ from .files import write_file
 COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9704f", "#6f6f6f", "#cfc76a", "#111111")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-_HATCHES = ("", "////", "", "....", "\\\\\\\\", "", "xxxx", "----", "||||", "++++")
+_HATCHES = ("", "////", "", "||||", "\\\\\\\\", "", "xxxx", "----", "//", "++++")  # dots take 200 KB in SVG
 _WIDTH_IN = 7.2
 _MOST_MARKERS = 24
+_LEAST_SHAPE_BYTES = 60
+"""Of one polygon of a collection in SVG."""
 FORMATS = (".png", ".svg")
 
 Values = Sequence[float | None] | np.ndarray
@@ -96,10 +100,11 @@ def lines(
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
         whole = whole and bool(np.all(across == np.round(across)))
         axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
-                  linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name)  # fmt: skip
+                  linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name,
+                  gid=_series(i))  # fmt: skip
         if bands is not None and name in bands:
             low, high = (_floats(end) for end in bands[name])
-            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0)
+            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0, gid=_series(i))
     if doubling:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -123,13 +128,16 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
     across = _floats(x)
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
     floor = np.zeros(len(across))
+    num_drawn = 0
     for i, (name, part) in enumerate(parts.items()):
         height = np.nan_to_num(_floats(part))
         if not height.any():
             continue  # keeps its colour for another chart of the same parts
         axes.bar(across, 100 * height, width=0.9 * width, bottom=100 * floor, color=COLORS[i % len(COLORS)],
-                 hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0, label=name)  # fmt: skip
+                 hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0, label=name,
+                 gid=_series(num_drawn))  # fmt: skip
         floor += height
+        num_drawn += 1
     if names is None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=bool(np.all(across == np.round(across)))))
     else:
@@ -154,7 +162,8 @@ def scatter_identity(
         of_group = group == name
         marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # the eleventh has another than the first
         axes.plot(x[of_group], y[of_group], linestyle="none", marker=marker, markersize=5,
-                  color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name)  # fmt: skip
+                  color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name,
+                  gid=_series(i))  # fmt: skip
     known = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
     end = 1.08 * float(known.max()) or 1.0
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
@@ -198,15 +207,46 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
     """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
-    svg = _bytes(figure, "svg")
-    kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png"))
+    num_shapes = sum(len(shapes.get_paths()) for axes in figure.axes for shapes in axes.collections)
+    # Drawing takes seconds where there are many shapes, so what would be too large is not drawn as SVG first.
+    svg = (
+        _bytes(figure, "svg", transparent=True)
+        if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes
+        else bytes(most_svg_bytes + 1)
+    )
+    kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png", transparent=True))
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def _bytes(figure: Figure, kind: str) -> bytes:
+def _series(number: int) -> str:
+    return f"series-{number}"
+
+
+def series_names(figure: Figure) -> tuple[str, ...]:
+    """What the series of `lines`, `shares` or `scatter_identity` are called, in order; none of another figure."""
+    known = any(str(part.get_gid()).startswith("series-") for axes in figure.axes for part in axes.get_children())
+    return tuple(map(str, figure.axes[0].get_legend_handles_labels()[1])) if known else ()
+
+
+def inline_svg(figure: Figure, names: Sequence[str]) -> str:
+    """The figure as an <svg> for a page of HTML; each part of a series has data-series, its number, and its name."""
+    text = _bytes(figure, "svg", transparent=True).decode()
+    text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = text.replace("<svg ", '<svg class="chart" ', 1)
+    text = re.sub(
+        r'<g id="series-(\d+)"([^>]*)>',
+        lambda part: f'<g data-series="{part[1]}"{part[2]}><title>{html.escape(names[int(part[1])])}</title>',
+        text,
+    )
+    text = re.sub(r'<g id="legend_\d+"', '<g class="legend"', text)
+    return re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|\w*Collection)_\d+"', "", text)
+
+
+def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=160, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
 
 

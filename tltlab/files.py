@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
@@ -188,8 +188,8 @@ def write_file(path: Path, data: str | bytes) -> None:
 def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Give a place to write to, which becomes `path` when the block ends well; parents are made. Raises OSError."""
     make_folder(path.parent, durable=durable)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        new = Path(folder) / path.name
+    with _beside(path) as folder:
+        new = folder / path.name
         yield new
         if durable:
             fsync_file(new)
@@ -206,8 +206,8 @@ def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> It
     them. Raises OSError, without `replace` also where there is something at `path`.
     """
     make_folder(path.parent, durable=durable)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as beside:
-        new, old = Path(beside) / "new", Path(beside) / "old"
+    with _beside(path) as beside:
+        new, old = beside / "new", beside / "old"
         new.mkdir()
         yield new
         if durable:
@@ -223,6 +223,44 @@ def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> It
         if durable:
             # Before what it replaced is removed.
             fsync_folder(path.parent)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A folder beside `path` that goes when the block ends; those of writers of `path` that were killed go first.
+
+    A writer that lives holds its own, which the kernel lets go of when it is killed. Where folders cannot be held, as
+    on NFS, nothing is swept. O(names in the parent folder).
+    """
+    prefix = f".{path.name}.tltlab-"
+    for name in os.listdir(path.parent):
+        if name.startswith(prefix):
+            left = path.parent / name
+            with suppress(OSError), _held_folder(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if (left / "old").exists() and not path.exists():
+                    os.replace(left / "old", path)
+                shutil.rmtree(left, ignore_errors=True)
+    while True:
+        with (
+            tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix, ignore_cleanup_errors=True) as folder,
+            ExitStack() as held,
+        ):
+            with suppress(OSError):
+                held.enter_context(_held_folder(Path(folder), fcntl.LOCK_EX))
+            # Before it was held another writer may have taken it for one that was left.
+            if os.path.exists(folder):
+                yield Path(folder)
+                return
+
+
+@contextmanager
+def _held_folder(folder: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -369,9 +407,12 @@ def fsync_folder(path: Path) -> None:
 def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
     """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
 
-    Raises ConfigError where another process holds it; `what` it is.
+    Raises ConfigError where another process holds it; `what` it is; and where it cannot be written to.
     """
-    file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
+    try:
+        file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
     for patience_s in (0.01, 0.05, 0.1, 0.0):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,8 @@ class GenerationRequest:
     """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
 
     With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call. It also stops behind a
-    token of `stop_token_ids`, and `prompt_text` is for environments, which may read the prompt.
+    token of `stop_token_ids`, and `prompt_text` is for environments, which may read the prompt. It begins once the
+    engine has the weights of `from_version`, and a rollout that stops at a quota goes on for as long as it is `due`.
     """
 
     key: Key
@@ -28,6 +29,8 @@ class GenerationRequest:
     min_p: float | None = None
     stop_token_ids: tuple[int, ...] = ()
     prompt_text: str = ""
+    from_version: int = 0
+    due: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,8 @@ class Response:
 
     `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
     each from a rollout worker. A turn after the first came at `t_submit`, after `tool_s` at a tool, which said the
-    tokens `observed`, the end of its prompt.
+    tokens `observed`, the end of its prompt. `versions` are (policy version, tokens) of its spans, where weights may
+    change while it runs; else it is empty.
     """
 
     key: Key
@@ -75,6 +79,7 @@ class Response:
     t_submit: float = 0.0
     tool_s: float | None = None
     observed: Sequence[int] = ()
+    versions: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,6 +231,11 @@ class Ledger:
         if self._last is not None and not self.overlapped:
             self._last.draft_s, self._last.late_s = self._draft_s, late_s
 
+    def interrupted(self, seconds: float) -> None:
+        """The engine did something else for so long since the last iteration's output, which pays nothing for it."""
+        if self._last is not None and not self.overlapped:
+            self._last.late_s += seconds
+
     def pause(self) -> None:
         """Nothing is left to run: the last iteration ended with its output or its drafts, and no choice is in force."""
         self._close(self._busy_until_s)

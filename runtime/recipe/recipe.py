@@ -128,7 +128,9 @@ class RolloutConfig(FiniteModel):
 
     With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
     from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
-    on from there as if it had not stopped.
+    on from there as if it had not stopped. With `staleness` = N above 0 training is asynchronous: engines go on, new
+    weights reach them between two iterations, and a response begins only if what is trained on will be at most N
+    updates old (AReaL, arXiv 2505.24298); `stale` = "hold" waits for those that come of age, "drop" drops them.
 
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
     on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
@@ -156,6 +158,8 @@ class RolloutConfig(FiniteModel):
     reuse: ReuseConfig | None = None
     environment: EnvironmentConfig | None = None
     one_step_off: bool = False
+    staleness: int = Field(default=0, ge=0)
+    stale: Literal["hold", "drop"] = "hold"
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")

@@ -82,17 +82,33 @@ def environments(recipe: Recipe) -> Iterator[str]:
         yield "rollout.environment has responses of several turns, which rollout.partial and rollout.reuse cannot cut"
 
 
-def one_step_off(recipe: Recipe) -> Iterator[str]:
+def off_policy(recipe: Recipe) -> Iterator[str]:
+    """Rollouts beside training."""
     rollout = recipe.rollout
-    if not rollout.one_step_off:
+    if not (rollout.one_step_off or rollout.staleness):
         return
+    name = "rollout.staleness" if rollout.staleness else "rollout.one_step_off"
     if recipe.cluster.placement == "colocated":
-        yield "rollout.one_step_off needs devices of the engines' own: set cluster.placement = 'separate'"
+        yield f"{name} needs devices of the engines' own: set cluster.placement = 'separate'"
     if recipe.train.correction == "none":
-        yield "rollout.one_step_off is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
-    others = {"[drafter]": recipe.drafter, "rollout.reuse": rollout.reuse, "rollout.partial": rollout.partial,
-              "rollout.repeat_every": rollout.repeat_every}  # fmt: skip
-    yield from (f"rollout.one_step_off does not go with {name}" for name, other in others.items() if other)
+        yield f"{name} is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
+    others: dict[str, object] = {
+        "[drafter]": recipe.drafter, "rollout.reuse": rollout.reuse, "rollout.partial": rollout.partial,
+        "rollout.repeat_every": rollout.repeat_every,
+    }  # fmt: skip
+    if rollout.staleness:
+        others |= {
+            "rollout.one_step_off, which is a staleness of 1 whose weights wait for the rollout": rollout.one_step_off,
+            "rollout.environment, whose turns it cannot cut": rollout.environment,
+            "train.sampling_rounds above 1": recipe.train.sampling_rounds > 1,
+            "rollout.vllm.async_scheduling": rollout.vllm.get("async_scheduling"),
+        }
+        if rollout.prompts_per_step < rollout.num_workers:
+            yield (
+                "rollout.staleness needs a group for every worker in an RL step, and there are "
+                f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
+            )
+    yield from (f"{name} does not go with {other}" for other, is_set in others.items() if is_set)
 
 
 def sampling_rounds(recipe: Recipe) -> Iterator[str]:
@@ -132,7 +148,7 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
 
 
 RULES = (
-    biased_sampling, drafting, overlong_responses, partial_rollouts, environments, one_step_off, sampling_rounds,
+    biased_sampling, drafting, overlong_responses, partial_rollouts, environments, off_policy, sampling_rounds,
     sequence_parallel,
 )  # fmt: skip
 """Of a whole recipe, whose fields are right each by itself."""

@@ -60,16 +60,19 @@ class Trajectory:
         )
 
     def extended(self, response: Response, version: int, max_response_tokens: int) -> Trajectory:
-        """With what `response`, drawn by policy `version`, adds."""
+        """With what `response` adds, drawn by policy `version` where it does not say by which."""
         token_ids = _after(self.token_ids, response.token_ids)
         reason: str | None = response.finish_reason
         if reason == "abort":
             reason = "length" if len(token_ids) == max_response_tokens else None
+        versions = self.token_versions
+        for drawn_by, num_tokens in response.versions or [(version, len(response.token_ids))]:
+            versions = versions + array("i", [drawn_by]) * num_tokens
         return replace(
             self,
             token_ids=token_ids,
             logprobs=_after(self.logprobs, response.logprobs),
-            token_versions=self.token_versions + array("i", [version]) * len(response.token_ids),
+            token_versions=versions,
             finish_reason=reason,
             told=self.told + array("b", bytes(len(response.token_ids))) if self.told else self.told,
         )
@@ -114,7 +117,7 @@ class Collected:
     iteration numbers go on. By key of the request: `epochs`, the `rewards` of responses that are whole (a cut one has
     none), and where it is not 0 the time when a request was handed to its engine, `submitted_s`. `rollout_s` runs from
     the first round to the end of the last, rewards between them included; `reward_s` is what came after and `score_s`
-    the trainer's scoring; the three add up.
+    the trainer's scoring; the three add up. `figures` are for the RL step's metrics, by name.
     """
 
     trajectories: list[Trajectory]
@@ -128,6 +131,7 @@ class Collected:
     reward_s: float = 0.0
     score_s: float = 0.0
     notes: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class Rounds:
@@ -288,7 +292,7 @@ def later(rollout: Rollout, seconds: float) -> Rollout:
         responses=[
             replace(
                 r,
-                t_submit=r.t_submit + seconds if r.key[3] else r.t_submit,
+                t_submit=r.t_submit + seconds if r.t_submit else 0.0,
                 t_first_token=r.t_first_token + seconds,
                 t_finish=r.t_finish + seconds,
             )

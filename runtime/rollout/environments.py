@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import multiprocessing
 import os
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from pebble import ProcessExpired, ProcessPool
@@ -28,7 +25,7 @@ from tltlab.files import found_in
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 from tltlab.runtime.recipe.recipe import EnvironmentConfig
 
-from .reward_pool import be_a_reward_process, ending
+from .reward_pool import UserProcesses, be_a_reward_process, ending, raised
 
 Message = dict[str, str]
 """{"role": "user" | "assistant" | "tool", "content": text}."""
@@ -109,7 +106,7 @@ Answer = tuple[str | None, str]
 """What the environment says, None for the end; and how it failed, empty where it did not."""
 
 
-class EnvironmentPool:
+class EnvironmentPool(UserProcesses):
     """Asks the environment in `config.processes` processes with a time limit, or here and at once where that is 0.
 
     A call that takes longer, raises or ends its process ends its response; `take_failures` counts them. Processes start
@@ -119,7 +116,6 @@ class EnvironmentPool:
     def __init__(self, config: EnvironmentConfig, code: Sequence[str]) -> None:
         self._config, self._code = config, tuple(code)
         self._here = None if config.processes else load_environment(config.path, code)
-        self._pool: ProcessPool | None = None
         self._starts = 0
         self._failures: Counter[str] = Counter()
 
@@ -159,27 +155,13 @@ class EnvironmentPool:
         self._failures.clear()
         return sentences
 
-    def close(self) -> None:
-        """End the processes, whatever they do."""
-        if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join()
-            self._pool = None
-
     def _start(self) -> ProcessPool:
         self.close()
         self._starts += 1
         if self._starts > _MAX_STARTS:
             raise RunError(f"the processes of environment {self._config.path!r} died {_MAX_STARTS} times")
-        self._pool = ProcessPool(
-            max_workers=self._config.processes,
-            initializer=_start_process,
-            initargs=(self._config.path, self._code, os.getpid()),
-            context=multiprocessing.get_context("spawn"),
-        )
-        if not self._pool.active:  # asking starts it
-            raise RunError("environment processes cannot be started: set rollout.environment.processes lower")
-        return self._pool
+        told = (self._config.path, self._code, os.getpid())
+        return self._begin(self._config.processes, _start_process, told, "rollout.environment.processes")
 
 
 _MAX_STARTS = 8
@@ -252,9 +234,7 @@ def _answered(environment: Environment, messages: list[Message]) -> Answer:
     try:
         said = environment.step(messages)
     except (Exception, SystemExit) as error:  # whatever a user's environment raises
-        # Its message may quote the response: where it was raised has to do.
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return None, f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
+        return None, raised(error)
     if said is not None and not isinstance(said, str):
         return None, f"returned a {type(said).__name__}, neither text nor None"
     return said, ""

@@ -1,10 +1,12 @@
-"""Partial rollouts at a fixed concurrency (CoPRIS, arXiv 2511.05589): what still runs is cut and goes on later."""
+"""Partial rollouts: what still runs is cut and goes on later, at a fixed concurrency (CoPRIS, arXiv 2511.05589) or
+beside training, under a bound on staleness (AReaL, arXiv 2505.24298)."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -30,6 +33,8 @@ from .collected import (
 )
 
 PENDING_FILE = "pending-responses.safetensors"
+LENGTHS_FILE = "lengths.json"
+LENGTH_PERCENTILES = (50, 90, 99)
 
 _PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float64, "token_versions": np.int32}
 
@@ -55,6 +60,63 @@ class PartialGroup:
         return sum(1 for sample in self.samples if sample.token_ids and sample.finish_reason is None)
 
 
+class TrainedLengths:
+    """Tokens of the responses that were trained on so far, and of those that were dropped: how biased training is."""
+
+    def __init__(self) -> None:
+        self._trained: Counter[int] = Counter()
+        self._dropped: Counter[int] = Counter()
+        self.num_dropped = 0
+
+    def train(self, groups: Sequence[PartialGroup]) -> None:
+        self._trained.update(len(sample.token_ids) for group in groups for sample in group.samples)
+
+    def drop(self, groups: Sequence[PartialGroup]) -> None:
+        self._dropped.update(len(sample.token_ids) for group in groups for sample in group.samples)
+        self.num_dropped += len(groups)
+
+    def figures(self) -> dict[str, float]:
+        """Mean and percentiles of lengths trained on and generated, and `trained/length_bias`, the means' ratio.
+
+        Generated is what was trained on or dropped; a dropped response counts as far as it came, so the bias of a run
+        that drops is this far below 1 at least. What is still under way is neither yet.
+        """
+        if not self._trained:
+            return {}
+        generated = self._trained + self._dropped
+        found = {"trained/dropped_groups": float(self.num_dropped)}
+        for name, counts in (("trained", self._trained), ("generated", generated)):
+            lengths = np.repeat(list(counts), list(counts.values()))
+            found[f"{name}/length_mean"] = float(lengths.mean())
+            percentiles = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
+            found |= {f"{name}/length_p{rank}": float(value) for rank, value in percentiles}
+        return found | {"trained/length_bias": found["trained/length_mean"] / found["generated/length_mean"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "trained": list(self._trained.items()), "dropped": list(self._dropped.items()),
+            "num_dropped": self.num_dropped,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
+        self.num_dropped = state["num_dropped"]
+
+
+def _ages(groups: Sequence[PartialGroup], rl_step: int) -> dict[str, float]:
+    """By how many updates the policies that drew the tokens trained on are behind the one that learns from them."""
+    versions = [np.array(sample.token_versions, np.int64) for group in groups for sample in group.samples]
+    ages = rl_step - np.concatenate([np.empty(0, np.int64), *versions])
+    if not len(ages):
+        return {}
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/off_policy_share": float((ages > 0).mean()),
+        "staleness/versions_per_response": float(np.mean([len(set(each.tolist())) for each in versions])),
+    }
+
+
 class PartialRollouts(Rollouts):
     """Runs `concurrency` requests at any time until prompts_per_step groups are whole, and cuts the rest.
 
@@ -75,15 +137,20 @@ class PartialRollouts(Rollouts):
         super().__init__(recipe, prompts, order)
         self.config = config
         self._pending: list[PartialGroup] = []
+        self._lengths = TrainedLengths()
 
     def collect(self, tools: RolloutTools) -> Collected:
-        """Roll out one RL step; trained are all groups that are whole at its end."""
-        young = [group for group in self._pending if not self._too_old(group, tools.policy_version)]
-        num_dropped = len(self._pending) - len(young)
-        groups = [*young, *self._new_groups(young)]
+        """Roll out one RL step, of whose whole groups `_trained` says which are trained."""
+        # RL step k trains policy version k.
+        young = [group for group in self._pending if not self._too_old(group, tools.rl_step)]
+        dropped = [group for group in self._pending if self._too_old(group, tools.rl_step)]
+        self._lengths.drop(dropped)
+        groups = [*young, *self._new_groups(young, tools.rl_step)]
+        going = [group for group in groups if not group.whole]
         num_workers = self.recipe.rollout.num_workers
-        placed = [groups[worker::num_workers] for worker in range(num_workers)]
-        quotas = [min(quota, len(part)) for quota, part in zip(self._quotas(), placed, strict=True)]
+        placed = [going[worker::num_workers] for worker in range(num_workers)]
+        wanted = max(self.recipe.rollout.prompts_per_step - (len(groups) - len(going)), 0)
+        quotas = [min(quota, len(part)) for quota, part in zip(self._quotas(wanted), placed, strict=True)]
         rounds = Rounds(tools)
         responses = rounds.generate([self._requests(part, tools.rl_step) for part in placed], quotas)
 
@@ -92,8 +159,10 @@ class PartialRollouts(Rollouts):
         ended = [t for g in groups for t in g.samples if t.finish_reason is not None and t.reward is None]
         scored = {t.key(tools.rl_step): t for t in rewarded(ended, tools)}
         groups = [replace(g, samples=[scored.get(t.key(tools.rl_step), t) for t in g.samples]) for g in groups]
-        whole = [group for group in groups if group.whole]
-        self._pending = [group for group in groups if not group.whole]
+        whole = self._trained([group for group in groups if group.whole])
+        trained = {id(group) for group in whole}
+        self._pending = [group for group in groups if id(group) not in trained]
+        self._lengths.train(whole)
         num_aborted = sum(response.finish_reason == "abort" for response in responses.values())
         return Collected(
             trajectories=[t for group in whole for t in group.samples],
@@ -104,30 +173,38 @@ class PartialRollouts(Rollouts):
             rewards=rewards_by_key(scored.values(), tools.rl_step),
             rollout_s=rounds.rollout_s,
             reward_s=time.perf_counter() - start,
-            notes=self._take_left_behind() + self._notes(young, num_dropped, num_aborted),
+            notes=self._take_left_behind() + self._notes(young, len(dropped), num_aborted),
+            figures=_ages(whole, tools.rl_step) | self._lengths.figures(),
         )
 
     @property
     def under_way(self) -> list[int]:
         return [group.number for group in self._pending]
 
-    def _too_old(self, group: PartialGroup, version: int) -> bool:
+    def _too_old(self, group: PartialGroup, rl_step: int) -> bool:
         oldest, limit = group.oldest_version, self.config.max_age
-        return oldest is not None and limit is not None and version - oldest > limit
+        return oldest is not None and limit is not None and rl_step - oldest > limit
 
-    def _new_groups(self, pending: Sequence[PartialGroup]) -> list[PartialGroup]:
+    def _trained(self, whole: list[PartialGroup]) -> list[PartialGroup]:
+        """Of the groups that are whole those that this RL step learns from: all."""
+        return whole
+
+    def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
         """As many as keep every engine full until its last group is whole."""
         rollout = self.recipe.rollout
         per_engine = -(-self.config.concurrency // rollout.num_workers)
-        wanted = rollout.prompts_per_step + rollout.num_workers * (per_engine - 1)
-        picked = self.order.take(max(wanted - len(pending), 0), exclude=[group.number for group in pending])
+        return self._taken(rollout.prompts_per_step + rollout.num_workers * (per_engine - 1), pending)
+
+    def _taken(self, in_all: int, pending: Sequence[PartialGroup]) -> list[PartialGroup]:
+        """New groups that make `pending` so many."""
+        picked = self.order.take(max(in_all - len(pending), 0), exclude=[group.number for group in pending])
         return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in picked]
 
-    def _quotas(self) -> list[int]:
-        """How many groups each worker completes: prompts_per_step in all, the first workers one more."""
-        rollout = self.recipe.rollout
-        share, more = divmod(rollout.prompts_per_step, rollout.num_workers)
-        return [share + (worker < more) for worker in range(rollout.num_workers)]
+    def _quotas(self, wanted: int) -> list[int]:
+        """How many groups each worker completes: `wanted` in all, the first workers one more."""
+        num_workers = self.recipe.rollout.num_workers
+        share, more = divmod(wanted, num_workers)
+        return [share + (worker < more) for worker in range(num_workers)]
 
     def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
         """What is left of `groups`: those with a prefix first."""
@@ -149,6 +226,7 @@ class PartialRollouts(Rollouts):
             folder / PENDING_FILE,
             **{name: [np.array(getattr(s, name), kind) for s in samples] for name, kind in _PER_TOKEN.items()},
         )
+        write_json(folder / LENGTHS_FILE, self._lengths.state_dict())
         return {
             "pending": [
                 {
@@ -163,9 +241,11 @@ class PartialRollouts(Rollouts):
 
     def _load(self, carried: list[Any] | None, folder: Path) -> None:
         """ConfigError where the data is not what it was, or the cap is lower than a response that is to go on."""
-        self._pending = []
+        self._pending, self._lengths = [], TrainedLengths()
         if carried is None:
             return
+        if (folder / LENGTHS_FILE).exists():  # Earlier versions wrote none.
+            self._lengths.load_state_dict(read_json(folder / LENGTHS_FILE))
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
         tokens = iter(zip(*(columns[name] for name in _PER_TOKEN), strict=True))
@@ -199,3 +279,77 @@ class PartialRollouts(Rollouts):
                 )
             pending.append(PartialGroup(number=number, samples=samples))
         self._pending = pending
+
+
+class AsynchronousRollouts(PartialRollouts):
+    """Collects RL step after RL step of prompts_per_step groups each, ahead of the trainer by `staleness` at most.
+
+    AReaL's rule says what may begin (`tltlab.planning.dispatch.may_start`): with N = `staleness`, P groups a step and
+    k P of them trained, group number i of those in flight, from 0, begins once engines have version
+    ceil((k P + i + 1) / P) - N - 1. Engines get what later versions allow in advance, and begin it when those come.
+
+    That bounds what is in flight by (N + 1) P groups, and not yet the age of one that others overtake. With `stale` =
+    "hold" an RL step waits for as many of the oldest groups as later RL steps, of P groups each, could not train in
+    time: for all that began by version k - N in RL step k. No token is trained on that is more than N versions old
+    then, and every response is trained on. With "drop" nobody waits: groups that grow older are dropped, which starves
+    long responses.
+
+    What runs at the end of a collection is cut and goes on in the next at once, from the engine's prefix cache where
+    that has room; new weights come between two iterations and cut nothing.
+    """
+
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, staleness: int) -> None:
+        drops = recipe.rollout.stale == "drop"
+        config = PartialConfig(concurrency=1, max_age=staleness if drops else None)
+        super().__init__(recipe, prompts, order, config)
+        self._staleness, self._holds = staleness, not drops
+        self._from_version: dict[int, int] = {}
+        self._due: set[int] = set()
+        self._version = 0
+
+    def collect(self, tools: RolloutTools) -> Collected:
+        """Roll out one RL step while the one before it may still be trained on."""
+        self._version = tools.policy_version
+        return super().collect(tools)
+
+    def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
+        """All that may begin before the trainer needs this RL step, at version `rl_step` at the latest."""
+        per_step = self.recipe.rollout.prompts_per_step
+        new = self._taken((self._staleness + 1) * per_step, pending)
+        self._from_version, begins = {}, []
+        for n, group in enumerate([*pending, *new]):
+            first, oldest = first_version(n, rl_step, per_step, self._staleness), group.oldest_version
+            self._from_version[group.number] = first
+            # Engines have at least `_version` already.
+            begins.append((max(first, self._version) if oldest is None else oldest, n, group.number))
+        self._due = set()
+        for n, (version, *_) in enumerate(begins := sorted(begins)):
+            # So many of these and older ones have to be trained now, for later RL steps take per_step each; of the
+            # youngest any will do.
+            now = n + 1 - (version + self._staleness - rl_step) * per_step
+            if self._holds and version < begins[-1][0]:
+                self._due.update(number for *_, number in begins[: max(now, 0)])
+        return new
+
+    def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
+        by_prompt = {group.samples[0].prompt.prompt_id: group for group in groups}
+        asked = []
+        for request in super()._requests(groups, rl_step):
+            group = by_prompt[request.key[1]]
+            first = self._from_version[group.number] if group.oldest_version is None else 0
+            asked.append(replace(request, from_version=first, due=group.number in self._due))
+        return asked
+
+    def _trained(self, whole: list[PartialGroup]) -> list[PartialGroup]:
+        """prompts_per_step of them, the oldest."""
+        oldest = sorted(whole, key=lambda group: group.oldest_version or 0)
+        return oldest[: self.recipe.rollout.prompts_per_step]
+
+
+def first_version(number: int, rl_step: int, per_step: int, staleness: int) -> int:
+    """The version from which on group `number` of those in flight may begin, RL step `rl_step` being trained next.
+
+    >>> [first_version(n, rl_step=5, per_step=2, staleness=1) for n in range(4)]
+    [4, 4, 5, 5]
+    """
+    return max(-(-(rl_step * per_step + number + 1) // per_step) - staleness - 1, 0)

@@ -28,6 +28,7 @@ from tltlab.traces.trace import Trace
 
 from .collected import later, turns_of
 from .history import ComesAgain, RunHistory, anytime
+from .in_flight import FreeRolloutWorker
 from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
@@ -234,7 +235,8 @@ class WorkerPool:
         """Have `send` bring the weights of `version` to every engine; later to those of workers that start again.
 
         They come to those by way of the host, from whatever weights the trainers have then: the next, at the latest,
-        are the same for all. TrainerDied where a trainer dies in it; engines that got but a part are dead then.
+        are the same for all. TrainerDied where a trainer dies in it; engines that got but a part are dead then. Under
+        `rollout.staleness` engines may be in a rollout meanwhile, in which whoever failed is found out and replaced.
         """
         self._weights = send, version
         alive = [n for n, worker in enumerate(self._workers) if worker.alive]
@@ -244,8 +246,14 @@ class WorkerPool:
             for n in alive if way == "nccl" else ():
                 # They wait in a collective that never ends.
                 self._lost(n, WorkerLost(f"its transfer of weights was cut off: {error}"), "")
+            if self.recipe.rollout.staleness:
+                why = f"its transfer of weights was cut off: {error}"
+                self._all(lambda n, handle: handle.weights.remote("cut off", why), mend=False)
             raise
-        self._tell(lambda n, handle: handle.has_weights.remote(version))
+        if self.recipe.rollout.staleness:
+            self._all(lambda n, handle: handle.has_weights.remote(version), mend=False)
+        else:
+            self._tell(lambda n, handle: handle.has_weights.remote(version))
 
     def sleep(self, level: int = 1) -> None:
         """Give the engines' memory away until `wake_up`; at level 2 weights too, and new ones must follow."""
@@ -312,13 +320,33 @@ class WorkerPool:
         self._all(ask, told_at_start=True)
 
     def _all(
-        self, ask: Ask | None, *, told_at_start: bool = False, doing: Sequence[str] = (), once: bool = False
+        self,
+        ask: Ask | None,
+        *,
+        told_at_start: bool = False,
+        doing: Sequence[str] = (),
+        once: bool = False,
+        mend: bool = True,
     ) -> list[Any]:
-        """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up."""
+        """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up.
+
+        Without `mend` who is dead, or dies of it, is left to another call, and its answer is None.
+        """
         parts = doing or [""] * len(self.handles)
 
+        async def answered(n: int) -> Any:
+            try:
+                return await self._answer(n, ask(n, self.handles[n])) if ask and self._workers[n].alive else None
+            except WorkerLost as lost:
+                # It may live on as it was: the rollout under way finds it dead.
+                self.events.record(f"rollout worker {n} is ended: {lost}", worker=n)
+                ray.kill(self.handles[n])
+                return None
+
         async def answers() -> list[Any]:
-            lives = (self._life(n, ask, told_at_start, part, once) for n, part in enumerate(parts))
+            lives = (
+                self._life(n, ask, told_at_start, part, once) if mend else answered(n) for n, part in enumerate(parts)
+            )
             return await asyncio.gather(*lives)
 
         return _finished(answers())
@@ -351,7 +379,8 @@ class WorkerPool:
             ray.kill(self.handles[n])
         placed = dict(self.options(n))
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
-        handle = RolloutWorker.options(**placed, runtime_env=runtime_env(env)).remote(  # type: ignore[attr-defined]
+        worker_of: Any = FreeRolloutWorker if self.recipe.rollout.staleness else RolloutWorker
+        handle = worker_of.options(**placed, runtime_env=runtime_env(env)).remote(
             self.recipe, n, self.build, self.feed(n)
         )
         self.handles[n] = handle

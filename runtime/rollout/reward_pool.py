@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
@@ -63,7 +63,32 @@ class Decoder:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
 
 
-class RewardPool:
+class UserProcesses:
+    """Processes that run a user's code with a time limit for each call, and end whatever it does."""
+
+    _pool: ProcessPool | None = None
+
+    def _begin(self, processes: int, start: Callable[..., None], told: Sequence[Any], setting: str) -> ProcessPool:
+        """A new pool, whose processes begin with `start(*told)`; RunError, which names the setting, for none."""
+        self._pool = ProcessPool(
+            max_workers=processes,
+            initializer=start,
+            initargs=tuple(told),
+            context=multiprocessing.get_context("spawn"),
+        )
+        if not self._pool.active:  # asking starts it
+            raise RunError(f"{processes} processes cannot be started: set {setting} lower")
+        return self._pool
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        if self._pool is not None:
+            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.join()
+            self._pool = None
+
+
+class RewardPool(UserProcesses):
     """Computes rewards in `reward_pool.processes` processes, or in this one where that is 0; a context manager.
 
     Reward functions are imported here first: ConfigError for those that cannot be. Processes start on entering, which
@@ -78,7 +103,6 @@ class RewardPool:
         self._start_timeout_s = recipe.faults.start_timeout_s
         self._failures: Counter[str] = Counter()
         self._num_rewards = 0
-        self._pool: ProcessPool | None = None
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else Decoder.of(tokenizer)
 
@@ -115,13 +139,6 @@ class RewardPool:
         self._num_rewards = 0
         return sentences
 
-    def close(self) -> None:
-        """End the processes, whatever they do."""
-        if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join()
-            self._pool = None
-
     def _here(self, items: Sequence[Item]) -> list[Outcome]:
         # Standard output is for results, in this process as in the others.
         with redirect_stdout(sys.stderr), found_in(self._code):
@@ -129,17 +146,8 @@ class RewardPool:
 
     def _start(self) -> ProcessPool:
         """A new pool; its processes start to import the reward functions."""
-        processes = self._config.processes
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPool(
-            max_workers=processes,
-            initializer=_start_process,
-            initargs=(self._terms, self._code, os.getpid(), self._decoder, self._config.memory_bytes),
-            context=context,
-        )
-        if not self._pool.active:  # asking starts it
-            raise RunError(f"{processes} reward processes cannot be started: set reward_pool.processes lower")
-        return self._pool
+        told = (self._terms, self._code, os.getpid(), self._decoder, self._config.memory_bytes)
+        return self._begin(self._config.processes, _start_process, told, "reward_pool.processes")
 
     def _in_processes(self, items: Sequence[Item]) -> list[Outcome]:
         try:
@@ -211,9 +219,13 @@ def _outcome(
     except NotANumberError as error:
         return str(error)
     except caught as error:  # whatever a user's function raises
-        # Its message may quote the response, or a key: where it was raised has to do.
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
+        return raised(error)
+
+
+def raised(error: BaseException) -> str:
+    """What a user's code raised and where: its message may quote the response, or a key."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
 
 
 def ending(exitcode: int | None) -> str:

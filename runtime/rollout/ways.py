@@ -10,7 +10,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .collected import Collected, Key, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
-from .partial import PartialRollouts
+from .partial import AsynchronousRollouts, PartialRollouts
 from .prefix_reuse import ReusingRollouts
 
 
@@ -77,6 +77,8 @@ class SynchronousRollouts(Rollouts):
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:
     """The recipe's way of rolling out; ConfigError for what does not fit together."""
+    if recipe.rollout.staleness:
+        return AsynchronousRollouts(recipe, prompts, order, recipe.rollout.staleness)
     if recipe.rollout.partial is not None:
         return PartialRollouts(recipe, prompts, order, recipe.rollout.partial)
     if recipe.rollout.reuse is not None:

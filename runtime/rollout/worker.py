@@ -18,12 +18,13 @@ import torch
 
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
+from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, capture_room
-from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import EngineDied, FollowUps, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
 from tltlab.runtime.recipe.graphs import EngineBuild
@@ -34,8 +35,7 @@ from tltlab.traces.recorder import ColumnRows
 from .environments import Conversations, EnvironmentPool, stop_token_ids
 
 
-@ray.remote
-class RolloutWorker:
+class EngineWorker:
     """One engine in its own process."""
 
     def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
@@ -122,6 +122,8 @@ class RolloutWorker:
             weights.load(bucket=asdict(info))
         elif call == "device":
             weights.load(device=info)
+        elif call == "cut off":
+            weights.refused = RunError(str(info)) if weights.unusable else None
         else:
             weights.finish(str(info))
             self.engine.target_updated(info)
@@ -246,13 +248,18 @@ class RolloutWorker:
         notes = self.environment[0].take_failures() if self.environment is not None else []
         return replace(rolled, notes=notes)
 
-    def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], Conversations | None]:
+    def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], FollowUps | None]:
         """The requests as they stop at tool calls, and what answers those; as they are without an environment."""
         if self.environment is None:
             return requests, None
         pool, config, tokenizer, stops = self.environment
         conversations = Conversations(pool, config, tokenizer, stops, self.engine.max_model_len)
         return [replace(request, stop_token_ids=stops) for request in requests], conversations
+
+
+@ray.remote
+class RolloutWorker(EngineWorker):
+    """One engine, which does one thing after the other."""
 
 
 def packed(rollout: Rollout) -> Rollout:
@@ -297,11 +304,13 @@ def capture_bytes(recipe: Recipe) -> int:
 
 
 def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:
-    """Says, given the keys of the responses that have ended, whether `quota` prompts have all their requests answered.
+    """Says, given the keys of the responses that have ended, whether `quota` prompts have all their requests answered,
+    and every request that is due is.
 
     Made for one rollout: it is given a list that grows.
     """
     left = Counter(request.key[:2] for request in requests)
+    due = {request.key for request in requests if request.due}
     seen = whole = 0
 
     def until(ended: Sequence[Key]) -> bool:
@@ -309,7 +318,8 @@ def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Seque
         for key in ended[seen:]:
             left[key[:2]] -= 1
             whole += left[key[:2]] == 0
+            due.discard(key)
         seen = len(ended)
-        return whole >= quota
+        return whole >= quota and not due
 
     return until

@@ -75,7 +75,7 @@ class RunCheckpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole to the last bit, None where there is none."""
-        self._put_back()
+        self._tidy()
         self.complaints = []
         for path in reversed(checkpoints_in(self.folder)):
             if self._is_whole(path, to_the_bit=True):
@@ -114,7 +114,12 @@ class RunCheckpoints:
         paths = checkpoints_in(self.folder)
         whole = [path for path in paths if step_of(path) <= rl_step and fault_of(path) is None]
         for path in set(paths) - set(whole[-self.keep :]):
-            self._remove(path)
+            try:
+                self._remove(path)
+            except OSError as error:
+                # What is old goes with a later one; to what is newer a run would go back.
+                if step_of(path) > rl_step:
+                    raise RunError(f"cannot remove the checkpoint {path}: {error.strerror or error}") from error
 
     def _remove(self, path: Path) -> None:
         """In one move, so that no half of it is left under its name."""

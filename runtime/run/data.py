@@ -30,7 +30,8 @@ class RolledOut:
 
 
 class RolloutsAhead:
-    """Rolls out RL step after RL step; with `rollout.one_step_off` the next one beside the training of this one.
+    """Rolls out RL step after RL step; with `rollout.one_step_off` the next one beside the training of this one, with
+    `rollout.staleness` as many of the next ones.
 
     `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint,
     which would lose it, nor after the last. A context manager, which its thread ends with.
@@ -38,7 +39,7 @@ class RolloutsAhead:
 
     def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]) -> None:
         self._recipe, self._collect = recipe, collect
-        self._next: Future[RolledOut] | None = None
+        self._ahead: dict[int, Future[RolledOut]] = {}
 
     def __enter__(self) -> RolloutsAhead:
         self._aside = ThreadPoolExecutor(1)
@@ -49,30 +50,39 @@ class RolloutsAhead:
 
     def take(self, rl_step: int) -> RolledOut:
         """The responses of an RL step, which may be there."""
-        ahead, self._next = self._next, None
+        ahead = self._ahead.pop(rl_step, None)
         return self._collect(rl_step) if ahead is None else ahead.result()
 
     def begin(self, rl_step: int) -> None:
-        """Begin with an RL step's, where it may be rolled out before the one before it is done."""
+        """Begin with an RL step's and those after it that may be rolled out before the one before it is done."""
         recipe, every = self._recipe, self._recipe.checkpoint.every
-        saves = bool(every) and rl_step % every == 0
-        if recipe.rollout.one_step_off and rl_step < recipe.train.steps and not saves:
-            self._next = self._aside.submit(self._collect, rl_step)
+        most = recipe.rollout.staleness or int(recipe.rollout.one_step_off)
+        for step in range(rl_step, min(rl_step + most, recipe.train.steps)):
+            if every and step % every == 0:
+                break
+            if step not in self._ahead:
+                self._ahead[step] = self._aside.submit(self._collect, step)
+
+    def make_way(self) -> None:
+        """New weights come: between two rollouts, or at once where engines take them while they generate."""
+        if not self._recipe.rollout.staleness:
+            self.settle()
 
     def settle(self) -> None:
-        """Wait until engines are done: new weights come between two rollouts."""
-        if self._next is not None:
-            wait([self._next])
+        """Wait until engines are done."""
+        wait(list(self._ahead.values()))
 
     def forget(self) -> None:
         """Leave what was rolled out ahead: the run goes back to before it."""
+        for ahead in self._ahead.values():
+            ahead.cancel()
         self.settle()
-        self._next = None
+        self._ahead.clear()
 
     def refuse(self, what: str) -> None:
         """ConfigError where something needs the run to be between two RL steps, and the next is rolled out already."""
-        if self._next is not None:
-            raise ConfigError(f"a one-step-off run has rolled out its next RL step already: {what}")
+        if self._ahead:
+            raise ConfigError(f"this run has rolled out its next RL step already: {what}")
 
 
 class RunData:

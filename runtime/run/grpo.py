@@ -107,6 +107,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         ],
         "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
         "drafter": drafter,
+        "off_policy": {name: value for name, value in reports[-1].metrics.items() if "/" in name} if reports else {},
         "trace": "trace",
         "policy": "policy.json",
         "versions": versions(),
@@ -274,12 +275,6 @@ class GrpoRun:
         self.events.rl_step = rl_step
         t_step = time.perf_counter()
         collected = (rolled := self._ahead.take(rl_step)).collected
-        # What engines and drafters do with what was rolled out, before weights move.
-        if self._first is not None:
-            self._repeat(*self._first, rl_step)
-        self.drafting.annotate()
-        left = self.recipe.train.steps - rl_step - 1
-        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
         self._ahead.begin(rl_step + 1)
@@ -290,7 +285,7 @@ class GrpoRun:
 
         start = t_stages = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
-        metrics = asdict(self.trainers.old_logprobs(samples, rl_step))
+        metrics = collected.figures | asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -298,13 +293,14 @@ class GrpoRun:
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
-        self._ahead.settle()
+        self._ahead.make_way()
         # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()
         sync_s = time.perf_counter() - start
 
-        rewards = list(collected.rewards.values())
+        # Where all that is trained on was whole before, no reward is new.
+        rewards = list(collected.rewards.values()) or [t.reward for t in collected.trajectories if t.reward is not None]
         report = StepReport(
             rl_step=rl_step,
             policy=self.state.policy_name,
@@ -331,7 +327,14 @@ class GrpoRun:
 
     def _roll_out(self, rl_step: int) -> RolledOut:
         t_start, tools = time.perf_counter(), self._tools(rl_step)
-        return RolledOut(collected=self.data.rollouts.collect(tools), version=tools.policy_version, t_start=t_start)
+        collected = self.data.rollouts.collect(tools)
+        # What engines and drafters do with it, before weights move.
+        if self._first is not None:
+            self._repeat(*self._first, rl_step)
+        self.drafting.annotate()
+        left = self.recipe.train.steps - rl_step - 1
+        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
+        return RolledOut(collected=collected, version=tools.policy_version, t_start=t_start)
 
     def _tools(self, rl_step: int) -> RolloutTools:
         """What a rollout may ask of engines, trainers and rewards."""
@@ -394,7 +397,7 @@ class GrpoRun:
 
     def _record(self, report: StepReport, rolled: RolledOut, t_step: float, stages_s: float) -> StepReport:
         """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
-        start, collected = time.perf_counter(), rolled.collected
+        start, collected, rollout = time.perf_counter(), rolled.collected, self.recipe.rollout
         requests = [request for share in collected.requests for request in share]
         rows = step_rows(
             report,
@@ -405,7 +408,7 @@ class GrpoRun:
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=rolled.version,
             t_start=rolled.t_start - self._started,
-            stages_s=stages_s if self.recipe.rollout.one_step_off else None,
+            stages_s=stages_s if rollout.one_step_off or rollout.staleness else None,
             drafter=self.drafting.rows(
                 report.rl_step, report.metrics["drift_kl"], rollout_s=report.rollout_s, tokens=report.num_tokens
             ),
@@ -425,6 +428,7 @@ class GrpoRun:
             driver = ProcessMemory.now("driver", 0, {"history": self.pool.history.num_bytes})
             return [*self.pool.ask("memory"), self.trainers.memory(), *self.drafting.memory(), driver]
 
+        self._ahead.settle()
         held = self._through(asked)
         write_json(self.out / "memory.json", {"processes": [asdict(process) for process in held]})
         return held
@@ -444,6 +448,7 @@ class GrpoRun:
 
         `num_prompts` are by default those of the recipe; the mean over 0 of them is nan.
         """
+        self._ahead.settle()
         if not self.data.heldout:
             raise ConfigError("evaluation needs data.heldout in the recipe")
         prompts = self.data.heldout[: self.recipe.eval.num_prompts if num_prompts is None else num_prompts]

@@ -32,8 +32,10 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
     `tltlab.traces.metrics` of this step. `length/*`: tokens of the responses that ended, percentiles linear between
     ranks; `truncated_fraction` ended at a cap. `graphs/*`: shares of the engines' iterations by what they ran in.
-    `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter in service, its age in RL steps and
-    its updates. `recorder/share`: time for the trace, in engines and driver, over that of the step.
+    `mismatch/*` and `train/*`: what the trainer measured. `staleness/*`, `trained/*`, `generated/*`: where rollouts
+    span updates, how old the tokens trained on are, and the lengths trained on and generated so far. `drafter/*`: the
+    drafter in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and
+    driver, over that of the step.
 
     >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
     0.25
@@ -45,7 +47,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     figures |= _graphs(ColumnRows.of("iterations", rows["iterations"]).table["graph"])
     for name, value in report.metrics.items():
         kind, _, rest = name.partition("_")
-        figures[f"mismatch/{rest}" if kind == "mismatch" else f"train/{name}"] = value
+        figures[f"mismatch/{rest}" if kind == "mismatch" else name if "/" in name else f"train/{name}"] = value
     for step in rows.get("steps", []):
         figures |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}

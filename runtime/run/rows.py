@@ -83,9 +83,9 @@ def step_rows(
 
     By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
     `epochs` and `submitted_s`, when it was handed to its engine (by default at the start of the rollout).
-    `policy_version` sampled them; `t_start` is in seconds since the start of the run. `drafter` are the rows that its
-    training gives, of `steps` only some columns. The stages after the rollout began `stages_s` seconds after it did, by
-    default when it ended.
+    `policy_version` sampled them where they do not say by which they were; `t_start` is in seconds since the start of
+    the run. `drafter` are the rows that its training gives, of `steps` only some columns. The stages after the rollout
+    began `stages_s` seconds after it did, by default when it ended.
     """
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     workload: list[Row] = []
@@ -98,14 +98,14 @@ def step_rows(
             "epoch": epoch,
             "prompt_tokens": len(request.prompt_token_ids),
             "max_response_tokens": request.max_response_tokens,
-            "policy_version": policy_version,
+            "policy_version": response.versions[0][0] if response.versions else policy_version,
         }
         outcome = {
             "response_tokens": len(response.token_ids),
             "finish_reason": response.finish_reason,
             "reward": reward,
             "worker": worker,
-            "t_submit": response.t_submit if request.key[3] else t_submit,
+            "t_submit": response.t_submit or t_submit,
             "tool_s": response.tool_s,
             "t_first_token": response.t_first_token,
             "t_finish": response.t_finish,
@@ -141,12 +141,14 @@ def _token_rows(
     keys = zip(*(request.key for request in requests), strict=True) if requests else [()] * 4
     columns = [pa.array(part, kind) for part, kind in zip(keys, schema.types, strict=False)]
     lengths = [len(response.token_ids) for response in responses]
-    versions = pa.array(np.full(sum(lengths), policy_version, np.int32))
+    spans = [span for r in responses for span in r.versions or [(policy_version, len(r.token_ids))]]
+    drawn_by, num_tokens = (np.array([span[i] for span in spans], np.int32) for i in (0, 1))
+    versions = np.repeat(drawn_by, num_tokens)
     columns += [
         _lists([request.prompt_token_ids for request in requests], np.int32),
         _lists([response.token_ids for response in responses], np.int32),
         _lists([response.logprobs for response in responses], np.float32),
-        pa.ListArray.from_arrays(_offsets(lengths), versions),
+        pa.ListArray.from_arrays(_offsets(lengths), pa.array(versions)),
     ]
     return ColumnRows("tokens", pa.table(columns, names=schema.names))
 

@@ -151,6 +151,7 @@ def compare(
             text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
         if claims:
             text += f"\n\n{claim_table(rows)}"
+            text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment open-questions"
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {
         "num_repeats": repeats,

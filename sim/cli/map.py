@@ -47,7 +47,7 @@ def map_families(
     Example: tltlab map --fast --plot map.png
     """
     from tltlab.sim.maps.grid import Grid, Schedule
-    from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows
+    from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows, turns_said
 
     if plot is not None and plot.suffix not in FORMATS:
         raise ConfigError(f"--plot {plot}: name a file that ends in {' or '.join(FORMATS)}")
@@ -74,7 +74,13 @@ def map_families(
         save_figure(found.plot(), plot)
     if out is not None:
         write_json(out, result)
-    lines = [found.verdict, "", table(*table_rows(found.found)), *(f"assumed: {note}" for note in ASSUMPTIONS)]
+    lines = [
+        found.verdict,
+        "",
+        table(*table_rows(found.found)),
+        *turns_said(found.turns()),
+        *(f"assumed: {note}" for note in ASSUMPTIONS),
+    ]
     lines += [f"wrote {path}" for path in (csv, plot, out) if path is not None]
     emit(result, as_json=as_json, text="\n".join([*lines, f"simulated in {found.wall_s:.0f} s"]))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
+from tltlab.charts import FORMATS, save_figure
 from tltlab.config import faults_in
 from tltlab.console import Json, emit, progress, progress_bar, table
 from tltlab.errors import ConfigError, InputError
@@ -61,6 +62,10 @@ def tune(
     max_batch: Annotated[
         int, typer.Option(min=1, help="With --graph-memory: the largest batch that is captured.")
     ] = 256,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the trials that an interrupted tune left in OUT.trials.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the trials' scores in their order: .png or .svg.")] = None,
     seed: options.Seed = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; the result does not depend on them.")] = 1,
     as_json: Json = False,
@@ -69,10 +74,16 @@ def tune(
 
     `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
     taken as right on all RL steps, save with --cost-error; whether they are is for `calibrate` and `verify` to say.
+    Until all is done the trials are in OUT.trials, a study that Optuna's own tools read too.
 
     Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20
     """
     check_writable(out)
+    journal = out.with_name(out.name + ".trials")
+    if plot is not None and (plot.suffix not in FORMATS or not trials):
+        raise ConfigError(f"--plot {plot}: it shows the trials of a bandit (--trials), as {' or '.join(FORMATS)}")
+    if journal.exists() and not resume:
+        raise ConfigError(f"{journal} has the trials of an interrupted tune: go on with --resume, or remove it")
     sources = [read(path) for path in traces]
     wanted, graphs = _numbers(depths), _graphs(graph_memory, graph_pool, max_batch)
     from tltlab.sim.tuning.tune import TuneConfig
@@ -87,8 +98,11 @@ def tune(
     )  # fmt: skip
     origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
     with progress_bar("trials", trials) as done:
-        result = run(sources, config, provenance=origin, done=done)
+        result = run(sources, config, provenance=origin, done=done, say=progress, journal=journal)
     result.policy.write(out)
+    if plot is not None:
+        save_figure(result.history(), plot)
+    journal.unlink(missing_ok=True)
     emit(result.json(str(out)), as_json=as_json, text=text(result, out))
 
 

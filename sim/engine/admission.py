@@ -2,7 +2,8 @@
 
 The trace is a stream of prompts that begins again when it has ended, so that every step finds more to begin. A
 response that a step leaves is a request of the next one, its prefix part of the prompt, and the prefill of that is paid
-under the new weights. Lengths of samples beyond a trace's group are drawn from their prompt's own.
+under the new weights. Of one with tool calls the turns that are left are requests, and a tool that ran when its step
+ended is done. Lengths of samples beyond a trace's group are drawn from their prompt's own.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.planning.dispatch import group_estimate, may_start
 
 from .random_numbers import request_seeds, uniforms
-from .requests import Requests
+from .requests import Requests, Turns, of_responses
 
 MOST_ITERATIONS = 64
 """Iterations after which a worker looks whether the step has ended or something new may begin."""
@@ -29,8 +29,8 @@ MOST_ITERATIONS = 64
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One response: where it stands in the trace, how far it has come, and the `version` of the weights that began
-    it."""
+    """One response: the `index`-th of its step in the trace, how far it has come, and the `version` of the weights that
+    began it. Its tokens are those of all its turns."""
 
     source: int
     index: int
@@ -60,10 +60,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What an RL step has to do: `requests` for the engine in order of admission, one for each of `jobs`."""
+    """What an RL step has to do: `requests` for the engine in order of admission, those of each of `jobs` in turn.
+
+    Of a job `first_of` is the first request; of a request `job_of` is the job, `turn_of` the turn in the trace, and
+    `done_at` the tokens that the response has with it.
+    """
 
     requests: Requests
     jobs: list[Job]
+    first_of: list[int]
+    job_of: list[Job]
+    turn_of: list[int]
+    done_at: list[int]
     most_running: float
     most_begun: float
     num_groups: int
@@ -75,6 +83,7 @@ class Stream:
 
     def __init__(self, steps: Sequence[Requests], admission: Admission, seed: int) -> None:
         self.steps = steps
+        self._whole = [step.whole() for step in steps]
         self.admission = admission
         self.seed = seed
         self.version = 0
@@ -94,7 +103,7 @@ class Stream:
     def _groups(self) -> Iterator[Group]:
         lap = 0
         while True:
-            for source, step in enumerate(self.steps):
+            for source, step in enumerate(self._whole):
                 members: dict[str, list[int]] = {}
                 for i, key in enumerate(step.keys):
                     members.setdefault(key[1], []).append(i)
@@ -103,7 +112,7 @@ class Stream:
             lap += 1
 
     def _group(self, source: int, indices: Sequence[int], lap: int) -> Group:
-        step = self.steps[source]
+        step = self._whole[source]
         group = Group(needed=len(indices))
         extra = math.ceil(self.admission.samples * len(indices)) - len(indices)
         lengths = [step.response_tokens[i] for i in indices]
@@ -119,7 +128,7 @@ class Stream:
 
     def begin(self, k: int) -> Round:
         """The work of RL step k: what is left comes first."""
-        step, rule = self.steps[k], self.admission
+        step, rule = self._whole[k], self.admission
         num_groups, num_responses = len({key[1] for key in step.keys}), len(step)
         most_running = math.inf if rule.concurrency is None else max(1.0, rule.concurrency * num_responses)
         if rule.max_age is not None:
@@ -154,10 +163,7 @@ class Stream:
             ) + running  # fmt: skip
         for job in jobs:
             job.old = job.generated
-        return Round(
-            requests=self._requests(k, jobs), jobs=jobs, most_running=most_running, most_begun=most_begun,
-            num_groups=num_groups, num_responses=num_responses,
-        )  # fmt: skip
+        return self._round(k, jobs, most_running, most_begun, num_groups, num_responses)
 
     def _drop(self, max_age: int) -> None:
         """Forget groups that would be too old if this step trained them."""
@@ -177,25 +183,47 @@ class Stream:
             self.num_begun += 1
             self.begun_tokens += job.length
 
-    def _requests(self, k: int, jobs: Sequence[Job]) -> Requests:
-        step = self.steps[k]
-        sources = [self.steps[job.source] for job in jobs]
-        done = [math.floor(job.generated) for job in jobs]
-        return replace(
+    def _round(
+        self, k: int, jobs: list[Job], most_running: float, most_begun: float, num_groups: int, num_responses: int
+    ) -> Round:
+        step, several = self.steps[k], any(one.turns is not None for one in self.steps)
+        first_of: list[int] = []
+        job_of: list[Job] = []
+        turn_of: list[int] = []
+        done_at: list[int] = []
+        made_of: list[int] = []
+        after: list[int] = []
+        for job in jobs:
+            source, total, made = self.steps[job.source], 0, math.floor(job.generated)
+            chain = source.chains[job.index]
+            first_of.append(len(job_of))
+            for i in chain:
+                total += source.response_tokens[i]
+                if total <= made and i != chain[-1]:
+                    continue
+                job_of.append(job)
+                turn_of.append(i)
+                done_at.append(total)
+                made_of.append(max(0, made - (total - source.response_tokens[i])))
+                after.append(len(job_of))
+            after[-1] = -1
+        each = [(self.steps[job.source], i) for job, i in zip(job_of, turn_of, strict=True)]
+        requests = replace(
             step,
             keys=[
-                (step.rl_step, source.keys[job.index][1], 10_000 * job.source + 100 * job.index + job.sample, n)
-                for n, (job, source) in enumerate(zip(jobs, sources, strict=True))
+                (step.rl_step, source.keys[i][1], 10_000 * job.source + 100 * job.index + job.sample, n)
+                for n, (job, (source, i)) in enumerate(zip(job_of, each, strict=True))
             ],
-            prompt_tokens=[
-                source.prompt_tokens[job.index] + made for job, source, made in zip(jobs, sources, done, strict=True)
-            ],
-            max_response_tokens=[
-                source.max_response_tokens[job.index] for job, source in zip(jobs, sources, strict=True)
-            ],
-            response_tokens=[job.length - made for job, made in zip(jobs, done, strict=True)],
-            recorded_worker=[None] * len(jobs),
+            prompt_tokens=[source.prompt_tokens[i] + made for (source, i), made in zip(each, made_of, strict=True)],
+            max_response_tokens=[source.max_response_tokens[i] for source, i in each],
+            response_tokens=[source.response_tokens[i] - made for (source, i), made in zip(each, made_of, strict=True)],
+            recorded_worker=[None] * len(job_of),
+            turns=_turns_of(each, after, set(first_of), first_of) if several else None,
         )
+        return Round(
+            requests=requests, jobs=jobs, first_of=first_of, job_of=job_of, turn_of=turn_of, done_at=done_at,
+            most_running=most_running, most_begun=most_begun, num_groups=num_groups, num_responses=num_responses,
+        )  # fmt: skip
 
     def finish(self, job: Job) -> None:
         """A response of the RL step has all its tokens."""
@@ -213,29 +241,17 @@ class Stream:
 
     def trained_on(self, work: Round, trained: Sequence[Job]) -> tuple[Requests, list[int | None]]:
         """The step's requests as a recorder would have them: those it trains on, and which of the round's each was."""
-        step = work.requests
-        places: dict[int, list[int]] = {}
-        for n, job in enumerate(trained):
-            places.setdefault(job.source, []).append(n)
-        parts = [
-            self.steps[source].rows.iloc[[trained[n].index for n in there]].set_axis(there)
-            for source, there in places.items()
-        ]
-        rows = pd.concat(parts).sort_index()
-        names = rows["prompt_id"].tolist()
-        samples = rows.groupby("prompt_id", sort=False).cumcount().tolist()
-        rows = rows.assign(rl_step=step.rl_step, sample=samples).reset_index(drop=True)
-        at = {id(job): n for n, job in enumerate(work.jobs)}
-        requests = replace(
-            step,
-            keys=[(step.rl_step, name, sample, 0) for name, sample in zip(names, samples, strict=True)],
-            prompt_tokens=[int(n) for n in rows["prompt_tokens"]],
-            max_response_tokens=[int(n) for n in rows["max_response_tokens"]],
-            response_tokens=[job.length for job in trained],
-            recorded_worker=[None] * len(trained),
-            rows=rows,
-        )
-        return requests, [at.get(id(job)) for job in trained]
+        counts: dict[str, int] = {}
+        responses = []
+        for job in trained:
+            source = self.steps[job.source]
+            chain = source.chains[job.index]
+            key = source.keys[chain[0]]
+            sample = counts[key[1]] = counts.get(key[1], -1) + 1
+            responses.append((source, chain, (key[0], key[1], sample, 0)))
+        at = {(id(job), turn): n for n, (job, turn) in enumerate(zip(work.job_of, work.turn_of, strict=True))}
+        where = [at.get((id(job), i)) for job, (_, chain, _) in zip(trained, responses, strict=True) for i in chain]
+        return of_responses(work.requests, responses), where
 
     def end(self, work: Round) -> list[Job]:
         """Close the step: what it trains on, in order; the rest is left to later steps as the rule says."""
@@ -262,6 +278,19 @@ class Stream:
             left = []
         self._open = left
         return trained
+
+
+def _turns_of(each: Sequence[tuple[Requests, int]], after: list[int], begins: set[int], first: list[int]) -> Turns:
+    """Those of a round: where a response goes on, no tool is to be waited for, and nothing is in the cache."""
+    known = [None if n in begins else source.turns for n, (source, _) in enumerate(each)]
+    return Turns(
+        after=after,
+        tool_s=[0.0 if turns is None else turns.tool_s[i] for turns, (_, i) in zip(known, each, strict=True)],
+        cached_tokens=[
+            0 if turns is None else turns.cached_tokens[i] for turns, (_, i) in zip(known, each, strict=True)
+        ],
+        first=first,
+    )
 
 
 class RequestFeed(Protocol):
@@ -295,8 +324,11 @@ class BufferFeed:
         self._counts = [0] * num_workers
         self._finished: dict[str, list[int]] = {}
         self._ordered = False
+        self._first = {chain[-1]: chain[0] for chain in requests.chains}
+        """Of a response's last turn: a response goes on where it began, and is finished with its last."""
+        self._tokens = {chain[0]: sum(requests.response_tokens[i] for i in chain) for chain in requests.chains}
         # From the back: the last is the next.
-        self._waiting = [i for i, tokens in enumerate(requests.response_tokens) if tokens][::-1]
+        self._waiting = [chain[0] for chain in requests.chains if requests.response_tokens[chain[0]]][::-1]
 
     def _priority(self, request: int) -> tuple[bool, int]:
         key = self._requests.keys[request]
@@ -334,9 +366,9 @@ class BufferFeed:
 
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
         """These are done; what begins on this worker."""
-        for request in requests:
+        for request in (self._first[last] for last in requests if last in self._first):
             name = self._requests.keys[request][1]
-            self._finished.setdefault(name, []).append(self._requests.response_tokens[request])
+            self._finished.setdefault(name, []).append(self._tokens[request])
             self._reserved[worker] -= self._needs(request)
             self._counts[worker] -= 1
             self._ordered = False
@@ -390,21 +422,26 @@ class Feed:
         self._next += 1
         self._running += 1
         self.stream.begun(jobs[self._next - 1])
-        return self._next - 1
+        return self.work.first_of[self._next - 1]
 
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
         """These are done; what begins on this worker in their place, whatever its room."""
+        work, num_ended = self.work, 0
         for request in requests:
-            self.stream.finish(self.work.jobs[request])
-            self.counts[worker] -= 1
-            self._running -= 1
-        self.stopped = self.stopped or (bool(requests) and self.stream.is_enough(self.work))
+            job = work.job_of[request]
+            job.generated = float(work.done_at[request])
+            if work.requests.turns is None or work.requests.turns.after[request] < 0:
+                self.stream.finish(job)
+                num_ended += 1
+        self.counts[worker] -= num_ended
+        self._running -= num_ended
+        self.stopped = self.stopped or (num_ended > 0 and self.stream.is_enough(work))
         begun: list[int] = []
-        while not self.stopped and len(begun) < len(requests) and (chosen := self._take()) is not None:
+        while not self.stopped and len(begun) < num_ended and (chosen := self._take()) is not None:
             self.counts[worker] += 1
             begun.append(chosen)
         return begun
 
     def left(self, request: int, generated: float) -> None:
         """A request that the round leaves, with what it has generated in it."""
-        self.work.jobs[request].generated += generated
+        self.work.job_of[request].generated += generated

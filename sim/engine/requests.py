@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.load import Key
-from tltlab.arrays import Ints
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
 from tltlab.traces.schema import KEY
@@ -86,6 +86,12 @@ class Requests:
         uncached: Ints = self.prompts - np.maximum(self.shared, kept)
         return uncached
 
+    @cached_property
+    def chains(self) -> list[list[int]]:
+        """The requests of each response: one for each of its turns."""
+        turns = self.turns
+        return [[i] for i in range(len(self))] if turns is None else [list(turns.chain(i)) for i in turns.first]
+
     def whole(self) -> Requests:
         """A request for each response: its first turn's, with the tokens of all its turns."""
         if self.turns is None:
@@ -97,7 +103,7 @@ class Requests:
             keys=[self.keys[i] for i in first],
             prompt_tokens=[self.prompt_tokens[i] for i in first],
             max_response_tokens=[self.max_response_tokens[i] for i in first],
-            response_tokens=[sum(self.response_tokens[j] for j in self.turns.chain(i)) for i in first],
+            response_tokens=[sum(self.response_tokens[j] for j in chain) for chain in self.chains],
             recorded_worker=[self.recorded_worker[i] for i in first],
             rows=self.rows.iloc[first],
         )
@@ -163,52 +169,101 @@ def requests_by_step(
 
 
 def changed(requests: Requests, workload: Workload | None, seed: int) -> Requests:
-    """The requests as a system that changes them has them; what it draws is a hash of (seed, key)."""
+    """The requests as a system that changes them has them; what it draws is a hash of (seed, key).
+
+    A turn that is cut short is the last; what is kept of an earlier epoch covers whole turns and their tools, then a
+    part of one.
+    """
     if workload is None:
         return requests
-    if requests.turns is not None:
-        raise ConfigError(SINGLE_TURN)
-    luck = uniforms(request_seeds(seed, requests.keys), np.full(len(requests), _APART), 1)[:, 0]
-    lengths = requests.lengths
     if isinstance(workload, Truncated):
         caps = np.array([max(1, int(cap * workload.share)) for cap in requests.max_response_tokens])
-        rows = requests.rows.assign(response_tokens=np.minimum(lengths, caps), max_response_tokens=caps)
-        return replace(
-            requests, rows=rows, response_tokens=np.minimum(lengths, caps).tolist(), max_response_tokens=caps.tolist()
-        )
+        if requests.turns is not None:
+            over = requests.lengths > caps
+            ends = [[n for n, i in enumerate(chain, 1) if over[i]][:1] or [len(chain)] for chain in requests.chains]
+            left = [chain[:end] for chain, (end,) in zip(requests.chains, ends, strict=True)]
+            requests = of_responses(requests, [(requests, chain, requests.keys[chain[0]]) for chain in left])
+            caps = np.array([max(1, int(cap * workload.share)) for cap in requests.max_response_tokens])
+        lengths = np.minimum(requests.lengths, caps)
+        rows = requests.rows.assign(response_tokens=lengths, max_response_tokens=caps)
+        return replace(requests, rows=rows, response_tokens=lengths.tolist(), max_response_tokens=caps.tolist())
+    chains = requests.chains
+    keys = [requests.keys[chain[0]] for chain in chains]
+    luck = uniforms(request_seeds(seed, keys), np.full(len(keys), _APART), 1)[:, 0]
     if isinstance(workload, EarlierEpoch):
-        with np.errstate(divide="ignore"):
-            run = np.log1p(-luck) / np.log(workload.keep) if workload.keep < 1 else np.full(len(luck), np.inf)
-        kept = np.minimum(np.floor(run), lengths).astype(np.int64)
-        return replace(
-            requests, prompt_tokens=(requests.prompts + kept).tolist(), response_tokens=(lengths - kept).tolist()
-        )
+        return _taken_over(requests, workload.keep, luck)
     assert isinstance(workload, Regrouped)
     of: dict[str, list[int]] = {}
-    for i, key in enumerate(requests.keys):
-        of.setdefault(key[1], []).append(i)
+    for n, key in enumerate(keys):
+        of.setdefault(key[1], []).append(n)
     groups = list(of.values())
-    lengths_of = requests.response_tokens
-    # Every factor-th prompt stands for those up to the next one: samples of its own lengths, drawn again.
-    source = list(range(len(requests)))
+    # Every factor-th prompt stands for those up to the next one: samples of its own responses, drawn again.
+    source = list(range(len(chains)))
     for at, group in enumerate(groups):
         first = groups[at - at % workload.factor]
-        for i in group:
-            source[i] = first[int(luck[i] * len(first))] if group is not first else i
-    keys = [
-        (key[0], requests.keys[j][1], i, key[3]) for i, (key, j) in enumerate(zip(requests.keys, source, strict=True))
+        for n in group:
+            source[n] = first[int(luck[n] * len(first))] if group is not first else n
+    return of_responses(requests, [(requests, chains[m], (keys[m][0], keys[m][1], n, 0)) for n, m in enumerate(source)])
+
+
+def _taken_over(requests: Requests, keep: float, luck: Floats) -> Requests:
+    """Each response without its first tokens, up to the first that is not kept: they are part of a prompt."""
+    with np.errstate(divide="ignore"):
+        runs = np.floor(np.log1p(-luck) / np.log(keep)) if keep < 1 else np.full(len(luck), np.inf)
+    prompts, lengths, turns = list(requests.prompt_tokens), list(requests.response_tokens), requests.turns
+    first: list[int] = []
+    tool_s, cached = ([], []) if turns is None else (list(turns.tool_s), list(turns.cached_tokens))
+    for chain, run in zip(requests.chains, runs.tolist(), strict=True):
+        for i in chain:
+            kept = int(min(run, lengths[i]))
+            run, prompts[i], lengths[i] = run - kept, prompts[i] + kept, lengths[i] - kept
+            if turns is not None:
+                # Its tool need not run again, and nothing of it is in this engine's cache.
+                tool_s[i], cached[i] = 0.0, 0
+            if lengths[i]:
+                break
+        first.append(i)
+    if turns is not None:
+        turns = replace(turns, tool_s=tool_s, cached_tokens=cached, first=first)
+    return replace(requests, prompt_tokens=prompts, response_tokens=lengths, turns=turns)
+
+
+def of_responses(step: Requests, responses: Sequence[tuple[Requests, Sequence[int], Key]]) -> Requests:
+    """An RL step of responses from anywhere: where each is from, the requests of its turns there, and its new key."""
+    flat = [(n, i) for n, (_, chain, _) in enumerate(responses) for i in chain]
+    places: dict[int, list[int]] = {}
+    for at, (n, _) in enumerate(flat):
+        places.setdefault(id(responses[n][0]), []).append(at)
+    parts = [
+        responses[flat[there[0]][0]][0].rows.iloc[[flat[at][1] for at in there]].set_axis(there)
+        for there in places.values()
     ]
-    rows = requests.rows.assign(
-        prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys],
-        response_tokens=[lengths_of[j] for j in source], prompt_tokens=[requests.prompt_tokens[j] for j in source],
-    )  # fmt: skip
+    sources, names = [responses[n][0] for n, _ in flat], [responses[n][2] for n, _ in flat]
+    keys = [(step.rl_step, key[1], key[2], s.keys[i][3]) for key, s, (_, i) in zip(names, sources, flat, strict=True)]
+    rows = (pd.concat(parts).sort_index() if parts else step.rows.iloc[:0]).assign(
+        rl_step=step.rl_step, prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys]
+    )
+    turns = None
+    if any(source.turns is not None for source in sources):
+        ends = np.cumsum([len(chain) for _, chain, _ in responses]).tolist()
+        each = [(source.turns, i) for source, (_, i) in zip(sources, flat, strict=True)]
+        turns = Turns(
+            after=[-1 if at + 1 == ends[n] else at + 1 for at, (n, _) in enumerate(flat)],
+            tool_s=[0.0 if t is None else t.tool_s[i] for t, i in each],
+            cached_tokens=[0 if t is None else t.cached_tokens[i] for t, i in each],
+            first=[0, *ends[:-1]],
+        )
     return replace(
-        requests, rows=rows, keys=keys, response_tokens=[lengths_of[j] for j in source],
-        prompt_tokens=[requests.prompt_tokens[j] for j in source],
-    )  # fmt: skip
+        step,
+        keys=keys,
+        prompt_tokens=[source.prompt_tokens[i] for source, (_, i) in zip(sources, flat, strict=True)],
+        max_response_tokens=[source.max_response_tokens[i] for source, (_, i) in zip(sources, flat, strict=True)],
+        response_tokens=[source.response_tokens[i] for source, (_, i) in zip(sources, flat, strict=True)],
+        recorded_worker=[None] * len(flat),
+        rows=rows.reset_index(drop=True),
+        turns=turns,
+    )
 
-
-SINGLE_TURN = "it changes which responses there are, and this trace's have several turns, which it cannot cut"
 
 _APART = 1 << 40
 """Where these draws begin in a request's: no iteration comes so far."""

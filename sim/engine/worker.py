@@ -152,10 +152,10 @@ class RolloutSimulator:
         if requests.turns is not None:
             result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
         self.idle_use.rollout_started(len(queues), env.now)
-        workers = []
+        workers, stop = [], env.event()
         for w, queue in enumerate(queues):
             result.worker_of[queue] = w
-            workers.append(env.process(Worker(self, w, queue, result, feed, tools).run(env)))
+            workers.append(env.process(Worker(self, w, queue, result, stop, feed, tools).run(env)))
         env.run(until=env.all_of(workers))
         result.makespan_s = max(result.worker_end_s)
         result.tool_wait_s = 0.0 if tools is None else tools.waited_s
@@ -211,6 +211,7 @@ class PolicySeat:
         self.strategy = NO_SPECULATION
         self.bucket: int | None = None
         self.propensity = 1.0
+        self._scored: dict[Strategy, float] = {}
         self._asked_at: tuple[int, int] | None = None
         self._regime: tuple[Strategy, int, bool, Regime] | None = None
 
@@ -229,6 +230,10 @@ class PolicySeat:
         self.bucket, self.propensity = self.selector.bucket_, self.selector.propensity_
         if self.strategy is not before:
             check_listed(self.strategy, self.simulator.regimes)
+        if self.selector.full_information:
+            drafting = (strategy for strategy in self.selector.strategies if strategy.speculates)
+            at = self.simulator.regimes.at
+            self._scored = {strategy: self.scheduler.batch.accepts(at(strategy, batch)) for strategy in drafting}
         return True
 
     def regime(self, drafter_ready: bool) -> Regime:
@@ -250,6 +255,7 @@ class PolicySeat:
             drafted=(macro.regime.num_drafted,) * macro.batch if speculates else (),
             accepted=macro.accepted if speculates else (),
             had_prefill=had_prefill,
+            scored=self._scored if speculates else {},
         )
         reward = self.selector.reward(self.strategy, outcome) if self.simulator.record_rewards else None
         self.selector.observe(self.strategy, outcome)
@@ -279,9 +285,11 @@ class Worker:
         index: int,
         queue: list[int],
         rollout: SimulatedRollout,
+        stop: simpy.Event,
         feed: RequestFeed | None = None,
         tools: Tools | None = None,
     ) -> None:
+        self.stop = stop
         self.feed = feed
         self.tools = tools
         self.away: list[tuple[float, int]] = []  # when each request comes back, a heap
@@ -327,7 +335,10 @@ class Worker:
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
             if self.away and scheduler.is_done:
                 # Its time is not compared: a timeout may end an ulp before it.
-                yield env.timeout(max(0.0, self.away[0][0] - env.now))
+                back = env.timeout(max(0.0, self.away[0][0] - env.now))
+                yield back if self.feed is None else back | self.stop
+                if self.stop.triggered:
+                    break
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             while self.away and self.away[0][0] <= env.now:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
@@ -347,7 +358,7 @@ class Worker:
             macro = self.batch.advance(regime, limit, scheduler.room_tokens)
             noise = self._add_noise(macro)
             beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
-            beside_s = costs.prefill_s(beside)
+            beside_s = self._beside_s(macro, beside) if beside else 0.0
             yield env.timeout(switch_s + prefill_s + beside_s + macro.seconds)
             self.batch.settle()
             # The first iteration also prefills its chunk.
@@ -363,6 +374,8 @@ class Worker:
                 for request in self.feed.finished(macro.finished, self.index, room_tokens):
                     self.rollout.worker_of[request] = self.index
                     scheduler.waiting.append((request, 0.0))
+                if self.feed.stopped and not self.stop.triggered:
+                    self.stop.succeed()
             scheduler.prefill(beside)
             prefill_s, tokens = prefill_s + beside_s, up_front + beside
             reward = policy.tell(macro, prefill_s, tokens > 0) if asked else None
@@ -387,6 +400,12 @@ class Worker:
                 if cached := tools.turns.cached_tokens[following]:
                     self.scheduler.kept[following] = cached
                 heapq.heappush(self.away, (back_s, following))
+
+    def _beside_s(self, macro: MacroStep, tokens: float) -> float:
+        """What prompts of so many tokens add to a macro-step's iterations, which share them evenly."""
+        each = tokens / macro.num_iterations
+        apart_s = self.simulator.costs.prefill_s(each)
+        return macro.num_iterations * macro.regime.cost.beside_s(macro.batch, each, apart_s)
 
     def _until(self, regime: Regime, seconds: float) -> float:
         """Iterations until this much time has passed: n f + g n (n - 1) / 2 >= seconds, with the expected growth."""

@@ -2,6 +2,17 @@
 
 from .grid import FAMILIES, Grid, Point
 from .search import compositions, search_systems
-from .survey import Found, Map, survey
+from .survey import Found, Map, break_even, survey, turns_said
 
-__all__ = ["FAMILIES", "Found", "Grid", "Map", "Point", "compositions", "search_systems", "survey"]
+__all__ = [
+    "FAMILIES",
+    "Found",
+    "Grid",
+    "Map",
+    "Point",
+    "break_even",
+    "compositions",
+    "search_systems",
+    "survey",
+    "turns_said",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _OPACITY = {"pays": 0.9, "likely pays": 0.55, "open": 0.25}
 _OFF = "#e6e6e6"
+_LUMA, _DARK = (0.299, 0.587, 0.114), 0.5
+"""How light red, green and blue are (Rec. 601), and below what black letters no longer stand out."""
 
 
 def draw(surveyed: Map) -> Figure:
@@ -56,7 +59,9 @@ def _field(axes: Axes, x: int, y: int, found: Found) -> None:
     color = "#ffffff" if found.fault is not None else _color(found.best)
     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=color, alpha=opacity, edgecolor="none"))
     text = "no room" if found.fault is not None else "1.0" if gain is None else f"{gain.step.estimate:.2f}"
-    axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    # On white, a colour is as dark as its opacity leaves it.
+    light = 1.0 - opacity * (1.0 - sum(share * part for share, part in zip(_LUMA, to_rgb(color), strict=True)))
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if light < _DARK else "black")
 
 
 def _frame(axes: Axes, across: Sequence[str], down: Sequence[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import LEARNED_DEFAULT, TEXT_DEFAULT, BoundSystem, bind
 from tltlab.sim.config import SimulationConfig
-from tltlab.sim.sensitivity import RANGES
+from tltlab.sim.sensitivity import RANGES, ScaledChances
 from tltlab.sim.systems import simulate_system
 from tltlab.stats import Interval, interval_json, paired_ratio
 
@@ -153,10 +155,32 @@ class Map:
                 )  # fmt: skip
         return pd.DataFrame(rows)
 
+    def turns(self) -> pd.DataFrame:
+        """Where the best family changes with one property of a point, all others as they are.
+
+        One row per property and step along it: `property`, `before`, `after`, `pairs` of points that it separates,
+        `turned` of them with another best family, and `most_often` (from, to, how often), None where none turned.
+        """
+        grid, best = self.grid, {found.point: found.best for found in self.found if found.fault is None}
+        values: dict[str, Sequence[Any]] = {
+            "model": grid.models, "weights": grid.weights, "schedule": grid.schedules, "context": grid.contexts,
+            "load": grid.loads,
+        }  # fmt: skip
+        rows = []
+        for name, along in values.items():
+            for before, after in pairwise(along):
+                here = [point for point in best if getattr(point, name) == before]
+                both = [(best[p], best[q]) for p in here if (q := replace(p, **{name: after})) in best]
+                turned = Counter(pair for pair in both if pair[0] != pair[1])
+                most = [(*pair, count) for pair, count in turned.most_common(1)]
+                rows.append((name, before, after, len(both), turned.total(), most[0] if most else None))
+        return pd.DataFrame(rows, columns=["property", "before", "after", "pairs", "turned", "most_often"])
+
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab map --json`."""
         return {
             "verdict": self.verdict,
+            "turns": self.turns().to_dict("records"),
             "families": {name: {"title": s.title, "source": s.source} for name, s in FAMILIES.items()},
             "assumptions": list(ASSUMPTIONS),
             "gpu": self.grid.gpu, "num_workers": self.grid.workers, "num_rl_steps": self.grid.rl_steps,
@@ -280,6 +304,47 @@ class _At:
             if (changed := number.change((bound, self.costs), number.ends[0])) is not None
         ]
         return Gain(step=step, rollout=rollout, believed=believed, least=min(least, default=None))
+
+
+def break_even(grid: Grid, point: Point, family: str, *, within: float = 0.02) -> float | None:
+    """What the chance of a drafted token must be multiplied by for a family's RL step to be just as fast as plain.
+
+    1 is the default acceptance; found by bisection to `within`. None where nothing from 0 to 2 turns it. Costs
+    O(log(1 / within)) simulations.
+    """
+    at = _At(grid, point, grid.costs(point))
+    plain_s, bound = float(at.measure("off").step_s.sum()), at.bound(family)
+    drafters = tuple(sorted({s.drafter for s in bound.policy.strategies if s.speculates}))
+    if not drafters or bound.acceptance is None:
+        return None
+
+    def pays(factor: float) -> bool:
+        assert bound.acceptance is not None
+        changed = replace(bound, acceptance=ScaledChances(bound.acceptance, drafters, factor))
+        return float(at.measure(family, changed).step_s.sum()) < plain_s
+
+    low, high = 0.0, 2.0
+    if pays(low) or not pays(high):
+        return None
+    while high - low > within:
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def turns_said(turns: pd.DataFrame) -> list[str]:
+    """What turns the answer, a line for each property that does, those that do it most often first."""
+    lines = []
+    ordered = turns.assign(share=turns["turned"] / turns["pairs"].clip(lower=1)).sort_values("share", ascending=False)
+    for row in ordered.to_dict("records"):
+        if row["turned"]:
+            name, most = row["property"], row["most_often"]
+            ends = [shown_tokens(one) if name == "context" else str(one) for one in (row["before"], row["after"])]
+            lines.append(
+                f"{name} {ends[0]} -> {ends[1]} turns {row['turned']} of {row['pairs']}, most often {most[0]} into "
+                f"{most[1]} ({most[2]})"
+            )
+    return lines
 
 
 def table_rows(found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:

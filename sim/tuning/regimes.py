@@ -36,6 +36,10 @@ NOISE = IterationNoise(
 """Iterations that scatter by 8 %, mostly upwards, a third of it in blocks of 16: less than on busy cores."""
 
 
+PARTS = {"most run": 0.5, "an eighth to a half": 0.125, "the tail": 0.0}
+"""Parts of a rollout by the share of a worker's requests that still run: above this, and up to the part before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyRegime:
     """RL steps in `phases`, one scenario each; `told` is the cost model that policies with a file are given."""
@@ -57,6 +61,19 @@ class PolicyRegime:
         lasting = LastingPolicy(policy, self.phases[0].workers)
         rollouts = [r for phase in self.phases for r in replace(phase, seed=seed).rollouts(lasting)]
         return np.array([rollout.makespan_s for rollout in rollouts])
+
+    def seconds_by_part(self, policy: PolicyLike | None, seed: int) -> dict[str, float]:
+        """Seconds of decoding on all workers by `PARTS` of the rollouts; None is the per-iteration oracle."""
+        lasting = None if policy is None else LastingPolicy(policy, self.phases[0].workers)
+        found = dict.fromkeys(PARTS, 0.0)
+        for phase in self.phases:
+            seeded = replace(phase, seed=seed)
+            for rollout in seeded.rollouts(lasting or OraclePolicy(seeded, self.strategies)):
+                for columns in (log.columns for log in rollout.logs if len(log.columns)):
+                    running = columns.batch / columns.batch.max()
+                    for (name, above), (_, most) in zip(PARTS.items(), [("", 1.0), *PARTS.items()], strict=False):
+                        found[name] += float(columns.seconds[(running > above) & (running <= most)].sum())
+        return found
 
     def oracle_seconds(self, seed: int) -> Floats:
         """Makespan of each RL step under the per-iteration oracle, which knows each phase's truth."""

@@ -6,8 +6,10 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
+from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
@@ -175,6 +177,8 @@ class Trial:
     settings: dict[str, Any]
     policy: Policy
     score: float
+    number: int = 0
+    """When it was asked for, from 0 on."""
 
 
 def search(
@@ -185,10 +189,15 @@ def search(
     seed: int,
     fits: Callable[[Policy], bool] = lambda policy: True,
     done: Callable[[str], None] = lambda trial: None,
+    journal: Path | None = None,
+    identity: str = "",
 ) -> list[Trial]:
     """Optuna's TPE over a bandit's settings, the shipped ones first; the best trial comes first. `done` hears of each.
 
-    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that.
+    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that. Nor on
+    an interruption: trials are kept in `journal`, which Optuna's tools read, and those that are there are asked for
+    again, so that the sampler is where it was, and not scored again. `identity` stands for all that scores depend on.
+    Raises ConfigError for a journal of another one.
     """
     import optuna
 
@@ -199,7 +208,9 @@ def search(
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=12)
     study = optuna.create_study(sampler=sampler)
     study.enqueue_trial({name: _nearest(SHIPPED_SETTINGS[name], values) for name, values in choices.items()})
-    scores: dict[str, float] = {}
+    kept = None if journal is None else _kept_study(journal, identity)
+    before = [] if kept is None else kept.get_trials(deepcopy=False)
+    scores = {trial.user_attrs["policy"]: float(trial.value) for trial in before if trial.value is not None}
     finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
         open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
@@ -209,14 +220,43 @@ def search(
         new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores and fits(p)}
         scores |= score(new) if new else {}
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
+            if kept is not None and trial.number >= len(before):
+                kept.add_trial(
+                    optuna.trial.create_trial(
+                        state=optuna.trial.TrialState.COMPLETE if key in scores else optuna.trial.TrialState.PRUNED,
+                        value=scores.get(key), params=trial.params, distributions=trial.distributions,
+                        user_attrs={"policy": key},
+                    )
+                )  # fmt: skip
             if key not in scores:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 done("its graphs do not fit")
                 continue
             study.tell(trial, scores[key])
-            finished.append(Trial(settings=chosen, policy=policy, score=scores[key]))
+            finished.append(Trial(settings=chosen, policy=policy, score=scores[key], number=trial.number))
             done(f"best {min(scores.values()):.4g}")
     return sorted(finished, key=lambda trial: trial.score)
+
+
+def _kept_study(journal: Path, identity: str) -> Any:
+    """The study in Optuna's journal file, made where there is none."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    if journal.exists():
+        whole = journal.read_bytes()
+        journal.write_bytes(whole[: whole.rfind(b"\n") + 1])  # a kill may leave half a line
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
+    study = optuna.create_study(storage=storage, study_name="tltlab tune", load_if_exists=True)
+    if study.user_attrs.get("identity", identity) != identity:
+        raise ConfigError(
+            f"{journal} has trials of a tuning on other traces, costs or settings: repeat that one, or remove the file"
+        )
+    study.set_user_attr("identity", identity)
+    return study
 
 
 def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

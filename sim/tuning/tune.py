@@ -7,10 +7,12 @@ times. The best of each kind then meets the RL steps that were held out.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,6 +73,15 @@ class TuneResult(Judged):
         return bars([row.name for row in rows], [row.ratio for row in rows], [row.ratio_low for row in rows],
                     [row.ratio_high for row in rows], xlabel=f"time over that of {self.best_fixed}", reference=1.0,
                     title="Held-out RL steps (simulated)")  # fmt: skip
+
+    def history(self) -> Figure:
+        """The score of each of the bandit's trials in the order in which they were tried, and the best so far."""
+        from tltlab.charts import lines
+
+        tried = sorted(self.trials, key=lambda trial: trial.number)
+        at, scores = [trial.number + 1 for trial in tried], [trial.score for trial in tried]
+        return lines({"trial": (at, scores), "best so far": (at, list(accumulate(scores, min)))}, xlabel="trial",
+                     ylabel="score, less is better", title=f"{len(at)} bandits (simulated)")  # fmt: skip
 
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
@@ -150,13 +161,16 @@ def tune(
     *,
     provenance: Mapping[str, Any] | None = None,
     done: Callable[[str], None] = lambda trial: None,
+    say: Callable[[str], None] = lambda stage: None,
+    journal: Path | None = None,
     **settings: Any,
 ) -> TuneResult:
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here; `done` hears of each of the bandit's trials. Raises ConfigError for a trace with fewer than two
-    RL steps, a missing acceptance, and where no policy is possible.
+    what is found here; `done` hears of each of the bandit's trials, `say` of each stage. `journal` is a file that keeps
+    the trials: an interrupted tuning that is called again with it goes on and finds the same. Raises ConfigError for a
+    trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
     began = time.perf_counter()
@@ -193,6 +207,7 @@ def tune(
         )
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
     plain_policy, seeds, jobs = {"none": load_policy("none")}, config.seeds(), config.jobs
+    say(f"{len(policies)} fixed, elastic and table policies without luck")
     fluid = tuning.makespans(plain_policy | policies, mode="fluid", seeds=[config.seed], jobs=jobs)
     searched = {name: tuning.score(fluid[name], fluid["none"]) for name in policies}
     best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
@@ -208,9 +223,16 @@ def tune(
             makespans = tuning.makespans(new, mode="sampled", seeds=seeds, jobs=jobs)
             return {name: tuning.score(makespans[name], plain) for name in new}
 
-        trials = search(bandits, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done)
+        say(f"{config.trials} bandits with luck, {config.repeats} seeds each")
+        known = {name: f"{value:.9g}" for name, value in searched.items()}
+        identity = hashlib.sha256(repr([sorted(known.items()), seeds, config.max_buckets]).encode()).hexdigest()
+        trials = search(
+            bandits, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
+            identity=identity,
+        )  # fmt: skip
 
     finalists = _finalists(policies, best, trials, strategies, config)
+    say(f"{len(finalists.policies)} finalists on RL steps held out")
     selected = tuning.makespans(finalists.policies, mode="sampled", seeds=config.seeds(_SELECTION), jobs=jobs)
     scores = {n: tuning.score(row, selected["none"]) for n, row in selected.items()}
     judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed, jobs=jobs)

@@ -1,5 +1,6 @@
 """Files and folders are there as a whole or not at all, whatever the disk says."""
 
+import errno
 import json
 import os
 import posix
@@ -97,6 +98,47 @@ def test_a_folder_that_must_be_new_leaves_what_is_there(tmp_path: Path):
         (folder / "a").write_text("ours")
     assert (tmp_path / "out" / "a").read_text() == "theirs"
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from tltlab.files import new_folder
+
+left, real = int(sys.argv[2]), os.replace
+
+def replace(old, new):
+    global left
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    real(old, new)
+
+os.replace = replace
+with new_folder(Path(sys.argv[1])) as new:
+    (new / "a").write_text("2")
+"""
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_what_a_killed_writer_left_beside_goes_with_the_next_one_and_the_old_comes_back(tmp_path: Path, moves: int):
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        (folder / "a").write_text("1")
+    with new_folder(tmp_path / "other"):
+        subprocess.run([sys.executable, "-c", KILLED_WRITER, str(out), str(moves)], check=False)
+        assert out.exists() == (moves == 0)
+        (left,) = tmp_path.glob(".out.*")
+        (tmp_path / ".out.settings").mkdir()
+        with pytest.raises(KeyError), new_folder(out):
+            raise KeyError("it fails as well")
+        assert (out / "a").read_text() == "1"
+        assert not left.exists()
+        # Who lives keeps what is his.
+        assert len([*tmp_path.glob(".other.*")]) == 1
+        with new_folder(tmp_path / "other"):
+            assert len([*tmp_path.glob(".other.*")]) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "other", ".out.settings"}
 
 
 def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
@@ -284,3 +326,15 @@ def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_els
     scratch_folder()
     files._end_scratch(os.getpid())
     assert list(temporary.iterdir()) == [temporary / "ray"]
+
+
+def test_a_file_is_written_where_folders_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.EBADF, "as NFS says of a folder")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    left = tmp_path / ".there.tltlab-left"
+    left.mkdir()
+    files.write_file(tmp_path / "there", "written")
+    assert (tmp_path / "there").read_text() == "written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "there"]

@@ -17,6 +17,7 @@ from tltlab.costs.stages import (
     StageCosts,
     SyncCosts,
     TrainCosts,
+    served_s,
 )
 from tltlab.errors import ConfigError
 from tltlab.sim import simulate
@@ -131,6 +132,60 @@ def test_the_graders_may_work_during_the_rollout():
     simulated = rollouts([10.0, 2.0])
     assert run_steps(simulated, after).steps["reward_s"].tolist() == [6.0]
     assert run_steps(simulated, overlapped).steps["reward_s"].tolist() == [3.0]
+
+
+def groups_of(*ends: float) -> SimpleNamespace:
+    """A rollout of two samples for each prompt, of 100 tokens each: they end one after the other."""
+    simulated = rollouts(list(ends))
+    rows = simulated.rollouts[0].requests.rows
+    names = [f"p{i // 2}" for i in range(len(ends))]
+    simulated.rollouts[0].requests.rows = rows.assign(prompt_id=names, response_tokens=100)
+    return simulated
+
+
+STREAM = StageCosts(train=TrainCosts(per_token_s=0.02, base_s=1.0), sync=SyncCosts(base_s=0.25))
+
+
+def test_a_streaming_trainer_takes_groups_as_they_finish():
+    """Groups whole at 4 s and 10 s, 4 s of training each, a second for the optimizer: 15 s, not 10 + 9 s."""
+    simulated = groups_of(1.0, 4.0, 3.0, 10.0)
+    streamed = run_steps(simulated, STREAM, topology=Separate(), streamed=True)
+    assert streamed.step_s == pytest.approx(15.25)
+    assert run_steps(simulated, STREAM, topology=Separate()).step_s == pytest.approx(19.25)
+    trainer = streamed.spans[(streamed.spans["lane"] == "trainer") & (streamed.spans["kind"] == "train")]
+    assert list(zip(trainer["t_start"], trainer["duration"], strict=True)) == [(4.0, 4.0), (10.0, 5.0)]
+    assert streamed.steps["train_s"].tolist() == pytest.approx([9.0])
+
+
+def test_a_trainer_that_is_slower_than_the_rollout_never_waits_between_groups():
+    """Groups whole at 1 s and 2 s: it works from 1 s on without a gap. Graded for a second each, from 2 s on."""
+    simulated = groups_of(0.5, 1.0, 1.5, 2.0)
+    assert run_steps(simulated, STREAM, topology=Separate(), streamed=True).step_s == pytest.approx(1 + 9 + 0.25)
+    graded = STREAM.model_copy(update={"reward": RewardCosts(per_response_s=0.75)})
+    # Four responses of 0.75 s after another: the first group is graded at 2 s.
+    assert run_steps(simulated, graded, topology=Separate(), streamed=True).step_s == pytest.approx(2 + 9 + 0.25)
+
+
+def test_one_step_off_it_streams_what_the_update_before_leaves_time_for():
+    simulated = SimpleNamespace(rollouts=[*groups_of(1.0, 4.0, 3.0, 10.0).rollouts] * 3, trace=None)
+    result = run_steps(simulated, STREAM, topology=OVERLAP, streamed=True)
+    # The first is trained at 15 s; its weights wait for the second rollout's end, at 20 s, which is trained at 25 s.
+    assert result.steps["step_s"].cumsum().tolist()[0] == pytest.approx(20.25)
+    assert result.gpu_s["held_gpu_s"].sum() == pytest.approx(result.num_gpus * result.run_s)
+
+
+def test_gpus_that_all_generate_cannot_train_meanwhile():
+    with pytest.raises(ConfigError, match="take the topology separate"):
+        run_steps(rollouts([1.0]), STREAM, streamed=True)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=8), st.floats(0, 20))
+def test_one_server_takes_work_as_it_arrives(work, free_s):
+    arrive, takes = np.array(work).T
+    ends, now = {}, free_s
+    for at in np.argsort(arrive, kind="stable"):
+        now = ends[at] = max(now, arrive[at]) + takes[at]
+    assert served_s(arrive, takes, free_s) == pytest.approx([ends[i] for i in range(len(work))])
 
 
 def test_updates_are_counted():

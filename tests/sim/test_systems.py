@@ -188,6 +188,27 @@ def test_idle_workers_train_tlts_drafter_and_nobody_trains_a_static_one():
     assert accepted["vllm-dynamic"][1] == pytest.approx(accepted["vllm-dynamic"][0], rel=0.02)
 
 
+@pytest.mark.parametrize("mode", ["fluid", "sampled"])
+def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: str):
+    """One keeps four of five tokens, the other one in ten: from the few first choices on it drafts with the one."""
+
+    def model(learned: float, text: float) -> FittedAcceptance:
+        def known(share: float) -> FittedDepth:
+            accepted = np.diff([0.0, *(1 - share ** np.arange(1, 5)), 1.0])
+            return FittedDepth(accepted=tuple(accepted), drafted=4)
+
+        return FittedAcceptance(drafters_by_depth={"learned": {4: known(learned)}, "suffix": {4: known(text)}})
+
+    for better, chances in (("learned", (0.8, 0.1)), ("suffix", (0.1, 0.8))):
+        bound = bind(SYSTEMS["hedgespec"], COSTS, model(*chances))
+        result = simulate_system(
+            trace, bound, costs=COSTS, workers=4, mode=mode, record_iterations=True, rl_steps=[0, 1]
+        ).result
+        drafters = result.trace.decisions["drafter"]
+        assert (drafters == better).mean() > 0.97
+        assert (drafters == better)[:40].mean() < 1.0 or len(set(drafters)) == 2
+
+
 def test_training_in_idle_time_is_worth_what_freshness_says():
     """A drafter that accepts nothing untrained, everything trained: the first RL step without it, the others with."""
     long = log_normal(prompts=8, group_size=4, rl_steps=3, median=2000, cap=16000, workers=4)

@@ -6,6 +6,7 @@ from the same kernel, which has it also after a kill; `tests/core/test_files.py`
 
 import gc
 import os
+import sys
 
 
 def fsync(descriptor: int) -> None:
@@ -14,3 +15,8 @@ def fsync(descriptor: int) -> None:
 
 gc.set_threshold(100_000, 20, 100)
 os.fsync = fsync
+if "TLTLAB_NEMESIS_PLAN" in os.environ:
+    sys.path.append(os.path.join(os.path.dirname(os.path.dirname(__file__)), "nemesis"))
+    import points
+
+    points.install_plan()

@@ -26,6 +26,7 @@ from .base import (
     RequestAcceptance,
     Settled,
     SettledModel,
+    Variation,
     WrappedAcceptance,
     reach,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "SpreadAcceptance",
     "TraceAcceptance",
     "TreeAcceptance",
+    "Variation",
     "WrappedAcceptance",
     "load_acceptance",
     "reach",

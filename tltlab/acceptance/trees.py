@@ -1,4 +1,4 @@
-"""Accepted tokens of draft trees: a parametric curve over depth, branching and tokens to verify, and its fit."""
+"""Accepted tokens of draft trees: a parametric curve over depth, branching and tokens to verify."""
 
 from __future__ import annotations
 

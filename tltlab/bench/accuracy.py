@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import pandas as pd
 
+from tltlab.console import table
 from tltlab.experiments.graph_readings import READINGS
 from tltlab.experiments.graph_readings import validation as graph_pool_validation
 
 from . import engine_overhead, profiles
 from . import roofline as roofline_accuracy
 
-COLUMNS = ["model", "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
+COLUMNS = ["model", *profiles.COLUMNS]
 WIDTH = 160
 _NUMBERS = f"{'points':>7s}{'fitted':>7s}{'mean':>8s}{'worst':>8s}"
 
@@ -30,7 +33,9 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
         "profile": profiles.rows(data, left_out=left_out),
         "graph pool": graph_pool_rows(),
     }
-    return pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
+    found = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
+    # What only profiles have is null elsewhere, in JSON too.
+    return found.astype(object).where(found.notna(), None)
 
 
 def graph_pool_rows() -> pd.DataFrame:
@@ -49,6 +54,38 @@ def graph_pool_rows() -> pd.DataFrame:
         }
         for row in graph_pool_validation()
     )
+
+
+def summary(found: pd.DataFrame) -> str:
+    """One screen: each engine profile by what was left out of its fit, then the other models by source."""
+    pooled = found[found["pooled"].eq(True)]
+    engines = []
+    for (source, what), part in pooled.groupby(["source", pooled["what"].str.rsplit(": ", n=2).str[0]], sort=False):
+        cells = {row["left_out"]: _cell(row) for row in part.to_dict("records")}
+        engines.append(
+            (source, what, part["n_points"].iloc[0], *(cells.get(fold, "") for fold in ("", *profiles.FOLDS)))
+        )
+    others = []
+    rest = found[found["pooled"].isna()]
+    for (name, source, used), part in rest.groupby(["model", "source", "used_for_fit"], sort=False):
+        points = part["n_points"].astype(float)
+        mean = float((part["mean_abs_error"] * points).sum() / points.sum())
+        worst = float(part["max_abs_error"].max())
+        others.append((name, source, "yes" if used else "no", int(points.sum()), f"{mean:.1%}", f"{worst:.1%}"))
+    heads = ("engine", "what", "points", "fitted", *(f"{fold} left out" for fold in profiles.FOLDS))
+    parts = [
+        "Errors in %: bias (median of signed ones), median, worst; then the share of points in their 90 % intervals.",
+        table(heads, engines, left=2),
+        table(("model", "source", "fitted", "points", "mean", "worst"), others, left=3),
+        "--all shows every set of measurements.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _cell(row: Mapping[Hashable, Any]) -> str:
+    bias, median, worst = (100 * row[name] for name in ("bias", "median_abs_error", "max_abs_error"))
+    inside = "-" if row["inside"] is None else f"{100 * row['inside']:.0f}"
+    return f"{bias:+5.1f} {median:4.1f} {worst:3.0f} {inside:>3}"
 
 
 def text(found: pd.DataFrame) -> str:

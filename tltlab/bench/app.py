@@ -62,16 +62,19 @@ def accuracy(
     left_out: Annotated[
         bool, typer.Option(help="Fit engine profiles again without each model, GPU and engine; half a minute.")
     ] = True,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every set of measurements, not a summary of one screen.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
 
     Example: tltlab bench accuracy --data measurements
     """
-    from .accuracy import rows, text
+    from .accuracy import rows, summary, text
 
     found = rows(data, left_out=left_out)
-    emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found))
+    emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found) if every else summary(found))
 
 
 @app.command()
@@ -294,10 +297,8 @@ def runtime(
     """
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tltlab.experiments.baseline_measured import bench_runtime
+    from tltlab.experiments.baseline_measured import bench_runtime, text
     from tltlab.experiments.models import own_model
-
-    from .runtime import text
 
     _check(out)
     sizes = _sizes(off_batches, "--off-batches") if off_batches else []

@@ -15,14 +15,18 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.bench.published.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
-from tltlab.bench.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names
+from tltlab.bench.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
+from tltlab.costs.evidence import NINE_IN_TEN, SPECULATING
 from tltlab.costs.profiles import Efficiencies, EngineProfile, LeftOut, Measured, Profiles, Quantised
 from tltlab.costs.roofline import Numbers
 from tltlab.hardware import model
 
 FOLDS = {"model": "model", "gpu": "gpu", "engine": "family"}
 """What is left out, and by which column; kernel tables are no engine and stay."""
-COLUMNS = ("source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note")
+COLUMNS = (
+    "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note", "pooled", "left_out",
+    "bias", "median_abs_error", "inside",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ TREE_CONTEXT = "TLT gives no context for its speed-ups: {:.0f} tokens per reques
 class ProfileFit:
     """`table` has a row per measurement: its `set`, `error` inside the fit and, once validated, one by fold.
 
+    `open` is the standard deviation that the fit's parameters leave to its prediction, relative.
+
     `model_error`, `gpu_error` and `engine_error` are relative too, of fits without that model, GPU or engine's family.
     """
 
@@ -73,7 +79,8 @@ def fitted(data: Path) -> ProfileFit:
     """All measurements in one fit; ConfigError where a file is missing."""
     table = measurements(Path(data))
     values = fit(table)
-    return ProfileFit(values=values, table=table.assign(set=set_names(table), error=_errors(table, values)))
+    found = table.assign(set=set_names(table), error=_errors(table, values), open=uncertainty(table, values, table))
+    return ProfileFit(values=values, table=found)
 
 
 @cache
@@ -116,40 +123,73 @@ def shipped(found: ProfileFit) -> Profiles:
 def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """Relative errors per set of measurements, inside the fit and by what was left out, and biases by size of model.
 
-    Without `left_out` inside the fit alone: leaving out takes a fit for each model, GPU and engine.
+    `left_out` names that, "" inside the fit; `bias` is the median of signed errors. `inside` is the share of points
+    in their 90 % intervals, of what was left out those that the engine's other sets give; nan for a set in no profile.
+    Rows that are `pooled` hold all sets of an engine, or of a size. Without `left_out` errors inside the fit alone:
+    leaving out takes a fit for each model, GPU and engine.
     """
     found = validated(Path(data)) if left_out else fitted(Path(data))
     table = found.table[found.table["family"] != "kernels"]
-    folds = FOLDS if left_out else {}
+    table = table.assign(
+        engine=(table["family"] + " " + table["version"]).str.strip(),
+        asked=np.where(table["draft_depth"] > 0, "speed-up", "plain"),
+        **{f"{fold}_inside": np.nan for fold in ("", *FOLDS)},
+    )
+    _mark_inside(table, shipped(found))
     made: list[tuple[object, ...]] = []
-    for _, part in table.groupby("set", sort=False):
-        first = part.iloc[0]
-        source = f"{first['family']} {first['version']}".strip()
-        kind = "speed-up" if first["draft_depth"] > 0 else "plain"
-        what = f"{kind}, {first['model']} {first['weights']} on {first['gpu']} ({first['source']})"
-        made.append(_row(source, f"{what}: fitted", True, part["error"]))
-        made += [_row(source, f"{what}: {fold} left out", False, part[f"{fold}_error"]) for fold in folds]
+    for column in ("set", "engine"):
+        for _, part in table.groupby([column, "asked"], sort=False):
+            first = part.iloc[0]
+            of = (
+                f", {first['model']} {first['weights']} on {first['gpu']} ({first['source']})"
+                if column == "set"
+                else ""
+            )
+            for fold in ("", *(FOLDS if left_out else ())):
+                made.append(_row(first["engine"], f"{first['asked']}{of}", part, fold, pooled=not of))
     return pd.DataFrame([*made, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
 
 
+def _mark_inside(table: pd.DataFrame, ships: Profiles) -> None:
+    """Which errors lie in the interval that the measurements' own profile gives, or what it has left without them."""
+    for name, profile in ships.engines.items():
+        for one, (_, part) in zip(profile.measured, _own(table, ENGINES[name]).groupby("set", sort=False), strict=True):
+            others = profile.model_copy(update={"measured": tuple(m for m in profile.measured if m is not one)})
+            without = ships.model_copy(update={"engines": ships.engines | {name: others}})
+            shape, kind = model(one.model), SPECULATING if one.draft_depth else ""
+            bounds = without.left_out(name, shape.experts > 0)
+            bounds |= {kind: ships.evidence(name, one.gpu, shape, one.weights).fitted[f"all{kind}"]}
+            for fold in ("", *FOLDS):
+                if bound := bounds.get(fold + kind):
+                    size = part[_column(fold)].abs()
+                    table.loc[part.index, f"{fold}_inside"] = (size <= bound[1]).astype(float)
+
+
 def _by_size(table: pd.DataFrame) -> list[tuple[object, ...]]:
-    """Dense models, plain: errors by size with the model left out, each set of measurements counting alike."""
+    """Dense models, plain: errors by size with the model left out."""
     sizes = {name: model(name).stored_params / 1e9 for name in table["model"].unique() if not model(name).experts}
-    plain = table[(table["draft_depth"].fillna(0) == 0) & table["model"].isin(list(sizes))]
+    plain = table[(table["asked"] == "plain") & table["model"].isin(list(sizes))]
     size = plain["model"].map(sizes)
     made = []
     for least, most in ((0.0, 5.0), (5.0, 10.0), (10.0, 40.0), (40.0, 200.0)):
         part = plain[(size >= least) & (size < most)]
         if len(part):
             names = ", ".join(sorted(part["model"].unique()))
-            made.append(_row("all engines", f"plain, dense, {names}: model left out", False, part["model_error"]))
+            made.append(_row("all engines", f"plain, dense, {names}", part, "model", pooled=True))
     return made
 
 
-def _row(source: str, what: str, used: bool, error: pd.Series[float]) -> tuple[object, ...]:
-    size = error.abs()
-    said = f"bias {error.median():+.1%}, median {size.median():.1%}"
-    return source, f"{what}: {said}", len(error), used, float(size.mean()), float(size.max()), said
+def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool) -> tuple[object, ...]:
+    error = part[_column(fold)]
+    size, bias, inside = error.abs(), float(error.median()), float(part[f"{fold}_inside"].mean())
+    said = f"bias {bias:+.1%}, median {size.median():.1%}"
+    how = f"{fold} left out" if fold else "fitted"
+    errors = float(size.mean()), float(size.max()), said, pooled, fold, bias, float(size.median()), inside
+    return source, f"{what}: {how}: {said}", len(error), not fold, *errors
+
+
+def _column(fold: str) -> str:
+    return f"{fold}_error" if fold else "error"
 
 
 def _errors(table: pd.DataFrame, values: dict[Param, float]) -> Floats:
@@ -163,7 +203,7 @@ def _efficiencies(found: ProfileFit, gpu: str) -> Efficiencies:
 
 def _engine(found: ProfileFit, name: str, of: Shipped) -> EngineProfile:
     table = found.table
-    own = table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
+    own = _own(table, of)
     at = {"family": of.family, "version": of.version}
     seconds = (
         "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "expert_layer_s", "allreduce_s", "per_request_s",
@@ -187,6 +227,10 @@ def _engine(found: ProfileFit, name: str, of: Shipped) -> EngineProfile:
     )
 
 
+def _own(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
+    return table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
+
+
 def _measured(part: pd.DataFrame) -> Measured:
     first = part.iloc[0]
     served = part["input_tokens"].notna()
@@ -202,6 +246,7 @@ def _measured(part: pd.DataFrame) -> Measured:
         draft_depth=_span(drafted) if len(drafted) else None,
         source=first["source"],
         fitted=_left_out(part["error"]),
+        parameter=round(NINE_IN_TEN * float(np.sqrt((part["open"] ** 2).mean())), 4),
         left_out={fold: _left_out(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part},
     )
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import hypot
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CostModel
-from tltlab.costs.evidence import Evidence
+from tltlab.costs.evidence import NINE_IN_TEN, Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.table import Roofline
 from tltlab.errors import ConfigError
@@ -98,7 +99,7 @@ def fit_trace(
             update={
                 "notes": (*estimator.costs_.notes, *notes),
                 "noise": _noise(table, estimator.predictions_),
-                "evidence": _evidence(where, rows, {"RL steps": off}),
+                "evidence": _evidence(where, rows, estimator, {"RL steps": off}),
             }
         ),
         residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
@@ -125,7 +126,8 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
         masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
         held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
     known = _predicted(held_out)
-    evidence = _evidence("this table", rows, {"batch": known["predicted_s"] / known["measured_s"] - 1.0})
+    off = known["predicted_s"] / known["measured_s"] - 1.0
+    evidence = _evidence("this table", rows, estimator, {"batch": off})
     return CostFit(
         kind=kind,
         costs=estimator.costs_.model_copy(
@@ -146,13 +148,22 @@ def _predicted(held_out: pd.DataFrame) -> pd.DataFrame:
     return held_out.reindex(columns=columns).dropna(subset=["predicted_s"])
 
 
-def _evidence(where: str, rows: Iterations, left_out: Mapping[str, pd.Series[float]]) -> Evidence:
-    """What speaks for a fit to these rows: errors by what was left out of it, as shares."""
-    depth = rows.depth[rows.depth > 0]
+def _evidence(
+    where: str, rows: Iterations, estimator: CostEstimator, left_out: Mapping[str, pd.Series[float]]
+) -> Evidence:
+    """What speaks for a fit to these rows: errors by what was left out of it, as shares.
+
+    Where nothing could be left out, those inside the fit with what so few rows leave open of it.
+    """
+    depth, fitted = rows.depth[rows.depth > 0], {}
+    if estimator.open_ is not None and not any(map(len, left_out.values())):
+        median, most = most_errors(estimator.predictions_ / rows.seconds - 1.0)
+        fitted = {"all": (median, hypot(most, NINE_IN_TEN * float(np.sqrt((estimator.open_**2).mean()))))}
     return Evidence(
         engine=where,
         speculation=bool(len(depth)),
         left_out={fold: most_errors(errors) for fold, errors in left_out.items() if len(errors)},
+        fitted=fitted,
         draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,
     )
 

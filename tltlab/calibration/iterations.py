@@ -79,11 +79,13 @@ class CostEstimator(ABC):
     """Fits a cost model to iterations.
 
     Learned: `costs_`, and `predictions_`, the seconds of the rows that it was fitted to; a term that these do not
-    identify stands for nothing there, while `predict` raises ConfigError where other rows need it.
+    identify stands for nothing there, while `predict` raises ConfigError where other rows need it. `open_` is the
+    standard deviation that the rows leave to those predictions, relative; None where that is not worked out.
     """
 
     costs_: CostModel
     predictions_: Floats
+    open_: Floats | None = None
 
     @abstractmethod
     def fit(self, rows: Iterations) -> Self: ...

@@ -47,6 +47,7 @@ RANGES = {
 _DRAFTING = ("draft_level_s", "draft_level_per_request_s")
 _PRIOR_WEIGHT = 0.003
 _TYPICAL_ERROR = 0.1
+_NOISE, _NOISE_ROWS = 0.03, 3.0
 _LEVEL = 0.02
 """Outliers that add less to a rollout than this are left alone."""
 _ENOUGH = 400
@@ -197,6 +198,7 @@ class RooflineEstimator(CostEstimator):
         )
         self.constants_ = constants
         self.predictions_ = self.predict(rows)
+        self.open_ = uncertainty(used, values)
         return self
 
     def predict(self, rows: Iterations) -> Floats:
@@ -225,6 +227,32 @@ def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) 
 def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
     """Which constants the measurements leave open, and which lie at the end of their range."""
     names, best = list(values), np.log(list(values.values()))
+    _, spread = _posterior(rows, values)
+    held = [name for name, s in zip(names, np.diag(spread), strict=True) if s * _PRIOR_WEIGHT**2 > 0.5]
+    notes = [f"not identified by these data, held near typical values: {', '.join(held)}"] if held else []
+    at_end = [n for n, x in zip(names, best, strict=True) if min(abs(x - np.log(rows.ranges[n][1:]))) < 1e-6]
+    if at_end:
+        notes.append(f"at the end of the range allowed: {', '.join(at_end)}")
+    return notes
+
+
+def uncertainty(rows: Measurements, values: Mapping[str, float]) -> Floats:
+    """Standard deviation of each prediction that the number of rows leaves, relative, by Laplace.
+
+    A single measurement errs as the rows beyond what the constants take up do, with `_NOISE` for `_NOISE_ROWS` more:
+    as many constants as rows would meet them exactly.
+    """
+    slopes, spread = _posterior(rows, values)
+    share = np.einsum("ij,jk,ik->i", slopes, spread, slopes)
+    error = rows.predict(values) / rows.measured - 1
+    beyond = max(len(error) - float(share.sum()), 0.0)
+    variance = (float((error**2).sum()) + _NOISE_ROWS * _NOISE**2) / (beyond + _NOISE_ROWS)
+    return np.asarray(np.sqrt(share * variance), np.float64)
+
+
+def _posterior(rows: Measurements, values: Mapping[str, float]) -> tuple[Floats, Floats]:
+    """Slopes of the logarithms of predictions by those of constants, and these' covariance for errors of spread 1."""
+    names, best = list(values), np.log(list(values.values()))
 
     def predicted(x: Floats) -> Floats:
         return np.log(rows.predict(dict(zip(names, np.exp(x), strict=True))))
@@ -232,13 +260,8 @@ def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
     step = 1e-4
     slopes = np.column_stack([predicted(best + step * e) - predicted(best - step * e) for e in np.eye(len(names))])
     slopes /= 2 * step
-    spread = np.linalg.inv(slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(len(names)))
-    held = [name for name, s in zip(names, np.diag(spread), strict=True) if s * _PRIOR_WEIGHT**2 > 0.5]
-    notes = [f"not identified by these data, held near typical values: {', '.join(held)}"] if held else []
-    at_end = [n for n, x in zip(names, best, strict=True) if min(abs(x - np.log(rows.ranges[n][1:]))) < 1e-6]
-    if at_end:
-        notes.append(f"at the end of the range allowed: {', '.join(at_end)}")
-    return notes
+    precision = slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(len(names))
+    return slopes, np.asarray(np.linalg.inv(precision), np.float64)
 
 
 def constants_of(values: Mapping[str, float]) -> Constants:

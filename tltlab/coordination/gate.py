@@ -25,9 +25,10 @@ _WINDOW = 40
 _ATTEMPTS = 12
 _FORGET = 0.7
 _TO_JUDGE = 4
+_PERIODS = 2
 _PAIR_NOISE, _TEXT_NOISE = 0.005, 0.04
 _SLOWDOWN_SD = 0.15
-_ELASTICITY, _ELASTICITY_SD = 0.7, 0.3
+_ELASTICITY, _ELASTICITY_SD = 0.7, 0.2
 _NOISE, _NOISE_ROLLOUTS = 0.04, 4.0
 
 
@@ -96,6 +97,11 @@ class TrainingCost:
         return self.delay_s + max(self.slowdown, 0.0) * self.rollout_s
 
     @property
+    def least_s(self) -> float:
+        """What it may well take, one standard error down."""
+        return self.delay_s + max(self.slowdown - self.slowdown_error, 0.0) * self.rollout_s
+
+    @property
     def most_s(self) -> float:
         """What it may well take, one standard error up."""
         return self.delay_s + max(self.slowdown + self.slowdown_error, 0.0) * self.rollout_s
@@ -105,7 +111,7 @@ def training_cost(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt])
     """Fit to the newest rollouts, with and without training; with none the prior.
 
     Log seconds per token = a + slowdown * trained - elasticity * log(accepted length), by ridge regression towards no
-    slowdown and an elasticity of 0.7, as if from four rollouts that scatter by 4 %.
+    slowdown and an elasticity of 0.7 +- 0.2, as if from four rollouts that scatter by 4 %.
     """
     delays = {attempt.rl_step: attempt.delay_s for attempt in attempts}
     rows = [row for row in rollouts if row.accept_length and row.rollout_s > 0 and row.tokens > 0][-_WINDOW:]
@@ -137,7 +143,7 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
 
     Over successive attempts the gains on the same responses add up to the net growth of what serves and to what it
     lost in between: so the loss is what is missing of a drafter's length at its training when the next one is judged.
-    Both are at their lower ends, one and two standard errors down, so that noise brings none. `first` is the RL step
+    Both are at their lower ends, a standard error down, so that noise brings next to none. `first` is the RL step
     that the record begins at.
     """
     known = [attempt for attempt in attempts if attempt.candidate and attempt.served][-_ATTEMPTS:]
@@ -160,7 +166,29 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
     lasting = gains - loss * steps
     mean = float(weight @ lasting)
     spread = max(float(weight @ (lasting - mean) ** 2), _PAIR_NOISE**2)
-    return loss, max(0.0, mean - 2.0 * math.sqrt(spread * float(weight @ weight)))
+    sure = mean - math.sqrt(spread * float(weight @ weight))
+    if len(known) > 1:
+        # A drafter that improves gains less and less: that scatters, and still the latest two are worth as much.
+        sure = max(sure, float(lasting[-2:].min()) - 2.0 * _PAIR_NOISE)
+    return loss, max(0.0, sure)
+
+
+def above_end(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt]) -> float:
+    """Shares of accepted length by which rollouts were above the end of their period, summed: the mean of the latest.
+
+    A period goes from one attempt to the next, the last one until now. A drafter that ages for long has lost as much as
+    it ever will, and training brings that back for a while only: the next period is worth no more than what the ones
+    before were above their ends (the marginal value of renewal; where the loss is steady, the same as the loss so far).
+    Infinite where no period has rollouts enough to tell.
+    """
+    logs = {row.rl_step: math.log(row.accept_length) for row in rollouts if row.accept_length}
+    begun = [attempt.rl_step for attempt in attempts[-_PERIODS:]]
+    found = []
+    for first, end in zip(begun, [*begun[1:], math.inf], strict=True):
+        period = np.array([log for step, log in logs.items() if first < step <= end])
+        if len(period) >= _TO_JUDGE:
+            found.append(float(period.sum() - len(period) * period[-(len(period) // _TO_JUDGE) :].mean()))
+    return float(np.mean(found)) if found else math.inf
 
 
 def paid(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], cost: TrainingCost) -> bool:
@@ -202,12 +230,14 @@ def worth_training(
     age = rl_step - attempts[-1].rl_step
     loss, gain = loss_and_gain(attempts, first)
     second_s = cost.elasticity * cost.rollout_s
-    lost_s = second_s * max(loss, fallen / age) * age * (age + 1) / 2
+    lost = max(loss, fallen / age) * age * (age + 1) / 2
+    lost_s = second_s * max(0.0, min(lost, above_end(rollouts, attempts)))
     lasts = min(max(rl_step - first, LASTS[0]), LASTS[1])
     worth_s = lost_s + second_s * gain * lasts
     price = f"a training takes {cost.seconds:.3g} s"
     pays = paid(rollouts, attempts, cost) or fallen > 1.5 * max(attempt.gain for attempt in attempts[-_ATTEMPTS:])
-    if pays and worth_s >= cost.seconds:
+    # Training again says more about what it takes: while that is in doubt, it is given the benefit of it.
+    if pays and worth_s >= cost.least_s:
         return True, f"{price}, and not training would have cost {worth_s:.3g} s"
     wasted_s = 0.0
     for before, attempt in zip([first - 1, *(a.rl_step for a in attempts)], attempts, strict=False):

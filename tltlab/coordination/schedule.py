@@ -40,7 +40,7 @@ class ScheduleConfig(FrozenModel):
     Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
     """
 
-    kind: Literal["never", "always", "every", "acceptance-drops", "gated"] = "acceptance-drops"
+    kind: Literal["never", "always", "every", "acceptance-drops", "gated"] = "gated"
     every: Annotated[int, Field(ge=1)] = 10
     drop: Annotated[float, Field(ge=0, le=1)] = 0.03
 

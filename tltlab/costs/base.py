@@ -60,11 +60,11 @@ class CostModel(FrozenModel, ABC):
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
-    cut. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
-    is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
-    (`sd_idle_s`). `outside_s` is what a rollout takes before its first iteration, and beside all of them: starting,
-    collecting. `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit,
-    `evidence` what speaks for the fit.
+    cut, for what `IterationCost.beside_s` says. `graph_sizes` pads an iteration's tokens up to the next size, beyond
+    the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
+    rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first
+    iteration, and beside all of them: starting, collecting. `calibrated` is what the fit's data covered, `noise` how
+    iterations scattered around the fit, `evidence` what speaks for the fit.
     """
 
     switch_s: Seconds = 0.0
@@ -134,6 +134,13 @@ class IterationCost(ABC):
     @abstractmethod
     def draft_s(self, batch: int) -> float:
         """The drafting part of `without_context_s`."""
+
+    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+        """Seconds that `prompt_tokens` add to the iteration that also computes them; by themselves they take `apart_s`.
+
+        At most `apart_s`, and at least so many that the iteration takes as long as the prompts by themselves.
+        """
+        return apart_s
 
     def seconds(self, batch: int, context_tokens: float) -> float:
         return self.without_context_s(batch) + self.context_slope_s(batch) * context_tokens
@@ -309,6 +316,9 @@ class SpeculativeIteration(IterationCost):
         if self.draft_passes is None:
             return self.overhead * self.cost.draft_s(batch)
         return self.overhead * self.draft_passes * self.plain.without_context_s(batch)
+
+    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+        return self.cost.beside_s(batch, prompt_tokens, apart_s)
 
 
 def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:

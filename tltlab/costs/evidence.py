@@ -15,6 +15,8 @@ Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 SPECULATING = ", speculating"
 """Ends the name of a fold whose errors are those of speed-ups, not of times."""
 LEVEL = 0.9
+NINE_IN_TEN = 1.645
+"""Standard deviations that nine in ten normal errors do not exceed."""
 _MOST_OVER = 0.75
 """Errors are those of predictions relative to what was measured: nothing is believed to take more than 4 times."""
 _TOGETHER = "together"
@@ -26,8 +28,9 @@ class Evidence(FrozenModel):
     `engine` names the measurements. `unmeasured` is what of GPU, model and weights' type they lack, or "together" where
     each was measured but not with the others; `speculation` is whether there was any. Errors are absolute and relative,
     each as (median, what nine in ten do not exceed): `left_out` by what was left out of a fit ("model", "gpu", "engine"
-    or parts of the data), `fitted` of the very measurements that are asked for; names that end in ", speculating" are
-    of speed-ups. `draft_depth` is the span of the nearest measurements.
+    or parts of the data), `fitted` of the very measurements that are asked for, with what their number leaves open of
+    the fit's parameters; names that end in ", speculating" are of speed-ups. `draft_depth` is the span of the nearest
+    measurements.
     """
 
     engine: str

@@ -173,16 +173,17 @@ def _ideal(
 def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Numbers:
     """A forward pass of `tokens` tokens of `batch` requests, without the context's share."""
     fixed = c.step_s + c.layer_s * ideal.layers + c.allreduce_s * ideal.allreduces
+    return fixed + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch + matrices_s(ideal, c, tokens=tokens)
+
+
+def matrices_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
+    """Reading weights and multiplying tokens, and those of prompts beside them, by these; all-reduces' bytes."""
     read = ideal.weights_s / c.memory_efficiency
     if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
-        touched = expected_experts(ideal.chosen, tokens**c.expert_spread)
+        touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
         read = read + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
-    return (
-        fixed
-        + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch
-        + _rounded_max(read, ideal.token_s / c.compute_efficiency * tokens, c.knee)
-        + ideal.link_token_s / c.link_efficiency * tokens
-    )
+    computed = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
+    return _rounded_max(read, computed, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
 def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
@@ -315,6 +316,13 @@ class RooflineIteration(IterationCost):
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
         verify = float(forward_s(self.ideal, self.constants, tokens=tokens, batch=batch))
         return verify + self.once_s + self.draft_s(batch)
+
+    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+        """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
+        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
+        alone = matrices_s(self.ideal, self.constants, tokens=tokens)
+        both = matrices_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)
+        return min(float(both - alone), apart_s)
 
     def context_slope_s(self, batch: int) -> float:
         return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))

@@ -63,3 +63,6 @@ class ScaledIteration(IterationCost):
 
     def draft_s(self, batch: int) -> float:
         return self.level * self.of.draft_s(batch)
+
+    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+        return self.level * self.of.beside_s(batch, prompt_tokens, apart_s / self.level)

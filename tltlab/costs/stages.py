@@ -111,6 +111,22 @@ def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> Flag
     return np.asarray(differ | unknown, dtype=bool)
 
 
+def served_s(arrive_s: Floats, work_s: Floats, free_s: float = 0.0) -> Floats:
+    """When each piece of work is done by one server that is free from `free_s` on and takes them as they arrive.
+
+    In the order given; seconds. O(n log n).
+
+    >>> served_s(np.array([10.0, 1.0]), np.array([4.0, 4.0])).tolist()
+    [14.0, 5.0]
+    """
+    order = np.argsort(arrive_s, kind="stable")
+    done: Floats = np.cumsum(work_s[order])
+    waited = np.maximum.accumulate(np.maximum(arrive_s[order], free_s) - (done - work_s[order]))
+    ends: Floats = np.empty(len(order))
+    ends[order] = done + waited
+    return ends
+
+
 class InferenceCosts(FrozenModel):
     """Log-probs of all responses under the policy, and under a reference where there is one."""
 
@@ -136,15 +152,16 @@ class RewardCosts(FrozenModel):
     def seconds(self, finish_s: Floats, response_tokens: Ints) -> float:
         """Seconds that grading adds behind the rollout's last finish.
 
-        Overlapped, the grader's queue ends at max over j of (finish of the j-th response + grading of it and all later
-        ones). Two responses done at 1 s and 10 s, 4 s each: 8 s after the rollout, 4 s overlapped.
+        Two responses done at 1 s and 10 s, 4 s each: 8 s after the rollout, 4 s overlapped.
         """
-        each_s = self.per_response_s + self.per_token_s * response_tokens
+        each_s = self.each_s(response_tokens)
         if self.when == "after":
             return self.base_s + float(each_s.sum())
-        order = np.argsort(finish_s, kind="stable")
-        still_to_grade_s = np.cumsum(each_s[order][::-1])[::-1]
-        return self.base_s + float(np.max(finish_s[order] + still_to_grade_s) - finish_s[order[-1]])
+        return self.base_s + float(served_s(finish_s, each_s).max() - finish_s.max())
+
+    def each_s(self, response_tokens: Ints) -> Floats:
+        """Seconds of grading each response."""
+        return np.asarray(self.per_response_s + self.per_token_s * response_tokens, np.float64)
 
 
 class TrainCosts(FrozenModel):

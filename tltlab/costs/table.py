@@ -257,6 +257,14 @@ class TableIteration(IterationCost):
     tokens_to_verify: float
     graph_sizes: tuple[int, ...] = ()
 
+    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
+        """By the forward's curve where a roofline shapes it: a line through knots says nothing so far beyond them."""
+        if not isinstance(self.forward, Utilisation):
+            return apart_s
+        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
+        alone_s = self.forward.at(tokens)
+        return min(max(self.forward.at(tokens + prompt_tokens), apart_s) - alone_s, apart_s)
+
     def without_context_s(self, batch: int) -> float:
         forward = self.forward.at(padded(batch * self.tokens_to_verify, self.graph_sizes))
         return (

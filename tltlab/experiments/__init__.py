@@ -48,6 +48,12 @@ _ROWS = (
         takes="7 minutes, and 2 once to train its model; 1 with --fast",
     ),
     Experiment(
+        name="systems",
+        module="measured.systems",
+        question="What do systems from the literature take on real engines here, against what is predicted of them?",
+        takes="not timed yet: ten short training runs, and once to train its model; fewer tokens with --fast",
+    ),
+    Experiment(
         name="batch-size",
         module="batch_size",
         question="At which batch sizes do which drafts pay, and does the bandit find them?",
@@ -76,6 +82,13 @@ _ROWS = (
         module="simulated.drift",
         question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
         takes="1 minute; seconds with --fast",
+    ),
+    Experiment(
+        name="open-questions",
+        module="simulated.open_questions",
+        question="What does TLT bring at its own number of responses to a worker, and where its paper leaves it open: "
+        "asynchronous RL, uniformly long responses, several turns?",
+        takes="2 minutes; half a minute with --fast",
     ),
     Experiment(
         name="lengths",

@@ -25,6 +25,7 @@ from tltlab.policies.policy import (
     Bucket,
     BudgetSpec,
     FixedSpec,
+    HedgeSpec,
     LadderSpec,
     LengthAwareBudgetSpec,
     MbaBudgetSpec,
@@ -95,6 +96,11 @@ def doubling(buckets: Sequence[Bucket]) -> SelectorSpec:
     """A ladder that moves after every draft: up where all of it was kept on average, else down."""
     arms = tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth))
     return LadderSpec(strategies=arms, ema=1.0, warmup=1, hold=1, hysteresis=0.0)
+
+
+def hedge(buckets: Sequence[Bucket]) -> SelectorSpec:
+    """Exponential weights over the drafters of the first bucket, all scored on what was verified."""
+    return HedgeSpec(strategies=buckets[0].strategies)
 
 
 def marginal(costs: CostModel) -> BudgetSpec:
@@ -201,9 +207,10 @@ class System:
     in every RL step beside the rollout; `history` references to retrieve from are there before a group's first finish.
 
     `drafters` are names in order of preference, "learned" for one with a network; a system runs with those whose
-    acceptance is known. `fused`: workers that have ended their rollout begin with the log-probs of what has ended.
-    `generating_share` of the workers' GPUs generate; where it is below 1 the rest trains
-    (`topology` "separate"). `specs` are drafters that differ from an engine's own of that name.
+    acceptance is known, or with all of them `together`. `fused`: workers that have ended their rollout begin with the
+    log-probs of what has ended. `generating_share` of the workers' GPUs generate; where it is below 1 the rest trains
+    (`topology` "separate"), group by group as they finish where training is `streamed`. `specs` are drafters that
+    differ from an engine's own of that name.
     """
 
     name: str
@@ -232,6 +239,8 @@ class System:
     workload: Workload | None = None
     admission: Admission | SharedBuffer | None = None
     fused: bool = False
+    together: bool = False
+    streamed: bool = False
     max_staleness: int = 0
     assumptions: tuple[str, ...] = ()
 

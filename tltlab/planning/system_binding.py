@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -13,9 +14,11 @@ from tltlab.acceptance.load import (
     FreshAcceptance,
     Key,
     RequestAcceptance,
+    Settled,
     SettledModel,
     SiblingAcceptance,
     TreeAcceptance,
+    Variation,
     load_acceptance,
 )
 from tltlab.arrays import Floats
@@ -23,6 +26,7 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Bucket, Policy
+from tltlab.state import DrafterState
 from tltlab.strategy import MODEL_FREE, Strategy
 
 from .composition import Rung, System, strategies
@@ -74,6 +78,13 @@ def bind_assuming(
             return _assumed(bind(system, costs, fitted, model_free), note)
         except UnknownAcceptance:
             pass
+    if system.together:
+        learned = acceptance if acceptance is not None and _played_by("learned", acceptance) else None
+        text = next((model for model in (model_free, acceptance) if model is not None and _texts(system, model)), None)
+        missing = [name for name, model in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, text)) if model is None]
+        note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
+        chosen = learned or load_acceptance(LEARNED_DEFAULT), text or load_acceptance(TEXT_DEFAULT)
+        return _assumed(bind(system, costs, *chosen), note)
     if "learned" in system.drafters:
         note = f"acceptance of a learned drafter is not known: the default {LEARNED_DEFAULT} is taken"
         return _assumed(bind(system, costs, load_acceptance(LEARNED_DEFAULT), model_free), note)
@@ -97,14 +108,17 @@ def bind(
     if not system.drafters:
         policy = Policy(selector=system.selector(()), provenance={"system": system.name, "source": system.source})
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
-    chosen, model, stand_ins = _drafters(system, acceptance, model_free)
+    choose = _together if system.together else _drafters
+    chosen, model, stand_ins = choose(system, acceptance, model_free)
     notes = [*stand_ins]
     if system.history and isinstance(model, SiblingAcceptance):
         there = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
         model = model.model_copy(update={"alone": there})
         notes.append(f"{system.history} responses of an earlier epoch to retrieve from, as good as finished siblings")
-    if isinstance(model, TreeAcceptance):
-        model = FreshAcceptance(base=model)
+    tree = model.learned if isinstance(model, Beside) else model
+    if isinstance(tree, TreeAcceptance):
+        fresh = FreshAcceptance(base=tree)
+        model = replace(model, learned=fresh) if isinstance(model, Beside) else fresh
         notes.append(
             "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
             "default values of Freshness"
@@ -177,6 +191,30 @@ def _drafters(
     )
 
 
+def _together(
+    system: System, acceptance: Acceptance | None, model_free: Acceptance | None
+) -> tuple[list[str], Acceptance, list[str]]:
+    """All drafters side by side; those that were recorded where acceptance is replayed."""
+    if acceptance is not None and acceptance.varies_by == "position":
+        known = list(acceptance.drafters)
+        note = f"recorded drafters are the ones to choose among: {', '.join(known)}"
+        return known, acceptance, [note] if len(known) < len(system.drafters) else []
+    learned = None if acceptance is None else _played_by("learned", acceptance)
+    for model in (model_free, acceptance):
+        texts = [] if model is None else _texts(system, model)
+        if learned is not None and acceptance is not None and model is not None and texts:
+            return [learned, *texts], acceptance if model is acceptance else Beside(acceptance, model), []
+    raise UnknownAcceptance(
+        f"the acceptance of all its drafters ({', '.join(system.drafters)}) is not known: give --acceptance "
+        "geometric:ALPHA for all of them (compare: --model-free-acceptance for those that draft from text)"
+    )
+
+
+def _texts(system: System, model: Acceptance) -> list[str]:
+    """Those of its drafters that draft from text and that the model knows."""
+    return [name for name in _of_kind(system.drafters, text=True) if model.knows(name)]
+
+
 def _of_kind(names: Sequence[str], text: bool) -> list[str]:
     """Those that draft from text, or those that do not."""
     return [name for name in names if (name in MODEL_FREE) == text]
@@ -222,7 +260,7 @@ def _asked(rung: Rung, drafter: str) -> set[Strategy]:
 
 
 def _covers(model: Acceptance, strategy: Strategy) -> bool:
-    settled = model.in_state({})
+    settled = model.in_state({strategy.drafter: DrafterState()})
     if not strategy.speculates:
         return True
     try:
@@ -232,20 +270,63 @@ def _covers(model: Acceptance, strategy: Strategy) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Drafters that serve beside each other: learned ones by one model, those that draft from text by another."""
+
+    learned: Acceptance
+    model_free: Acceptance
+    varies_by: ClassVar[Variation] = "request"
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def trained_drafter(self) -> str | None:
+        return self.learned.trained_drafter
+
+    def _of(self, drafter: str) -> Acceptance:
+        return self.model_free if drafter in MODEL_FREE else self.learned
+
+    def knows(self, drafter: str) -> bool:
+        return self._of(drafter).knows(drafter)
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return self._of(strategy.drafter).outside(strategy)
+
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> PerDrafter:
+        return self._settled({name: self._of(name).in_state(drafters) for name in drafters})
+
+    def at_best(self, drafters: Iterable[str]) -> PerDrafter:
+        return self._settled({name: self._of(name).at_best([name]) for name in drafters})
+
+    def _settled(self, models: dict[str, Settled]) -> PerDrafter:
+        known: dict[str, SettledModel] = {}
+        for name, model in models.items():
+            if not isinstance(model, SettledModel):
+                raise UnknownAcceptance("drafters side by side need models, not acceptance that is replayed")
+            known[name] = model
+        return PerDrafter(models=known)
+
+
 class PerDrafter(RequestAcceptance):
-    """Learned drafters by one model, those that draft from text by another: the most that a clairvoyant bound allows.
+    """A model for each drafter, by its name.
 
     At each batch size a model may differ; this one has the best of all of them.
     """
 
-    learned: SerializeAsAny[SettledModel]
-    model_free: SerializeAsAny[SettledModel]
+    models: dict[str, SerializeAsAny[SettledModel]]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return tuple(self.models)
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return self._of(drafter).levels(drafter, keys, seed)
+        return self.models[drafter].levels(drafter, keys, seed)
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return self._of(strategy.drafter).best_survival(strategy, levels, generated_tokens, num_siblings)
+        return self.models[strategy.drafter].best_survival(strategy, levels, generated_tokens, num_siblings)
 
-    def _of(self, drafter: str) -> SettledModel:
-        return self.model_free if drafter in MODEL_FREE else self.learned
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.models[strategy.drafter].num_drafted(strategy)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import FAR_TOKENS
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
@@ -23,9 +25,9 @@ MOST_COUNTED = 32
 """Requests of an iteration whose accepted tokens are counted: of more, every n-th, which then counts for n."""
 MOST_OFTEN = 0.03
 """Chance of any one strategy that is tried though another looks better."""
-EVERY, SETTLED = 8, 200
-"""Iterations between two looks at all strategies, unless the batch changes by more than 5 % before; and how many it
-takes to know what the best one does."""
+EVERY, AT_FIRST = 16, 2
+"""Iterations between two looks at all strategies, at most and at first; in between a sixteenth of those since the RL
+step began or the machine changed. A batch that changes by more than 5 % is looked at anyway."""
 PRIOR_CHANCE, PRIOR_DRAFTS = 0.6, 8.0
 BAND_DRAFTS = 64.0
 """Drafts that all bands together count for in one of them."""
@@ -43,6 +45,9 @@ NO_PROMISE = 0.01
 """What the other strategies have to promise together before the share of time for them is used up."""
 _WARM_UP = 4.0
 _CLIP = 4.0
+
+_Heard = tuple[int, int, float, float, int, Sequence[float]]
+"""Strategy, batch, context per request, seconds (0: they teach nothing), every how many drafts, what those kept."""
 
 
 class Adaptive(Selector):
@@ -69,7 +74,8 @@ class Adaptive(Selector):
     at most the share `exploration` of the time, more in the first hundred iterations. Bringing in drafters, `switch_s`
     seconds once an RL step, waits until plain decoding has lost as much, which is at most twice the best of both.
 
-    A decision is O(strategies), whatever the batch. The outcome may come one choice late, as in vLLM: it is filed under
+    Outcomes are learned in blocks, when strategies are looked at again: in most iterations nothing is calculated. A
+    decision is O(strategies), whatever the batch. The outcome may come one choice late, as in vLLM: it is filed under
     the batch that it names.
 
     >>> adaptive = Adaptive(["ngram"], max_depth=2, rng=np.random.default_rng(0))
@@ -110,7 +116,7 @@ class Adaptive(Selector):
         self._forget = 1.0 - 1.0 / window
         means, spreads = _prior(len(names))
         self._most_variance = float((spreads**2).sum())
-        self._wander = np.diag(spreads**2) * (EVERY * WANDER / window)
+        self._wander = np.diag(spreads**2) * (WANDER / window)
         self._unrest = np.diag(spreads**2) * UNREST
         # Coefficients in units of `scale_`, the first iteration's seconds, and their covariance.
         self.coef_, self.covariance_ = means, np.diag(spreads**2)
@@ -120,10 +126,12 @@ class Adaptive(Selector):
         self.errors_ = np.zeros((2, NUM_BANDS, len(self.strategies)))
         # Per drafter and position: drafts that got there, and that were kept; the first row is of all bands.
         self.drafts_ = np.zeros((len(names), NUM_BANDS + 1, 2, max_depth))
-        self.iterations_ = 0
+        self.iterations_, self.since_change_ = 0, 0
         self.rl_step_: int | None = None
         self.context_per_request_ = 0.0
         self.lost_s_ = 0.0
+        # What was observed and not learned yet.
+        self.heard_: list[_Heard] = []
         # The last look: batch, iterations since, index of the best, cumulative chances of the others, its loss.
         self.look_batch_, self.look_age_, self.best_ = 0, 0, 0
         self.chances_ = [0.0] * len(self.strategies)
@@ -134,9 +142,11 @@ class Adaptive(Selector):
         self.context_per_request_ = state.context_tokens / batch
         if state.rl_step != self.rl_step_:
             self._new_rl_step(state.rl_step)
-        if self.look_age_ >= (EVERY if self.iterations_ > SETTLED else 2) or 20 * abs(batch - self.look_batch_) > batch:
+        due = min(EVERY, AT_FIRST + self.since_change_ // 16)
+        if self.look_age_ >= due or 20 * abs(batch - self.look_batch_) > batch:
             self._look(batch, state.context_tokens)
         self.look_age_ += 1
+        self.since_change_ += 1
         u = float(self.rng.random())
         if self.lost_s_ < self.switch_s:
             # Renting until the rent has cost as much as buying loses at most twice the best of both.
@@ -155,18 +165,18 @@ class Adaptive(Selector):
 
     def seconds(self, batch: int, context_tokens: float) -> Floats:
         """Expected seconds of an iteration by strategy, in order; 1-scaled before the first was measured."""
-        rows = self._rows(batch, context_tokens)
+        rows = self._rows(slice(None), batch, context_tokens)
         return self._seconds(rows, batch) * (self.scale_ or 1.0)
 
     def tokens(self, batch: int) -> Floats:
         """Expected tokens per request and iteration by strategy, in order, the bonus token included."""
         return self._tokens(_band(batch))[0]
 
-    def _rows(self, batch: int, context_tokens: float) -> Floats:
-        rows: Floats = self._fixed + (batch / 32.0) * self._per_request
+    def _rows(self, which: slice | Ints, batch: int | Floats, context_tokens: float | Floats) -> Floats:
+        """What the coefficients are multiplied with, of some strategies at one batch, or at a column of one each."""
+        rows: Floats = self._fixed[which] + batch / 32.0 * self._per_request[which]
         rows[:, 2] = context_tokens * 1e-5
-        if batch * (self.max_depth + 1) > FAR_TOKENS:
-            np.maximum(rows[:, 3] - FAR_TOKENS / 64.0, 0.0, out=rows[:, 4])
+        np.maximum(rows[:, 3] - FAR_TOKENS / 64.0, 0.0, out=rows[:, 4])
         return rows
 
     def _seconds(self, rows: Floats, batch: int) -> Floats:
@@ -191,12 +201,14 @@ class Adaptive(Selector):
         return tokens, spread
 
     def _look(self, batch: int, context_tokens: float) -> None:
-        """Find the best strategy and the chances of the others; let coefficients wander."""
+        """Find the best strategy and the chances of the others, after learning; let coefficients wander."""
+        if self.heard_:
+            self._learn()
         if float(self.covariance_.trace()) < self._most_variance:
-            self.covariance_ += self._wander
+            self.covariance_ += self.look_age_ * self._wander
             if self.bias_ * self.bias_ > CHANGE * self.noise_:
                 self._machine_changed()
-        rows = self._rows(batch, context_tokens)
+        rows = self._rows(slice(None), batch, context_tokens)
         seconds = self._seconds(rows, batch)
         tokens, variance = self._tokens(_band(batch))
         variance += self.noise_ * ((rows @ self.covariance_) * rows).sum(axis=1) / seconds**2
@@ -223,68 +235,77 @@ class Adaptive(Selector):
         self.errors_ *= 0.2
         self.bias_ = 0.0
         self.iterations_ = min(self.iterations_, LOOK_AROUND)
+        self.since_change_ = 0
 
     def _new_rl_step(self, rl_step: int) -> None:
         if self.rl_step_ is not None:
             self.drafts_ *= RL_STEP_DRAFTS / np.maximum(self.drafts_[:, :, :1, :1], RL_STEP_DRAFTS)
-        self.rl_step_, self.lost_s_, self.look_age_ = rl_step, 0.0, EVERY
+        self.rl_step_, self.lost_s_, self.look_age_, self.since_change_ = rl_step, 0.0, EVERY, 0
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        i = self._index.get(strategy)
+        i = self.best_ if strategy is self.strategies[self.best_] else self._index.get(strategy)
         if i is None or outcome.batch < 1:
             return
         self.iterations_ += 1
-        # Once there is plenty of what the best strategy does, its iterations teach time and acceptance in turn.
-        turn = self.iterations_ % 2 if i == self.best_ and self.iterations_ > SETTLED else None
-        if i and turn != 0 and len(outcome.accepted):
-            self._count(i, outcome)
-        if turn != 1 and outcome.elapsed_s > 0.0 and not outcome.had_prefill:
-            self._time(i, outcome.batch, outcome.elapsed_s)
+        accepted = outcome.accepted if i else ()
+        every = max(len(accepted) - 1, 0) // MOST_COUNTED + 1
+        elapsed_s = 0.0 if outcome.had_prefill else outcome.elapsed_s
+        self.heard_.append((i, outcome.batch, self.context_per_request_, elapsed_s, every, accepted[::every]))
+        if len(self.heard_) >= 2 * EVERY:
+            self._learn()
 
-    def _count(self, i: int, outcome: StepOutcome) -> None:
+    def _learn(self) -> None:
+        """Learn from all that was observed since the last time: in a block, which takes a fraction of one by one."""
+        heard, self.heard_ = self.heard_, []
+        drafts: dict[tuple[int, int, int], list[Sequence[float]]] = {}
+        for i, batch, _, _, every, accepted in heard:
+            if len(accepted):
+                drafts.setdefault((i, _band(batch), every), []).append(accepted)
+        for (i, band, every), parts in drafts.items():
+            self._count(i, band, every, parts)
+        if timed := [row for row in heard if row[3] > 0.0]:
+            self._time(timed)
+
+    def _count(self, i: int, band: int, every: int, parts: list[Sequence[float]]) -> None:
+        """Count what was kept of drafts of the i-th strategy, an iteration in each of the parts."""
         drafter, depth = divmod(i - 1, self.max_depth)
         depth += 1
-        accepted = outcome.accepted
-        every = (len(accepted) - 1) // MOST_COUNTED + 1
-        some = np.array(accepted[::every] if every > 1 else accepted, np.float64)
-        whole = some.astype(np.intp)
-        if float(some.sum()) == float(whole.sum()):
-            at = np.bincount(np.minimum(whole, depth), minlength=depth + 1)
-            alive = at[::-1].cumsum()[::-1] * every
-        else:
-            kept = kept_by_position(some, depth).sum(axis=0)
-            alive = np.concatenate([[float(len(some))], kept]) * every
-        for row in (0, _band(outcome.batch) + 1):
+        times = Counter(chain.from_iterable(parts))
+        some, often = np.array(list(times), np.float64), np.array(list(times.values()), np.float64) * every
+        alive = np.concatenate([[often.sum()], often @ kept_by_position(some, depth)])
+        forget = self._forget ** len(parts)
+        for row in (0, band + 1):
             counts = self.drafts_[drafter, row]
-            counts *= self._forget
+            counts *= forget
             counts[0, :depth] += alive[:-1]
             counts[1, :depth] += alive[1:]
 
-    def _time(self, i: int, batch: int, elapsed_s: float) -> None:
-        if not self.scale_:
-            self.scale_ = elapsed_s
-        row = self._fixed[i] + (batch / 32.0) * self._per_request[i]
-        row[2] = self.context_per_request_ * batch * 1e-5
-        row[4] = max(row[3] - FAR_TOKENS / 64.0, 0.0)
-        elapsed = elapsed_s / self.scale_
-        expected = max(float(row @ self.coef_), 0.05 * elapsed)
-        error = elapsed / expected - 1.0
+    def _time(self, timed: list[_Heard]) -> None:
+        """A step of recursive least squares on the relative errors of several iterations."""
+        which, batch, context, elapsed = (np.array(column) for column in list(zip(*timed, strict=True))[:4])
+        self.scale_ = self.scale_ or float(elapsed[0])
+        elapsed = elapsed / self.scale_
+        rows = self._rows(which, batch[:, None], context * batch)
+        expected = np.maximum(rows @ self.coef_, 0.05 * elapsed)
+        errors = elapsed / expected - 1.0
         most = _CLIP * self.noise_**0.5
-        cut = min(max(error, -most), most)
-        self.noise_ += (min(error * error, 9.0 * self.noise_ + 1e-6) - self.noise_) / 50.0
-        self.noise_ = max(self.noise_, 1e-4)
+        cut = np.minimum(np.maximum(errors, -most), most)
         # Relative errors: both sides of the equation over what was expected.
-        row /= expected
-        along = self.covariance_ @ row
-        gain = along / (1.0 + float(row @ along))
-        self.coef_ = self.coef_ + cut * gain
-        self.covariance_ -= gain[:, None] * along
-        self.bias_ += (cut - self.bias_) / 20.0
-        sums, counts = self.errors_[:, _band(batch)]
-        left = cut - float(row @ gain) * cut
-        keep = 1.0 - 1.0 / CELL_WINDOW
-        sums[i] = keep * sums[i] + left
-        counts[i] = keep * counts[i] + 1.0
+        rows /= expected[:, None]
+        along = rows @ self.covariance_
+        gain = np.linalg.solve(along @ rows.T + np.eye(len(rows)), along).T
+        change = gain @ cut
+        self.coef_ = self.coef_ + change
+        self.covariance_ -= gain @ along
+        self.covariance_ = (self.covariance_ + self.covariance_.T) / 2.0
+        left = cut - rows @ change
+        squares = float(np.minimum(errors * errors, 9.0 * self.noise_ + 1e-6).mean())
+        self.noise_ = max(self.noise_ + (squares - self.noise_) * (1.0 - 0.98 ** len(cut)), 1e-4)
+        self.bias_ += (float(cut.mean()) - self.bias_) * (1.0 - 0.95 ** len(cut))
+        cells = np.array([_band(b) for b in batch.tolist()]) * len(self.strategies) + which
+        for values, new in zip(self.errors_.reshape(2, -1), (left, np.ones(len(left))), strict=True):
+            np.multiply.at(values, cells, 1.0 - 1.0 / CELL_WINDOW)
+            np.add.at(values, cells, new)
 
     def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
         """Tokens per second of the iteration, None where it teaches nothing about time."""
@@ -297,6 +318,7 @@ class Adaptive(Selector):
             "arms": [str(strategy) for strategy in self.strategies],
             "arrays": {name: getattr(self, name).tolist() for name in _ARRAYS},
             "values": {name: getattr(self, name) for name in _VALUES},
+            "heard": [[*row, list(map(float, accepted))] for *row, accepted in self.heard_],
             "rng": rng_state(self.rng),
         }
 
@@ -310,13 +332,15 @@ class Adaptive(Selector):
         for name in _VALUES:
             setattr(self, name, state["values"][name])
         self.chances_ = list(self.chances_)
+        # States from before there were blocks have none.
+        self.heard_ = [tuple(row) for row in state.get("heard", ())]
         set_rng_state(self.rng, state["rng"])
 
 
 _ARRAYS = ("coef_", "covariance_", "errors_", "drafts_")
 _VALUES = (
-    "scale_", "noise_", "bias_", "iterations_", "rl_step_", "context_per_request_", "lost_s_", "look_batch_",
-    "look_age_", "best_", "chances_", "loss_s_",
+    "scale_", "noise_", "bias_", "iterations_", "since_change_", "rl_step_", "context_per_request_", "lost_s_",
+    "look_batch_", "look_age_", "best_", "chances_", "loss_s_",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Bandits without buckets, the usual points of comparison for BEG-MAB."""
+"""Bandits without buckets, the usual points of comparison for BEG-MAB, and Hedge, which sees what all drafters did."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .beg_mab import BegMab
 from .reward import Reward, RewardKind, Statistic, Window
-from .selector import Selector
+from .selector import Selector, rng_state, set_rng_state
 from .simple import checked_strategies
 
 
@@ -134,3 +134,69 @@ class Ucb1(Selector):
         for arm in self.strategies:
             self._refresh(arm)
         self.reward_.load_state_dict(state["reward"])
+
+
+class Hedge(Selector):
+    """Exponential weights over drafters with full information (Not-a-Bandit / HedgeSpec, arXiv 2510.20064).
+
+    What the target verified scores every drafter on the same text, so all learn from each iteration: drafter i loses
+    l_i = 1 - accepted_i / deepest draft, and is drawn with weight exp(-eta sum l_i), eta = sqrt(8 ln N / t) in round t.
+    Its expected loss exceeds the best drafter's by at most 2 sqrt(T ln N / 2) + sqrt(ln N / 8) after T rounds
+    (Cesa-Bianchi and Lugosi 2006, theorem 2.3); the paper's own rate is not at hand. A caller that scores nothing
+    (`StepOutcome.scored`) leaves it bandit feedback: the loss of what was drafted over its chance, as in Exp3.
+
+    >>> hedge = Hedge([Strategy.chain(name, 4) for name in ("learned", "suffix")], rng=np.random.default_rng(0))
+    >>> hedge.observe(hedge.strategies[0], StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,),
+    ...               scored={hedge.strategies[0]: 1.0, hedge.strategies[1]: 3.0}))
+    >>> hedge.losses_, [round(p, 3) for p in hedge.chances]
+    ([0.75, 0.25], [0.236, 0.764])
+    """
+
+    full_information = True
+
+    def __init__(self, strategies: Sequence[Strategy], *, rng: np.random.Generator) -> None:
+        self.strategies = checked_strategies(strategies)
+        if not all(strategy.speculates for strategy in self.strategies):
+            raise ConfigError("hedge: no speculation drafts nothing that could be scored: leave it out")
+        self.rng = rng
+        self.losses_ = [0.0] * len(self.strategies)
+        self.rounds_ = 0
+
+    @property
+    def chances(self) -> list[float]:
+        """With which each strategy is drawn next."""
+        eta = math.sqrt(8.0 * math.log(len(self.strategies)) / (self.rounds_ + 1))
+        least = min(self.losses_)
+        weights = [math.exp(-eta * (loss - least)) for loss in self.losses_]
+        return [weight / math.fsum(weights) for weight in weights]
+
+    def choose(self, state: StepState) -> Strategy:
+        chances = self.chances
+        at = min(int(np.searchsorted(np.cumsum(chances), self.rng.random(), side="right")), len(chances) - 1)
+        self.propensity_ = chances[at]
+        return self.strategies[at]
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        if strategy not in self.strategies:
+            return
+        deepest = max(min(arm.draft_depth, arm.tokens_to_verify - 1) for arm in self.strategies)
+        if outcome.scored:
+            for at, arm in enumerate(self.strategies):
+                self.losses_[at] += 1.0 - outcome.scored[arm] / deepest
+        else:
+            loss = 1.0 - (outcome.accept_length - 1.0) / deepest
+            self.losses_[self.strategies.index(strategy)] += loss / self.propensity_
+        self.rounds_ += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        arms = [str(arm) for arm in self.strategies]
+        return {"arms": arms, "losses": list(self.losses_), "rounds": self.rounds_, "rng": rng_state(self.rng)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
+        if state["arms"] != [str(arm) for arm in self.strategies]:
+            raise ConfigError(
+                f"the saved state has the arms {state['arms']}, this policy has {list(map(str, self.strategies))}"
+            )
+        self.losses_, self.rounds_ = list(state["losses"]), state["rounds"]
+        set_rng_state(self.rng, state["rng"])

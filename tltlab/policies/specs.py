@@ -37,7 +37,7 @@ from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
 from .adaptive import Adaptive
-from .bandits import EpsilonGreedy, Ucb1
+from .bandits import EpsilonGreedy, Hedge, Ucb1
 from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
 from .selector import Selector
@@ -128,6 +128,11 @@ class EpsilonGreedySpec(_Spec, builds=EpsilonGreedy, init=False):
 
 class Ucb1Spec(_Spec, builds=Ucb1, init=False):
     kind: Literal["ucb1"] = "ucb1"
+    strategies: Strategies
+
+
+class HedgeSpec(_Spec, builds=Hedge, init=False):
+    kind: Literal["hedge"] = "hedge"
     strategies: Strategies
 
 
@@ -342,6 +347,7 @@ SelectorSpec = Annotated[
     | ExploreSpec
     | EpsilonGreedySpec
     | Ucb1Spec
+    | HedgeSpec
     | BegMabSpec
     | GoodputSpec
     | AdaptiveSpec

@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +14,31 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from tltlab.charts import data_uri
+from tltlab.charts import data_uri, inline_svg, series_names
 from tltlab.files import write_file
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-"""Sorts tables, shows one of several pictures, enlarges them; without it everything can be read."""
+"""Sorts tables, shows one of several pictures, enlarges them, loads a served page again when its run went on; without
+it everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
+_MOST_INLINE = 200_000
+"""Characters of SVG that stand in the page itself."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it."""
+    """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it.
 
-    source: str
+    It is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
+    """
+
+    source: str = ""
+    svg: str = ""
+    names: tuple[str, ...] = ()
     alt: str
     caption: str
     shape: Literal["wide", "square"] = "wide"
@@ -38,6 +47,9 @@ class Picture:
     @classmethod
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "square"] = "wide") -> Picture:
         """The picture of a figure, inside the page."""
+        names = series_names(figure)
+        if names and len(svg := inline_svg(figure, names)) <= _MOST_INLINE:
+            return cls(svg=svg, names=names, alt=alt, caption=caption, shape=shape)
         return cls(source=data_uri(figure), alt=alt, caption=caption, shape=shape)
 
     @classmethod
@@ -70,7 +82,8 @@ class Pictures:
 class Table:
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
-    A table with `summary` is folded under it: for figures that few read.
+    A table with `summary` is folded under it: for figures that few read. `links` are where the rows' first cells lead;
+    with `choose` rows can be ticked, and their first cells are sent there as `run`.
     """
 
     caption: str
@@ -78,6 +91,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     text_columns: frozenset[int] = frozenset({0})
     summary: str | None = None
+    links: tuple[str, ...] = ()
+    choose: str = ""
     kind: Literal["table"] = "table"
 
 
@@ -116,7 +131,26 @@ class Code:
     kind: Literal["code"] = "code"
 
 
-Block = Picture | Pictures | Table | Facts | Text | Items | Code
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Text of one origin: `drafter` 1 to 4 is the colour of who drafted it, 0 the model's own; `title` says more."""
+
+    text: str
+    drafter: int = 0
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a model was asked and said, in pieces; `label` has its facts."""
+
+    label: str
+    pieces: tuple[Piece, ...]
+    prompt: str = ""
+    kind: Literal["response"] = "response"
+
+
+Block = Picture | Pictures | Table | Facts | Text | Items | Code | Response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +177,20 @@ Part = Section | Absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a page that `tltlab ui` serves has beside its content.
+
+    `state` is where the stamp of what it shows is asked for every three seconds, "" where it is not: another one than
+    `stamp` and the page is loaded again. `home` leads to the list, `live` says that the run goes on.
+    """
+
+    state: str = ""
+    stamp: str = ""
+    home: str = ""
+    live: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """A whole report: the `verdict` and `key_figures` (name, value) stand on top, parts below in their order."""
 
@@ -151,6 +199,7 @@ class Page:
     key_figures: tuple[tuple[str, str], ...]
     parts: tuple[Part, ...]
     verdict: str = ""
+    served: Served | None = None
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -163,6 +212,13 @@ class Page:
 
 def render(page: Page) -> str:
     """The page as HTML. Every text is escaped; same page, same characters."""
+    policy = POLICY + "; connect-src 'self'" * (page.served is not None)
+    # jinja2 would write quotes of the constant policy as entities, which is right but hard to read.
+    return _template().render(page=page, policy=Markup(policy), script=Markup(SCRIPT))
+
+
+@cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -170,8 +226,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # jinja2 would write quotes of the constant policy as entities, which is right but hard to read.
-    return environment.get_template("report.html").render(page=page, policy=Markup(POLICY), script=Markup(SCRIPT))
+    return environment.get_template("report.html")
 
 
 def write_page(page: Page, path: Path) -> None:

@@ -246,3 +246,49 @@ def _step_pictures(trace: Trace, rows: list[dict[str, Any]]) -> list[Block]:
             )
         )
     return blocks
+
+
+def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
+    """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
+    both = dict(zip(names, (first, second), strict=True))
+    rows = {name: steps_rows(trace) for name, trace in both.items()}
+    blocks: list[Block] = []
+    for key, ylabel, title in (
+        ("reward", "mean reward", "Reward"),
+        ("rollout_s", "seconds", "Rollout time"),
+        ("mean_accept_length", "tokens per draft", "Accept length"),
+        ("p95_tokens", "tokens", "95th percentile of lengths"),
+    ):
+        series: dict[str, tuple[list[int], list[float]]] = {}
+        for name, own in rows.items():
+            known = [row for row in own if row[key] is not None]
+            if known:
+                series[name] = [row["rl_step"] for row in known], [row[key] for row in known]
+        if series:
+            ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
+            figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
+            blocks.append(Picture.of(figure, alt=f"{title} over RL steps. {ends}.", caption=f"{ends}."))
+    over: Part = Absent(title="Over the run", reason="neither has responses")
+    if blocks:
+        over = Section(title="Over the run", blocks=tuple(blocks))
+    return (_timelines(first, second, names), over, _both_lengths(both))
+
+
+def _timelines(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
+    try:
+        figure = timeline(first, compare=second, title=(names[0], names[1]))
+    except TltlabError as error:
+        return Absent(title="Timelines", reason=str(error))
+    caption = "The RL step that both have whose rollout is of median length, on the same time axis."
+    alt = f"One lane per worker over an RL step of {names[0]}, and below on the same axis of {names[1]}."
+    return Section(title="Timelines", blocks=(Picture.of(figure, alt=alt, caption=caption),))
+
+
+def _both_lengths(both: Mapping[str, Trace]) -> Part:
+    drawn = {name: _longer_than(trace) for name, trace in both.items() if trace.num_rows("outcomes")}
+    if not drawn:
+        return Absent(title="Response lengths", reason="neither has responses")
+    figure = lines(drawn, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
+    longest = "; ".join(f"{name}: the longest has {at[-1]:,.0f} tokens" for name, (at, _) in drawn.items())
+    alt = f"Share of responses longer than a number of tokens. {longest}."
+    return Section(title="Response lengths", blocks=(Picture.of(figure, alt=alt, caption=f"{longest}."),))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from tltlab.traces.trace import Trace, is_trace, locate, read, run_folder
 from .comparison import comparison_page
 from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
-from .page import Page, number, write_page
-from .rollout import graphs_part, lengths_part, steps_part, steps_rows, timeline_part
+from .page import Absent, Page, Part, Section, Table, Text, number, write_page
+from .responses import responses_part
+from .rollout import (
+    graphs_part,
+    lengths_part,
+    side_by_side_parts,
+    steps_part,
+    steps_rows,
+    timeline_part,
+)
 from .speculation import acceptance_part, arms_part
 from .verify import verify_part
 
@@ -76,6 +85,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
         acceptance_part(trace),
         arms_part(trace),
         graphs_part(trace, read_object(run / "graphs.json")),
+        responses_part(trace, run, run_json.get("recipe")),
         drafter_part(trace, _drafter_run(run, summary)),
         verify_part(run, trace, summary, compute=verify),
         findings_part(run),
@@ -85,13 +95,13 @@ def run_page(source: Path, *, verify: bool) -> Page:
     return Page(
         title=_title(source, trace),
         subtitle=_subtitle(trace),
-        key_figures=_key_figures(trace),
+        key_figures=key_figures(trace),
         parts=parts,
-        verdict=_verdict(trace),
+        verdict=verdict(trace),
     )
 
 
-def _verdict(trace: Trace) -> str:
+def verdict(trace: Trace) -> str:
     """What the run comes to, in a sentence or two; nothing where no times are known."""
     idle, tail = metrics.bubble_fraction(trace, idle=True), metrics.tail_fraction(trace)
     sentences = []
@@ -106,6 +116,51 @@ def _verdict(trace: Trace) -> str:
     if len(rewards) > 1:
         sentences.append(f"The mean reward went from {rewards[0]:.3f} to {rewards[-1]:.3f}.")
     return " ".join(sentences)
+
+
+def compare_runs(first: str | Path, second: str | Path) -> Page:
+    """The page of two runs or traces side by side: their figures, charts with both, and the settings that differ.
+
+    Raises TraceError for what is no trace.
+    """
+    traces, runs = (read(first), read(second)), [run_folder(locate(path)) for path in (first, second)]
+    names = tuple(f"{letter}: {Path(path).resolve().name}" for letter, path in zip("AB", (first, second), strict=True))
+    figures = [dict(key_figures(trace)) for trace in traces]
+    rows = tuple((name, *(own.get(name, "–") for own in figures)) for name in dict.fromkeys([*figures[0], *figures[1]]))
+    caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
+    blocks = (
+        Table(caption=caption, columns=("figure", *names), rows=rows),
+        Text(text="tltlab compare holds policies against each other on the same responses and the same luck."),
+    )
+    parts = (
+        Section(title="Figures", blocks=blocks),
+        *side_by_side_parts(*traces, names=names),
+        _settings_part([read_object(run / "run.json").get("recipe") for run in runs], names),
+    )
+    return Page(title=" and ".join(names), subtitle=" · ".join(map(str, runs)), key_figures=(), parts=parts)
+
+
+def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Part:
+    """The settings in which two recipes differ."""
+    title = "Settings that differ"
+    if not all(isinstance(recipe, dict) for recipe in recipes):
+        return Absent(title=title, reason="not both have a run.json with the recipe")
+    flat = [dict(_leaves(recipe)) for recipe in recipes]
+    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
+    rows = tuple((key, *(json.dumps(own[key]) if key in own else "–" for own in flat)) for key in keys)
+    if not rows:
+        return Section(title=title, blocks=(Text(text="None: both were started with the same recipe."),))
+    table = Table(caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2}))
+    return Section(title=title, blocks=(table,))
+
+
+def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value in nested objects with its path, such as train.lr."""
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _leaves(inner, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", inner
 
 
 def _drafter_run(run: Path, summary: Mapping[str, Any]) -> str | None:
@@ -133,7 +188,8 @@ def _subtitle(trace: Trace) -> str:
     return " · ".join(str(value) for value in facts if value)
 
 
-def _key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
+def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
+    """Names and values of what a run comes to, without those that are unknown."""
     rewards = [row["reward"] for row in steps_rows(trace) if row["reward"] is not None]
     reward = "–" if not rewards else f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
     figures = (

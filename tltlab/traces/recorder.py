@@ -136,11 +136,15 @@ class Recorder:
         The rows of all RL steps before it are kept, from the interrupted recording or the finished trace; later ones
         are gone for good once it closes. With 0 there need be nothing. The manifest stays the old one; where
         `manifest` names other hardware or another engine, its notes say so. Raises ConfigError where another process
-        records there or `manifest` is another run's (`reopen.SAME`), RunError where one of these RL steps is missing.
+        records there or `manifest` is another run's (`reopen.SAME`), RunError where one of these RL steps is missing or
+        the disk refuses.
         """
         recorder = cls.__new__(cls)
         recorder._begin(Path(path), clock)
-        recorder._next_chunk = reopen(recorder.path, manifest, rl_steps)
+        try:
+            recorder._next_chunk = reopen(recorder.path, manifest, rl_steps)
+        except OSError as error:
+            raise RunError(f"cannot record to {recorder._folder}: {error.strerror or error}") from error
         recorder._lock = lock(recorder._folder)
         return recorder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tltlab.errors import ConfigError, RunError, TraceError
+from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.files import fsync_folder, lock, replace_durably
 
 from .recording import SUFFIX, chunks_of, cut, new_recording, readable, recording_of, rows_in
@@ -187,10 +187,13 @@ def _remove(folder: Path) -> None:
     """Remove a recording in one move, so that no half of one is left."""
     gone = folder.with_name(f".{folder.name}.done")
     shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    # Else the power may go and leave the recording under its name without some of its files.
-    fsync_folder(folder.parent)
-    shutil.rmtree(gone)
+    try:
+        os.rename(folder, gone)
+        # Else the power may go and leave the recording under its name without some of its files.
+        fsync_folder(folder.parent)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be removed, its trace is written: {error.strerror}") from error
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _closed_already(folder: Path, path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tltlab.bench.accuracy import COLUMNS, WIDTH, graph_pool_rows, rows, text
+from tltlab.bench.accuracy import COLUMNS, WIDTH, graph_pool_rows, rows, summary, text
 from tltlab.experiments.graph_readings import READINGS
 
 
@@ -26,6 +26,12 @@ def test_sources_are_whole_and_the_table_is_160_columns_wide(shared_data: Path):
         start = f"{row.model:10s} {row.source} "
         assert any(line.startswith(start) for line in shown.splitlines())
     assert all(reading.why in words for reading in READINGS)
+    screen = summary(found).splitlines()
+    assert len(screen) < 40
+    assert max(map(len, screen)) <= WIDTH
+    engines = found[found["pooled"].eq(True)]
+    assert sum(any(line.startswith(f"{e} ") for e in engines["source"]) for line in screen) == len(engines)
+    assert engines["n_points"].sum() == found[found["pooled"].eq(False)]["n_points"].sum()
 
 
 def test_what_is_long_goes_on_below():

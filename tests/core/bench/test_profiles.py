@@ -8,7 +8,7 @@ import pytest
 
 from tltlab.bench.profiles import ENGINES, fitted, shipped
 from tltlab.bench.published.measurements import COLUMNS
-from tltlab.bench.published.profiles import PRIORS, Param, fit, predict
+from tltlab.bench.published.profiles import PRIORS, Design, Param, fit, predict, uncertainty
 from tltlab.costs.profiles import profiles
 
 
@@ -66,6 +66,19 @@ def test_an_engine_that_was_not_seen_is_predicted_by_what_the_others_share(made:
     unseen = np.abs(predict(made[one], values) / made.loc[one, "measured"] - 1)
     untouched = np.abs(predict(made[one], {}) / made.loc[one, "measured"] - 1)
     assert unseen.median() < untouched.median()
+
+
+def test_what_a_fit_leaves_open_shrinks_with_its_rows_and_is_the_prior_s_where_there_are_none(made: pd.DataFrame):
+    one = made.iloc[:1]
+    design = Design.of(one)
+    # Of a single row it has a closed form: prior and measurement, each with its precision.
+    prior = ((design.slopes(np.zeros(len(design.params))) * design.spread) ** 2).sum()
+    exact = one.assign(measured=predict(one, {}))
+    alone = uncertainty(exact, dict.fromkeys(design.params, 0.0), one)
+    assert alone == pytest.approx([np.sqrt(prior / (1 + prior / 0.05**2))], rel=1e-3)
+    values = fit(made)
+    assert uncertainty(made, values, one)[0] < alone[0]
+    assert uncertainty(made, values, one.assign(family="new"))[0] > 2 * uncertainty(made, values, one)[0]
 
 
 def test_a_row_alone_moves_terms_little(made: pd.DataFrame):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from tltlab.bench.published.fit import fit, predict
-from tltlab.bench.published.measurements import from_iterations, from_speedups, from_tpot, from_waves
+from tltlab.bench.published.measurements import COLUMNS, from_speedups, from_tpot, from_waves
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -19,8 +19,17 @@ COSTS = RooflineCosts(gpu="H100", model="Qwen2.5-32B", tp=4, constants=TRUE)
 TREE = Strategy("learned", 8, 4, 48)
 
 
+def measured_iterations(table: pd.DataFrame, source: str, tp: int, levels: object) -> pd.DataFrame:
+    """Iterations of Qwen2.5-32B on H100 in `COLUMNS`; a trace has contexts and drafted tokens of the whole batch."""
+    return table.assign(
+        kind="iteration", source=source, gpu="H100", model="Qwen2.5-32B", tp=tp, top_k=1, draft_levels=levels,
+        tokens_to_verify=1 + table["num_drafted"] / table["batch"],
+        context_tokens=table["context_tokens"] / table["batch"], measured=table["duration"],
+    ).reindex(columns=COLUMNS)  # fmt: skip
+
+
 def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int = 300) -> pd.DataFrame:
-    """Rows of `from_iterations`, made from COSTS, with 3 % noise and one row in 50 three times as long."""
+    """Measured iterations, made from COSTS, with 3 % noise and one row in 50 three times as long."""
     tables = []
     for tp in tps:
         costs = COSTS.model_copy(update={"tp": tp})
@@ -34,7 +43,7 @@ def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int
         slow = np.where(rng.random(num) < 0.02, 3.0, 1.0)
         columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": context}
         columns |= {"prefill_tokens": prefill, "duration": took * slow * np.exp(rng.normal(0, 0.03, num))}
-        table = from_iterations(pd.DataFrame(columns), f"tp {tp}", gpu="H100", model="Qwen2.5-32B", tp=tp)
+        table = measured_iterations(pd.DataFrame(columns), f"tp {tp}", tp, depth)
         tables.append(table.assign(clean=took, tp_fold=tp))
     return pd.concat(tables, ignore_index=True)
 
@@ -71,7 +80,7 @@ def test_model_free_drafts_say_nothing_about_levels():
     ]
     columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": 500 * batch}
     table = pd.DataFrame(columns | {"prefill_tokens": 0, "drafter": "suffix", "duration": took})
-    rows = from_iterations(table, "trace", gpu="H100", model="Qwen2.5-32B", tp=1)
+    rows = measured_iterations(table, "trace", 1, 0)
     assert predict(TRUE, rows) == pytest.approx(took)
     found = fit(rows)
     assert found.constants.sd_base_s == pytest.approx(TRUE.sd_base_s, rel=0.1)

@@ -13,8 +13,8 @@ from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_
 from tltlab.calibration.acceptance.fits import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
-from tltlab.calibration.iterations import checked, read_step_times
-from tltlab.calibration.roofline import Hardware
+from tltlab.calibration.iterations import checked, measured_rows, read_step_times
+from tltlab.calibration.roofline import Hardware, RooflineEstimator
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -180,6 +180,21 @@ def test_a_roofline_is_found_in_a_table():
     same_times(found.costs, ROOFLINE, rel=0.01, at=MEASURED)
     assert found.held_out_error < 0.05
     assert (found.costs.gpu, found.costs.tp) == ("H100", 1)
+
+
+def test_what_few_rows_leave_open_of_a_roofline_is_as_wide_as_its_predictions_scatter():
+    """Tables of the same times, each with other errors of 3 %, fitted one by one."""
+    exact, rng, z = checked(grid(ROOFLINE, (0, 3))), np.random.default_rng(0), []
+    for _ in range(4):
+        noisy = exact.assign(seconds=exact["seconds"] * (1 + 0.03 * rng.standard_normal(len(exact))))
+        found = RooflineEstimator(H100, recorded=False).fit(measured_rows(noisy))
+        assert found.open_ is not None
+        z.append((found.predictions_ / exact["seconds"].to_numpy() - 1) / found.open_)
+    assert 0.6 < np.sqrt(np.mean(np.square(z))) < 1.4
+    alone = fit_points(noisy.query("batch == 8"), "roofline", H100).costs.evidence
+    assert alone is not None
+    assert alone.left_out == {}
+    assert alone.error() == alone.fitted["all"][1] > 0.02
 
 
 def test_a_straight_line_errs_where_a_roofline_bends():

@@ -47,11 +47,11 @@ def play(schedule: TrainingSchedule, drafter: Drafter, rl_steps: int, first: int
 
 
 def dropping(drop: float = 0.03) -> TrainingSchedule:
-    return TrainingSchedule(ScheduleConfig(drop=drop), pretrained=True)
+    return TrainingSchedule(ScheduleConfig(kind="acceptance-drops", drop=drop), pretrained=True)
 
 
 def test_by_default_training_waits_for_acceptance_to_drop():
-    schedule = TrainingSchedule(ScheduleConfig())
+    schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
     assert schedule.decide(0, DrafterState()) == Decision(train=True, reason="the drafter was never trained")
     schedule.rollout_done(0, None, drafts=0)
     schedule.trained(0, updates=50)
@@ -113,7 +113,7 @@ def test_it_keeps_a_drifting_drafter_near_its_best():
 
 
 def test_training_goes_on_while_it_still_raises_acceptance():
-    schedule = TrainingSchedule(ScheduleConfig())
+    schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
     reasons = []
     for rl_step, length in enumerate((1.0, 1.8, 2.6, 2.62, 2.61, 2.62)):
         decision = schedule.decide(rl_step, DrafterState(updates=rl_step))
@@ -145,7 +145,7 @@ def test_every_so_many_rl_steps_is_counted_from_the_last_training_that_took_plac
 
 def test_the_order_of_what_it_is_told_about_one_rl_step_does_not_matter():
     def told(trained_first: bool) -> TrainingSchedule:
-        schedule = TrainingSchedule(ScheduleConfig())
+        schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
         for rl_step, length in enumerate((2.0, 3.0, 2.9, 2.7)):
             if trained_first and rl_step == 1:
                 schedule.trained(1, updates=5)
@@ -241,7 +241,7 @@ def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool
 
 
 def test_a_movement_that_is_no_number_is_not_known_and_the_state_stays_json():
-    schedule = TrainingSchedule(ScheduleConfig())
+    schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
     schedule.rollout_done(0, 2.0, math.inf, drafts=100)
     schedule.rollout_done(1, 2.0, math.nan, drafts=100)
     assert [row["drift_kl"] for row in json.loads(json.dumps(schedule.state_dict(), allow_nan=False))["record"]] == [

@@ -43,6 +43,18 @@ def test_measured_together_has_the_error_of_those_measurements_as_far_as_they_go
     assert evidence(speculation=False).beyond([3]) == ["speculation"]
 
 
+def test_a_measurement_that_a_fit_meets_by_luck_does_not_make_it_exact():
+    (one,) = [m for m in profiles().engines["sglang-0.4"].measured if m.of("H100", "Qwen2.5-7B", "bf16")]
+    assert one.fitted.num_points == 1
+    assert one.fitted.most < 0.01 < one.parameter
+    assert load_costs("sglang-0.4:H100:Qwen2.5-7B").evidence.error() == pytest.approx(
+        hypot(one.fitted.most, one.parameter), rel=0.01
+    )
+    # Files from before it was written.
+    old = one.model_validate(one.model_dump(exclude={"parameter"}))
+    assert old.parameter == 0.0
+
+
 def test_an_interval_is_of_what_was_measured_relative_to_its_error():
     assert interval(10.0, 0.25) == (8.0, pytest.approx(40 / 3))
     assert interval(10.0, 3.0) == (2.5, 40.0)

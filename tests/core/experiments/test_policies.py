@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, Settings, judged, repairs, run, verdict
+from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, Settings, by_part, judged, repairs, run, verdict
 from tltlab.policies.policy import load_policy
-from tltlab.sim.tuning.regimes import LastingPolicy, PolicyRegime, best_fixed, regimes
+from tltlab.sim.tuning.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -61,6 +61,18 @@ def test_the_verdict_goes_by_the_worst_regime_and_names_who_is_better(ratios: tu
     assert words in text
     assert "(r1)" in text
     assert "better on average: goodput" in text
+
+
+def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):
+    tiny = found["tiny"]
+    rows = by_part(tiny, [ADAPTIVE, "none"], 0)
+    assert set(rows["part"]) == set(PARTS)
+    decoding = {name: part["seconds"].sum() for name, part in rows.groupby("policy")}
+    took = tiny.seconds(load_policy("none"), 0).sum()
+    assert 0.5 * took < decoding["none"] <= took, "one worker decodes but while it prefills"
+    oracle = sum(tiny.seconds_by_part(None, 0).values())
+    for name, part in rows.groupby("policy"):
+        assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
 
 
 def test_an_unknown_regime_is_refused(tmp_path: Path):

@@ -77,6 +77,10 @@ def test_the_experiment_gives_the_share_of_the_clairvoyant_gain_that_each_knowle
     settings = experiment.Settings(names=("tiny",), traces=TRACES, rl_steps=1)
     result = experiment.run(settings, folder=Path(), seed=0, progress=lambda text: None)
     found = result.rows.set_index("knows")
+    drafts = found[found["moment"] == experiment.DRAFTS]
+    found = found[found["moment"] != experiment.DRAFTS]
+    assert len(drafts) == 1
+    assert drafts["rollout_s"].iloc[0] < found["rollout_s"].max(), "with drafts for all it is faster than with none"
     assert set(found["moment"]) == {experiment.BEFORE, experiment.MID}
     assert (found["clairvoyant_saves"] > 0).all()
     assert (found["share"].dropna() <= 1.5).all()

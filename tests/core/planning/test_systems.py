@@ -18,9 +18,10 @@ from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import Rung, System, length_aware, one_strategy, strategies
 from tltlab.planning.dispatch import stage_left
-from tltlab.planning.system_binding import PerDrafter, bind
+from tltlab.planning.system_binding import PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
+from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 COSTS = LinearCosts(
@@ -145,6 +146,26 @@ def test_a_static_drafter_is_the_same_drafter_that_nobody_trains():
         *(Strategy.chain("learned", d) for d in (8, 4, 2)),
         NO_SPECULATION,
     )
+
+
+def test_drafters_side_by_side_have_each_its_own_acceptance():
+    found = bind(SYSTEMS["hedgespec"], COSTS, TREES, SIBLINGS)
+    learned, text = (Strategy.chain(name, 4) for name in ("learned", "suffix"))
+    assert found.policy.strategies == (learned, text)
+    model = found.acceptance.in_state(dict.fromkeys(("learned", "suffix"), DrafterState()))
+    nobody = np.zeros(1)
+    expected = {learned: FreshAcceptance(base=TREES).in_state({}).curve(learned), text: 0.41591936 ** np.arange(1, 5)}
+    for strategy, survival in expected.items():
+        assert model.survival(strategy, nobody, nobody, nobody)[0] == pytest.approx(survival)
+    assert not found.defaults
+    assumed = bind_assuming(SYSTEMS["hedgespec"], COSTS, TREES)
+    assert assumed.acceptance == found.acceptance
+    assert assumed.defaults == ("acceptance of all drafters is not known: the default seer-siblings is taken",)
+    assert bind(SYSTEMS["hedgespec"], COSTS, GeometricAcceptance(alpha=0.5)).acceptance == GeometricAcceptance(
+        alpha=0.5
+    )
+    with pytest.raises(ConfigError, match="all its drafters"):
+        bind(SYSTEMS["hedgespec"], COSTS, TREES)
 
 
 def test_systems_without_speculation_ask_for_no_acceptance():
@@ -286,7 +307,7 @@ def test_a_bound_over_two_models_has_the_best_of_each_batch_size():
         {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
                    {"max_batch": None, "drafters": good.drafters_by_depth}]}
     )  # fmt: skip
-    both, nobody = PerDrafter(learned=bands, model_free=SIBLINGS), np.zeros(2)
+    both, nobody = PerDrafter(models={"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
     assert both.survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.survival(chain))
     expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib
 
@@ -16,14 +17,16 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import pytest
+from tokenizers import Tokenizer, models
 
-from tltlab.charts import bars, data_uri, lines, save_figure, scatter_identity, shares
+from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
 from tltlab.cli.app import main
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.drafter import drafter_part
 from tltlab.report.origin import command_line
-from tltlab.report.page import Absent, Section, Table, render
+from tltlab.report.page import Absent, Response, Section, Table, render
+from tltlab.report.responses import responses_part
 from tltlab.report.rollout import graphs_part
 from tltlab.report.speculation import acceptance_part, strategy_names
 from tltlab.report.verify import verify_part
@@ -99,7 +102,7 @@ class _Links(HTMLParser):
         attrs = dict(attrs)
         self.tags.add(tag)
         self.found += [attrs[k] for k in ("src", "href", "srcset", "action", "data", "poster") if k in attrs]
-        if tag == "img":
+        if tag == "img" or attrs.get("role") == "img":
             self.images.append(attrs)
         if re.fullmatch("h[1-6]", tag):
             self.headings.append(int(tag[1]))
@@ -114,7 +117,8 @@ def parsed(text):
 def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     titles = [section.title for section in made.sections]
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
-                      "Predicted against measured", "Findings", "Events", "Where it comes from"]  # fmt: skip
+                      "A few responses", "Predicted against measured", "Findings", "Events",
+                      "Where it comes from"]  # fmt: skip
     assert [part.title for part in made.absent] == ["CUDA graphs", "The trained drafter"]
     text = page.read_text()
     assert "tltlab train &#39;my recipe.toml&#39;" in text
@@ -131,7 +135,7 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(
     sha = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{sha}'" in text, "no other script runs"
     assert text.count("<script") == 1
-    assert "url(" not in text
+    assert not re.findall(r"url\((?!#)", text)
     assert "@import" not in text
     assert "default-src 'none'" in text
     assert "<b>bold</b>" not in text
@@ -155,7 +159,79 @@ def test_pictures_have_words_and_headings_go_in_order(page):
     assert links.headings[0] == 1
     assert set(links.headings[1:]) == {2}
     assert len(links.images) >= 6
-    assert all(len(image["alt"]) > 20 for image in links.images)
+    assert all(len(image.get("alt") or image["aria-label"]) > 20 for image in links.images)
+
+
+def test_series_of_a_chart_can_be_told_apart_by_a_script(page):
+    names = ["none", "<b>ngram:4</b>", "learned"]
+    figure = lines({name: ([0, 1], [i, 1]) for i, name in enumerate(names)}, xlabel="x", ylabel="y", title="t",
+                   bands={"none": ([0, 0], [1, 1])})  # fmt: skip
+    columns = shares([0, 1], {"a": [1, 0], "nothing": [0, 0], "b": [0, 1]}, xlabel="x", title="t")
+    assert series_names(columns) == ("a", "b")
+    for drawn, told in ((figure, names), (columns, ["a", "b"])):
+        root = ElementTree.fromstring(inline_svg(drawn, series_names(drawn)))
+        parts = [part for part in root.iter() if part.get("data-series")]
+        svg = "{http://www.w3.org/2000/svg}"
+        assert {(part.get("data-series"), part.find(f"{svg}title").text) for part in parts} == {
+            (str(i), name) for i, name in enumerate(told)
+        }
+        assert root.find(f".//{svg}style") is None
+    assert series_names(bars(["off"], [1.0], xlabel="s", title="t")) == ()
+    text = page.read_text()
+    assert 'class="chart"' in text
+    assert "data-names=" in text
+
+
+def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
+    """Three responses on one worker: tokens 1, drafts of depth 2 that keep 2, 0 and 1 for the first of them."""
+    key = {"rl_step": 0, "prompt_id": "p", "sample": [0, 1, 2], "turn": 0}
+    kept = [[0, 0, 0], [2, 0, 1], [0, 1], [1]]
+    lengths = [1 + 3 + 1 + 2, 1 + 1 + 2, 1 + 2]
+    iterations = pd.DataFrame(
+        {
+            "rl_step": 0, "worker": 0, "iteration": range(4), "t_start": range(4), "duration": 1.0,
+            "batch": [3, 3, 2, 1], "context_tokens": 10, "prefill_tokens": 0, "drafter": [None, *["ngram"] * 3],
+            "draft_depth": [0, 2, 2, 2], "top_k": [0, 1, 1, 1], "tokens_to_verify": [1, 3, 3, 3],
+            "num_drafted": [0, 6, 4, 2], "num_accepted": [sum(row) for row in kept],
+            "num_generated": [len(row) + sum(row) for row in kept], "accepted_per_request": kept,
+        }
+    )  # fmt: skip
+    workload = pd.DataFrame({**key, "epoch": 0, "prompt_tokens": 2, "max_response_tokens": 99, "policy_version": 0})
+    outcomes = pd.DataFrame({**key, "response_tokens": lengths, "finish_reason": "stop", "reward": [0.5, 1.0, 0.0],
+                             "worker": 0, "t_submit": 0.0, "t_finish": [4.0, 3.0, 2.0]})  # fmt: skip
+    tokens = pd.DataFrame({**key, "prompt_token_ids": [[8, 9]] * 3, "token_ids": [list(range(n)) for n in lengths]})
+    tables = {"workload": workload, "outcomes": outcomes, "tokens": tokens, "iterations": iterations}
+    part = responses_part(Trace.from_tables(Manifest(kind="recorded"), tables), tmp_path, None)
+    drafters, longest, median, lowest = (block for block in part.blocks if isinstance(block, Response))
+    assert [(piece.text, piece.drafter) for piece in drafters.pieces] == [("ngram", 1)]
+    assert longest.label == "The longest: reward 0.5, 7 tokens, ended: stop, 3 of them drafted, 3 drafts"
+    assert median.label.startswith("Of median length, the highest reward: reward 1,")
+    assert lowest.label.startswith("The lowest reward: reward 0,")
+    assert longest.prompt == "8 9 "
+    assert [(piece.text, piece.drafter) for piece in longest.pieces] == [
+        ("0 ", 0), ("1 2 ", 1), ("3 ", 0), ("4 ", 0), ("5 ", 1), ("6 ", 0)
+    ]  # fmt: skip
+    assert longest.pieces[1].title == "ngram: 2 of up to 2 drafted tokens were kept"
+    assert longest.pieces[3].title == "ngram drafted up to 2, none was kept"
+    assert "token ids are shown" in part.blocks[0].text.lower()
+
+
+def test_a_long_response_is_shown_from_both_ends_in_its_own_words(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    key = {"rl_step": 0, "prompt_id": "p", "sample": [0], "turn": 0}
+    workload = pd.DataFrame({**key, "epoch": 0, "prompt_tokens": 1, "max_response_tokens": 999, "policy_version": 0})
+    outcomes = pd.DataFrame({**key, "response_tokens": [600], "finish_reason": "stop"})
+    tokens = pd.DataFrame({**key, "prompt_token_ids": [[1]], "token_ids": [[0] * 599 + [1]]})
+    tables = {"workload": workload, "outcomes": outcomes, "tokens": tokens}
+    part = responses_part(Trace.from_tables(Manifest(kind="recorded"), tables), tmp_path, None)
+    (told,) = (block for block in part.blocks if isinstance(block, Response))
+    head, gap, tail = (piece.text for piece in told.pieces)
+    assert head == " ".join("a" * 400)
+    assert gap == " [80 tokens are left out] "
+    assert tail == " ".join("a" * 119 + "b")
+    assert "drafts cannot be told apart" in part.blocks[0].text
 
 
 def test_same_run_same_bytes(page, run, tmp_path):

@@ -19,6 +19,7 @@ import pytest
 
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.traces import recorder as recorder_module
+from tltlab.traces import recovery as recovery_module
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.recording import chunks_of, new_recording, write_chunk
 from tltlab.traces.schema import TABLES, Manifest
@@ -132,6 +133,31 @@ def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
             assert len(read(tmp_path / "t").outcomes) == 2
         recorder.close()
     assert len(read(tmp_path / "t").outcomes) == 4
+
+
+def test_a_disk_that_refuses_when_a_recording_goes_on_is_a_sentence(tmp_path, monkeypatch):
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    with monkeypatch.context() as here:
+        here.setattr(recovery_module, "cut", disk_full)
+        with pytest.raises(RunError, match=r"cannot record to .*No space left"):
+            Recorder.reopen(tmp_path / "t", MANIFEST, 1)
+    lock_file = tmp_path / "t.recording" / "lock"
+    lock_file.unlink()
+    lock_file.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write to .*Is a directory"):
+        Recorder.reopen(tmp_path / "t", MANIFEST, 1)
+
+
+def test_a_recording_that_cannot_be_removed_leaves_its_trace_and_goes_with_the_next_repair(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    add(recorder, 0)
+    with monkeypatch.context() as here:
+        here.setattr(recovery_module.os, "rename", disk_full)
+        with pytest.raises(InputError, match=r"t\.recording cannot be removed, its trace is written"):
+            recorder.close()
+    recorder._lock.close()
+    assert len(repair(tmp_path / "t").outcomes) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 def test_a_recording_that_is_there_is_not_overwritten(tmp_path):

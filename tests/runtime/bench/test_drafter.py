@@ -16,11 +16,10 @@ from tltlab.bench.drafter import coordination as bench_coordination
 from tltlab.bench.drafter import members as bench_members
 from tltlab.bench.drafter import recipes as bench_recipes
 from tltlab.bench.drafter import reward as bench_reward
-from tltlab.bench.drafter.intervals import as_text
 from tltlab.bench.drafter.run import PARTS, bench_learned
-from tltlab.bench.drafter.runs import FAST, BenchSizes, sizes_of
-from tltlab.bench.drafter.texts import policy_kl
+from tltlab.bench.drafter.runs import FAST, BenchSizes, policy_kl, sizes_of
 from tltlab.bench.drafters import bench_drafters
+from tltlab.bench.train.figures import as_text
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.drafter.offline.runs import (

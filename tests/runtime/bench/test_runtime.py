@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tltlab.bench.runtime import text
 from tltlab.errors import ConfigError
 from tltlab.experiments import baseline, baseline_measured
 from tltlab.experiments.baseline_figures import Measured, PlainSteps, summarise
-from tltlab.experiments.baseline_measured import bench_runtime, measured, modes
+from tltlab.experiments.baseline_measured import bench_runtime, measured, modes, text
 from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Response, Rollout

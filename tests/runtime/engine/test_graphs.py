@@ -35,8 +35,9 @@ from tltlab.runtime.engine.graphs import (
     vllm_batches,
 )
 from tltlab.runtime.engine.vllm.runners import captured_bytes, captured_graphs, keep_captured_bytes
-from tltlab.runtime.engine.vllm.stock import dispatched_kinds, v1_dispatcher, v2_manager
 from tltlab.strategy import Strategy
+
+from .dispatching import dispatched_kinds, v1_dispatcher, v2_manager
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=1, bytes_per_layer=1e6)
 EAGLE = {"learned": LearnedSpec(method="eagle", model="heads/eagle")}

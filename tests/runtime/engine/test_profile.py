@@ -26,8 +26,9 @@ from tltlab.runtime.engine.profile import (
     start_engine,
 )
 from tltlab.runtime.engine.profile import profile as measure
-from tltlab.runtime.engine.vllm.stock import dispatched_kinds
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .dispatching import dispatched_kinds
 
 GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
 KEY = (0, "p", 0, 0)

@@ -9,9 +9,11 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +137,36 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
             assert file.name == "checkpoint.json", file
         file.write_bytes(whole[file])
     assert checkpoints.latest() == path
+
+
+def test_what_a_killed_writer_left_goes_when_a_run_begins_again(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    path = checkpoints.save(1, writer(1))
+    for name in (".step-000000.gone", ".step-000002.partial", ".step-000001.replaced"):
+        shutil.copytree(path, tmp_path / name)
+    assert RunCheckpoints(tmp_path, keep=1).latest() == path
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_a_newer_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(2, writer(2))
+
+    def refuse(old: Path, new: Path, rename: Any = os.rename) -> None:
+        if Path(old).name == "step-000002":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new)
+
+    with monkeypatch.context() as here:
+        here.setattr(os, "rename", refuse)
+        third = checkpoints.save(3, writer(3))
+        assert checkpoints.latest() == third
+        with pytest.raises(RunError, match=r"cannot remove the checkpoint .*step-000002: Input/output error"):
+            checkpoints.save(1, writer(1))
+    fourth = checkpoints.save(4, writer(4))
+    assert [*tmp_path.iterdir()] == [fourth]
 
 
 def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):

@@ -95,7 +95,8 @@ def finish_times(
         beside: list[_Request] = []
         if prefilling:
             chunk = (costs.max_num_batched_tokens or 0) - len(running) * regime.cost.tokens_to_verify
-            now += costs.prefill_s(_prefill(prefilling, beside, max(0.0, chunk)))
+            tokens = _prefill(prefilling, beside, max(0.0, chunk))
+            now += regime.cost.beside_s(len(running), tokens, costs.prefill_s(tokens))
         for r in running:
             r.generated += gain(r.request, r.generated, r.num_speculative, regime)
             r.num_speculative += strategy.speculates

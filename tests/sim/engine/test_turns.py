@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,8 +15,17 @@ from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import REGIMES
+from tltlab.planning.composition import Admission, EarlierEpoch, SharedBuffer, Truncated
+from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.engine.requests import requests_by_step
+from tltlab.sim.engine.admission import Feed, Stream
+from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import Requests, changed, requests_by_step
+from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.systems import compare_systems
+from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
@@ -195,5 +205,88 @@ def test_a_drawn_trace_is_simulated_and_compared_on_the_command_line(
     compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
     assert {row["policy"] for row in json.loads(compared)["policies"]} == {"none", "table"}
     compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "geometric:0.7", "--json")
-    assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base"}
-    assert "several turns" in json.loads(compared)["left_out"]["areal"]
+    assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base", "areal"}
+    assert json.loads(compared)["left_out"] == {}
+
+
+def test_every_system_runs_on_responses_of_several_turns(drawn: Trace):
+    table = compare_systems(
+        drawn, costs=FREE.model_copy(update={"base_s": 0.01}), acceptance="geometric:0.6", decision_block=16,
+        ranges=False,
+    ).set_index("system")  # fmt: skip
+    assert set(table.index) == set(SYSTEMS)
+    # A mean over RL steps of tokens per second: that of the trace's own tokens where these are what is trained on.
+    tokens = drawn.outcomes.groupby("rl_step")["response_tokens"].sum().to_numpy()
+    verl_s = tokens / [r.makespan_s for r in simulate(drawn, costs=FREE.model_copy(update={"base_s": 0.01})).rollouts]
+    assert table.loc["verl", "tokens_per_s"] == pytest.approx(verl_s.mean())
+    for name in ("dler", "brorl", "april", "copris", "rollpacker", "areal", "spec-rl"):
+        assert table.loc[name, "tokens_per_s"] > 0, name
+    assert table.loc["spec-rl", "makespan_s"] < table.loc["verl", "makespan_s"]
+
+
+def test_what_an_epoch_before_had_covers_whole_turns_and_their_tools():
+    """Of 10 and 5 tokens the first 12 are kept, nothing, or all."""
+    (step,) = requests_by_step(trace_of(CALL))
+    seen = {}
+    for seed in range(200):
+        made = changed(step, EarlierEpoch(keep=0.9), seed)
+        seen[sum(step.response_tokens) - sum(made.response_tokens)] = made
+    assert seen[12].response_tokens == [0, 3]
+    assert seen[12].prompt_tokens == [30, 37]
+    assert seen[12].turns is not None
+    assert (seen[12].turns.first, seen[12].turns.tool_s, seen[12].turns.cached_tokens) == ([1], [0.0, 0.0], [0, 0])
+    assert (seen[0].response_tokens, seen[0].turns.first, seen[0].turns.tool_s) == ([10, 5], [0], [0.0, 3.0])
+    assert seen[15].response_tokens == [0, 0]
+    assert simulate_one(seen[12]) == pytest.approx(3.0)
+    assert simulate_one(seen[15]) == 0.0
+
+
+def simulate_one(step: Requests) -> float:
+    selector = load_policy("none").build(np.random.default_rng(0))
+    simulator = RolloutSimulator(costs=SECOND, selectors=[selector])
+    simulator.prepare(Regimes((NO_SPECULATION,), SECOND, None), FluidBatch)
+    assert step.turns is not None
+    return simulator.rollout(step, [step.turns.first]).makespan_s
+
+
+def test_truncation_ends_a_response_with_the_turn_that_it_cuts():
+    (step,) = requests_by_step(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]))
+    made = changed(step, Truncated(share=4 / 99), 0)
+    assert made.response_tokens == [4, 3, 4]
+    assert made.turns is not None
+    assert (made.turns.after, made.turns.first) == ([-1, 2, -1], [0, 1])
+
+
+@pytest.mark.parametrize("rule", [Admission(), SharedBuffer(chunk_tokens=10**6)])
+def test_a_stream_of_just_what_there_is_and_a_buffer_are_the_plain_rollout(drawn: Trace, rule):
+    """One worker for each response: nobody waits, so that nothing but the rule's own bookkeeping could differ."""
+    plain, ruled = (
+        simulate(drawn, costs=PREFILL, workers=16, placement="round_robin", admission=admission)
+        for admission in (None, rule)
+    )
+    # Of a stream the rounds before have been trained on, and it hands out its prompts in order.
+    assert [r.makespan_s for r in ruled.rollouts] == pytest.approx([r.makespan_s for r in plain.rollouts])
+    assert sum(r.requests.lengths.sum() for r in ruled.rollouts) == drawn.outcomes["response_tokens"].sum()
+    assert ruled.summary["multi_turn"]["tool_s"] == pytest.approx(plain.summary["multi_turn"]["tool_s"])
+
+
+def test_a_step_that_ends_during_a_tool_call_goes_on_behind_it():
+    """A response of 10 and 5 tokens is left with 6 of them, or at its tool: then the 5 are left, their tool done."""
+    for tokens, left, prompt in ((6.0, [4, 5], 26), (10.0, [5], 35)):
+        stream = Stream(requests_by_step(trace_of([(20, 3, 0.0)], CALL)), Admission(issue=2.0), 0)
+        work = stream.begin(0)
+        feed = Feed(stream, work, 2)
+        assert feed.first()[1][0] == 1
+        if tokens == 10.0:
+            assert feed.finished([1], 1) == []
+        else:
+            feed.left(1, tokens)
+        assert work.jobs[1].generated == tokens
+        feed.finished([0], 0)
+        stream.end(work)
+        again = stream.begin(0)
+        assert again.jobs[0] is work.jobs[1]
+        assert again.requests.response_tokens[: len(left)] == left
+        assert again.requests.prompt_tokens[0] == prompt
+        assert again.requests.turns is not None
+        assert again.requests.turns.tool_s[0] == 0.0

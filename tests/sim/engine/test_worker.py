@@ -18,7 +18,10 @@ from tltlab.acceptance.load import (
     SpreadAcceptance,
     TraceAcceptance,
 )
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.batch import FluidBatch
@@ -36,6 +39,11 @@ from ..workloads import COSTS, requests_of
 from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
+H100 = load_costs("h100-qwen2.5-7b")
+assert isinstance(H100, RooflineCosts)
+# It computes so slowly that the knee lies at 16 tokens.
+SLOW = Gpu(name="slow", hbm_bytes_per_s=1e12, peak_flops=16e12, link_bytes_per_s=1e11, memory_bytes=80e9)
+ROOFLINE = H100.model_copy(update={"gpu": SLOW})
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 
 
@@ -82,7 +90,7 @@ def costs(draw: st.DrawFn) -> LinearCosts:
 
 def assert_agree(
     req: Requests,
-    cost: LinearCosts,
+    cost: CostModel,
     regimes: Regimes,
     new_batch: Callable[[Requests], Any],
     selector: Callable[[], Selector],
@@ -108,6 +116,14 @@ def assert_agree(
 def test_plain_decoding_takes_the_time_of_its_iterations(req, cost, workers, placement):
     found = Regimes([NO_SPECULATION], cost, None)
     assert_agree(req, cost, found, FluidBatch, lambda: Plain(), workers, placement)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 40))
+def test_prompts_that_ride_in_iterations_take_the_time_of_these(req, cost, alpha, deep, shallow, memoryless, budget):
+    riding = ROOFLINE.model_copy(update=cost.limits() | {"max_num_batched_tokens": budget})
+    found = Regimes((NO_SPECULATION, *CHAINS), riding, GeometricAcceptance(alpha=alpha))
+    assert_agree(req, riding, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "round_robin")
 
 
 class Plain(Selector):

@@ -346,3 +346,56 @@ def test_the_command_refuses_before_it_works(tmp_path: Path, capsys: pytest.Capt
     assert _run(TINY, "--out", str(tmp_path / "p.json"), "--graph-memory", "nan", "--graph-pool", "pool.json") == 2
     assert "--graph-memory" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_an_interrupted_tuning_goes_on_and_finds_what_it_would_have_found(tmp_path: Path):
+    journal, settings = tmp_path / "new" / "policy.json.trials", SMALL | {"trials": 9, "repeats": 1, "depths": (4,)}
+    whole = tune(TRACE, **settings)
+
+    def interrupted(trial: str) -> None:
+        heard.append(trial)
+        if len(heard) == 6:
+            raise KeyboardInterrupt
+
+    heard: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        tune(TRACE, **settings, journal=journal, done=interrupted)
+    with journal.open("a") as file:
+        file.write('{"op_code": 8, "half')
+    scored: list[int] = []
+    makespans = TuningCases.makespans
+
+    def counted(self: TuningCases, policies: Any, **options: Any) -> Any:
+        scored.append(len(policies))
+        return makespans(self, policies, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TuningCases, "makespans", counted)
+        resumed = tune(TRACE, **settings, journal=journal)
+        again, scored[:] = sum(scored), []
+        tune(TRACE, **settings)
+    assert resumed.trials == whole.trials
+    assert resumed.candidates == whole.candidates
+    assert 1 <= sum(scored) - again <= 6
+    assert [trial.number for trial in sorted(whole.trials, key=lambda t: t.number)] == list(range(9))
+    with pytest.raises(ConfigError, match="other traces, costs or settings"):
+        tune(TRACE, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
+
+
+def test_the_command_goes_on_when_it_is_told_to_and_draws_its_trials(tmp_path: Path, capsys):
+    out, plot = tmp_path / "policy.json", tmp_path / "history.png"
+    journal = tmp_path / "policy.json.trials"
+    args = ["tune", TINY, "--out", str(out), "--trials", "2", "--repeats", "1", "--depths", "4", "--max-buckets", "2"]
+    journal.touch()
+    for wrong, message in ((args, "--resume"), ([*args, "--resume", "--plot", "x.pdf"], ".png or .svg")):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "--resume", "--plot", str(plot)])
+    assert ended.value.code == 0
+    assert "2 bandits with luck" in capsys.readouterr().err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert load_policy(out).provenance["trials"] == 2
+    assert not journal.exists()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.bench.train.figures import as_text, decimals
 from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.data import Text
@@ -23,9 +24,7 @@ from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, pro
 from tltlab.stats import Interval, interval_json, paired_interval
 from tltlab.traces.trace import Trace
 
-from .intervals import as_text, decimals
-from .runs import BenchSizes, kept, run_steps
-from .texts import judged, policy_kl
+from .runs import BenchSizes, judged, kept, policy_kl, run_steps
 
 GOAL = 1.15
 KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.bench.train.figures import decimals
 from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
 from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 
-from .intervals import decimals
-from .runs import BenchSizes, kept, run_steps
-from .texts import judged
+from .runs import BenchSizes, judged, kept, run_steps
 
 TRAINED, OTHER = "subset-sum", "gcd"
 BEGINS = {TRAINED: "nums ", OTHER: "gcd "}

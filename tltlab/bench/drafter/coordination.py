@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.bench.train.figures import as_text
 from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
@@ -23,7 +24,6 @@ from tltlab.runtime.run.rows import StepReport
 from tltlab.stats import interval_json, mean_over_orders
 from tltlab.traces.trace import Trace
 
-from .intervals import as_text
 from .runs import BenchSizes, run_steps
 
 GOAL = 0.05

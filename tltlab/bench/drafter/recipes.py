@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tltlab.bench.train.figures import as_text, decimals
 from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import DrafterHead
@@ -23,9 +24,7 @@ from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 from tltlab.stats import interval_json, paired_interval
 
-from .intervals import as_text, decimals
-from .runs import BenchSizes
-from .texts import MAX_BYTES
+from .runs import MAX_BYTES, BenchSizes
 
 Kind = Literal["eagle", "hass", "eagle3"]
 

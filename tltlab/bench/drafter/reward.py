@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.bench.train.figures import as_text
 from tltlab.console import table
 from tltlab.experiments.lossless import differences
 from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import GrpoRun
 
-from .intervals import as_text
 from .runs import BenchSizes
 
 WORKERS = 2

@@ -6,7 +6,7 @@ A measurement is a row of one table, `COLUMNS`; what is measured depends on its 
     served     the same, with a measured time to first token, during which a request does not decode
     wave       the same where `batch` requests come at once, after a measured time to first token (`from_waves`)
     speedup    plain decoding's time per token over that with speculation (`from_speedups`)
-    iteration  seconds of one iteration (`from_iterations`)
+    iteration  seconds of one iteration
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 
 from tltlab.errors import ConfigError
-from tltlab.strategy import MODEL_FREE
 
 COLUMNS = (
     "kind", "source", "gpu", "model", "tp", "batch", "tokens_to_verify", "draft_depth", "draft_levels", "top_k",
@@ -47,30 +46,6 @@ def from_speedups(table: pd.DataFrame, source: str) -> pd.DataFrame:
     return _rows(
         table.rename(columns={"batch_size": "batch", "topk": "top_k", "speedup": "measured"}), "speedup", source
     )
-
-
-def from_iterations(iterations: pd.DataFrame, source: str, *, gpu: str, model: str, tp: int) -> pd.DataFrame:
-    """Measurements of a trace's `iterations.parquet`, recorded with that model on `tp` of these GPUs.
-
-    An iteration lasts its verification and the drafting for the next one, so the depth is that of the next where it
-    was recorded. Model-free drafters have no levels.
-    """
-    _need(iterations, ("batch", "num_drafted", "draft_depth", "context_tokens", "prefill_tokens", "duration"), source)
-    depth = iterations["draft_depth"]
-    if "next_draft_depth" in iterations:
-        depth = iterations["next_draft_depth"].fillna(depth)
-    drafter = iterations.get("drafter", pd.Series("learned", iterations.index))
-    table = iterations.assign(
-        gpu=gpu,
-        model=model,
-        tp=tp,
-        tokens_to_verify=1 + iterations["num_drafted"] / iterations["batch"],
-        draft_depth=depth,
-        draft_levels=depth.where(~drafter.isin(list(MODEL_FREE)), 0),
-        top_k=iterations.get("top_k", pd.Series(1, iterations.index)),
-        context_tokens=iterations["context_tokens"] / iterations["batch"],
-    )
-    return _rows(table.rename(columns={"duration": "measured"}), "iteration", source)
 
 
 def _rows(table: pd.DataFrame, kind: str, source: str) -> pd.DataFrame:

@@ -174,6 +174,11 @@ class Design:
             qk_norm=told["qk_norm_layer_s"],
         )
 
+    @property
+    def spread(self) -> Floats:
+        """Of each parameter's prior."""
+        return np.array([getattr(PRIORS[term], level or "shared") for term, level, _ in self.params], np.float64)
+
     def values(self, x: Floats) -> dict[str, Floats]:
         """Each term's value in every row, of parameters `x`: logarithms, in the order of `params`."""
         deviation, none = np.append(x, 0.0), np.zeros(len(self.sets))
@@ -272,11 +277,8 @@ def fit(
 
     `start` is where the search begins; it ends when its sum of squares falls by less than the share `tolerance`.
     """
-    sets = pd.Series(set_names(table))
-    order = sets.groupby(sets).cumcount()
-    step = -(-sets.groupby(sets).transform("size") // _MOST_ROWS)
-    design = Design.of(table[(order % step == 0).to_numpy()])
-    spread = np.array([getattr(PRIORS[term], level or "shared") for term, level, _ in design.params])
+    design = Design.of(_thinned(table))
+    spread = design.spread
 
     def residuals(x: Floats) -> Floats:
         error = np.log(design.predict(design.values(x * spread)) / design.rows.measured)
@@ -284,17 +286,49 @@ def fit(
         return np.concatenate([design.weight * softened, x])
 
     def slopes(x: Floats) -> Floats:
-        error = np.log(design.predict(design.values(x * spread)) / design.rows.measured)
-        root = np.sqrt(1 + (error / _SOFT) ** 2)
-        # Of the softened error by the error: 1 near 0.
-        large = np.abs(error) > 1e-5
-        of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
-        by_row = (design.weight * of_error)[:, None] * design.slopes(x * spread) * spread
-        return np.concatenate([by_row, np.eye(len(x))])
+        return np.concatenate([_residual_slopes(design, x), np.eye(len(x))])
 
     begin = np.array([(start or {}).get(param, 0.0) for param in design.params]) / spread
     solution = least_squares(residuals, begin, jac=slopes, max_nfev=100, ftol=tolerance, xtol=1e-6)
     return dict(zip(design.params, (solution.x * spread).tolist(), strict=True))
+
+
+def _thinned(table: pd.DataFrame) -> pd.DataFrame:
+    """At most `_MOST_ROWS` rows of each set, evenly spaced."""
+    sets = pd.Series(set_names(table))
+    order = sets.groupby(sets).cumcount()
+    step = -(-sets.groupby(sets).transform("size") // _MOST_ROWS)
+    return table[(order % step == 0).to_numpy()]
+
+
+def _residual_slopes(design: Design, x: Floats) -> Floats:
+    """Of the softened, weighted residuals by parameters in units of their priors' spreads."""
+    error = np.log(design.predict(design.values(x * design.spread)) / design.rows.measured)
+    root = np.sqrt(1 + (error / _SOFT) ** 2)
+    # Of the softened error by the error: 1 near 0.
+    large = np.abs(error) > 1e-5
+    of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
+    by_row = (design.weight * of_error)[:, None] * design.slopes(x * design.spread) * design.spread
+    return np.asarray(by_row, np.float64)
+
+
+def uncertainty(table: pd.DataFrame, values: Mapping[Param, float], asked: pd.DataFrame) -> Floats:
+    """Standard deviation of the logarithm of each `asked` prediction, as far as the parameters leave it open.
+
+    By Laplace: the posterior of a fit to `table` that found `values`, to second order around them. A GPU, family or
+    version that is not in `table` has the spread of its prior.
+    """
+    design = Design.of(_thinned(table))
+    slopes = _residual_slopes(design, np.array([values[param] for param in design.params]) / design.spread)
+    covariance = np.linalg.inv(slopes.T @ slopes + np.eye(len(design.params)))
+    new = Design.of(asked)
+    x = np.array([values.get(param, 0.0) for param in new.params])
+    by_row = new.slopes(x) * new.spread
+    place = {param: at for at, param in enumerate(design.params)}
+    known = np.array([param in place for param in new.params])
+    at = [place[param] for param in new.params if param in place]
+    variance = np.einsum("ij,jk,ik->i", by_row[:, known], covariance[np.ix_(at, at)], by_row[:, known])
+    return np.asarray(np.sqrt(variance + (by_row[:, ~known] ** 2).sum(axis=1)), np.float64)
 
 
 def predict(table: pd.DataFrame, values: Mapping[Param, float]) -> Floats:

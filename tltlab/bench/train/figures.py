@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.bench.drafter.intervals import as_text, decimals
 from tltlab.console import table
 from tltlab.stats import Interval, interval_json, mean_of_few
 
@@ -189,6 +188,22 @@ def text(found: Mapping[str, Any]) -> str:
         said = "unknown" if goal["met"] is None else "met" if goal["met"] else "MISSED"
         lines.append(f"{said:8s}against {goal['against']}: {_interval(goal['ratio'])} times, goal {goal['wanted']:g}")
     return "\n".join(lines)
+
+
+def as_text(found: Mapping[str, Any] | None, *, sign: int = 1) -> str:
+    """An estimate with its ends, all times `sign`."""
+    if found is None:
+        return "unknown"
+    estimate = sign * found["estimate"]
+    if found["low"] is None or found["high"] is None:
+        return f"{estimate:.3f} (no interval from one value)"
+    low, high = sorted((sign * found["low"], sign * found["high"]))
+    return f"{estimate:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def decimals(value: float | None) -> str:
+    """A figure of two decimals, a dash where it is unknown."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _interval(found: Mapping[str, Any] | None) -> str:

@@ -1,7 +1,7 @@
 """lengths: what prompts, history, siblings and what was generated so far say of lengths, in seconds of a rollout.
 
-Simulated, without speculation. Predictions place responses longest first, before the rollout or once in mid-rollout;
-both are held against the same with the true lengths, which nobody knows.
+Simulated. Predictions place responses longest first, before the rollout or once in mid-rollout, without speculation; or
+they say whom `adaptive` is to draft for. All are held against the same with the true lengths, which nobody knows.
 """
 
 from __future__ import annotations
@@ -18,23 +18,32 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.arrays import Ints
 from tltlab.charts import bars
+from tltlab.drafters.base import Key
+from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.experiments.result import ExperimentResult
 from tltlab.lengths.predict import LengthPredictor, features, is_cut
-from tltlab.policies.policy import load_policy
+from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.selector import Selector
 from tltlab.sim.engine.requests import Requests, requests_by_step
-from tltlab.sim.placement import longest_first
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.placement import longest_first, place
+from tltlab.sim.scenario import PolicyLike, Scenario
+from tltlab.state import StepState
 from tltlab.stats import resampled_ratio
+from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 
 SYNTHETIC_COSTS = "h100-qwen2.5-7b"
 LEAST_GAIN = 0.02
 """Share of the rollout below which there is nothing to gain from true lengths, and no share of it either."""
 
-BEFORE, MID = "before the rollout", "in mid-rollout"
+BEFORE, MID, DRAFTS = "before the rollout", "in mid-rollout", "in drafting for the longest"
+LONG, KEPT = 0.5, 0.7
+"""With drafts: who has at least this share of the longest's tokens to come is drafted for, and tokens are kept with
+this chance."""
 SHUFFLES = 4
 """Random placements whose mean stands for knowing nothing."""
 
@@ -45,6 +54,7 @@ QUESTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     (MID, "generated"): (),
     (MID, "generated, prompt, history"): ("prompt", "history"),
     (MID, "generated, prompt, history, siblings"): ("prompt", "history", "siblings"),
+    (DRAFTS, "prompt, history"): ("prompt", "history"),
 }
 
 
@@ -61,6 +71,35 @@ class Settings:
 FAST: Mapping[str, Any] = {"rl_steps": 1}
 
 
+class LongestBudget(DraftBudget):
+    """Full drafts for who still has the most tokens to come by `lengths`, none for those with less than half of it."""
+
+    def __init__(self, lengths: Mapping[Key, float]) -> None:
+        self.lengths = lengths
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        left = [max(self.lengths[r.key] - r.generated_tokens, 1.0) for r in state.requests]
+        return [strategy.draft_depth if tokens >= LONG * max(left) else 0 for tokens in left]
+
+
+@dataclass(frozen=True)
+class DraftsForLongest:
+    """`adaptive` in the simulator, which drafts for the longest by `lengths`, or for all alike where they are None."""
+
+    lengths: Mapping[Key, float] | None
+    policy: Policy = SHIPPED["adaptive"]
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self.policy.strategies
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        return self.policy.build(rng)
+
+    def build_budget(self) -> DraftBudget:
+        return UniformBudget() if self.lengths is None else LongestBudget(self.lengths)
+
+
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
     """The experiment; ConfigError for a trace that is not there or has one RL step only."""
     rows: list[dict[str, Any]] = []
@@ -74,6 +113,8 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         "dealt out in turn, the siblings of a prompt are spread over the workers, which needs no prediction; where "
         "predictions of siblings are alike, as before the rollout, it may be all that they can do",
         f"no share where true lengths save less than {LEAST_GAIN:.1%} of the rollout: there is nothing to reach",
+        f"in drafting: adaptive drafts for those with {LONG:.0%} or more of the longest's tokens to come, by true and "
+        f"by predicted lengths, against drafts for all; {KEPT:.0%} of the tokens are kept",
         "rank: Spearman's correlation with the tokens to come, over the responses of an RL step",
         "each RL step is predicted from those before it; in mid-rollout all that run have as many tokens as half of "
         "the earlier responses had in all, and what they have is prefilled again where they go",
@@ -94,7 +135,7 @@ def on_trace(trace: Trace, workers: int, most_steps: int, name: str) -> list[dic
     chosen = steps[len(steps) // 2 :][-most_steps:]
     rows = []
     for (moment, knows), names in QUESTIONS.items():
-        made = [_step(scenario, requests[step], table, step, moment == MID, names) for step in chosen]
+        made = [_step(scenario, requests[step], table, step, moment, names) for step in chosen]
         plain, true, predicted = (np.array([row[i] for row in made]) for i in range(3))
         gain, reached = plain - true, plain - predicted
         worth = gain.sum() > LEAST_GAIN * plain.sum()
@@ -112,12 +153,13 @@ def on_trace(trace: Trace, workers: int, most_steps: int, name: str) -> list[dic
 
 
 def _step(
-    scenario: Scenario, requests: Requests, table: pd.DataFrame, step: int, mid: bool, knows: Sequence[str]
+    scenario: Scenario, requests: Requests, table: pd.DataFrame, step: int, moment: str, knows: Sequence[str]
 ) -> tuple[float, float, float, float]:
     """Seconds as placed, by true lengths and by predicted ones, and the rank correlation."""
     earlier = (table["rl_step"] < step).to_numpy()
     here = (table["rl_step"] == step).to_numpy()
     tokens = table["response_tokens"].to_numpy(np.float64)
+    mid = moment == MID
     at = float(np.median(tokens[earlier])) if mid else 0.0
     x = features(table, at, knows)
     learns, asked = earlier & (tokens > at), here & (tokens > at)
@@ -133,13 +175,20 @@ def _step(
         requests = _rest(requests, indices, round(at))
     lengths = requests.response_tokens
     rng = np.random.default_rng([step, mid])
+    guess = [round(value) for value in expected.tolist()]
+    rank = float(spearmanr(expected, lengths).statistic) if len(lengths) > 2 and np.ptp(expected) > 0 else 0.0
+    rank = 0.0 if math.isnan(rank) else rank
+    if moment == DRAFTS:
+        drafting = replace(scenario, acceptance=GeometricAcceptance(alpha=KEPT))
+        queues = place(requests, scenario.workers, "round_robin")
+        told = (None, *(dict(zip(requests.keys, tokens, strict=True)) for tokens in (lengths, guess)))
+        alike_s, true_s, predicted_s = (_seconds(drafting, requests, queues, DraftsForLongest(who)) for who in told)
+        return alike_s, true_s, predicted_s, rank
     dealt = [np.array_split(rng.permutation(len(lengths)), scenario.workers) for _ in range(SHUFFLES)]
     plain_s = float(np.mean([_seconds(scenario, requests, [q.tolist() for q in queues]) for queues in dealt]))
     true_s = _seconds(scenario, requests, longest_first(lengths, scenario.workers))
-    guess = [round(value) for value in expected.tolist()]
     predicted_s = _seconds(scenario, requests, longest_first(guess, scenario.workers))
-    rank = float(spearmanr(expected, lengths).statistic) if len(lengths) > 2 and np.ptp(expected) > 0 else 0.0
-    return plain_s, true_s, predicted_s, 0.0 if math.isnan(rank) else rank
+    return plain_s, true_s, predicted_s, rank
 
 
 def _rest(requests: Requests, indices: Ints, at: int) -> Requests:
@@ -156,15 +205,17 @@ def _rest(requests: Requests, indices: Ints, at: int) -> Requests:
     )
 
 
-def _seconds(scenario: Scenario, requests: Requests, queues: list[list[int]]) -> float:
+def _seconds(
+    scenario: Scenario, requests: Requests, queues: list[list[int]], policy: PolicyLike = SHIPPED["none"]
+) -> float:
     placed = replace(scenario, steps=(requests,), queues=(queues,))
-    return float(placed.rollouts(load_policy("none"))[0].makespan_s)
+    return float(placed.rollouts(policy)[0].makespan_s)
 
 
 def verdict(rows: pd.DataFrame) -> str:
     """What predictions from all that is known reach at each moment, where most and where least."""
     said = []
-    for moment in (BEFORE, MID):
+    for moment in (BEFORE, MID, DRAFTS):
         found = rows[(rows["moment"] == moment) & rows["share"].notna()]
         if found.empty:
             said.append(f"{moment} there is nothing to gain")

@@ -46,3 +46,31 @@ for (const group of document.querySelectorAll(".slides")) {
 for (const box of document.querySelectorAll(".picture")) {
   box.addEventListener("click", () => box.classList.toggle("large"));
 }
+// Series of a chart can be hidden; in print they are all there.
+for (const chart of document.querySelectorAll(".picture[data-names]")) {
+  const box = document.createElement("p");
+  box.className = "toggles";
+  JSON.parse(chart.dataset.names).forEach((name, number) => {
+    const label = document.createElement("label"), tick = document.createElement("input");
+    tick.type = "checkbox";
+    tick.checked = true;
+    tick.addEventListener("change", () => {
+      for (const part of chart.querySelectorAll(`[data-series="${number}"]`)) part.classList.toggle("off", !tick.checked);
+    });
+    label.append(tick, " " + name);
+    box.append(label);
+  });
+  chart.before(box);
+}
+// A page that is served is loaded again when what it shows has changed.
+const served = document.querySelector("main[data-state]");
+if (served) {
+  const look = async () => {
+    try {
+      const answer = await fetch(served.dataset.state);
+      if (answer.ok && (await answer.json()).stamp !== served.dataset.stamp) { location.reload(); return; }
+    } catch { /* the server is gone, for now */ }
+    setTimeout(look, 3000);
+  };
+  setTimeout(look, 3000);
+}

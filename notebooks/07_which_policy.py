@@ -1,0 +1,111 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. Which policy, and why
+#
+# Two questions that the papers leave open. What is the least that is never worse than a fixed number of guessed
+# tokens? And is a drafter that is trained beside the rollout worth its time? Everything here is simulated, and small,
+# so that it runs in seconds; `tltlab experiment policies` and `tltlab advise` are the long versions.
+
+# %%
+import os
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import display
+
+from tltlab.charts import bars
+from tltlab.experiments.policies import by_part, judged, verdict
+from tltlab.sim.config import SimulationConfig
+from tltlab.sim.tuning.advice import advise
+from tltlab.sim.tuning.regimes import regimes
+
+# %matplotlib inline
+
+root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
+found = {regime.name: regime for regime in regimes(root / "traces", rl_steps=2)}
+chosen = [found[name] for name in ("tiny", "h100-smoke", "MoE")]
+
+# %% [markdown]
+# ## The contest
+#
+# The yardstick is hard: the best fixed strategy *in hindsight*, chosen for each regime after all were tried on the
+# same responses and the same luck. Below 1 is faster than that. `oracle` knows costs and acceptance, and nobody does.
+
+# %%
+rows = pd.DataFrame([row for regime in chosen for row in judged(regime, [0])])
+table = rows.pivot(index="policy", columns="regime", values="ratio")
+table["mean"] = table.mean(axis=1)
+display(table.sort_values("mean").round(3))
+print(verdict(rows))
+
+# %% [markdown]
+# A policy with a table or a cost file is only as good as what it was told. `adaptive` is told nothing: it learns what
+# an iteration takes and what is kept, and drafts what promises the most tokens per second. Learning has a price, which
+# short rollouts show most.
+#
+# ## Where the time is lost
+#
+# Each rollout in three parts, by how many requests still run. A bar is the time above the oracle's, as a share of all
+# of it, so a policy's bars add up to its regret.
+
+# %%
+lost = by_part(found["tiny"], ["adaptive", "goodput", "table by batch", "beg-mab published"], 0)
+display(
+    bars(
+        [f"{row['policy']}, {row['part']}" for row in lost.to_dict("records")],
+        lost["lost"].to_numpy(),
+        xlabel="time lost against the oracle, share of the rollout (simulated)",
+        title="regret by part of the rollout, tiny",
+        reference=0.0,
+    )
+)
+display(lost.pivot(index="policy", columns="part", values="lost").round(3))
+
+# %% [markdown]
+# ## Should a drafter be trained?
+#
+# `advise` plays RL steps of a trace while the drafter ages and learns: frozen, trained in all idle time, and trained
+# with a gate, which waits until what was lost since comes to the price of a training. Two traces, two answers.
+
+# %%
+traces = Path(os.path.relpath(root / "traces"))
+short = advise(traces / "h100-smoke", rl_steps=40, seeds=3)
+print(short.text())
+
+# %%
+long = advise(traces / "base-rl-16k", SimulationConfig(costs="h100-qwen2.5-7b", rl_steps=[0, 1]), rl_steps=40, seeds=3)
+print(long.text())
+
+# %%
+saved = [
+    (f"{trace}: {name}", advice.saved_s[name], advice.step_s)
+    for trace, advice in (("h100-smoke", short), ("base-rl-16k", long))
+    for name in ("idle time", "gated")
+]
+display(
+    bars(
+        [name for name, _, _ in saved],
+        [interval.estimate / step_s for _, interval, step_s in saved],
+        [interval.low / step_s for _, interval, step_s in saved],
+        [interval.high / step_s for _, interval, step_s in saved],
+        xlabel="saved by training the drafter, share of an RL step (simulated)",
+        title="the same question, two answers",
+        reference=0.0,
+    )
+)
+
+# %% [markdown]
+# What differs is the idle time and how long a rollout is beside the wait for a trainer. Look at the lines marked
+# *assumed* before you believe a verdict: what the trace does not show was taken from elsewhere.

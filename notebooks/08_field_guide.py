@@ -1,0 +1,108 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8. A field guide
+#
+# Some thirty systems fight the long tail of rollouts. They come in few families: plain decoding, drafts from text that
+# is there already, drafts from a network that is trained on, a better order of requests, and combinations. Which pays
+# for *your* workload, and what would have to be true for that to change? Every figure below is computed here.
+
+# %%
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import display
+
+from tltlab.charts import lines
+from tltlab.experiments.simulated.open_questions import CASES, Settings, measured
+from tltlab.sim.maps import Grid, break_even, survey, turns_said
+from tltlab.sim.systems import compare_systems
+
+# %matplotlib inline
+
+root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
+
+# %% [markdown]
+# ## Where does each family pay?
+#
+# A small map: a dense and a sparse model, generation and training in turn or at the same time, few or many responses to
+# a worker. `tltlab map` draws the large one, with FP8 and length limits to 128K.
+
+# %%
+grid = Grid(weights=["bf16"], contexts=[4096], loads=[4, 64], workers=2, rl_steps=3)
+surveyed = survey(grid)
+print(surveyed.verdict)
+display(surveyed.plot())
+
+# %% [markdown]
+# ## What turns the answer?
+#
+# Two points of the map that differ in one thing only: how often is another family the best one?
+
+# %%
+print("\n".join(turns_said(surveyed.turns())))
+
+# %% [markdown]
+# And at one point: by what would the chance of each drafted token have to be multiplied until drafting is just as fast
+# as not drafting? 1 is what was measured elsewhere (TLT's trained drafter, Seer's text of siblings). The lower the
+# number, the safer the conclusion; above 1 drafting does not pay, and would have to be so much better.
+
+# %%
+points = [p for p in grid.points() if p.schedule == "synchronous"]
+safe = {
+    family: [break_even(grid, point, family, within=0.1) for point in points if point.model == grid.models[0]]
+    for family in ("model-free", "trained")
+}
+display(
+    lines(
+        {family: (grid.loads, [float("nan") if x is None else x for x in found]) for family, found in safe.items()},
+        xlabel="responses to a worker",
+        ylabel="break-even factor on acceptance",
+        title=f"{grid.models[0]}, synchronous (simulated)",
+    )
+)
+
+# %% [markdown]
+# ## What each costs in purity
+#
+# Drafts change no token and no policy. Systems that cut, put off or resume responses are often the fastest per RL step,
+# and train on older tokens or on another mix of lengths: below 1, `length_bias` says that long responses are starved.
+
+# %%
+table = compare_systems(
+    root / "traces" / "tiny", "verl,tlt-base,das,hedgespec,copris,april,spec-rl,streamrl", rl_steps=[0, 1], ranges=False
+)
+columns = ["system", "ratio", "ratio_low", "ratio_high", "lossless", "on_policy", "off_policy_share", "length_bias"]
+display(table[columns].round(3))
+
+# %% [markdown]
+# ## Where TLT's paper leaves it open
+#
+# Asynchronous RL, responses that are all long, several turns with tools: each against the same system without drafts.
+# Here with a few short responses; `tltlab experiment open-questions` has them at full size.
+
+# %%
+small = Settings(rl_steps=2, cap=512)
+answers = [measured(replace(case, workers=2, load=8), small, 0) for case in CASES if case.kind != "published"]
+for row in answers:
+    print(f"{row['workload']}: {row['answer']}")
+display(pd.DataFrame(answers)[["workload", "step", "step_low", "step_high", "least", "most", "bubble"]].round(2))
+
+# %% [markdown]
+# ## The rule of thumb
+#
+# Ask, in this order: how many responses does a worker still hold in the second half of its rollout; do prompts come
+# again, or have siblings; may training be a step behind; may it train on what was begun under older weights. Then
+# simulate *your* lengths: a conclusion holds for its load and its acceptance, and the cells above say how far.

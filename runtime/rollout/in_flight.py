@@ -1,0 +1,195 @@
+"""A rollout worker whose engine takes new weights while it generates, for training that is asynchronous."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+
+from tltlab.drafters.base import Key
+from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, Response, Rollout
+from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.recipe.recipe import Recipe
+
+from .worker import EngineWorker
+
+
+@ray.remote(concurrency_groups={"aside": 1})
+class FreeRolloutWorker(EngineWorker):
+    """One engine, which takes new weights while it generates: between two iterations, its requests go on.
+
+    They go on with the keys and values that they have, which older weights made. A rollout begins the requests that
+    may begin only under later weights once those are there.
+    """
+
+    def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
+        super().__init__(recipe, number, build, feed)
+        self.between = Between()
+        self.held: HeldRequests | None = None
+
+    @ray.method(concurrency_group="aside")
+    def weights(self, call: str, info: Any, data: npt.NDArray[np.uint8] | None = None) -> bool:
+        done: bool = self.between.call(lambda: EngineWorker.weights(self, call, info, data))
+        return done
+
+    @ray.method(concurrency_group="aside")
+    def has_weights(self, version: int) -> None:
+        super().has_weights(version)
+
+    def _version(self) -> int:
+        return int(self.engine.weights.version or 0)
+
+    def _generate(
+        self,
+        requests: list[GenerationRequest],
+        rl_step: int,
+        seed: list[int],
+        until: Callable[[Sequence[Key]], bool] | None = None,
+    ) -> Rollout:
+        swaps: list[tuple[int, dict[Key, int]]] = []
+        live, ledger = self.engine.control.live, self.engine.control.ledger
+
+        def after_iteration(ended: Sequence[Key]) -> bool:
+            if self.between.asked:
+                before, running = self._version(), {each.key: len(each.output) for each in live.values()}
+                seconds = self._take_weights()
+                if running:
+                    ledger.interrupted(seconds)
+                if self._version() != before:
+                    swaps.append((before, running))
+            return until is not None and until(ended)
+
+        with self.between.busy():
+            self._take_weights()
+            self.held = held = HeldRequests(requests, self._version)
+            try:
+                rolled = super()._generate(held.take(), rl_step, seed, after_iteration)
+            finally:
+                self.held = None
+            swaps.append((self._version(), {}))
+        return held.whole(rolled, swaps)
+
+    def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], FollowUps | None]:
+        return requests, self.held
+
+    def _take_weights(self) -> float:
+        """Do what the sender of weights asks for until they are whole; how many seconds that took."""
+        weights = self.engine.weights
+        seconds = self.between.serve(lambda: bool(weights.unusable) and weights.refused is None)
+        self.engine.check_alive()
+        return seconds
+
+
+class Between:
+    """Calls of another thread that have to wait for a moment in which this one can do them."""
+
+    def __init__(self) -> None:
+        self._lock, self._busy = Lock(), False
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+
+    @property
+    def asked(self) -> bool:
+        return not self._calls.empty()
+
+    def call(self, do: Callable[[], Any]) -> Any:
+        """What `do` returns: at once where nobody is `busy`, else when it is served."""
+        with self._lock:
+            if not self._busy:
+                return do()
+            task: Future[Any] = Future()
+            self._calls.put((do, task))
+        return task.result()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within, calls wait for `serve`; what still waits at the end is done then."""
+        with self._lock:
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy = False
+                self.serve(lambda: False)
+
+    def serve(self, unfinished: Callable[[], bool]) -> float:
+        """Do what was asked for, and wait for more while something is `unfinished`; how many seconds that took."""
+        begun = time.perf_counter()
+        while self.asked or unfinished():
+            do, task = self._calls.get()
+            try:
+                task.set_result(do())
+            except BaseException as error:  # raised where it was asked for
+                task.set_exception(error)
+        return time.perf_counter() - begun
+
+
+class HeldRequests:
+    """The requests of a rollout, of which some wait for weights of later versions (`FollowUps`)."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], version: Callable[[], int]) -> None:
+        self._requests, self._version = requests, version
+        self._held = list(requests)
+        self._began: dict[Key, int] = {}
+
+    def take(self) -> list[GenerationRequest]:
+        """Those that may begin now, once each."""
+        version = self._version()
+        free = [request for request in self._held if request.from_version <= version]
+        self._held = [request for request in self._held if request.from_version > version]
+        self._began |= dict.fromkeys((request.key for request in free), version)
+        return free
+
+    @property
+    def pending(self) -> int:
+        version = self._version()
+        return sum(request.from_version <= version for request in self._held)
+
+    def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
+        """Nothing follows."""
+
+    def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
+        return [FollowUp(request=request, observed=[], submit_s=now_s(), tool_s=0.0) for request in self.take()]
+
+    def whole(self, rolled: Rollout, swaps: Sequence[tuple[int, Mapping[Key, int]]]) -> Rollout:
+        """The rollout with a response to every request, in their order; those that never began are cut and empty.
+
+        `swaps` are the weights that ruled, in order: (version, tokens at their end by key of what ran on).
+        """
+        came: dict[Key, Response] = {}
+        for r in rolled.responses:
+            since = [swap for swap in swaps if swap[0] >= self._began[r.key]]
+            came[r.key] = replace(r, tool_s=None, versions=version_spans(since, r.key, len(r.token_ids)))
+        responses = [came.get(request.key) or _never_began(request.key) for request in self._requests]
+        return replace(rolled, responses=responses, follow_ups=[])
+
+
+def version_spans(
+    swaps: Sequence[tuple[int, Mapping[Key, int]]], key: Key, num_tokens: int
+) -> tuple[tuple[int, int], ...]:
+    """(version, tokens) of a response's spans; what is not in a swap had ended before it.
+
+    >>> key = (0, "p", 0, 0)
+    >>> version_spans([(3, {key: 5}), (4, {key: 5}), (5, {})], key, 9)
+    ((3, 5), (5, 4))
+    """
+    spans, before = [], 0
+    for version, running in swaps:
+        now = running.get(key, num_tokens)
+        if now > before:
+            spans.append((version, now - before))
+            before = now
+    return tuple(spans)
+
+
+def _never_began(key: Key) -> Response:
+    return Response(key=key, token_ids=[], logprobs=[], finish_reason="abort", t_first_token=0.0, t_finish=0.0)

@@ -1,0 +1,210 @@
+"""`tltlab ui`: what it serves and to whom, that a run is followed while it is recorded, and how it ends."""
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from urllib.parse import urlsplit
+
+import pandas as pd
+import pytest
+
+from tltlab.cli.app import main
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.report.page import POLICY
+from tltlab.report.server import Runs, Server
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def tables(step: int, lengths: list[int]) -> dict[str, pd.DataFrame]:
+    keys = {"rl_step": step, "prompt_id": "p", "sample": range(len(lengths)), "turn": 0}
+    workload = pd.DataFrame({**keys, "epoch": 0, "prompt_tokens": 5, "max_response_tokens": 100, "policy_version": 0})
+    return {
+        "workload": workload,
+        "outcomes": pd.DataFrame({**keys, "response_tokens": lengths, "finish_reason": "stop"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs, one in the other, a trace with a hostile name, a folder that is neither, and links that lead out."""
+    folder = tmp_path_factory.mktemp("runs")
+    for path, lr in (("a", 0.1), ("a/inner", 0.2)):
+        Trace.from_tables(Manifest(kind="imported", name=HOSTILE), tables(0, [3, 40, 100])).write(
+            folder / path / "trace"
+        )
+        write_json(folder / path / "run.json", {"recipe": {"train": {"lr": lr, "steps": 3}}})
+    Trace.from_tables(Manifest(kind="imported"), tables(0, [7])).write(folder / "deep" / "b & c")
+    (folder / "notes").mkdir()
+    outside = tmp_path_factory.mktemp("outside")
+    Trace.from_tables(Manifest(kind="imported"), tables(0, [7])).write(outside / "secret")
+    (folder / "link").symlink_to(outside)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with Server(Runs(folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def asked(port: int, target: str, host: str | None = None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
+    """Status, body and headers of an answer to exactly this request; `host` "" leaves the header out."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.putrequest(method, target, skip_host=True)
+        if host != "":
+            connection.putheader("Host", host or f"127.0.0.1:{port}")
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def test_the_list_has_each_run_and_a_run_its_page(server):
+    _, page, _ = asked(server.server_port, "/")
+    links = re.findall(r'href="(run\?run=[^"]*)"', page)
+    assert sorted(links) == ["run?run=a", "run?run=a/inner", "run?run=deep/b%20%26%20c"]
+    assert "secret" not in page
+    _, page, _ = asked(server.server_port, "/run?run=a/inner")
+    assert HOSTILE not in page
+    assert "Response lengths" in page
+    assert '<a href=".">All runs</a>' in page
+
+
+def test_two_runs_stand_side_by_side_with_the_settings_that_differ(server):
+    status, page, _ = asked(server.server_port, "/compare?run=a&run=a/inner")
+    assert status == 200
+    assert "A: a and B: inner" in page
+    assert re.search(r"train\.lr</th>\s*<td[^>]*>0\.1</td>\s*<td[^>]*>0\.2</td>", page)
+    assert "train.steps" not in page
+    for query in ("run=a", "run=a&run=a&run=a", ""):
+        status, page, _ = asked(server.server_port, f"/compare?{query}")
+        assert status == 400
+        assert "two are compared" in page
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/run?run=../outside", "/run?run=/etc", "/run?run=%2e%2e%2f", "/run?run=link/secret", "/run?run=notes", "/run",
+     "/run?run=a/../a", "/run?run=a%00", "/../../etc/passwd", "//etc/passwd", "/a/trace/manifest.json", "/state?run=x",
+     "/run?run=" + "x" * 5000, "/%2e%2e/%2e%2e/etc/passwd", "http://evil.example/x", "/run?&&&", "*"],
+)  # fmt: skip
+def test_what_is_no_run_that_was_found_is_refused(server, target):
+    status, page, headers = asked(server.server_port, target)
+    assert 400 <= status < 500
+    assert "root:" not in page
+    assert headers["Content-Security-Policy"].startswith(POLICY)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost", "127.0.0.1.evil.example:80", ""]
+)
+def test_a_site_whose_name_leads_here_gets_nothing(server, host):
+    for target in ("/", "/run?run=a", "/state"):
+        status, page, _ = asked(server.server_port, target, host)
+        assert status == 421
+        assert "deep" not in page
+    assert asked(server.server_port, "/state", f"localhost:{server.server_port}")[0] == 200
+
+
+def test_nothing_can_be_changed_and_answers_are_strict(server):
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert asked(server.server_port, "/", method=method)[0] == 405
+    status, page, headers = asked(server.server_port, "/", method="HEAD")
+    assert (status, page) == (200, "")
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_run_is_followed_while_it_is_recorded(tmp_path):
+    runs = Runs(tmp_path)
+    write_json(tmp_path / "run" / "run.json", {"recipe": {}})
+    assert "no trace yet" in runs.list_page()
+    began = runs.state()
+    with Recorder(tmp_path / "run" / "trace", Manifest(kind="recorded")) as recorder:
+        for step in range(2):
+            before = runs.state("run")
+            for name, table in tables(step, [3, 4]).items():
+                recorder.append(name, table.to_dict("records"))
+            recorder.flush()
+            stamp = runs.state("run")
+            assert stamp != before
+            page = runs.run_page("run")
+            assert f'data-state="state?run=run" data-stamp="{stamp}"' in page
+            assert "still being recorded" in page
+            assert f"<dt>RL steps</dt><dd>{step + 1}</dd>" in page
+        assert "<dt>being recorded</dt><dd>1</dd>" in runs.list_page()
+    assert runs.state("run") != stamp
+    assert runs.state() != began
+    page = runs.run_page("run")
+    assert "still being recorded" not in page
+    assert page == runs.run_page("run")
+    assert "finished" in runs.list_page()
+
+
+def test_what_cannot_be_read_says_why_and_costs_no_other_run(folder, tmp_path):
+    shutil.copytree(folder / "a", tmp_path / "good")
+    shutil.copytree(folder / "a", tmp_path / "bad")
+    (tmp_path / "bad" / "trace" / "outcomes.parquet").write_bytes(b"PAR1")
+    runs = Runs(tmp_path)
+    assert "outcomes.parquet" in runs.list_page()
+    assert "outcomes.parquet" in runs.run_page("bad")
+    assert "Response lengths" in runs.run_page("good")
+
+
+def test_a_list_that_takes_long_comes_in_parts(folder):
+    runs = Runs(folder, patience_s=-1.0)
+    for num_unread in (2, 1, 0):
+        page = runs.list_page()
+        assert page.count(">...<") == num_unread
+        assert (f'data-stamp="{runs.state()}"' in page) is (num_unread == 0)
+
+
+def test_the_command_says_where_it_is_and_ends_well_when_told_to(folder):
+    command = [sys.executable, "-m", "tltlab", "ui", str(folder), "--port", "0", "--no-browser", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            told = json.loads(process.stdout.readline())
+            assert told["runs"] == 3
+            port = urlsplit(told["url"]).port
+            assert json.loads(asked(port, "/state")[1])["stamp"] == Runs(folder).state()
+            process.terminate()
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+
+
+def test_what_was_served_is_closed_with_the_server(tmp_path):
+    with Server(Runs(tmp_path)) as server:
+        assert server.server_port > 0
+    assert server.socket.fileno() == -1
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_not_there_end_with_two(tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="another --port"):
+            Server(Runs(tmp_path), taken.getsockname()[1])
+    with pytest.raises(SystemExit) as ended:
+        main(["ui", str(tmp_path / "nowhere")])
+    assert ended.value.code == 2
+    assert "no such folder" in capsys.readouterr().err

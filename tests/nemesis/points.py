@@ -1,0 +1,265 @@
+"""Named fault points, put into a process from outside: what is tested knows nothing of them.
+
+Once `install`ed, every fsync, rename, removal, new folder and file opened for writing below a folder is a point, and so
+is every call to a Ray actor. Its name says who, what and where, numbers and sums left out:
+
+    driver rename checkpoints/step-N            driver call RolloutWorker.generate
+    driver fsync trace.recording/N.tmp          TrainerActor fsync checkpoints/.step-N.partial/trainer/tensors/*.sha256
+
+A fault strikes before or after the n-th time that a process passes a point; `journal` is a file of JSON lines, one for
+each that struck, and with `everything` one for each point passed. A process that a fault's `call` is to is its target.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import json
+import os
+import random
+import re
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = ("kill", "stop", "error", "full", "slow", "clock")
+"""What may happen where a process is: kill -9, SIGSTOP, one EIO, from here on no file grows, from here on every point
+takes SLOW_S, from here on the wall clock is hours off."""
+TARGET = ("kill target", "stop target")
+MESSAGE = ("lossy",)
+"""From here on each third message is lost and each third doubled."""
+SLOW_S, CLOCK_S = 0.003, 7 * 3600.0
+_PLAN = "TLTLAB_NEMESIS_PLAN"
+_write, _open, _close, _sleep, _clock_ns = os.write, os.open, os.close, time.sleep, time.time_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`action` strikes at the `nth` passing, counted from 1, of `point`; `after` it, else before. Once in all."""
+
+    point: str
+    nth: int
+    action: str
+    after: bool = False
+
+
+class Points:
+    """The points of this process below the folder `under`; `role` is asked each time: a fork may become another."""
+
+    def __init__(
+        self, under: Path, faults: Sequence[Fault], journal: Path, role: Callable[[], str], *, everything: bool = False
+    ) -> None:
+        self.under, self.faults, self.role, self.everything = os.path.realpath(under), faults, role, everything
+        self._journal = str(journal)
+        self._passed: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._drags = False
+        self._network: random.Random | None = None
+
+    @contextlib.contextmanager
+    def passing(self, what: str, where: str, target: Callable[[], int | None] = lambda: None) -> Iterator[None]:
+        """Within, the point is passed."""
+        point = f"{self.role()} {what} {where}"
+        with self._lock:
+            self._passed[point] += 1
+            nth = self._passed[point]
+        if self.everything:
+            self._note({"point": point, "nth": nth})
+        due = [fault for fault in self.faults if (fault.point, fault.nth) == (point, nth)]
+        if self._drags:
+            _sleep(SLOW_S)
+        self._strike(due, False, target)
+        yield
+        self._strike(due, True, target)
+
+    def _strike(self, due: Sequence[Fault], after: bool, target: Callable[[], int | None]) -> None:
+        for fault in due:
+            if fault.after == after and self._claim(fault):
+                getattr(self, "_" + fault.action.replace(" ", "_"))(target)
+
+    def _claim(self, fault: Fault) -> bool:
+        """A fault strikes one process, once: the processes that come after it pass the same points."""
+        number = self.faults.index(fault)
+        try:
+            _close(_open(f"{self._journal}.{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        self._note(asdict(fault) | {"struck": number, "pid": os.getpid()})
+        return True
+
+    def _note(self, row: dict[str, Any]) -> None:
+        file = _open(self._journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        _write(file, (json.dumps(row) + "\n").encode())
+        _close(file)
+
+    def _kill(self, target: Callable[[], int | None]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self, target: Callable[[], int | None]) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _error(self, target: Callable[[], int | None]) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _full(self, target: Callable[[], int | None]) -> None:
+        # Also what is written by C++, which passes no point.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+
+    def _slow(self, target: Callable[[], int | None]) -> None:
+        self._drags = True
+
+    def _lossy(self, target: Callable[[], int | None]) -> None:
+        self._network = random.Random(len(self.faults))
+
+    def copies(self) -> int:
+        """How many of a message arrive."""
+        return 1 if self._network is None else self._network.choice((0, 1, 2))
+
+    def _clock(self, target: Callable[[], int | None]) -> None:
+        time.time = lambda: _clock_ns() / 1e9 - CLOCK_S
+        time.time_ns = lambda: _clock_ns() - int(CLOCK_S * 1e9)
+
+    def _kill_target(self, target: Callable[[], int | None]) -> None:
+        _signal(target(), signal.SIGKILL)
+
+    def _stop_target(self, target: Callable[[], int | None]) -> None:
+        _signal(target(), signal.SIGSTOP)
+
+    def place(self, path: Any, folder: int | None = None) -> str | None:
+        """The name of a path below the folder, None for any other."""
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        path = os.fsdecode(path)
+        if folder is not None and not os.path.isabs(path):
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+        path = os.path.abspath(path)
+        return name_of(path[len(self.under) + 1 :]) if path.startswith(self.under + os.sep) else None
+
+
+def _signal(pid: int | None, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, TypeError):
+        os.kill(pid, number)  # type: ignore[arg-type]
+
+
+def name_of(place: str) -> str:
+    """A path without what is another in each run: sums, letters drawn by chance, numbers.
+
+    >>> name_of("trace.recording/000003-0123456789abcdef.arrow"), name_of(".trace.tltlab-x1_y2z3w/new")
+    ('trace.recording/N-*.arrow', '.trace.*/new')
+    """
+    place = re.sub(r"-[0-9a-f]{16}\.arrow", "-*.arrow", place)
+    place = re.sub(r"\.tltlab-[a-z0-9_]{8}(?=/|$)", ".*", place)
+    return re.sub(r"\d+", "N", place)
+
+
+def install(points: Points) -> None:
+    """Put the points into this process, for good."""
+
+    def wrapped(what: str, real: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            place = points.place(args[at], options.get("dir_fd")) if len(args) > at else None
+            if place is None:
+                return real(*args, **options)
+            with points.passing(what, place):
+                return real(*args, **options)
+
+        return call
+
+    os.replace = wrapped("rename", os.replace, 1)
+    os.rename = wrapped("rename", os.rename, 1)
+    os.unlink = os.remove = wrapped("unlink", os.unlink)
+    os.rmdir = wrapped("rmdir", os.rmdir)
+    os.mkdir = wrapped("mkdir", os.mkdir)
+    # Nobody waits for the disk: what is killed is a process and not the machine.
+    os.fsync = wrapped("fsync", os.fstat)
+    opened = io.open
+
+    def open_(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        place = points.place(file) if not isinstance(file, int) and set(mode) & set("wxa+") else None
+        if place is None:
+            return opened(file, mode, *args, **options)
+        with points.passing("open", place):
+            return opened(file, mode, *args, **options)
+
+    builtins.open = io.open = open_
+
+
+def install_calls(points: Points) -> None:
+    """Put a point before and after each call to a Ray actor, whose target is one of the processes of that class, and
+    where the coordinator sends and hears messages."""
+    import psutil
+    from ray.actor import ActorHandle
+
+    real = ActorHandle._actor_method_call
+
+    def pid_of(name: str) -> int | None:
+        children = psutil.Process().children(recursive=True)
+        pids = sorted(child.pid for child in children if role_of(child.pid) == name)
+        return pids[0] if pids else None
+
+    def call(self: Any, method_name: str, *args: Any, **options: Any) -> Any:
+        name = self._ray_actor_creation_function_descriptor.class_name.rpartition(".")[2]
+        with points.passing("call", f"{name}.{method_name}", lambda: pid_of(name)):
+            return real(self, method_name, *args, **options)
+
+    ActorHandle._actor_method_call = call
+
+    from tltlab.runtime.coordinator.server import CoordinatorServer
+
+    def relayed(real: Callable[..., None], what: str) -> Callable[..., None]:
+        def relay(self: CoordinatorServer, *frames: Any) -> None:
+            with points.passing("message", what):
+                for _ in range(points.copies()):
+                    real(self, *frames)
+
+        return relay
+
+    CoordinatorServer._send = relayed(CoordinatorServer._send, "command")
+    CoordinatorServer._hear = relayed(CoordinatorServer._hear, "report")
+
+
+def role_of(pid: int | str) -> str:
+    """What a process of a run is: the class of a Ray actor, "driver" for any other."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
+    except OSError:
+        return "gone"
+    return re.split(r"[.:( ]", title.removeprefix("ray::"))[0] if title.startswith("ray::") else "driver"
+
+
+def install_plan() -> None:
+    """As the environment says (`environment`), for a process that has just begun; `main` is what a driver does."""
+    plan = json.loads(os.environ[_PLAN])
+    faults = [Fault(**fault) for fault in plan["faults"]]
+    global _points
+    _points = Points(
+        Path(plan["under"]), faults, Path(plan["journal"]), lambda: role_of("self"), everything=plan["everything"]
+    )
+    install(_points)
+
+
+def environment(under: Path, faults: Sequence[Fault], journal: Path, *, everything: bool = False) -> dict[str, str]:
+    """The variable by which a process and its children have these points: `tests/start_up` reads it."""
+    plan = {"under": str(under), "faults": [asdict(fault) for fault in faults], "journal": str(journal)}
+    return {_PLAN: json.dumps(plan | {"everything": everything})}
+
+
+def main() -> None:
+    """The command `tltlab` with calls to actors as points too."""
+    install_calls(_points)
+    from tltlab.cli.app import main
+
+    main()
+
+
+def read_journal(journal: Path) -> list[dict[str, Any]]:
+    """The lines of a journal, also of one that is not there."""
+    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []

@@ -1,0 +1,74 @@
+"""The checker that the nemesis asks is worth asking: it takes what the format allows, and sees what is wrong."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tltlab
+from tltlab.traces.recorder import Recorder
+
+from . import checker
+from .storage import MANIFEST, STEPS, drive, rows_at
+
+TINY = Path(__file__).parents[2] / "traces" / "tiny"
+
+
+def test_a_trace_of_ours_passes_and_one_with_another_bit_does_not(tmp_path: Path):
+    rows = checker.trace(TINY)
+    assert checker.rl_steps(rows) == set(tltlab.read(TINY).rl_steps)
+    checker.same(rows, rows, {"tokens": ("token_ids",)})
+    with pytest.raises(checker.Fault, match="tokens is not that of the run"):
+        checker.same(rows | {"tokens": rows["tokens"][1:]}, rows, {"tokens": ("token_ids",)})
+    for name in ("outcomes.parquet", "manifest.json"):
+        damaged = Path(shutil.copytree(TINY, tmp_path / name))
+        data = bytearray((damaged / name).read_bytes())
+        data[200] ^= 1
+        (damaged / name).write_bytes(data)
+        with pytest.raises((checker.Fault, ValueError, KeyError)):
+            checker.trace(damaged)
+
+
+def test_a_recording_that_lost_a_chunk_or_has_one_twice_is_found(tmp_path: Path):
+    recorder = Recorder(tmp_path / "trace", MANIFEST)
+    for rl_step in range(3):
+        for table, rows in rows_at(rl_step, np.ones(4)).items():
+            recorder.append(table, rows)
+        recorder.flush()
+    checker.killed(tmp_path, 3)
+    with pytest.raises(checker.Fault, match="lost RL steps"):
+        checker.killed(tmp_path, 4)
+    recorder.rewind(2)
+    with pytest.raises(checker.Fault, match="lost RL steps"):
+        checker.killed(tmp_path, 3)
+    folder = tmp_path / "trace.recording"
+    first = min(folder.glob("*.arrow"))
+    shutil.copy(first, first.with_name(first.name.replace("000000", "000009")))
+    with pytest.raises(checker.Fault, match="twice"):
+        checker.killed(tmp_path, 2)
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(checker.Fault, match="not what its name says"):
+        checker.killed(tmp_path, 2)
+
+
+def test_a_checkpoint_that_is_not_what_was_written_is_found(tmp_path: Path):
+    drive(tmp_path, lambda what, value: None)
+    assert checker.checkpoints(tmp_path / "checkpoints") == [STEPS - 1, STEPS]
+    (tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "state.json").write_bytes(b"1")
+    with pytest.raises(checker.Fault, match="not what was written"):
+        checker.checkpoints(tmp_path / "checkpoints")
+
+
+def test_requests_without_outcomes_and_tokens_of_another_number_are_found():
+    rows = rows_at(0, np.ones(4))
+    for table in rows.values():
+        for row in table:
+            row["turn"] = 0
+    checker.responses(Path("here"), rows)
+    for table, said in (("outcomes", "other keys"), ("workload", "other keys")):
+        with pytest.raises(checker.Fault, match=said):
+            checker.responses(Path("here"), rows | {table: rows[table][1:]})
+    rows["tokens"][0]["token_ids"].append(1)
+    with pytest.raises(checker.Fault, match="not as many"):
+        checker.responses(Path("here"), rows)

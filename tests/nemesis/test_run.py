@@ -1,0 +1,67 @@
+"""A run of real engines whose processes are killed, stopped and cut off at named points, against one left in peace.
+
+For a night: with `TLTLAB_NEMESIS=1000` so many faults strike at points drawn by chance too, four to a run, from
+`TLTLAB_NEMESIS_SEED` on. In every `make test` it is `tests/runtime/run/test_faults.py` that kills.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import tltlab
+from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.run.grpo import train
+
+from .engines import STEPS, campaign, check_finished, disturbed, settings
+from .points import Fault
+
+MANY = int(os.environ.get("TLTLAB_NEMESIS", 0))
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900 + 600 * MANY),
+    pytest.mark.skipif(not MANY, reason="TLTLAB_NEMESIS=1000 has so many faults strike, for a night"),
+]
+FAULTS = (
+    Fault(point="driver call RolloutWorker.generate", nth=3, action="kill target", after=True),
+    Fault(point="driver message report", nth=3, action="lossy"),
+    Fault(point="SpotTrainer fsync drafter/worker-N/checkpoint-N.partial", nth=2, action="kill"),
+    Fault(point="driver call TrainerActor.ask", nth=5, action="kill target", after=True),
+    Fault(point="driver rename checkpoints/step-N", nth=2, action="kill"),
+    Fault(point="driver call RolloutWorker.generate", nth=5, action="stop target"),
+)
+
+
+def test_nothing_is_lost_or_doubled_whoever_is_killed_or_stopped_where(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calm, run, folder = tmp_path / "calm", tmp_path / "run", recipe_file.parent
+    with monkeypatch.context() as here:
+        here.syspath_prepend(str(folder))
+        recipe, *overrides = settings(folder, learning=False)
+        train(load_recipe(recipe, overrides), calm)
+    arguments = [*settings(folder, learning=True), "--out", str(run)]
+    struck = disturbed(run, arguments, FAULTS, tmp_path / "journal.jsonl")
+    assert sorted(row["struck"] for row in struck) == list(range(len(FAULTS)))
+    check_finished(run, calm)
+
+    # What the drafter was is told of the RL steps that count, once each: it went back with the run.
+    trace = tltlab.read(run)
+    assert trace.rl_steps == list(range(STEPS))
+    assert trace.steps is not None
+    assert trace.steps["drafter_updates"].is_monotonic_increasing
+    assert trace.steps["drafter_updates"].iloc[-1] > 0
+    swapped = trace.steps["drafter_version"].diff().fillna(0)
+    assert set(swapped) <= {0, 1}
+    ages = list(trace.steps["drafter_age"])
+    assert ages == [0, *(0 if swap else age + 1 for age, swap in zip(ages, swapped.iloc[1:], strict=False))]
+    acceptance = trace.table("acceptance")
+    assert acceptance is not None
+    assert not acceptance.duplicated(["rl_step", "prompt_id", "sample", "drafter_age"]).any()
+
+
+def test_so_it_is_wherever_faults_strike(recipe_file: Path):
+    _, wrong = campaign(recipe_file.parent, int(os.environ.get("TLTLAB_NEMESIS_SEED", "0")), MANY)
+    assert not wrong

@@ -1,0 +1,1 @@
+"""Experiments that train on real engines."""

@@ -1,0 +1,197 @@
+"""systems: rows of `tltlab compare` run on real engines here, each beside what `tltlab verify` predicts of its run.
+
+A row that is a composition of what the runtime has is a run of the same small recipe with the changes in `CHANGES`, and
+with the policy of the table where the system drafts. What cannot run says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+from pydantic import Field
+
+from tltlab.acceptance.load import load_acceptance
+from tltlab.charts import bars
+from tltlab.costs.load import load_costs
+from tltlab.errors import ConfigError, TltlabError
+from tltlab.planning.system_binding import bind
+from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import Policy
+from tltlab.traces.trace import read
+
+from ..models import Count, own_model
+from ..result import ExperimentResult
+
+ONE_STEP_OFF = "one-step-off"
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "verl": {},
+    "tlt-base": {},
+    "das": {},
+    "seer-drafts": {},
+    "histospec": {},
+    "copris": {"partial": {"concurrency": 1.5}},
+    "spec-rl": {"reuse": {"leniency": math.exp(0.5), "residual": "none"}},
+    "spec-rl-exact": {"reuse": {"leniency": 1.0, "residual": "exact"}},
+    ONE_STEP_OFF: {"one_step_off": True},
+    "areal": {"staleness": 1},
+}
+"""Of `[rollout]`, by system; CoPRIS's concurrency is in responses that an RL step trains."""
+_HEAD = "needs a trained draft head, which this experiment does not warm up: tltlab experiment baseline measures it"
+_SIMULATED = "is simulated only: the runtime has no such"
+WHY_NOT: Mapping[str, str] = {
+    "tlt": _HEAD,
+    "vllm-dynamic": f"{_HEAD}; vLLM's own table by batch size takes it too",
+    "vllm-static": _HEAD,
+    "vllm-adaptive": _HEAD,
+    "sglang-adaptive": "is another engine's",
+    "dvi": f"{_SIMULATED} drafter, which is the target's own first layers",
+    "diffuspec": f"{_SIMULATED} drafter, a diffusion model",
+    "open-r1": "needs devices of the trainer's own to differ from VeRL's row; here both share two cores",
+    "seer": f"{_SIMULATED} buffer from which all engines take requests",
+    "rlhfuse": f"{_SIMULATED} fusion of generation and inference",
+    "rhymerl": f"{_SIMULATED} placement by rank groups",
+    "streamrl": f"{_SIMULATED} pools for long and short responses",
+    "streamrl-async": f"{_SIMULATED} pools for long and short responses; {ONE_STEP_OFF} is its other half",
+    "dler": "is a workload: train.algorithm = 'dler' with a lower cap",
+    "brorl": "is a workload: a larger rollout.group_size",
+    "april": f"{_SIMULATED} rule for what to begin; CoPRIS resumes in the same way",
+    "rollpacker": f"{_SIMULATED} rounds of short and long responses",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`steps` RL steps of each system in `only` (all that can run where it is empty), on `workers` engines.
+
+    `model` is a folder of `tltlab make-model`, else one of `size` is trained. There are twice as many prompts as an RL
+    step takes: those that learn from earlier epochs meet theirs from the third RL step on.
+    """
+
+    model: Path | None = None
+    size: str = "tiny"
+    prompts: Annotated[int, Field(ge=2)] = 12
+    group_size: Annotated[int, Field(ge=2)] = 8
+    cap: Count = 384
+    steps: Annotated[int, Field(ge=3)] = 8
+    workers: Count = 2
+    only: tuple[str, ...] = ()
+
+
+FAST: Mapping[str, Any] = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4}
+
+
+def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+    """The experiment; its runs stay in `folder`/systems-runs. ConfigError for a system that there is not."""
+    known = {**SYSTEMS, ONE_STEP_OFF: None}
+    if unknown := [name for name in settings.only if name not in known]:
+        raise ConfigError(f"only: no system named {unknown[0]!r}; there are {', '.join(known)}")
+    model = own_model(settings.model, folder, size=settings.size, progress=progress)
+    from tltlab.runtime.ray.start import ray_running
+
+    rows = []
+    with ray_running():
+        for name in settings.only or known:
+            row: dict[str, Any] = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
+            if name in CHANGES:
+                progress(f"{name}: {settings.steps} RL steps")
+                try:
+                    row |= _measured(settings, name, model, folder / "systems-runs" / f"{name}-{seed}", seed)
+                except TltlabError as error:
+                    row |= {"ran": False, "why_not": str(error)}
+            rows.append(row)
+    frame = pd.DataFrame(rows)
+    ran = frame[frame["ran"]]
+    if ran.empty:
+        raise ConfigError(
+            "no system of these can run here: " + "; ".join(f"{r['system']} {r['why_not']}" for r in rows)
+        )
+    return ExperimentResult(
+        verdict=_verdict(ran),
+        rows=frame,
+        figure=bars(
+            ran["system"].tolist(), ran["error"].to_numpy(np.float64), None, None,
+            xlabel="median error of predicted rollout seconds", title="Systems measured here against their prediction",
+        ),
+        prediction=False,
+        notes=(
+            "rollout_s and predicted_s are means over the RL steps from the second on; each is predicted from the "
+            "others of the same run (`tltlab verify`), so a prediction knows its system's costs and acceptance",
+            "rollout seconds compare only between systems that roll out the same work: not CoPRIS, SPEC-RL and AReaL, "
+            "for which tokens_per_s and step_s say more",
+        ),
+    )  # fmt: skip
+
+
+def policy_of(name: str) -> Policy | None:
+    """The policy of a system that drafts from text, as the table has it; None for one that does not draft."""
+    system = SYSTEMS.get(name)
+    if system is None or not system.drafters:
+        return None
+    # Costs are what a length-aware budget is made of; which acceptance makes no difference to what is drafted by.
+    return bind(system, load_costs("cpu-small"), load_acceptance("geometric:0.6")).policy
+
+
+def recipe_for(settings: Settings, name: str, model: Path, out: Path, seed: int) -> Any:
+    """The `Recipe` of a system's run, whose prompts and policy are written beside `out`."""
+    from tltlab.runtime.models.runs import Sizes, recipe_of
+    from tltlab.runtime.recipe.recipe import Recipe
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prompts = (model / "train.jsonl").read_text().splitlines()[: 2 * settings.prompts]
+    data = out.with_name("prompts.jsonl")
+    data.write_text("\n".join(prompts) + "\n")
+    policy, path = policy_of(name), None
+    if policy is not None:
+        path = out.with_name(f"{name}.json")
+        policy.write(path)
+    depth = max([1, *(s.draft_depth for s in policy.strategies)]) if policy is not None else 1
+    sizes = Sizes(
+        workers=settings.workers, prompts_per_step=settings.prompts, group_size=settings.group_size,
+        max_response_tokens=settings.cap, draft_depth=depth, steps=settings.steps, heldout=0,
+    )  # fmt: skip
+    fields = json.loads(recipe_of(model, sizes, seed=seed, policy=path, drafter=None, train=data).model_dump_json())
+    changes = json.loads(json.dumps(CHANGES[name]))
+    if "partial" in changes:
+        per_step = settings.prompts * settings.group_size
+        changes["partial"]["concurrency"] = int(changes["partial"]["concurrency"] * per_step)
+    fields["rollout"] |= changes
+    fields["checkpoint"]["every"] = 0
+    return Recipe.model_validate(fields)
+
+
+def _measured(settings: Settings, name: str, model: Path, out: Path, seed: int) -> dict[str, Any]:
+    """What a run of the system took, and what is predicted of it."""
+    from tltlab.runtime.run.grpo import GrpoRun
+    from tltlab.sim.verification.rollouts import verify
+
+    with GrpoRun(recipe_for(settings, name, model, out, seed), out) as grpo:
+        reports = [grpo.step() for _ in range(settings.steps)][1:]
+    found = verify(out)
+    later = found.rows[found.rows["rl_step"] > 0]
+    tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
+    last = reports[-1].metrics
+    return {
+        "rollout_s": rollout_s / len(reports),
+        "predicted_s": float(later["predicted_s"].mean()),
+        "error": found.median_error,
+        "tokens_per_s": tokens / rollout_s,
+        "step_s": sum(r.seconds for r in reports) / len(reports),
+        "policies_behind": last.get("staleness/mean", 1.0 if name == ONE_STEP_OFF else 0.0),
+        "length_bias": last.get("trained/length_bias", 1.0),
+        "rl_steps": len(read(out / "trace").rl_steps),
+    }
+
+
+def _verdict(ran: pd.DataFrame) -> str:
+    worst = ran.sort_values("error").iloc[-1]
+    return (
+        f"{len(ran)} systems ran here; the median error of predicted rollout seconds is {ran['error'].median():.1%} "
+        f"over them and {worst['error']:.1%} at worst ({worst['system']})."
+    )

@@ -1,0 +1,140 @@
+"""The part of a report that shows a few responses: their text, and which of it was drafted by whom and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.errors import ConfigError, TltlabError
+from tltlab.importers.token_counts import FolderTokenizer
+from tltlab.traces.drafts import recorded_drafts
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
+
+from .page import Absent, Block, Part, Piece, Response, Section, Text, number
+
+TITLE = "A few responses"
+_HEAD, _TAIL = 400, 120
+"""Tokens that are shown of a response's beginning and end, where it has more."""
+_MOST_ITERATIONS = 200_000
+
+
+def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
+    """The longest, the median, the best and the worst rewarded response of the last RL step that drafted.
+
+    Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
+    Text of refused drafts is not recorded, so only their number is told.
+    """
+    if not trace.num_rows("tokens"):
+        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so what was said is not known")
+    one = trace.select([_step(trace)])
+    tokens = one.tokens
+    if tokens is None or tokens.empty:
+        return Absent(title=TITLE, reason="tokens.parquet has none of the last RL step")
+    rows = tokens.merge(one.outcomes, on=list(KEY), how="inner", sort=False)
+    drafts, notes = _drafts(one)
+    names = {str(name): at for at, name in enumerate(sorted(drafts["drafter"].dropna().unique()))}
+    decode, how = _decoder(run, recipe)
+    told = [*notes, *([] if names or notes else ["nothing was drafted in this RL step"]), how]
+    blocks: list[Block] = [
+        Text(
+            text=f"Of RL step {one.rl_steps[0]}. Marked text was drafted and kept, in a colour for each drafter; the "
+            "rest is the model's own, underlined where nothing of a draft was kept. Point at it to see how much of a "
+            f"draft was kept. {'; '.join(told).capitalize()}."
+        )
+    ]
+    for label, row in _chosen(rows):
+        own = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
+        pieces = _pieces(row["token_ids"].tolist(), own, names, decode)
+        facts = (
+            f"reward {number(row['reward'], '.3g')}", f"{row['response_tokens']:,} tokens",
+            f"ended: {row['finish_reason']}",
+            f"{int(own['accepted'].sum()):,} of them drafted, {len(own):,} drafts" if len(own) else "no drafts known",
+        )  # fmt: skip
+        prompt = decode(row["prompt_token_ids"].tolist())
+        blocks.append(Response(label=f"{label}: {', '.join(facts)}", prompt=prompt, pieces=pieces))
+    drafters = tuple(Piece(text=name, drafter=at % 4 + 1) for name, at in names.items())
+    return Section(title=TITLE, blocks=(blocks[0], Response(label="Drafters", pieces=drafters), *blocks[1:]) if drafters
+                   else tuple(blocks))  # fmt: skip
+
+
+def _step(trace: Trace) -> int:
+    """The last RL step in which something was drafted, else the last one."""
+    iterations = trace.iterations
+    if iterations is None or not (iterations["num_drafted"] > 0).any():
+        return trace.rl_steps[-1]
+    return int(iterations.loc[iterations["num_drafted"] > 0, "rl_step"].max())
+
+
+def _drafts(one: Trace) -> tuple[pd.DataFrame, list[str]]:
+    if one.num_rows("iterations") > _MOST_ITERATIONS:
+        return recorded_drafts(one.replace(iterations=None))[0], ["drafts are not told apart in an RL step so long"]
+    try:
+        return recorded_drafts(one)
+    except TltlabError as error:
+        return recorded_drafts(one.replace(iterations=None))[0], [str(error)]
+
+
+def _chosen(rows: pd.DataFrame) -> list[tuple[str, Mapping[str, Any]]]:
+    """At most four rows, each once, with what it is."""
+    by_length = rows["response_tokens"].sort_values(kind="stable").index
+    places = {"The longest": by_length[-1], "Of median length": by_length[(len(rows) - 1) // 2]}
+    if rows["reward"].nunique() > 1:
+        places |= {"The highest reward": rows["reward"].idxmax(), "The lowest reward": rows["reward"].idxmin()}
+    labels: dict[Any, str] = {}
+    for label, at in places.items():
+        labels[at] = f"{labels[at]}, {label.lower()}" if at in labels else label
+    return [(label, rows.loc[at].to_dict()) for at, label in labels.items()]
+
+
+def _decoder(run: Path, recipe: Any) -> tuple[Callable[[Sequence[int]], str], str]:
+    """What makes text of token ids, and a word on it."""
+    model = recipe.get("model") if isinstance(recipe, dict) else None
+    for folder in (run / "model", *([Path(model)] if isinstance(model, str) else [])):
+        try:
+            return FolderTokenizer(folder).decode, "special tokens are shown"
+        except ConfigError as error:
+            why = str(error) if (folder / "tokenizer.json").is_file() else ""
+    return (
+        lambda ids: " ".join(map(str, ids)) + " ",
+        f"token ids are shown, for there is no tokenizer here {why}".strip(),
+    )
+
+
+def _pieces(
+    ids: list[int], drafts: pd.DataFrame, drafters: Mapping[str, int], decode: Callable[[Sequence[int]], str]
+) -> tuple[Piece, ...]:
+    """The response in pieces of one origin each; of a long one the beginning and the end."""
+    origin = np.zeros(len(ids), np.int64)  # 0: the model's own; n + 1: kept of draft n
+    refused: dict[int, str] = {}
+    rows: list[dict[str, Any]] = drafts.to_dict("records")  # type: ignore[assignment]
+    for at, row in enumerate(rows):
+        begin, kept = int(row["generated_tokens"]), int(row["accepted"])
+        origin[begin : begin + kept] = at + 1
+        if not kept and begin < len(ids):
+            refused[begin] = f"{row['drafter']} drafted up to {row['reach']}, none was kept"
+    left_out = range(_HEAD, max(_HEAD, len(ids) - _TAIL))
+    cuts = {0, len(ids), *(np.flatnonzero(np.diff(origin)) + 1).tolist(), *refused, *(at + 1 for at in refused)}
+    pieces: list[Piece] = []
+    for begin, end in pairwise(sorted(cuts | ({left_out.start, left_out.stop} if left_out else set()))):
+        if begin in left_out:
+            if begin == left_out.start:
+                pieces.append(Piece(text=f" [{len(left_out):,} tokens are left out] "))
+            continue
+        first = left_out.stop if left_out and begin >= left_out.stop else 0
+        # What a token says depends on those before it: spaces, and letters that several of them make.
+        before, through = decode(ids[first:begin]).rstrip("\ufffd"), decode(ids[first:end])
+        text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])
+        number_of = int(origin[begin])
+        if number_of:
+            row = rows[number_of - 1]
+            title = f"{row['drafter']}: {row['accepted']} of up to {row['reach']} drafted tokens were kept"
+            pieces.append(Piece(text=text, drafter=drafters[str(row["drafter"])] % 4 + 1, title=title))
+        else:
+            pieces.append(Piece(text=text, title=refused.get(begin, "")))
+    return tuple(pieces)
