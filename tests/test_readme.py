@@ -183,7 +183,7 @@ def test_other_programs_are_called_as_this_repository_has_them(name: str):
         if any(word.endswith("pytest") for word in words):
             for marker in re.findall(r'-m "(?:not )?(\w+)"', line):
                 assert f'"{marker}: ' in markers, line
-    sources = "".join(path.read_text() for path in [*ROOT.glob("notebooks/*.py"), *ROOT.glob("tests/runtime/**/*.py")])
+    sources = "".join(path.read_text() for path in [*ROOT.glob("notebooks/*.py"), *ROOT.glob("tests/**/*.py")])
     for variable in re.findall(r"\bTLTLAB_\w+", READMES[name]):
         assert variable in sources, variable
 

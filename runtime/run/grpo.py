@@ -448,12 +448,12 @@ class GrpoRun:
 
         `num_prompts` are by default those of the recipe; the mean over 0 of them is nan.
         """
-        self._ahead.settle()
         if not self.data.heldout:
             raise ConfigError("evaluation needs data.heldout in the recipe")
         prompts = self.data.heldout[: self.recipe.eval.num_prompts if num_prompts is None else num_prompts]
         if not prompts:
             return math.nan
+        self._ahead.settle()
         cap = self.recipe.rollout.max_response_tokens
         requests = [
             GenerationRequest(

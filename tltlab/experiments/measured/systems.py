@@ -51,6 +51,7 @@ WHY_NOT: Mapping[str, str] = {
     "vllm-static": _HEAD,
     "vllm-adaptive": _HEAD,
     "sglang-adaptive": "is another engine's",
+    "hedgespec": "needs several trained draft heads beside one target, and an engine here has one",
     "dvi": f"{_SIMULATED} drafter, which is the target's own first layers",
     "diffuspec": f"{_SIMULATED} drafter, a diffusion model",
     "open-r1": "needs devices of the trainer's own to differ from VeRL's row; here both share two cores",
