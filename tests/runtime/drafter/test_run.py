@@ -238,7 +238,8 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
         assert same(own, weights), "trainers go on from another one"
     rows = story.rows["spot_training"]
     assert {row["worker"] for row in rows} == {1, 2}
-    assert {row["members"] for row in rows} == {2}
+    # Whoever runs out of requests first may train alone until the other one joins.
+    assert {row["worker"] for row in rows if row["members"] == 2} == {1, 2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
     story.run.save()
     final = load_head(story.folder / "drafter" / "final").state_dict()
@@ -577,6 +578,7 @@ def test_closing_leaves_nothing(story: Story):
     story.rollout(1)
     start = story.updates(1)
     until(lambda: story.updates(1) > start)
+    story.run.save()
     story.close()
     until(lambda: not any(map(alive, pids)))
     assert not place.exists()
