@@ -178,8 +178,10 @@ def test_a_chat_needs_a_template_and_a_system_needs_a_chat(tmp_path: Path):
         loaded(tmp_path, ROWS, system="be kind")
 
 
-def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(tmp_path: Path, chat_tokenizer: Any):
-    chat_tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(
+    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ messages[0]['content'] + 1 }}")
     with pytest.raises(ConfigError, match="the model's chat template refuses the prompt"):
         loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
 
