@@ -260,9 +260,9 @@ def measured_verdict(rows: pd.DataFrame) -> str:
     """What `adaptive` took on each model of the best fixed depth's time, and how fast both and stock vLLM were."""
     said = []
     for regime, of in rows.groupby("regime", sort=False):
-        row = of.set_index("policy")
-        ours = row.loc[ADAPTIVE]
-        speeds = (f"{row['tokens_per_s'][name]:.0f} under {name}" for name in ("stock", ours["best_fixed"], ADAPTIVE))
+        tokens_per_s = of.set_index("policy")["tokens_per_s"]
+        ours = next(row for row in of.to_dict("records") if row["policy"] == ADAPTIVE)
+        speeds = (f"{tokens_per_s[name]:.0f} under {name}" for name in ("stock", ours["best_fixed"], ADAPTIVE))
         size = with_interval(ours["ratio"], ours["ratio_low"], ours["ratio_high"], ".3f")
         said.append(f"{size} on {regime} ({', '.join(dict.fromkeys(speeds))} tokens/s)")
     return f"measured here, adaptive takes {'; '.join(said)} times as long as the best fixed depth in hindsight."
@@ -280,7 +280,7 @@ def repairs(rows: pd.DataFrame) -> str:
 
 
 def _notes(predicted: pd.DataFrame, measured: pd.DataFrame) -> tuple[str, ...]:
-    notes = (
+    notes: tuple[str, ...] = (
         "ratio is time over that of the best fixed strategy, chosen in hindsight on the same RL steps and luck, or on "
         "the same rounds; intervals are of 95 % over RL steps and seeds, or over rounds",
     )
