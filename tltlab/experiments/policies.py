@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import bars
-from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.policies.engines import AcceptedThresholds, ContextTable
@@ -28,7 +27,7 @@ from tltlab.sim.tuning.regimes import PolicyRegime, best_fixed, regimes
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .result import ExperimentResult
+from .result import ExperimentResult, chosen
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"
 SEVERAL = "beg-mab, several arms"
@@ -119,15 +118,9 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
     """The experiment; ConfigError for a regime that there is not."""
-    found = regimes(settings.traces, settings.rl_steps)
-    names = [regime.name for regime in found]
-    if unknown := [name for name in settings.only if name not in names]:
-        raise ConfigError(f"only: no regime named {unknown[0]!r}; there are {', '.join(names)}")
     rows = []
-    for regime in found:
-        if not settings.only or regime.name in settings.only:
-            progress(f"{regime.name}: {regime.about}")
-            rows += judged(regime, [seed + i for i in range(settings.seeds)])
+    for regime in chosen("regime", regimes(settings.traces, settings.rl_steps), settings.only, progress):
+        rows += judged(regime, [seed + i for i in range(settings.seeds)])
     frame = pd.DataFrame(rows)
     return ExperimentResult(
         verdict=verdict(frame), rows=frame, figure=_picture(frame), prediction=True, notes=_notes(frame)

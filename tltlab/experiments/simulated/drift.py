@@ -17,8 +17,7 @@ from pydantic import Field
 from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.charts import bars
 from tltlab.coordination.progress import SpotTraining
-from tltlab.errors import ConfigError
-from tltlab.experiments.result import ExperimentResult
+from tltlab.experiments.result import ExperimentResult, chosen
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.drift import Surface, compared, regimes
@@ -53,16 +52,11 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     spot = SpotTraining(yield_s=YIELD_S)
     scenario = Scenario.of(trace, costs=settings.costs, acceptance=acceptance, spot=spot)
     surface = Surface.of(scenario, acceptance, "learned")
-    found = regimes(float(surface.updates[-1].mean()))
-    names = [drift.name for drift in found]
-    if unknown := [name for name in settings.only if name not in names]:
-        raise ConfigError(f"only: no regime named {unknown[0]!r}; there are {', '.join(names)}")
     seeds = [seed + i for i in range(settings.seeds)]
-    tables = []
-    for drift in found:
-        if not settings.only or drift.name in settings.only:
-            progress(f"{drift.name}: {drift.about}")
-            tables.append(compared(surface, [drift] * len(seeds), settings.rl_steps, seeds))
+    tables = [
+        compared(surface, [drift] * len(seeds), settings.rl_steps, seeds)
+        for drift in chosen("regime", regimes(float(surface.updates[-1].mean())), settings.only, progress)
+    ]
     rows = pd.concat(tables, ignore_index=True)
     notes = (
         "over_best is time over that of the better of frozen and idle time, which is known only afterwards; intervals "
