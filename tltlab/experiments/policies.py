@@ -33,7 +33,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .baseline_figures import Measured, over_best_fixed
 from .models import Count, own_model
-from .result import ExperimentResult, with_interval
+from .result import ExperimentResult, chosen, with_interval
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"
 SEVERAL = "beg-mab, several arms"
@@ -134,20 +134,16 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
     """The experiment; ConfigError for a regime that there is not, and for models that are none."""
-    found = regimes(settings.traces, settings.rl_steps) if settings.simulated else []
-    names = [regime.name for regime in found]
-    if unknown := [name for name in settings.only if name not in names]:
-        raise ConfigError(f"only: no regime named {unknown[0]!r}; there are {', '.join(names)}")
-    asked = [regime for regime in found if not settings.only or regime.name in settings.only]
-    if not asked and not settings.models:
+    if not settings.simulated and not settings.models:
         raise ConfigError("nothing to do: with simulated=false, name models to measure on")
     seeds = [seed + i for i in range(settings.seeds)]
+    found = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
+    asked = chosen("regime", found, settings.only if settings.simulated else (), progress)
     rows = []
     with backend(None, settings.jobs) as jobs:
-        done = Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(regime, seeds) for regime in asked)
-        for regime, judgement in zip(asked, done, strict=True):
+        for judgement in Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(each, seeds) for each in asked):
             ours = next(row for row in judgement if row["policy"] == ADAPTIVE)
-            progress(f"{regime.name} ({regime.about}): {ADAPTIVE} {ours['ratio']:.3f} of {ours['best_fixed']}")
+            progress(f"{ours['regime']}: {ADAPTIVE} takes {ours['ratio']:.3f} times as long as {ours['best_fixed']}")
             rows += judgement
     for model in settings.models:
         rows += _measured(settings, model, folder, seed, progress)

@@ -96,7 +96,7 @@ def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(tmp_path
     }
     assert result.prediction
     assert "over 2 regimes" in result.verdict
-    assert [line.split(" (")[0] for line in said] == ["gcd-small", "tiny"]
+    assert [line.split(":")[0] for line in said] == ["gcd-small", "gcd-small", "tiny", "tiny"]
     with pytest.raises(ConfigError, match="name models to measure on"):
         run(Settings(simulated=False), folder=tmp_path, seed=0, progress=print)
 

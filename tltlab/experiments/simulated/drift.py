@@ -20,8 +20,7 @@ from pydantic import Field
 from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.charts import bars
 from tltlab.coordination.progress import SpotTraining
-from tltlab.errors import ConfigError
-from tltlab.experiments.result import ExperimentResult
+from tltlab.experiments.result import ExperimentResult, chosen
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.drift import Drift, Surface, compared, drawn, regimes
@@ -59,19 +58,15 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     """The experiment; ConfigError for a regime that there is not."""
     trace = log_normal(rl_steps=2, prompts=settings.prompts, cap=8192, workers=settings.workers, seed=seed)
     surface = _surface(trace, settings.costs, settings.accept)
-    found = regimes(float(surface.updates[-1].mean()))
-    names = [drift.name for drift in found]
-    if unknown := [name for name in settings.only if name not in names]:
-        raise ConfigError(f"only: no regime named {unknown[0]!r}; there are {', '.join(names)}")
     seeds = [seed + i for i in range(settings.seeds)]
-    tables = []
-    for where, drift in chain(
-        ((surface, drift) for drift in found if not settings.only or drift.name in settings.only),
-        () if settings.only else _unseen(settings, seed),
-    ):
-        progress(f"{drift.name}: {drift.about}")
-        table = compared(where, [drift] * len(seeds), settings.rl_steps, seeds)
-        tables.append(table.assign(unseen=drift not in found, about=drift.about))
+    found = chosen("regime", regimes(float(surface.updates[-1].mean())), settings.only, progress)
+    cases: Iterator[tuple[Surface, Drift, bool]] = ((surface, drift, False) for drift in found)
+    if not settings.only:
+        cases = chain(cases, ((where, drift, True) for where, drift in _unseen(settings, seed, progress)))
+    tables = [
+        compared(where, [drift] * len(seeds), settings.rl_steps, seeds).assign(unseen=unseen, about=drift.about)
+        for where, drift, unseen in cases
+    ]
     rows = pd.concat(tables, ignore_index=True)
     notes = (
         "over_best is time over that of the better of frozen and idle time, which is known only afterwards; intervals "
@@ -90,7 +85,7 @@ def _surface(trace: Trace, costs: str, accept: float) -> Surface:
     return Surface.of(scenario, acceptance, "learned")
 
 
-def _unseen(settings: Settings, seed: int) -> Iterator[tuple[Surface, Drift]]:
+def _unseen(settings: Settings, seed: int, progress: Callable[[str], None]) -> Iterator[tuple[Surface, Drift]]:
     """Regimes and machines drawn at random."""
     rng = np.random.default_rng([seed, 11])
     for i in range(settings.unseen):
@@ -101,7 +96,9 @@ def _unseen(settings: Settings, seed: int) -> Iterator[tuple[Surface, Drift]]:
                 cap=int(rng.choice([4096, 8192, 16384])), seed=int(rng.integers(1000)),
             )  # fmt: skip
             surface = _surface(trace, str(rng.choice(UNSEEN_COSTS)), float(rng.uniform(0.6, 0.9)))
-        yield surface, drawn(f"drawn {i + 1}", float(surface.updates[-1].mean()), settings.rl_steps, rng)
+        drift = drawn(f"drawn {i + 1}", float(surface.updates[-1].mean()), settings.rl_steps, rng)
+        progress(f"{drift.name}: {drift.about}")
+        yield surface, drift
 
 
 def verdict(rows: pd.DataFrame) -> str:
