@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from tltlab.errors import RunError, TltlabError
 from tltlab.files import scratch_folder
+from tltlab.runtime.engine.generation import EngineDied
 
 from .start import ENV, LOOPBACK, fork_command
 
@@ -81,6 +84,50 @@ def last_lines(pid: int, logs: Path | None = None, most: int = 3) -> str:
         said = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
         return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-most:])
     return ""
+
+
+def finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """`asyncio.run`, also where a loop runs already, as it does under a notebook's cells."""
+    results: list[Any] = []
+
+    async def collect() -> None:
+        # Not returned: `asyncio.run` spells out its task, all that it returned included, when it gives back SIGINT.
+        results.extend(await answers)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(collect())
+        return results
+    with ThreadPoolExecutor(1) as aside:
+        aside.submit(asyncio.run, collect()).result()
+    return results
+
+
+def came(call: Any) -> bool:
+    """Whether a call has ended well."""
+    done, _ = ray.wait([call], timeout=0)
+    try:
+        return bool(done) and ray.get(call) is not None
+    except RayError:
+        return False
+
+
+def why_lost(error: RayError, handle: Any) -> str:
+    """Why the worker is gone, in a line; empty where it is not."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return str(cause) if isinstance(cause, EngineDied) else ""
+    if isinstance(error, RayActorError):
+        # A call can also fail because an actor is gone whose result it was given.
+        return last_line(error) if error.actor_id in (None, handle._actor_id.hex()) else ""
+    return last_line(error) if isinstance(error, NodeDiedError | OutOfMemoryError | WorkerCrashedError) else ""
+
+
+def last_line(error: BaseException) -> str:
+    """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]
 
 
 def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabError:
