@@ -73,6 +73,8 @@ def test_one_step_off_learns_from_responses_of_the_weights_before(recipe_file: P
         assert 0.0 < off_policy["mismatch_ess"] < 1.0
         trace = run.trace()
     assert trace.workload.groupby("rl_step")["policy_version"].unique().map(list).tolist() == [[0], [0], [1]]
+    assert trace.steps is not None
+    assert trace.steps[["staleness", "off_policy_share"]].to_numpy().tolist() == [[0, 0], [1, 1], [1, 1]]
 
 
 def test_asynchronous_training_keeps_its_bound_and_tells_each_tokens_policy(recipe_file: Path, tmp_path: Path):
