@@ -19,12 +19,19 @@ from tltlab.traces.trace import Trace
 
 pytestmark = pytest.mark.engine
 BOUND, STEPS, PER_STEP, GROUP, WORKERS = 2, 4, 4, 4, 2
-# Who asks for `rl_step` 1 so often is in the midst of it, and who is told that weights are whole has them in part.
+# A worker imports its policy's module, and only engines of runs with this one die: in the midst of a rollout, and when
+# told that the weights of a version are whole, of which none has come into force.
 DYING = """
 import os, signal
 from pathlib import Path
 from tltlab import NO_SPECULATION, Selector, Strategy
 from tltlab.runtime.rollout.worker import EngineWorker
+
+class Plain(Selector):
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 2))
+
+    def choose(self, state):
+        return NO_SPECULATION
 
 def die_once(name):
     try:
@@ -33,17 +40,19 @@ def die_once(name):
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
-class Dying(Selector):
-    strategies = (NO_SPECULATION, Strategy.chain("ngram", 2))
-    asked = 0
+generate, take_weights = EngineWorker._generate, EngineWorker.weights
 
-    def choose(self, state):
-        self.asked += state.rl_step == 1
-        if state.worker == 0 and self.asked == 6:
+def generating(self, requests, rl_step, seed, until=None):
+    iterations = 0
+
+    def counted(ended):
+        nonlocal iterations
+        iterations += 1
+        if self.number == 0 and rl_step == 1 and iterations == 6:
             die_once("died in a rollout")
-        return NO_SPECULATION
+        return until is not None and until(ended)
 
-take_weights = EngineWorker.weights
+    return generate(self, requests, rl_step, seed, counted)
 
 def weights(self, call, info, data=None):
     if call == "finish" and self.number == 1 and info == 2:
@@ -51,7 +60,7 @@ def weights(self, call, info, data=None):
     return take_weights(self, call, info, data)
 
 if os.getpid() != {driver}:
-    EngineWorker.weights = weights
+    EngineWorker._generate, EngineWorker.weights = generating, weights
 """
 
 
@@ -121,12 +130,17 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_response_that_was_under_wa
         for _ in range(2):
             run.step()
         assert run.state.policy_version == STEPS
-        check(run.trace(), run.reports)
+        reports = run.reports
+        check(run.trace(), reports)
+    # What began in RL step 0 and was not trained then is older in the next.
+    assert max(report.metrics["staleness/mean"] for report in reports) > 0
+    mismatch = [report.metrics["mismatch_abs"] for report in reports]
+    assert mismatch[0] < 1e-4 < max(mismatch)
 
 
 def test_an_engine_that_dies_in_a_rollout_or_with_half_its_weights_costs_time_only(recipe_file: Path, tmp_path: Path):
     (recipe_file.parent / "dying.py").write_text(DYING.format(folder=str(tmp_path), driver=os.getpid()))
-    with GrpoRun(recipe(recipe_file, "rollout.policy=dying:Dying"), tmp_path / "run") as run:
+    with GrpoRun(recipe(recipe_file, "rollout.policy=dying:Plain"), tmp_path / "run") as run:
         for _ in range(STEPS):
             run.step()
         trace, reports = run.trace(), run.reports
