@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
-from tltlab.runtime.ray.actors import actor_env, error_of, last_lines, runtime_env
+from tltlab.runtime.ray.actors import Waiting, actor_env, error_of, last_lines, runtime_env
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
@@ -112,6 +111,7 @@ class WorkerPool:
         self._asleep = False
         self._running = False
         self._closed = False
+        self._waiting = Waiting()
 
     def start(self) -> None:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
@@ -297,6 +297,8 @@ class WorkerPool:
         for handle in self.handles:
             if handle is not None:
                 ray.kill(handle)
+        # After Ray's end no answer comes, and no error.
+        self._waiting.close()
 
     # ---- calls that survive the death of a worker ----
 
@@ -349,7 +351,7 @@ class WorkerPool:
             )
             return await asyncio.gather(*lives)
 
-        return _finished(answers())
+        return self._waiting.run(answers())
 
     async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
         """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back.
@@ -400,7 +402,11 @@ class WorkerPool:
             raise WorkerLost(f"it cannot start: {error}") from error
         if self._weights is not None:
             send, version = self._weights
-            await asyncio.to_thread(send, [handle], version, "host")
+            try:
+                await asyncio.to_thread(send, [handle], version, "host")
+            except asyncio.CancelledError:
+                ray.kill(handle)  # the thread is waited for, and sends no longer than somebody takes it
+                raise
             await self._answer(n, handle.has_weights.remote(version))
         if self._running:
             try:
@@ -465,24 +471,6 @@ class WorkerPool:
             if isinstance(error, RayTaskError | RayActorError):
                 raise error_of(error, died=TrainerDied) from error
             raise RunError(f"Ray failed a rollout worker: {_line(error)}") from error
-
-
-def _finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-    """`asyncio.run`, also where a loop runs already, as it does under a notebook's cells."""
-    results: list[Any] = []
-
-    async def collect() -> None:
-        # Not returned: `asyncio.run` spells out its task, all that it returned included, when it gives back SIGINT.
-        results.extend(await answers)
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(collect())
-        return results
-    with ThreadPoolExecutor(1) as aside:
-        aside.submit(asyncio.run, collect()).result()
-    return results
 
 
 def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:

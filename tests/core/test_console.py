@@ -1,8 +1,12 @@
 """What commands print: tables whose columns line up, and where a result comes from."""
 
+import signal
+import sys
+import threading
+
 import pytest
 
-from tltlab.console import made_by, running, table
+from tltlab.console import made_by, running, sigterm_interrupts, table
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,20 @@ def test_a_result_says_the_command_that_made_it_and_the_versions():
     outside = made_by("numpy", "no-such-package")
     assert outside["command"] is None
     assert set(outside["versions"]) == {"python", "tltlab", "numpy"}
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_that_strikes_in_a_destructor_comes_again():
+    class Struck:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def lost() -> None:
+        with sigterm_interrupts():
+            Struck()
+            threading.Event().wait()
+
+    before = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        lost()
+    assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
