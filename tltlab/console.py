@@ -1,4 +1,4 @@
-"""What commands share: the --json option, results and progress on the terminal, where a result comes from, SIGTERM."""
+"""What commands share: --json, the folder of --out, results and progress on the terminal, provenance, SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
+
+from .errors import ConfigError, InputError, RunError
+from .files import new_folder
 
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
@@ -181,3 +185,24 @@ def sigterm_interrupts() -> Iterator[None]:
         for timer in timers:
             timer.cancel()
             timer.join()
+
+
+@contextmanager
+def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterator[Path]:
+    """`new_folder` for the `--out` of a command, which replaces only what has the file `marker`, or an empty folder.
+
+    ConfigError, before anything is done, where `out` is something else; InputError where no folder can be made beside
+    it. RunError where the disk refuses later: OSError, or one of `refusals`, as the writer's library calls it.
+    """
+    if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} exists and has no {marker} of ours; name another folder with --out")
+    begun = False
+    refused: tuple[type[Exception], ...] = (OSError, *refusals)
+    try:
+        with new_folder(out) as folder:
+            begun = True
+            yield folder
+    except refused as error:
+        if not begun and isinstance(error, OSError):
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error

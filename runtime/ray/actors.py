@@ -16,11 +16,12 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from tltlab.console import sigterm_does
 from tltlab.errors import RunError, TltlabError
 from tltlab.files import scratch_folder
+from tltlab.runtime.engine.generation import EngineDied
 
 from .start import ENV, LOOPBACK, fork_command
 
@@ -118,12 +119,12 @@ class _Loop(Generic[Done]):
         self._ended = False
 
     def run(self) -> Done:
-        before = signal.getsignal(signal.SIGTERM)
+        before: Any = signal.getsignal(signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
 
         def deferred(number: int, frame: FrameType | None) -> None:
             try:
-                before(number, frame)  # type: ignore[operator]
+                before(number, frame)
             except BaseException as error:
                 self._raised.append(error)
                 self.end()
@@ -169,6 +170,32 @@ def last_lines(pid: int, logs: Path | None = None, most: int = 3) -> str:
         said = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
         return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-most:])
     return ""
+
+
+def came(call: Any) -> bool:
+    """Whether a call has ended well."""
+    done, _ = ray.wait([call], timeout=0)
+    try:
+        return bool(done) and ray.get(call) is not None
+    except RayError:
+        return False
+
+
+def why_lost(error: RayError, handle: Any) -> str:
+    """Why the worker is gone, in a line; empty where it is not."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return str(cause) if isinstance(cause, EngineDied) else ""
+    if isinstance(error, RayActorError):
+        # A call can also fail because an actor is gone whose result it was given.
+        return last_line(error) if error.actor_id in (None, handle._actor_id.hex()) else ""
+    return last_line(error) if isinstance(error, NodeDiedError | OutOfMemoryError | WorkerCrashedError) else ""
+
+
+def last_line(error: BaseException) -> str:
+    """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]
 
 
 def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabError:

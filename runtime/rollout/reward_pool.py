@@ -26,7 +26,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
-from tltlab.files import found_in
+from tltlab.policies.specs import found_in
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
