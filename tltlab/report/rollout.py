@@ -254,7 +254,8 @@ def off_policy_part(trace: Trace) -> Part:
     steps = trace.steps
     if steps is None or not (steps["off_policy_share"] > 0).any():
         return Absent(title=title, reason="every RL step learnt from its own policy, or its trace does not tell")
-    rows = steps.astype(object).where(steps.notna(), None).to_dict("records")
+    values = steps.astype(object).where(steps.notna(), None)
+    rows = [{str(key): value for key, value in row.items()} for row in values.to_dict("records")]
     known = steps["length_bias"].dropna()
     told = "" if known.empty else (
         f" Responses trained on have {known.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "

@@ -141,7 +141,8 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         prediction=False,
         notes=(
             "rollout_s and predicted_s are means over the RL steps from the second on; each is predicted from the "
-            "others of the same run (`tltlab verify`), so a prediction knows its system's costs and acceptance",
+            "others of the same run (`tltlab verify`), so a prediction knows its system's costs and acceptance; "
+            "error_at_speed is the error where how fast the machine was in each RL step is known too",
             "rollout seconds compare only between systems that roll out the same work: not CoPRIS, SPEC-RL and AReaL, "
             "for which tokens_per_s and step_s say more",
         ),
@@ -207,6 +208,7 @@ def _measured(settings: Settings, name: str, model: Path, head: Path | None, out
         "rollout_s": rollout_s / len(reports),
         "predicted_s": float(later["predicted_s"].mean()),
         "error": found.median_error,
+        "error_at_speed": found.median_error_at_step_time,
         "tokens_per_s": tokens / rollout_s,
         "step_s": sum(r.seconds for r in reports) / len(reports),
         "policies_behind": last.get("staleness/mean", 1.0 if name == ONE_STEP_OFF else 0.0),
@@ -219,5 +221,6 @@ def _verdict(ran: pd.DataFrame) -> str:
     worst = ran.sort_values("error").iloc[-1]
     return (
         f"{len(ran)} systems ran here; the median error of predicted rollout seconds is {ran['error'].median():.1%} "
-        f"over them and {worst['error']:.1%} at worst ({worst['system']})."
+        f"over them and {worst['error']:.1%} at worst ({worst['system']}); with the machine's speed known "
+        f"{ran['error_at_speed'].median():.1%}."
     )
