@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.stats import paired_interval
+from tltlab.stats import paired_interval, paired_ratio
 
 Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
@@ -171,6 +171,28 @@ def _goals(
             # Only a difference that is sure counts as behind.
             surely = ratio["high"] if ratio["high"] is not None else ratio["ratio"]
             rows.append(row | {"met": surely is not None and surely >= 1.0})
+    return rows
+
+
+def over_best_fixed(rollouts: Sequence[Measured]) -> list[dict[str, Any]]:
+    """A row per epoch and mode: its time over that of the fixed depth, or none, that did best, with its interval.
+
+    `best_fixed` is that mode, chosen in hindsight; time is seconds per second that plain decoding would take.
+    """
+    rows = []
+    for epoch in sorted({r.epoch for r in rollouts}):
+        rates = {
+            mode: np.array([r.rate("rollout", JUDGED_BY) for r in _of(rollouts, mode, epoch)])
+            for mode in dict.fromkeys(r.mode for r in rollouts)
+        }
+        fixed = {r.mode for r in rollouts if r.kind in ("stock", "off", "static")}
+        best = min(sorted(fixed), key=lambda mode: float(rates[mode].mean()))
+        for mode, rate in rates.items():
+            ratio = paired_ratio(rate, rates[best], rng=np.random.default_rng(0))
+            rows.append(
+                {"mode": mode, "epoch": epoch, "best_fixed": best, "ratio": ratio.estimate, "low": finite(ratio.low),
+                 "high": finite(ratio.high)}
+            )  # fmt: skip
     return rows
 
 

@@ -20,6 +20,7 @@ from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpe
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import (
+    AdaptiveSpec,
     BegMabSpec,
     Bucket,
     FixedSpec,
@@ -90,6 +91,7 @@ def modes(*, learned: bool = False) -> list[Mode]:
         Mode(name="off", kind="off", policy=load_policy("none")),
         *(Mode(name=f"suffix {k}", kind="static", policy=policy) for k, policy in fixed.items()),
         Mode(name="table", kind="table", policy=Policy(selector=TableSpec(rows=table))),
+        Mode(name="adaptive", kind="adaptive", policy=Policy(selector=AdaptiveSpec(drafters=("suffix",)))),
         Mode(name="beg-mab", kind="adaptive", policy=_bandit(_MODEL_FREE)),
         Mode(
             name="beg-mab by length",
