@@ -36,7 +36,7 @@ from .requests import Requests, Turns
 from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
-"""Of a number of iterations that is a quotient of times."""
+"""Of a number of iterations that is a quotient of times, and of seconds at which requests come back together."""
 
 
 class IdleUse(Protocol):
@@ -340,7 +340,7 @@ class Worker:
                 if self.stop.triggered:
                     break
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
-            while self.away and self.away[0][0] <= env.now:
+            while self.away and self.away[0][0] <= env.now + _ROUNDING:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             start_s = env.now
             up_front = scheduler.schedule()
