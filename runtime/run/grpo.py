@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -208,7 +208,11 @@ class GrpoRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
             self.events.record(f"the run stopped: {type(error).__name__}: {error}")
-        self._stack.__exit__(kind, error, tb)
+        try:
+            self._stack.__exit__(kind, error, tb)
+        except TltlabError as cause:
+            self.events.record(f"the run stopped: {type(cause).__name__}: {cause}")
+            raise
 
     @contextmanager
     def locked(self) -> Iterator[None]:
