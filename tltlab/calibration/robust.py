@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from sklearn.linear_model import LinearRegression
+from scipy.optimize import nnls
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.table import AttentionKnot, TokenKnot
@@ -111,9 +111,9 @@ def _least_squares(x: Floats, y: Floats, weight: Floats) -> Floats:
     # Columns of like size: contexts are millions where intercepts are ones.
     scale = np.sqrt((weight[:, None] * x**2).sum(axis=0))
     scale[scale == 0] = 1.0
-    model = LinearRegression(positive=True, fit_intercept=False).fit(x / scale, y, sample_weight=weight)
-    found: Floats = np.asarray(model.coef_, np.float64) / scale
-    return found
+    root = np.sqrt(weight)
+    found, _ = nnls(x / scale * root[:, None], y * root)
+    return np.asarray(found / scale, np.float64)
 
 
 def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
@@ -181,7 +181,7 @@ def non_negative(
     x = np.column_stack([rows[name] for name in used])
     scale = np.linalg.norm(x, axis=0)
     wanted = np.concatenate([(y - known) / y, np.zeros(len(small))])
-    found = LinearRegression(positive=True, fit_intercept=False).fit(x / scale, wanted).coef_ / scale
+    found = nnls(x / scale, wanted)[0] / scale
     return dict.fromkeys(columns) | {name: float(c) for name, c in zip(used, found, strict=True)}
 
 
