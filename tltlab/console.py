@@ -22,6 +22,9 @@ from .files import new_folder
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
 
+AGAIN_S = 0.1
+"""After which an interrupt that was lost comes again, seconds."""
+
 if TYPE_CHECKING:
     Json = bool
     AllowCode = list[str] | None
@@ -150,6 +153,38 @@ def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) 
         # None stands for a handler that is not Python's: it cannot be set again.
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within, SIGTERM interrupts the main thread as Ctrl-C does.
+
+    An interrupt that strikes in a destructor or a weak reference's callback, from which nothing is raised, comes again.
+    """
+    timers: list[threading.Timer] = []
+
+    def again(lost: Any) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        # Not at once: that would be in here.
+        timers.append(threading.Timer(AGAIN_S, strike))
+        timers[-1].start()
+
+    def strike() -> None:
+        if callable(signal.getsignal(signal.SIGTERM)):
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    main = threading.get_ident()
+    before, sys.unraisablehook = sys.unraisablehook, again
+    try:
+        with sigterm_does(signal.default_int_handler):
+            yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:
+            timer.cancel()
+            timer.join()
 
 
 @contextmanager

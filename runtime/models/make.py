@@ -30,9 +30,9 @@ from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_state
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.trainer.muon import Muon
 
 from .measure import measure
+from .muon import Muon
 from .tasks import TASKS, Problem, Task
 
 MAX_RESPONSE_TOKENS = 768

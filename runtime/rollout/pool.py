@@ -19,10 +19,10 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import (
+    Waiting,
     actor_env,
     came,
     error_of,
-    finished,
     last_line,
     last_lines,
     runtime_env,
@@ -120,6 +120,7 @@ class WorkerPool:
         self._asleep = False
         self._running = False
         self._closed = False
+        self._waiting = Waiting()
 
     def start(self) -> None:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
@@ -305,6 +306,8 @@ class WorkerPool:
         for handle in self.handles:
             if handle is not None:
                 ray.kill(handle)
+        # After Ray's end no answer comes, and no error.
+        self._waiting.close()
 
     # ---- calls that survive the death of a worker ----
 
@@ -357,7 +360,7 @@ class WorkerPool:
             )
             return await asyncio.gather(*lives)
 
-        return finished(answers())
+        return self._waiting.run(answers())
 
     async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
         """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back.
@@ -408,7 +411,11 @@ class WorkerPool:
             raise WorkerLost(f"it cannot start: {error}") from error
         if self._weights is not None:
             send, version = self._weights
-            await asyncio.to_thread(send, [handle], version, "host")
+            try:
+                await asyncio.to_thread(send, [handle], version, "host")
+            except asyncio.CancelledError:
+                ray.kill(handle)  # the thread is waited for, and sends no longer than somebody takes it
+                raise
             await self._answer(n, handle.has_weights.remote(version))
         if self._running:
             try:

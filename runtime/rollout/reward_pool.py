@@ -76,8 +76,12 @@ class UserProcesses:
             initargs=tuple(told),
             context=multiprocessing.get_context("spawn"),
         )
-        if not self._pool.active:  # asking starts it
-            raise RunError(f"{processes} processes cannot be started: set {setting} lower")
+        try:
+            if not self._pool.active:  # asking starts it
+                raise RunError(f"{processes} processes cannot be started: set {setting} lower")
+        except BaseException:
+            self.close()  # this process's end would wait for those that have started
+            raise
         return self._pool
 
     def close(self) -> None:

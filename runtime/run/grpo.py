@@ -25,7 +25,7 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.origin import seal_code
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
-from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import check
@@ -285,7 +285,8 @@ class GrpoRun:
 
         start = t_stages = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
-        metrics = collected.figures | asdict(self.trainers.old_logprobs(samples, rl_step))
+        stale = ages(collected.trajectories, rl_step) if self.recipe.rollout.one_step_off else {}
+        metrics = stale | collected.figures | asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()

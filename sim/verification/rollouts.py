@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,17 @@ class _Prediction:
             **spot.columns(step, [rollout.spot for rollout in rollouts]),
         }
 
+    @cached_property
+    def seats(self) -> int | None:
+        """Requests that an engine runs at most; None where none ever waited while as many ran as ever do.
+
+        Those that begin with a batch that its token budget limits wait too, and not while the batch is largest.
+        """
+        rows = self.trace.iterations
+        assert rows is not None
+        most = rows.loc[rows["batch"] == rows["batch"].max()]
+        return int(most["batch"].iloc[0]) if (most["num_waiting"].fillna(0) > 0).any() else None
+
     def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[list[int], Calibration]:
         """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
         by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
@@ -250,7 +262,7 @@ class _Prediction:
         spot, last = self.spot, trace.rl_steps[-1]
         scenario = Scenario.of(
             trace,
-            costs=fitted.costs,
+            costs=fitted.costs.model_copy(update={"max_num_seqs": self.seats}),
             acceptance=accepted,
             placement="recorded",
             mode="sampled",

@@ -1,10 +1,13 @@
 """What commands print and where they write: tables whose columns line up, where a result comes from, --out's folder."""
 
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tltlab.console import made_by, marked_folder, running, table
+from tltlab.console import made_by, marked_folder, running, sigterm_interrupts, table
 from tltlab.errors import ConfigError, InputError, RunError
 
 
@@ -42,6 +45,23 @@ def test_a_result_says_the_command_that_made_it_and_the_versions():
     outside = made_by("numpy", "no-such-package")
     assert outside["command"] is None
     assert set(outside["versions"]) == {"python", "tltlab", "numpy"}
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_that_strikes_in_a_destructor_comes_again():
+    class Struck:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def lost() -> None:
+        with sigterm_interrupts():
+            Struck()
+            threading.Event().wait()
+
+    before = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        lost()
+    assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
 
 
 def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):

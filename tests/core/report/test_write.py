@@ -25,7 +25,7 @@ from tltlab.report.drafter import drafter_part
 from tltlab.report.origin import command_line
 from tltlab.report.page import Absent, Response, Section, Table, render
 from tltlab.report.responses import responses_part
-from tltlab.report.rollout import graphs_part
+from tltlab.report.rollout import graphs_part, off_policy_part
 from tltlab.report.speculation import acceptance_part, strategy_names
 from tltlab.report.verify import verify_part
 from tltlab.report.write import report
@@ -87,6 +87,21 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
 
 
+def test_how_old_what_is_trained_on_is_and_what_is_dropped_is_told_by_rl_step():
+    trace = read(TINY)
+    assert isinstance(off_policy_part(trace), Absent)
+    num = len(trace.steps)
+    stale = trace.steps.assign(
+        staleness=np.linspace(0, 1.5, num), off_policy_share=np.linspace(0, 0.75, num),
+        dropped_groups=np.arange(num), length_bias=np.linspace(1, 0.8, num),
+    )  # fmt: skip
+    part = off_policy_part(trace.replace(steps=stale))
+    assert isinstance(part, Section)
+    picture, table = part.blocks
+    assert "have 80% of the mean length of those generated" in picture.caption
+    assert table.rows[-1] == (str(trace.rl_steps[-1]), "1.50", "75.0%", str(num - 1), "0.800")
+
+
 class _Links(HTMLParser):
     def __init__(self):
         super().__init__()
@@ -113,7 +128,7 @@ def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "A few responses", "Predicted against measured", "Findings", "Events",
                       "Where it comes from"]  # fmt: skip
-    assert [part.title for part in made.absent] == ["CUDA graphs", "The trained drafter"]
+    assert [part.title for part in made.absent] == ["Off-policy training", "CUDA graphs", "The trained drafter"]
     text = page.read_text()
     assert "tltlab train &#39;my recipe.toml&#39;" in text
     assert "0.32.0" in text

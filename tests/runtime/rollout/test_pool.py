@@ -28,7 +28,7 @@ from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
-from tltlab.runtime.ray.actors import finished, why_lost
+from tltlab.runtime.ray.actors import Waiting, why_lost
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.graphs import EngineBuild
@@ -422,9 +422,9 @@ def test_what_workers_return_is_not_spelled_out():
         return [Answer(), Answer()]
 
     async def in_a_loop() -> int:
-        return len(finished(answers()))
+        return len(Waiting().run(answers()))
 
-    assert len(finished(answers())) == asyncio.run(in_a_loop()) == 2
+    assert len(Waiting().run(answers())) == asyncio.run(in_a_loop()) == 2
     assert not spelled
 
 

@@ -75,6 +75,18 @@ def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path)
     assert found.goal == 0.05
 
 
+def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
+    source = log_normal(prompts=8, group_size=4, rl_steps=3, median=100, sigma=0.7, cap=400, workers=2)
+    few = COSTS.model_copy(update={"max_num_seqs": 5})
+    made = simulate(source, "none", costs=few, record_iterations=True).trace
+    manifest = source.manifest.model_copy(update={"kind": "recorded"})
+    made.replace(manifest=manifest).write(tmp_path / "trace")
+    found = verify(tmp_path / "trace", samples=1)
+    assert made.iterations is not None
+    assert made.iterations["batch"].max() == 5
+    assert found.rows["error"].abs().max() < 0.01
+
+
 def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_iterations(tmp_path: Path):
     slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=300, sigma=0.7, cap=2000, workers=2)
