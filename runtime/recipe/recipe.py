@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +15,7 @@ from pydantic_core import ErrorDetails
 from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.files import read_json, read_text, write_file
+from tltlab.files import read_json, read_text
 from tltlab.policies.policy import Policy, code_allowed, load_policy
 from tltlab.policies.specs import found_in
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
@@ -303,7 +301,7 @@ class Recipe(FiniteModel):
     called as reward(prompt, response, answer) -> float. Without `drafter` none is trained.
 
     Modules of rewards, and of a policy that is a class, are looked up as usual and last in the folders `code`: by
-    default that of the recipe's file and the current one. A run keeps copies of what it found there (`keep_code`).
+    default that of the recipe's file and the current one. A run keeps copies of what it found there (`origin.keep_code`).
     """
 
     model: str
@@ -401,33 +399,6 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
     if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
         rollout["policy"] = str(copy.resolve())
     return _recipe(fields, overrides, str(path))
-
-
-def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
-    """Copy the modules that came from the recipe's folders of code, and what they import there, to RUN/code.
-
-    A run that goes on keeps what it has: it does so with the code that it began with. Found are imports that stand in
-    the code, of modules and of packages with an __init__.py, not files that it reads.
-    """
-    from modulefinder import ModuleFinder
-
-    kept = (Path(run) / CODE).resolve()
-    goes_on = str(kept) in recipe.code
-    for folder in (Path(folder).resolve() for folder in recipe.code):
-        if folder == kept:
-            continue
-        finder = ModuleFinder(path=[str(folder)], excludes=["tltlab"])
-        for name in modules:
-            with contextlib.suppress(ImportError, SyntaxError, OSError):
-                finder.import_hook(name)
-        for name, module in finder.modules.items():
-            file = Path(getattr(module, "__file__", None) or "")
-            loaded = getattr(sys.modules.get(name), "__file__", None)
-            target = kept / file.relative_to(folder) if file.is_relative_to(folder) else None
-            # Python finds what is installed first, whatever has its name there.
-            elsewhere = loaded is not None and Path(loaded).resolve() != file
-            if target is not None and not elsewhere and not (goes_on and target.exists()):
-                write_file(target, file.read_bytes())
 
 
 def located(recipe: Recipe) -> Recipe:
