@@ -111,7 +111,7 @@ def _least_squares(x: Floats, y: Floats, weight: Floats) -> Floats:
     scale = np.sqrt((weight[:, None] * x**2).sum(axis=0))
     scale[scale == 0] = 1.0
     root = np.sqrt(weight)
-    return _not_negative(root[:, None] * (x / scale), root * y) / scale
+    return np.asarray(_not_negative(root[:, None] * (x / scale), root * y) / scale, np.float64)
 
 
 def _not_negative(x: Floats, y: Floats) -> Floats:
