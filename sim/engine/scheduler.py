@@ -88,7 +88,7 @@ class Scheduler:
 
         With nothing to decode, whole iterations go to the prompts until one of them is done.
         """
-        if self.preempt():
+        if self.preempt() or not (self.waiting or self.prefilling or self.kept):
             return 0.0
         self.admit()
         if not len(self.batch):

@@ -58,6 +58,10 @@ def test_five_files_of_different_origin_have_one_answer(tmp_path: Path):
     assert answers["lengths.csv"].used == {
         "response_tokens": "response_length", "rl_step": "step", "prompt_id": "group", "prompt_tokens": "prompt_len",
     }  # fmt: skip
+    groups = LENGTHS.shape[1] // 4
+    for name in ("lengths.tsv", "lengths.jsonl", "lengths.parquet"):
+        assert answers[name].used["prompt_id"] in ("group", "uid")
+        assert answers[name].trace.workload["prompt_id"].nunique() == groups
     assert answers["verl"].ignored == ("output", "gts")
 
 
