@@ -188,7 +188,7 @@ class MemorylessChoices:
             needed, gain, there = needed[order], gain[order], there[order]
             # All that end with the one whose end leaves fewer than `smallest`.
             last = int(np.searchsorted(needed, needed[batch - smallest], side="right"))
-            first = np.flatnonzero(np.diff(needed[:last], prepend=0))
+            first = _begins(needed[:last])
             reached = needed[first]
             before = np.concatenate([[0], reached[:-1]])
             growth = np.cumsum(gain[::-1])[::-1][first]
@@ -212,7 +212,7 @@ def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, I
     """
     n = len(ends)
     # The batches at which the gain is another one than at the next smaller batch.
-    changes = np.flatnonzero(np.diff(tokens[1 : n + 1])) + 2
+    changes = np.flatnonzero(tokens[2 : n + 1] != tokens[1:n]) + 2
     firsts, lasts, clocks, gains, counts = [], [], [], [], []
     clock, done = 0.0, 0
     while done < n:
@@ -222,7 +222,7 @@ def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, I
         smallest = int(changes[at - 1]) if at else 1
         run = ends[done : n - smallest + 1]
         steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0).astype(np.int64)
-        first = np.flatnonzero(np.diff(steps, prepend=0))
+        first = _begins(steps)
         reached = steps[first]
         before = np.concatenate([[0], reached[:-1]])
         end = int(np.searchsorted(ends, clock + reached[-1] * gain + TOLERANCE_TOKENS, side="right"))
@@ -234,6 +234,13 @@ def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, I
         clock += float(reached[-1]) * gain
         done = int(lasts[-1][-1])
     return tuple(np.concatenate(parts) for parts in (firsts, lasts, clocks, gains, counts))  # type: ignore[return-value]
+
+
+def _begins(values: Ints) -> Ints:
+    """Where another value begins, the first included."""
+    new = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return np.flatnonzero(new)
 
 
 def check_listed(strategy: Strategy, regimes: Regimes) -> None:
