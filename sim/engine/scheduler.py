@@ -140,7 +140,8 @@ class Scheduler:
 
     def to_prefill(self, requests: Ints) -> float:
         """Tokens to prefill where all of these are admitted at once."""
-        return float(self.batch.requests.prompts[requests].sum()) - sum(map(self._reused, requests.tolist()))
+        reused = sum(map(self._reused, requests.tolist())) if self._prefix_caching else 0
+        return float(self.batch.requests.prompts[requests].sum()) - reused
 
     def _reused(self, request: int) -> int:
         """Tokens of its prompt that need no prefill; from now on those of its group have them too."""

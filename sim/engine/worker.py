@@ -422,9 +422,10 @@ class Worker:
 
     def _response_tokens(self) -> list[int]:
         """Of the responses that this worker began, all turns together."""
-        lengths = self.requests.response_tokens
         if self.tools is None:
-            return [lengths[request] for request in self.queue.tolist()]
+            found: list[int] = self.requests.lengths[self.queue].tolist()
+            return found
+        lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
     def _drains_from_the_start(self) -> bool:
