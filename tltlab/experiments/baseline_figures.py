@@ -17,6 +17,8 @@ Part = Literal["rollout", "tail"]
 PER_SECONDS = ("duration", "per_token", "per_plain_second")
 """What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
 JUDGED_BY = "per_plain_second"
+PROCESSOR = "processor_per_plain_second"
+"""The same of this process's processor seconds, which a busy machine stretches little; 0 where none were counted."""
 
 NOTHING: dict[str, Any] = {"modes": [], "speedups": [], "judged_by": JUDGED_BY, "goals": []}
 """What `summarise` gives, of no rollouts."""
@@ -50,6 +52,7 @@ class Measured:
     recorder_s: float
     policy_s: float
     drafting_s: float
+    processor_s: float = 0.0
 
     def rate(self, part: Part, per: str) -> float:
         """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
@@ -57,6 +60,8 @@ class Measured:
         seconds = self.seconds if whole else self.tail_seconds
         if per == "duration":
             return seconds
+        if per == PROCESSOR:
+            return self.processor_s / self.plain_s if whole and self.plain_s > 0 else math.nan
         tokens, plain_s = (self.num_tokens, self.plain_s) if whole else (self.tail_tokens, self.tail_plain_s)
         amount = tokens if per == "per_token" else plain_s
         return seconds / amount if amount > 0 else math.nan
@@ -174,15 +179,15 @@ def _goals(
     return rows
 
 
-def over_best_fixed(rollouts: Sequence[Measured]) -> list[dict[str, Any]]:
+def over_best_fixed(rollouts: Sequence[Measured], per: str = JUDGED_BY) -> list[dict[str, Any]]:
     """A row per epoch and mode: its time over that of the fixed depth, or none, that did best, with its interval.
 
-    `best_fixed` is that mode, chosen in hindsight; time is seconds per second that plain decoding would take.
+    `best_fixed` is that mode, chosen in hindsight; time is what `per` names.
     """
     rows = []
     for epoch in sorted({r.epoch for r in rollouts}):
         rates = {
-            mode: np.array([r.rate("rollout", JUDGED_BY) for r in _of(rollouts, mode, epoch)])
+            mode: np.array([r.rate("rollout", per) for r in _of(rollouts, mode, epoch)])
             for mode in dict.fromkeys(r.mode for r in rollouts)
         }
         fixed = {r.mode for r in rollouts if r.kind in ("stock", "off", "static")}

@@ -111,21 +111,20 @@ def test_what_was_measured_is_held_against_the_best_fixed_depth():
     rows = [
         {"mode": mode, "kind": kind, "epoch": 1, "round": n, "num_responses": 4, "seconds": seconds * (1 + n / 50),
          "num_tokens": 100, "plain_s": 2.0, "tail_seconds": 0.5, "tail_tokens": 20, "tail_plain_s": 1.0, "num_pairs": 0,
-         "num_accepted": 0, "recorder_s": 0.0, "policy_s": 0.0, "drafting_s": 0.0}
+         "num_accepted": 0, "recorder_s": 0.0, "policy_s": 0.0, "drafting_s": 0.0,
+         "processor_s": seconds**2}
         for mode, (kind, seconds) in took.items()
         for n in range(4)
     ]  # fmt: skip
-    modes = [
-        {"mode": mode, "epoch": 1, "tokens_per_s": 100 / seconds, "seconds": seconds}
-        for mode, (_, seconds) in took.items()
-    ]
-    found = pd.DataFrame(measured_rows("small", {"rows": rows, "modes": modes})).set_index("policy")
+    found = pd.DataFrame(measured_rows("small", {"rows": rows})).set_index("policy")
     assert set(found["best_fixed"]) == {"suffix 4"}
     # Round 0 warms up and does not count.
     assert found["ratio"].to_dict() == pytest.approx({"stock": 2.0, "suffix 4": 1.0, "suffix 8": 1.25, ADAPTIVE: 0.9})
     assert found["ratio_low"][ADAPTIVE] == pytest.approx(0.9)
     said = measured_verdict(found.reset_index())
-    assert "0.900 [0.900, 0.900] on small, epoch 1 (50 under stock, 100 under suffix 4, 111 under adaptive" in said
+    assert "0.900 [0.900, 0.900] on small, epoch 1 (48 under stock, 96 under suffix 4, 107 under adaptive" in said
+    counted = pd.DataFrame(measured_rows("small", {"rows": rows}, "processor")).set_index("policy")
+    assert counted["ratio"][ADAPTIVE] == pytest.approx(0.81)
 
 
 def test_an_unknown_regime_is_refused(tmp_path: Path):
