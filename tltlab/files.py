@@ -393,8 +393,9 @@ def in_progress(folder: Path) -> bool:
 
 _SCRATCH = re.compile(r"tltlab-\d+-\w{8}")
 _ELSEWHERE = "elsewhere.json"
-_OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_)[\w:\[\]-]+")
-"""Names of what runs leave elsewhere: Ray's sessions, the shared memory of vLLM's processes."""
+_OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_|sem\.mp-)[\w:\[\]-]+")
+"""Names of what runs leave elsewhere: Ray's sessions, shared memory of vLLM's processes, semaphores of Python's."""
+_SHARED = Path("/dev/shm")
 
 _scratch: dict[int, tuple[Path, IO[bytes]]] = {}
 _numbers = count()
@@ -422,10 +423,35 @@ def scratch_folder(name: str = "") -> Path:
     return made
 
 
-def leaves(path: Path) -> None:
-    """This process's run leaves something at `path` that is not in its scratch folder: swept once it has ended."""
+def leaves(*paths: Path) -> None:
+    """This process's run leaves something at `paths` that is not in its scratch folder: swept once it has ended."""
     folder = scratch_folder()
-    write_json(folder / _ELSEWHERE, sorted({str(path), *_elsewhere(folder)}))
+    write_json(folder / _ELSEWHERE, sorted({*map(str, paths), *_elsewhere(folder)}))
+
+
+def leaves_memory() -> None:
+    """As `leaves`, for the shared memory and semaphores that this process and those it started have now.
+
+    Whoever made them removes them at its end, and Python's resource tracker where that was killed, if it was not.
+    """
+    family = [str(os.getpid())]
+    with suppress(OSError):
+        for pid in family:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                family += (thread / "children").read_text().split()
+    held = set().union(*(_held_memory(Path("/proc") / pid) for pid in family))
+    with suppress(OSError, InputError):
+        leaves(*(path for path in _SHARED.iterdir() if path.lstat().st_ino in held and _left(path)))
+
+
+def _held_memory(process: Path) -> set[int]:
+    """Inodes of the shared memory that a process has mapped: semaphores are mapped under another name than theirs."""
+    try:
+        lines = (process / "maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    fields = (line.split(maxsplit=5) for line in lines if str(_SHARED) in line)
+    return {int(field[4]) for field in fields if len(field) == 6 and field[5].startswith(f"{_SHARED}/")}
 
 
 def leftovers() -> list[Path]:
@@ -469,7 +495,7 @@ def _elsewhere(folder: Path) -> list[str]:
 
 def _left(path: Path) -> bool:
     """Whether something is there that a run may have left: by its name, in its place, of this user."""
-    placed = path.parent == Path("/dev/shm") or path.parent.name == "ray"
+    placed = path.parent == _SHARED or path.parent.name == "ray"
     try:
         return placed and bool(_OF_RUNS.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
     except OSError:
@@ -478,10 +504,11 @@ def _left(path: Path) -> bool:
 
 def _in_use(path: Path) -> bool:
     """Whether a process was started with this path, or maps it."""
-    for process in Path("/proc").glob("[0-9]*"):
-        for name in ("cmdline", "maps"):
+    with suppress(OSError):
+        inode = path.lstat().st_ino if path.parent == _SHARED else None
+        for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.fsencode(path) in (process / name).read_bytes():
+                if os.fsencode(path) in (process / "cmdline").read_bytes() or inode in _held_memory(process):
                     return True
     return False
 

@@ -26,6 +26,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
+from tltlab.files import leaves_memory
 from tltlab.policies.specs import found_in
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -82,6 +83,7 @@ class UserProcesses:
         except BaseException:
             self.close()  # this process's end would wait for those that have started
             raise
+        leaves_memory()
         return self._pool
 
     def close(self) -> None:

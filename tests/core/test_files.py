@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import posix
 import resource
@@ -258,6 +259,52 @@ def test_what_a_process_still_uses_is_not_swept_nor_forgotten(temporary: Path):
         user.kill()
     assert len(sweep()) == 2
     assert not session.exists()
+
+
+MEMORY = """
+import multiprocessing, os, signal, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
+from tltlab.files import leaves_memory
+
+tempfile.tempdir = sys.argv[1]
+context = multiprocessing.get_context("spawn")
+lock = context.Lock()
+memory = shared_memory.SharedMemory(create=True, size=64)
+leaves_memory()
+print(lock._semlock.name.lstrip("/"), memory.name.lstrip("/"), flush=True)
+input()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_memory_and_semaphores_of_a_killed_process_are_listed_and_go_unless_somebody_has_them(temporary: Path):
+    command = [sys.executable, "-c", MEMORY, str(temporary)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        semaphore, name = process.stdout.readline().split()
+        left = [Path("/dev/shm") / f"sem.{semaphore}", Path("/dev/shm") / name]
+        try:
+            assert leftovers() == []
+            assert sweep() == []
+            process.communicate("\n", timeout=60)
+            assert leftovers()[:2] == sorted(left, key=str)
+            with mapped(left[1]):
+                assert left[0] in sweep()
+                assert left[1].exists()
+            assert left[1] in sweep()
+            assert leftovers() == []
+        finally:
+            process.kill()
+            for path in left:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        yield
 
 
 def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_elsewhere(temporary: Path):

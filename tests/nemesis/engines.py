@@ -174,8 +174,9 @@ def check_drafter(trace: Trace) -> None:
     assert not acceptance.duplicated(["rl_step", "prompt_id", "sample", "drafter_age"]).any()
 
 
-def campaign(folder: Path, first: int, faults: int) -> tuple[Counter[str], list[str]]:
-    """Runs from seed `first` on, four faults each, until so many have struck: what struck where, what went wrong."""
+def campaign(folder: Path, first: int, faults: int, each: int = 4) -> tuple[Counter[str], list[str]]:
+    """Runs from seed `first` on, `each` of so many faults, until `faults` have struck: what struck where, what was
+    wrong."""
     work = folder / "nemesis"
     work.mkdir(exist_ok=True)
     calm, points = work / "calm", work / "points.jsonl"
@@ -196,7 +197,7 @@ def campaign(folder: Path, first: int, faults: int) -> tuple[Counter[str], list[
     while sum(struck.values()) < faults:
         rng, run, journal = random.Random(seed), work / f"run-{seed}", work / f"journal-{seed}.jsonl"
         try:
-            disturbed(run, [*learning, "--out", str(run)], [drawn(rng, most) for _ in range(4)], journal)
+            disturbed(run, [*learning, "--out", str(run)], [drawn(rng, most) for _ in range(each)], journal)
             check_finished(run, calm)
         except (AssertionError, OSError, ValueError, KeyError) as error:
             wrong.append(f"TLTLAB_NEMESIS_SEED={seed}: {type(error).__name__}: {error} (left at {run})")
@@ -213,8 +214,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=4)
+    parser.add_argument("--each", type=int, default=4, help="faults in a run")
     asked = parser.parse_args()
-    struck, wrong = campaign(asked.folder, asked.seed, asked.faults)
+    struck, wrong = campaign(asked.folder, asked.seed, asked.faults, asked.each)
     print(json.dumps({"faults": sum(struck.values()), "struck": struck, "wrong": wrong}, indent=1))
     sys.exit(bool(wrong))
 

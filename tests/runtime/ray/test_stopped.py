@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import FrameType
 
 import pytest
 import ray
 
-from tltlab.console import sigterm_does
+from tltlab.console import sigterm_does, sigterm_interrupts
 from tltlab.errors import RunError
 from tltlab.runtime.ray.actors import Waiting
-from tltlab.runtime.ray.stopped import StoppedProcesses, is_stopped
+from tltlab.runtime.ray.stopped import EndedServers, StoppedProcesses, is_stopped
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerLost, WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
@@ -73,6 +74,55 @@ def test_a_process_that_is_not_there_is_not_stopped():
     assert not is_stopped(process.pid)
     with StoppedProcesses(dict, print, patience_s=0.0):
         pass
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_a_server_interrupts_who_waits():
+    def waits() -> None:
+        with sigterm_interrupts(), EndedServers({"first": lives.pid, "second": dies.pid}) as watch:
+            dies.kill()
+            try:
+                threading.Event().wait()
+            finally:
+                assert watch.ended == f"second (process {dies.pid})"
+
+    with waiting(2) as (lives, dies):
+        with pytest.raises(KeyboardInterrupt):
+            waits()
+        with EndedServers({"first": lives.pid}) as watch:
+            pass
+        assert not watch.ended
+    # Nobody is there any more, or was in time.
+    with EndedServers({"first": lives.pid}) as watch:
+        pass
+    assert not watch.ended
+
+
+KILLED = """
+import os, signal, sys, threading
+import ray
+from tltlab.console import sigterm_interrupts
+from tltlab.errors import RunError
+from tltlab.runtime.ray.start import ray_running
+
+try:
+    with sigterm_interrupts(), ray_running():
+        os.kill(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        threading.Event().wait()
+except RunError as error:
+    sys.exit(f"ended well: {error}")
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_run_whose_ray_is_killed_ends_in_a_sentence(sockets: Path):
+    env = os.environ | {"TMPDIR": str(sockets), "RAY_TMPDIR": str(sockets)}
+    env.pop("RAY_ADDRESS", None)
+    ended = subprocess.run([sys.executable, "-c", KILLED], env=env, capture_output=True, text=True, timeout=280)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "ended well: Ray's raylet (process" in ended.stderr
+    assert "state-dump" not in ended.stderr
 
 
 def recipe(call_timeout_s: float) -> Recipe:
