@@ -31,6 +31,7 @@ from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
+from tltlab.policies.policy import Policy
 from tltlab.stats import Interval, mean_of_few, paired_ratio
 from tltlab.traces.trace import Trace, read
 
@@ -140,9 +141,12 @@ def compare_systems(
     repeats: int = 1,
     jobs: int = 1,
     ranges: bool | None = None,
+    beside: Sequence[tuple[System, Policy]] = (),
     **settings: Any,
 ) -> pd.DataFrame:
     """One row per system, the fastest first: a simulation, on the same responses with the same luck.
+
+    `beside` are systems whose policy is made already, which draft with the acceptance that is given.
 
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
@@ -172,7 +176,12 @@ def compare_systems(
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
-    bound = bind_all(find_systems(systems), scenario, model_free)
+    acceptance = replayable(scenario.acceptance, scenario.steps)
+    bound = bind_all(find_systems(systems), scenario, acceptance, model_free)
+    bound += [
+        BoundSystem(system=one, policy=policy, acceptance=acceptance, spot=None, assumptions=one.assumptions)
+        for one, policy in beside
+    ]
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -213,9 +222,10 @@ def compare_systems(
     return table
 
 
-def bind_all(systems: Sequence[System], scenario: Scenario, model_free: Acceptance | None) -> list[BoundSystem]:
-    """The systems fitted to what is known here, with defaults for what is not."""
-    acceptance = replayable(scenario.acceptance, scenario.steps)
+def bind_all(
+    systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None, model_free: Acceptance | None
+) -> list[BoundSystem]:
+    """The systems fitted to what is known here, with defaults for what is not; `acceptance` is `replayable`."""
     fitted = scenario.acceptance.pooled() if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:

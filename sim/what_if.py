@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,10 @@ from tltlab.costs.stages import RooflineStages, StageCosts
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
 from tltlab.importers.formats import Source, read_lengths
-from tltlab.planning.systems import SYSTEMS
+from tltlab.planning.composition import System
+from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, TableSpec
-from tltlab.stats import Interval, paired_interval
+from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, TraceSource
 
@@ -49,6 +51,14 @@ DEPTHS = (1, 2, 3, 4, 6, 8)
 _CURVE = (0.3, 0.6, 0.95)
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
 _MAX_ROWS = 4
+THE_VERDICT = System(
+    name="verdict-table",
+    title="The verdict's table",
+    source="tltlab what-if, the table under drafting",
+    algorithm="the exact table of up to four draft depths by batch size for these costs and this acceptance",
+    assumptions=("a static split, as VeRL's; the acceptance that the verdict names",),
+)
+"""The row of `systems` that the verdict speaks of."""
 _RESPONSES_PER_BLOCK = 128
 
 
@@ -123,7 +133,8 @@ class SpeedUp:
 class WhatIf:
     """The answer; `speed_ups` are by rising acceptance, `chosen` is the one that was asked for.
 
-    `systems` are `compare_systems`' rows. `used` maps columns of a trace to the source's, `ignored` are its others.
+    `systems` are `compare_systems`' rows, that of `THE_VERDICT` among them. `used` maps columns of a trace to the
+    source's, `ignored` are its others.
     `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
     `crowded_share` the share of worker time with more requests than the policy drafts for. Nine in ten
     speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known).
@@ -337,10 +348,12 @@ def what_if(
         speed_ups.append(ask.speed_up(one, base))
         say("recorded acceptance" if one is None else f"acceptance {one:.2f}", stages)
     chosen = next(s for s in speed_ups if s.accept == accept)
-    names = systems or tuple(name for name in _DEFAULT_SYSTEMS if name in SYSTEMS)
+    # All is told relative to VeRL, which does not speculate.
+    found = find_systems(systems or _DEFAULT_SYSTEMS)
+    found = found if SYSTEMS["verl"] in found else (SYSTEMS["verl"], *found)
     block = max(1, trace.num_rows("outcomes") // _RESPONSES_PER_BLOCK)
     table = compare_systems(
-        trace, names, replace(config, decision_block=block),
+        trace, found, replace(config, decision_block=block), beside=[(THE_VERDICT, chosen.policy)],
         model_free_acceptance=GeometricAcceptance(alpha=min(MODEL_FREE, accept)) if accept is not None else None,
         stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
     )  # fmt: skip
@@ -408,7 +421,10 @@ class _Question:
         return SpeedUp(accept=accept, rollout=self._times(base[0], seconds[0]), rl_step=step, policy=policy)
 
     def _times(self, plain: Floats, seconds: Floats) -> Interval:
-        return paired_interval(plain, seconds, rng=np.random.default_rng(self.config.seed))
+        """The reciprocal of the ratio that the systems' table has."""
+        ratio = paired_ratio(seconds, plain, rng=np.random.default_rng(self.config.seed))
+        most = 1.0 / ratio.low if ratio.low else math.inf
+        return replace(ratio, estimate=1.0 / ratio.estimate, low=1.0 / ratio.high, high=most)
 
 
 def _covered(scenario: Scenario, strategy: Strategy) -> bool:
@@ -445,10 +461,11 @@ def _measured_here(scenario: Scenario, plain: SimResult) -> str:
 def _times(interval: Interval) -> str:
     if interval.low != interval.low:
         return f"{interval.estimate:.2f}x (one RL step, no interval)"
-    return f"{interval.estimate:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
+    most = f"{interval.high:.2f}" if math.isfinite(interval.high) else "no upper end"
+    return f"{interval.estimate:.2f}x [{interval.low:.2f}, {most}]"
 
 
 def _interval(interval: Interval) -> dict[str, float | None]:
-    """For JSON, which knows no NaN."""
+    """For JSON, which knows neither NaN nor infinity."""
     ends = {"low": interval.low, "high": interval.high}
-    return {"mean": interval.estimate} | {name: None if end != end else end for name, end in ends.items()}
+    return {"mean": interval.estimate} | {name: end if math.isfinite(end) else None for name, end in ends.items()}

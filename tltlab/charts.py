@@ -7,6 +7,7 @@ import html
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,69 @@ FORMATS = (".png", ".svg")
 Values = Sequence[float | None] | np.ndarray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """What a panel says at places in it: `texts[i]` at `x[i]`, at `y[i]`, or at both, in the panel's units.
+
+    What is nearest to the pointer is shown; where it `holds`, what began last before it ("" for nothing). `between`
+    are the ends in y of the lane that is meant, None for the whole panel.
+    """
+
+    axes: Axes
+    texts: Sequence[str]
+    x: np.ndarray | None = None
+    y: np.ndarray | None = None
+    holds: bool = False
+    between: tuple[float, float] | None = None
+
+
+class Chart(Figure):
+    """A figure that knows what it says where: a page shows it at the pointer."""
+
+    def __init__(self, *args: Any, **keywords: Any):
+        super().__init__(*args, **keywords)
+        self.readings: list[Reading] = []
+
+    def places(self) -> list[dict[str, Any]]:
+        """The readings of the chart as it was drawn last: `texts`, and places in 1/10,000 of its width and height.
+
+        `box` is left, top, right and bottom of where a reading counts.
+        """
+        return [self._placed(reading) for reading in self.readings if len(reading.texts)]
+
+    def _placed(self, reading: Reading) -> dict[str, Any]:
+        axes, num = reading.axes, len(reading.texts)
+        data = np.empty((num, 2))
+        data[:, 0] = axes.get_xlim()[0] if reading.x is None else reading.x
+        data[:, 1] = axes.get_ylim()[0] if reading.y is None else reading.y
+        shares = (axes.transData - self.transFigure).transform(data)
+        placed = np.rint(1e4 * np.column_stack([shares[:, 0], 1 - shares[:, 1]])).astype(int)
+        box = axes.get_position()
+        low, high = box.y0, box.y1
+        if reading.between is not None:
+            ends = np.column_stack([np.full(2, axes.get_xlim()[0]), reading.between])
+            low, high = sorted((axes.transData - self.transFigure).transform(ends)[:, 1])
+        known: dict[str, Any] = {"box": [round(1e4 * end) for end in (box.x0, 1 - high, box.x1, 1 - low)]}
+        known |= {} if reading.x is None else {"x": placed[:, 0].tolist()}
+        known |= {} if reading.y is None else {"y": placed[:, 1].tolist()}
+        return known | {"holds": reading.holds, "texts": list(reading.texts)}
+
+
+def brief(value: float) -> str:
+    """A figure as a chart says it.
+
+    >>> brief(0.12345), brief(12345.6), brief(3.0)
+    ('0.1234', '12,346', '3')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _keep(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
+    """The reading of a panel whose figure is a chart."""
+    if isinstance(axes.figure, Chart):
+        axes.figure.readings.append(Reading(axes=axes, texts=texts, x=x, y=y))
+
+
 def bars(
     labels: Sequence[str],
     values: Values,
@@ -47,7 +111,7 @@ def bars(
 
     None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
     """
-    figure = Figure(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained")
+    figure = Chart(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained")
     draw_bars(figure.subplots(), labels, values, low, high, xlabel=xlabel, title=title, reference=reference)
     return figure
 
@@ -66,6 +130,7 @@ def draw_bars(
     """The same into a panel of a figure."""
     y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
+    least = most = np.full(len(size), np.nan)
     if low is not None and high is not None:
         least, most = _floats(low), _floats(high)
         known = np.isfinite(size) & np.isfinite(least) & np.isfinite(most)
@@ -78,6 +143,8 @@ def draw_bars(
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     finish(axes, xlabel=xlabel, title=title, grid="x")
+    told = [_told(*row) for row in zip(size, least, most, strict=True)]
+    _keep(axes, [f"{name}\n{xlabel}: {value or '–'}" for name, value in zip(labels, told, strict=True)], y=y)
 
 
 def lines(
@@ -93,7 +160,7 @@ def lines(
 
     `doubling` spaces x = 1, 2, 4, ... evenly, as batch sizes want it.
     """
-    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
     whole = True
     for i, (name, (x, y)) in enumerate(series.items()):
@@ -114,7 +181,25 @@ def lines(
     if len(series) > 1:
         _legend(axes, len(series))
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    _read_lines(axes, series, bands or {}, xlabel, ylabel)
     return figure
+
+
+def _read_lines(
+    axes: Axes, series: Mapping[str, tuple[Any, Any]], bands: Mapping[str, tuple[Any, Any]], xlabel: str, ylabel: str
+) -> None:
+    """Every line's value at each x that one of them has; of a line that passes it between its own, what it passes."""
+    every = np.unique(np.concatenate([np.empty(0), *(_floats(x) for x, _ in series.values())]))
+    texts = [f"{xlabel}: {brief(x)}" for x in every]
+    for name, (x, y) in series.items():
+        across, up = _floats(x), _floats(y)
+        ends = [_floats(end) for end in bands[name]] if name in bands else [np.full(len(up), np.nan)] * 2
+        own = {at: _told(*row) for at, *row in zip(across, up, *ends, strict=True)}
+        passed = np.interp(every, across, up, left=np.nan, right=np.nan) if len(up) else np.full(len(every), np.nan)
+        for i, (at, between) in enumerate(zip(every, passed, strict=True)):
+            value = own.get(at) or ("" if np.isnan(between) else f"about {brief(between)}")
+            texts[i] += f"\n{name if len(series) > 1 else ylabel}: {value}" if value else ""
+    _keep(axes, texts, x=every)
 
 
 def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: Sequence[str] | None = None) -> Figure:
@@ -123,12 +208,13 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
     `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
     drawn. `names` stands in place of the values of x.
     """
-    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
     across = _floats(x)
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
     floor = np.zeros(len(across))
     num_drawn = 0
+    texts = [f"{xlabel}: {at}" for at in (names if names is not None else map(brief, across))]
     for i, (name, part) in enumerate(parts.items()):
         height = np.nan_to_num(_floats(part))
         if not height.any():
@@ -138,6 +224,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
                  gid=_series(num_drawn))  # fmt: skip
         floor += height
         num_drawn += 1
+        texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
     if names is None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=bool(np.all(across == np.round(across)))))
     else:
@@ -147,6 +234,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
     _legend(axes, sum(bool(np.any(part)) for part in parts.values()))
     finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
+    _keep(axes, texts, x=across)
     return figure
 
 
@@ -154,7 +242,7 @@ def scatter_identity(
     measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str] | None = None
 ) -> Figure:
     """Predicted over measured with the line on which they agree; `labels` names each point's group."""
-    figure = Figure(figsize=(4.6, 4.0), layout="constrained")
+    figure = Chart(figsize=(4.6, 4.0), layout="constrained")
     axes = figure.subplots()
     x, y = _floats(measured), _floats(predicted)
     group = np.asarray(labels if labels is not None else [""] * len(x), dtype=object)
@@ -171,6 +259,12 @@ def scatter_identity(
     if labels is not None:
         _legend(axes, len(set(group)), columns=3)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    there = np.isfinite(x) & np.isfinite(y)
+    texts = [
+        f"{name}\n{xlabel}: {brief(at)}\n{ylabel}: {brief(up)}".lstrip()
+        for name, at, up in zip(group[there], x[there], y[there], strict=True)
+    ]
+    _keep(axes, texts, x=x[there], y=y[there])
     return figure
 
 
@@ -248,6 +342,13 @@ def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=160, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
+
+
+def _told(value: float, low: float, high: float) -> str:
+    """A value with the ends of its interval, where they are known; "" where it is not."""
+    if np.isnan(value):
+        return ""
+    return brief(value) + (f" ({brief(low)} to {brief(high)})" if np.isfinite(low) and np.isfinite(high) else "")
 
 
 def _floats(values: Any) -> np.ndarray:

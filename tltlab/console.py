@@ -1,4 +1,4 @@
-"""What commands share: the --json option, results and progress on the terminal, where a result comes from, SIGTERM."""
+"""What commands share: --json, the folder of --out, results and progress on the terminal, provenance, SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
+from .errors import ConfigError, InputError, RunError
+from .files import new_folder
+
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
+
+AGAIN_S = 0.1
+"""After which an interrupt that was lost comes again, seconds."""
 
 if TYPE_CHECKING:
     Json = bool
@@ -146,3 +153,56 @@ def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) 
         # None stands for a handler that is not Python's: it cannot be set again.
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within, SIGTERM interrupts the main thread as Ctrl-C does.
+
+    An interrupt that strikes in a destructor or a weak reference's callback, from which nothing is raised, comes again.
+    """
+    timers: list[threading.Timer] = []
+
+    def again(lost: Any) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        # Not at once: that would be in here.
+        timers.append(threading.Timer(AGAIN_S, strike))
+        timers[-1].start()
+
+    def strike() -> None:
+        if callable(signal.getsignal(signal.SIGTERM)):
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    main = threading.get_ident()
+    before, sys.unraisablehook = sys.unraisablehook, again
+    try:
+        with sigterm_does(signal.default_int_handler):
+            yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+
+
+@contextmanager
+def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterator[Path]:
+    """`new_folder` for the `--out` of a command, which replaces only what has the file `marker`, or an empty folder.
+
+    ConfigError, before anything is done, where `out` is something else; InputError where no folder can be made beside
+    it. RunError where the disk refuses later: OSError, or one of `refusals`, as the writer's library calls it.
+    """
+    if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} exists and has no {marker} of ours; name another folder with --out")
+    begun = False
+    refused: tuple[type[Exception], ...] = (OSError, *refusals)
+    try:
+        with new_folder(out) as folder:
+            begun = True
+            yield folder
+    except refused as error:
+        if not begun and isinstance(error, OSError):
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error

@@ -34,18 +34,19 @@ from .console import progress, table
 from .errors import RunError
 from .files import sealed, write_json
 
-PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
+PLAIN, EXPLORE, TUNED, ADAPTIVE = "none", "explore", "tuned", "adaptive"
 TRIALS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How much of everything: RL steps without speculation, exploring, and under the tuned policy; a drafter's run."""
+    """How much of everything: RL steps without speculation, exploring, tuned, under `adaptive`; a drafter's run."""
 
     size: str | Size
     plain_steps: int
     explore_steps: int
     tuned_steps: int
+    adaptive_steps: int
     heldout: int
     drafter: Sizes
 
@@ -53,15 +54,18 @@ class Setting:
         """The policy of each RL step. Plain and exploring steps alternate, so neither owns a stage of training."""
         plain, explore = [PLAIN] * self.plain_steps, [EXPLORE] * self.explore_steps
         mixed = [p for pair in zip(explore, plain, strict=False) for p in pair]
-        return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps]
+        return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps,
+                *[ADAPTIVE] * self.adaptive_steps]  # fmt: skip
 
 
 FULL = Setting(
-    size="small", plain_steps=4, explore_steps=6, tuned_steps=6, heldout=512, drafter=Sizes(steps=12, heldout=0)
-)
+    size="small", plain_steps=4, explore_steps=6, tuned_steps=6, adaptive_steps=4, heldout=512,
+    drafter=Sizes(steps=12, heldout=0),
+)  # fmt: skip
 FAST = Setting(
-    size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, heldout=256, drafter=Sizes(steps=6, heldout=0)
-)
+    size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, adaptive_steps=2, heldout=256,
+    drafter=Sizes(steps=6, heldout=0),
+)  # fmt: skip
 
 
 # Both runs' processes are forks of one, which imports while the model is trained.
@@ -82,7 +86,8 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         reward_first = run.evaluate()
         say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
         names = setting.policies()
-        for name in names[: -setting.tuned_steps]:
+        first = names.index(TUNED)
+        for name in names[:first]:
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
         say("4/7 calibrating and tuning a policy in the simulator")
@@ -90,10 +95,13 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         for candidate in tuning.candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
         say(tuning.verdict)
-        say(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}")
+        say(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
         tuned = load_policy(out / "policy.json")
         run.set_policy(tuned, TUNED)
         for _ in range(setting.tuned_steps):
+            say(str(run.step()))
+        run.set_policy(load_policy(ADAPTIVE), ADAPTIVE)
+        for _ in range(setting.adaptive_steps):
             say(str(run.step()))
         reward_last = run.evaluate()
         say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 6/7 predicting every step from the others")
@@ -107,7 +115,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     without_s = [
         sampled(trace, s, load_policy(PLAIN), fitted, seed + n).makespan_s for s in tuned_steps for n in range(5)
     ]
-    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, out, seed)
+    pictures(trace, first + (setting.tuned_steps - 1) // 2, tuned, out, seed)
     say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
     drafter = run_drafter(out / "model", out / "adaptive", setting.drafter, seed=seed, say=say)
     result = {
@@ -188,7 +196,7 @@ def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int
         reward=report["reward"],
         data=DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
         rollout=RolloutConfig(max_draft_depth=8, repeat_every=2, vllm={"max_num_seqs": 256}),
-        train=TrainConfig(steps=setting.plain_steps + setting.explore_steps + setting.tuned_steps),
+        train=TrainConfig(steps=len(setting.policies())),
         eval=EvalConfig(num_prompts=setting.heldout),
         seed=seed,
     )

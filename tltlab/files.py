@@ -15,10 +15,9 @@ import re
 import select
 import shutil
 import stat
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import count
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 from weakref import WeakValueDictionary
 
-from .errors import ConfigError, InputError, RunError
+from .errors import ConfigError, InputError
 
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
@@ -38,18 +37,6 @@ PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
-
-
-@contextmanager
-def found_in(folders: Iterable[str | Path]) -> Iterator[None]:
-    """Within, modules are looked up in these folders too, after all other places; what was imported stays."""
-    added = [str(folder) for folder in folders if str(folder) not in sys.path]
-    sys.path += added
-    try:
-        yield
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -132,34 +119,10 @@ def lines_of(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def check_parquet(path: Path) -> None:
-    """OSError for a Parquet file of more rows, or values in a column, than are read at once, or that is none."""
-    import pyarrow.parquet as pq
-
-    if not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    with pq.ParquetFile(path) as file:
-        most = file.metadata.num_rows
-        # Others have as many values as rows.
-        lists = {n: column.path for n, column in enumerate(file.schema) if column.max_repetition_level}
-        for i in range(file.metadata.num_row_groups if lists and most <= MOST_ROWS else 0):
-            # Asked for a column whose metadata are damaged Arrow ends the process, but not where it is to read it.
-            next(file.iter_batches(1, row_groups=[i], columns=[*lists.values()]), None)
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        if most <= MOST_ROWS:
-            most = max([most, *(sum(group.column(n).num_values for group in groups) for n in lists)])
-    if most > MOST_ROWS:
-        raise OSError(errno.EFBIG, f"it has {most:,} rows, and at most {MOST_ROWS:,} are read", str(path))
-
-
 def read_json(path: Path) -> Any:
     """Read JSON as `unsealed`; a missing or broken file is a ConfigError that names it."""
     try:
-        with open_input(path) as file:
-            data = _read_at_most(file, MOST_JSON_BYTES)
-        if data is None:
-            raise ConfigError(f"{path} has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read as JSON")
-        return unsealed(data.decode())
+        return unsealed(read_text(path, MOST_JSON_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -261,27 +224,6 @@ def _held_folder(folder: Path, how: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterator[Path]:
-    """`new_folder` for the `--out` of a command, which replaces only what has the file `marker`, or an empty folder.
-
-    ConfigError, before anything is done, where `out` is something else; InputError where no folder can be made beside
-    it. RunError where the disk refuses later: OSError, or one of `refusals`, as the writer's library calls it.
-    """
-    if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} exists and has no {marker} of ours; name another folder with --out")
-    begun = False
-    refused: tuple[type[Exception], ...] = (OSError, *refusals)
-    try:
-        with new_folder(out) as folder:
-            begun = True
-            yield folder
-    except refused as error:
-        if not begun and isinstance(error, OSError):
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
-        raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
 
 
 class Hashing:
@@ -451,8 +393,9 @@ def in_progress(folder: Path) -> bool:
 
 _SCRATCH = re.compile(r"tltlab-\d+-\w{8}")
 _ELSEWHERE = "elsewhere.json"
-_OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_)[\w:\[\]-]+")
-"""Names of what runs leave elsewhere: Ray's sessions, the shared memory of vLLM's processes."""
+_OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_|sem\.mp-)[\w:\[\]-]+")
+"""Names of what runs leave elsewhere: Ray's sessions, shared memory of vLLM's processes, semaphores of Python's."""
+_SHARED = Path("/dev/shm")
 
 _scratch: dict[int, tuple[Path, IO[bytes]]] = {}
 _numbers = count()
@@ -480,10 +423,35 @@ def scratch_folder(name: str = "") -> Path:
     return made
 
 
-def leaves(path: Path) -> None:
-    """This process's run leaves something at `path` that is not in its scratch folder: swept once it has ended."""
+def leaves(*paths: Path) -> None:
+    """This process's run leaves something at `paths` that is not in its scratch folder: swept once it has ended."""
     folder = scratch_folder()
-    write_json(folder / _ELSEWHERE, sorted({str(path), *_elsewhere(folder)}))
+    write_json(folder / _ELSEWHERE, sorted({*map(str, paths), *_elsewhere(folder)}))
+
+
+def leaves_memory() -> None:
+    """As `leaves`, for the shared memory and semaphores that this process and those it started have now.
+
+    Whoever made them removes them at its end, and Python's resource tracker where that was killed, if it was not.
+    """
+    family = [str(os.getpid())]
+    with suppress(OSError):
+        for pid in family:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                family += (thread / "children").read_text().split()
+    held = set().union(*(_held_memory(Path("/proc") / pid) for pid in family))
+    with suppress(OSError, InputError):
+        leaves(*(path for path in _SHARED.iterdir() if path.lstat().st_ino in held and _left(path)))
+
+
+def _held_memory(process: Path) -> set[int]:
+    """Inodes of the shared memory that a process has mapped: semaphores are mapped under another name than theirs."""
+    try:
+        lines = (process / "maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    fields = (line.split(maxsplit=5) for line in lines if str(_SHARED) in line)
+    return {int(field[4]) for field in fields if len(field) == 6 and field[5].startswith(f"{_SHARED}/")}
 
 
 def leftovers() -> list[Path]:
@@ -527,7 +495,7 @@ def _elsewhere(folder: Path) -> list[str]:
 
 def _left(path: Path) -> bool:
     """Whether something is there that a run may have left: by its name, in its place, of this user."""
-    placed = path.parent == Path("/dev/shm") or path.parent.name == "ray"
+    placed = path.parent == _SHARED or path.parent.name == "ray"
     try:
         return placed and bool(_OF_RUNS.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
     except OSError:
@@ -536,10 +504,11 @@ def _left(path: Path) -> bool:
 
 def _in_use(path: Path) -> bool:
     """Whether a process was started with this path, or maps it."""
-    for process in Path("/proc").glob("[0-9]*"):
-        for name in ("cmdline", "maps"):
+    with suppress(OSError):
+        inode = path.lstat().st_ino if path.parent == _SHARED else None
+        for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.fsencode(path) in (process / name).read_bytes():
+                if os.fsencode(path) in (process / "cmdline").read_bytes() or inode in _held_memory(process):
                     return True
     return False
 

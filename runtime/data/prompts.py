@@ -15,8 +15,9 @@ import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError
-from tltlab.files import check_parquet, lines_of, open_input, parse_json
+from tltlab.files import lines_of, open_input, parse_json
 from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.traces.storage import check_parquet
 
 # The loader for a file, by its first suffix: what follows it may say how it is compressed.
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".parquet": "parquet"}

@@ -23,16 +23,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from tltlab.console import marked_folder
 from tltlab.errors import ConfigError
-from tltlab.files import marked_folder
 from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, save_with_mtp
 from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.trainer.muon import Muon
 
 from .measure import measure
+from .muon import Muon
 from .tasks import TASKS, Problem, Task
 
 MAX_RESPONSE_TOKENS = 768

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
+from tltlab.console import sigterm_does
 from tltlab.errors import RunError, TltlabError
 from tltlab.files import scratch_folder
+from tltlab.runtime.engine.generation import EngineDied
 
 from .start import ENV, LOOPBACK, fork_command
 
 LAST_BYTES = 16384
 """Of a log, for its last lines."""
+Done = TypeVar("Done")
 _OF_RAY = re.compile(r"\[[\d\- :,]+ [EWIC] |@ |\*\*\* |:(job_id|actor_name|task_name):")
 """Marks and stack frames that Ray writes into a worker's log."""
 # Else vLLM and process groups take the machine's outward address for their own sockets.
@@ -63,6 +72,86 @@ def get(refs: Any, *, died: type[RunError] = RunError) -> Any:
         raise error_of(error, died=died) from error
 
 
+class Waiting:
+    """Runs coroutines that wait for actors, in whatever thread, each in an event loop of its own: `asyncio.run`.
+
+    SIGTERM ends what waits in the main thread, `close` what waits in any. What a handler of SIGTERM raises is raised
+    when the loop has ended: raised in the loop's own code it loses what was to wake a task, and the loop's end waits
+    for that task for ever.
+    """
+
+    def __init__(self) -> None:
+        self._loops: set[_Loop[Any]] = set()
+
+    def run(self, work: Coroutine[Any, Any, Done]) -> Done:
+        """What the coroutine returns; also where a loop runs already in this thread, as it does under a notebook's
+        cells. RunError where `close` ended it."""
+        loop = _Loop(work)
+        self._loops.add(loop)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return loop.run()
+        else:
+            with ThreadPoolExecutor(1) as aside:
+                try:
+                    return aside.submit(loop.run).result()
+                except BaseException:
+                    loop.end()
+                    raise
+        finally:
+            self._loops.discard(loop)
+
+    def close(self) -> None:
+        """End all that waits now."""
+        for loop in tuple(self._loops):
+            loop.end()
+
+
+class _Loop(Generic[Done]):
+    """One coroutine in its event loop, which ends early once `end` is called, from whatever thread."""
+
+    def __init__(self, work: Coroutine[Any, Any, Done]) -> None:
+        self._work = work
+        self._results: list[Done] = []
+        self._raised: list[BaseException] = []
+        self._task: asyncio.Task[Any] | None = None
+        self._ended = False
+
+    def run(self) -> Done:
+        before: Any = signal.getsignal(signal.SIGTERM)
+        main = threading.current_thread() is threading.main_thread()
+
+        def deferred(number: int, frame: FrameType | None) -> None:
+            try:
+                before(number, frame)
+            except BaseException as error:
+                self._raised.append(error)
+                self.end()
+
+        with sigterm_does(deferred if main and callable(before) else None), suppress(asyncio.CancelledError):
+            asyncio.run(self._collect())
+        if self._raised:
+            raise self._raised[0]
+        if self._ended:
+            raise RunError("nobody waits for the actors any more: the run was closed")
+        return self._results[0]
+
+    def end(self) -> None:
+        self._ended = True
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is over
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def _collect(self) -> None:
+        self._task = asyncio.current_task()
+        if self._ended:
+            self._work.close()
+            return
+        # Not returned: `asyncio.run` spells out its task, all that it returned included, when it gives back SIGINT.
+        self._results.append(await self._work)
+
+
 def last_lines(pid: int, logs: Path | None = None, most: int = 3) -> str:
     """The last lines that an actor's process wrote to standard error, joined; "" where its log is not on this machine.
 
@@ -81,6 +170,32 @@ def last_lines(pid: int, logs: Path | None = None, most: int = 3) -> str:
         said = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
         return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-most:])
     return ""
+
+
+def came(call: Any) -> bool:
+    """Whether a call has ended well."""
+    done, _ = ray.wait([call], timeout=0)
+    try:
+        return bool(done) and ray.get(call) is not None
+    except RayError:
+        return False
+
+
+def why_lost(error: RayError, handle: Any) -> str:
+    """Why the worker is gone, in a line; empty where it is not."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return str(cause) if isinstance(cause, EngineDied) else ""
+    if isinstance(error, RayActorError):
+        # A call can also fail because an actor is gone whose result it was given.
+        return last_line(error) if error.actor_id in (None, handle._actor_id.hex()) else ""
+    return last_line(error) if isinstance(error, NodeDiedError | OutOfMemoryError | WorkerCrashedError) else ""
+
+
+def last_line(error: BaseException) -> str:
+    """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]
 
 
 def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabError:

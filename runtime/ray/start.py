@@ -21,6 +21,7 @@ from tltlab.files import leaves
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
 from .prefork import Prefork
+from .stopped import EndedServers
 
 ENV = {
     # One thread per process: two on a busy machine stall for seconds. Numba's own belong to vLLM's n-gram drafter.
@@ -75,23 +76,54 @@ def fork_command() -> str | None:
 
 @contextmanager
 def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
-    """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks."""
+    """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks.
+
+    RunError where a server of that one has ended meanwhile: the main thread is interrupted then.
+    """
     with preforking(cluster):
-        started = start_ray(cluster)
-        node = ray._private.worker._global_node if started else None
-        session = None if node is None else Path(node.get_session_dir_path())
-        if session is not None:
-            leaves(session)
-        try:
+        if not start_ray(cluster):
             yield
-        except BaseException:
-            session = None  # Ray's logs may say why
-            raise
-        finally:
-            if started:
+            return
+        node = ray._private.worker._global_node
+        assert node is not None
+        session: Path | None = Path(node.get_session_dir_path())
+        leaves(Path(node.get_session_dir_path()))
+        servers = {name: node.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")}
+        watch = EndedServers(servers)
+        with _one_line_each():
+            try:
+                with watch:
+                    yield
+            except BaseException:
+                session = None  # Ray's logs may say why
+                raise
+            finally:
                 ray.shutdown()
+                if watch.ended:
+                    # In place of what came of it, an interrupt at least.
+                    raise RunError(
+                        f"Ray's {watch.ended} has ended: somebody killed it, or the machine is short of memory; its "
+                        f"last words are in {node.get_logs_dir_path()} until the next run starts"
+                    )
                 if session is not None:
                     shutil.rmtree(session, ignore_errors=True)
+
+
+@contextmanager
+def _one_line_each() -> Iterator[None]:
+    """Within, what Ray's servers tell this process comes as a line each on standard error: standard output is for
+    results, and Ray would print the last lines of its logs there."""
+
+    def told(data: dict[str, Any], ignore_prefix: bool) -> None:
+        for text in data["lines"]:
+            progress(f"Ray: {text.strip().partition(chr(10))[0][:300]}")
+
+    worker = ray._private.worker
+    before, worker.print_to_stdstream = worker.print_to_stdstream, told
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:

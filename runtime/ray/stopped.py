@@ -1,13 +1,17 @@
-"""Processes of a run that somebody stopped (SIGSTOP): Ray takes them for alive, and whoever asks them would wait on."""
+"""Processes that Ray takes for alive: those that somebody stopped (SIGSTOP), and servers of its own that have ended.
+
+Whoever asks them would wait on.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -51,6 +55,53 @@ class StoppedProcesses:
     def _run(self) -> None:
         while not self._over.wait(LOOK_S):
             self.look(time.monotonic())
+
+
+class EndedServers:
+    """Interrupts the main thread once one of Ray's servers, `servers` by name, has ended; a context manager.
+
+    Ray's next call that needs it ends this process, with a dump in place of a reason. `ended` says which it was, "" for
+    none. Nothing is watched where the kernel has no pidfd.
+    """
+
+    def __init__(self, servers: Mapping[str, int]) -> None:
+        self.ended = ""
+        self._servers = servers
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> EndedServers:
+        with ExitStack() as stack:
+            over, self._over = os.pipe()
+            stack.callback(os.close, over)
+            waited = {}
+            for name, pid in self._servers.items():
+                with suppress(OSError, AttributeError):
+                    process = os.pidfd_open(pid)
+                    stack.callback(os.close, process)
+                    waited[process] = f"{name} (process {pid})"
+            self._thread = threading.Thread(
+                target=self._run, args=(over, waited, stack.pop_all()), name="watch for ended servers", daemon=True
+            )
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        os.close(self._over)
+        assert self._thread is not None
+        self._thread.join(10 * LOOK_S)
+
+    def _run(self, over: int, waited: Mapping[int, str], opened: ExitStack) -> None:
+        with opened:
+            ready = select.poll()
+            for place in (over, *waited):
+                ready.register(place, select.POLLIN)
+            ended = [waited[place] for place, _ in ready.poll() if place in waited]
+        main = threading.main_thread().ident
+        # What waits for actors ends well by SIGTERM (`Waiting`), where it does not end the process.
+        number = next((n for n in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(n))), None)
+        if ended and main is not None and number is not None:
+            self.ended = ended[0]
+            signal.pthread_kill(main, number)
 
 
 def is_stopped(pid: int) -> bool:

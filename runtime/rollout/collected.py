@@ -285,6 +285,20 @@ def rewards_by_key(trajectories: Iterable[Trajectory], rl_step: int) -> dict[Key
     return {t.key(rl_step): t.reward for t in trajectories if t.reward is not None}
 
 
+def ages(trajectories: Sequence[Trajectory], rl_step: int) -> dict[str, float]:
+    """By how many updates the policies that drew the tokens trained on are behind the one that learns from them."""
+    versions = [np.array(sample.token_versions, np.int64) for sample in trajectories]
+    behind = rl_step - np.concatenate([np.empty(0, np.int64), *versions])
+    if not len(behind):
+        return {}
+    return {
+        "staleness/mean": float(behind.mean()),
+        "staleness/max": float(behind.max()),
+        "staleness/off_policy_share": float((behind > 0).mean()),
+        "staleness/versions_per_response": float(np.mean([len(set(each.tolist())) for each in versions])),
+    }
+
+
 def later(rollout: Rollout, seconds: float) -> Rollout:
     """The same rollout with its clock set back: all happened `seconds` later."""
     return replace(

@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import found_in
+from tltlab.policies.specs import found_in
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 from tltlab.runtime.recipe.recipe import EnvironmentConfig
 

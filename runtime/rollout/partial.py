@@ -26,6 +26,7 @@ from .collected import (
     RolloutTools,
     Rounds,
     Trajectory,
+    ages,
     load_ragged,
     rewarded,
     rewards_by_key,
@@ -103,20 +104,6 @@ class TrainedLengths:
         self.num_dropped = state["num_dropped"]
 
 
-def _ages(groups: Sequence[PartialGroup], rl_step: int) -> dict[str, float]:
-    """By how many updates the policies that drew the tokens trained on are behind the one that learns from them."""
-    versions = [np.array(sample.token_versions, np.int64) for group in groups for sample in group.samples]
-    ages = rl_step - np.concatenate([np.empty(0, np.int64), *versions])
-    if not len(ages):
-        return {}
-    return {
-        "staleness/mean": float(ages.mean()),
-        "staleness/max": float(ages.max()),
-        "staleness/off_policy_share": float((ages > 0).mean()),
-        "staleness/versions_per_response": float(np.mean([len(set(each.tolist())) for each in versions])),
-    }
-
-
 class PartialRollouts(Rollouts):
     """Runs `concurrency` requests at any time until prompts_per_step groups are whole, and cuts the rest.
 
@@ -174,7 +161,7 @@ class PartialRollouts(Rollouts):
             rollout_s=rounds.rollout_s,
             reward_s=time.perf_counter() - start,
             notes=self._take_left_behind() + self._notes(young, len(dropped), num_aborted),
-            figures=_ages(whole, tools.rl_step) | self._lengths.figures(),
+            figures=ages([t for group in whole for t in group.samples], tools.rl_step) | self._lengths.figures(),
         )
 
     @property

@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
-from tltlab.runtime.ray.actors import actor_env, error_of, last_lines, runtime_env
+from tltlab.runtime.ray.actors import (
+    Waiting,
+    actor_env,
+    came,
+    error_of,
+    last_line,
+    last_lines,
+    runtime_env,
+    why_lost,
+)
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
@@ -112,6 +120,7 @@ class WorkerPool:
         self._asleep = False
         self._running = False
         self._closed = False
+        self._waiting = Waiting()
 
     def start(self) -> None:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
@@ -297,6 +306,8 @@ class WorkerPool:
         for handle in self.handles:
             if handle is not None:
                 ray.kill(handle)
+        # After Ray's end no answer comes, and no error.
+        self._waiting.close()
 
     # ---- calls that survive the death of a worker ----
 
@@ -349,7 +360,7 @@ class WorkerPool:
             )
             return await asyncio.gather(*lives)
 
-        return _finished(answers())
+        return self._waiting.run(answers())
 
     async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
         """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back.
@@ -400,7 +411,11 @@ class WorkerPool:
             raise WorkerLost(f"it cannot start: {error}") from error
         if self._weights is not None:
             send, version = self._weights
-            await asyncio.to_thread(send, [handle], version, "host")
+            try:
+                await asyncio.to_thread(send, [handle], version, "host")
+            except asyncio.CancelledError:
+                ray.kill(handle)  # the thread is waited for, and sends no longer than somebody takes it
+                raise
             await self._answer(n, handle.has_weights.remote(version))
         if self._running:
             try:
@@ -432,7 +447,7 @@ class WorkerPool:
         worker.alive = False
         worker.deaths += 1
         if worker.taken is not None:
-            if _came(worker.taken):
+            if came(worker.taken):
                 worker.learned_by, worker.memory, worker.since = self._policy, worker.taken, []
             worker.taken = None
         ray.kill(self.handles[n])
@@ -464,53 +479,9 @@ class WorkerPool:
                 raise WorkerLost(why, said) from error
             if isinstance(error, RayTaskError | RayActorError):
                 raise error_of(error, died=TrainerDied) from error
-            raise RunError(f"Ray failed a rollout worker: {_line(error)}") from error
-
-
-def _finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-    """`asyncio.run`, also where a loop runs already, as it does under a notebook's cells."""
-    results: list[Any] = []
-
-    async def collect() -> None:
-        # Not returned: `asyncio.run` spells out its task, all that it returned included, when it gives back SIGINT.
-        results.extend(await answers)
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(collect())
-        return results
-    with ThreadPoolExecutor(1) as aside:
-        aside.submit(asyncio.run, collect()).result()
-    return results
+            raise RunError(f"Ray failed a rollout worker: {last_line(error)}") from error
 
 
 def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:
     """Of each worker's whole responses. Those of cut ones mislead."""
     return [[(r.key, len(r.token_ids)) for r in part.responses if r.finish_reason != "abort"] for part in parts]
-
-
-def _came(call: Any) -> bool:
-    """Whether a call has ended well."""
-    done, _ = ray.wait([call], timeout=0)
-    try:
-        return bool(done) and ray.get(call) is not None
-    except RayError:
-        return False
-
-
-def why_lost(error: RayError, handle: Any) -> str:
-    """Why the worker is gone, in a line; empty where it is not."""
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        return str(cause) if isinstance(cause, EngineDied) else ""
-    if isinstance(error, RayActorError):
-        # A call can also fail because an actor is gone whose result it was given.
-        return _line(error) if error.actor_id in (None, handle._actor_id.hex()) else ""
-    return _line(error) if isinstance(error, NodeDiedError | OutOfMemoryError | WorkerCrashedError) else ""
-
-
-def _line(error: BaseException) -> str:
-    """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]

@@ -26,7 +26,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
-from tltlab.files import found_in
+from tltlab.files import leaves_memory
+from tltlab.policies.specs import found_in
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
@@ -76,8 +77,13 @@ class UserProcesses:
             initargs=tuple(told),
             context=multiprocessing.get_context("spawn"),
         )
-        if not self._pool.active:  # asking starts it
-            raise RunError(f"{processes} processes cannot be started: set {setting} lower")
+        try:
+            if not self._pool.active:  # asking starts it
+                raise RunError(f"{processes} processes cannot be started: set {setting} lower")
+        except BaseException:
+            self.close()  # this process's end would wait for those that have started
+            raise
+        leaves_memory()
         return self._pool
 
     def close(self) -> None:

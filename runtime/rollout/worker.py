@@ -19,6 +19,7 @@ import torch
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
+from tltlab.files import leaves_memory
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -78,6 +79,7 @@ class EngineWorker:
             self.environment = EnvironmentPool(config, code), config, tokenizer, stops
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
+        leaves_memory()
 
     def captured_graphs(self) -> CapturedGraphs:
         return self.engine.captured_graphs()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -22,10 +22,10 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.origin import seal_code
-from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
+from tltlab.runtime.recipe.origin import keep_code, seal_code
+from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
-from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import check
@@ -76,7 +76,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     ):
         write_json(out / "run.json", sealed(description))
         seal_code(out)
-        run.policy.write(out / "policy.json")
+        write_json(out / "policy.json", sealed(run.policy.model_dump(mode="json")))
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
         if run.rl_step:
@@ -194,7 +194,7 @@ class GrpoRun:
             stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
-            write_json(self.out / "graphs.json", self.actors.graphs)
+            write_json(self.out / "graphs.json", sealed(self.actors.graphs))
             self._choose_by(self.policy)
             self.state = self.recovery.begin(self.actors, self.state, folder)
             manifest, path = run_manifest(self.recipe, self.out.name), self.out / "trace"
@@ -208,7 +208,11 @@ class GrpoRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
             self.events.record(f"the run stopped: {type(error).__name__}: {error}")
-        self._stack.__exit__(kind, error, tb)
+        try:
+            self._stack.__exit__(kind, error, tb)
+        except TltlabError as cause:
+            self.events.record(f"the run stopped: {type(cause).__name__}: {cause}")
+            raise
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -285,7 +289,8 @@ class GrpoRun:
 
         start = t_stages = time.perf_counter()
         self.actors.trainers_turn(weights_follow=True)
-        metrics = collected.figures | asdict(self.trainers.old_logprobs(samples, rl_step))
+        stale = ages(collected.trajectories, rl_step) if self.recipe.rollout.one_step_off else {}
+        metrics = stale | collected.figures | asdict(self.trainers.old_logprobs(samples, rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -430,7 +435,7 @@ class GrpoRun:
 
         self._ahead.settle()
         held = self._through(asked)
-        write_json(self.out / "memory.json", {"processes": [asdict(process) for process in held]})
+        write_json(self.out / "memory.json", sealed({"processes": [asdict(process) for process in held]}))
         return held
 
     def checkpoint(self) -> Path:

@@ -26,7 +26,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, write_json
+from tltlab.files import read_json, sealed, write_json
 from tltlab.runtime.recipe.recipe import LogConfig
 
 from .rows import StepReport
@@ -295,4 +295,4 @@ def _kept(out: Path) -> dict[str, Any]:
 
 
 def _keep(out: Path, service: str, run: Mapping[str, Any]) -> None:
-    write_json(out / RUN_IDS, {**_kept(out), service: dict(run)})
+    write_json(out / RUN_IDS, sealed({**_kept(out), service: dict(run)}))

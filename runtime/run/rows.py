@@ -19,6 +19,10 @@ from tltlab.traces.schema import TABLES, Manifest
 
 Row = dict[str, Any]
 
+_OFF_POLICY = {
+    "staleness": "staleness/mean", "off_policy_share": "staleness/off_policy_share",
+    "dropped_groups": "trained/dropped_groups", "length_bias": "trained/length_bias",
+}  # fmt: skip
 _KINDS = ("prefill", "speculative_decode", "decode")
 
 
@@ -120,6 +124,7 @@ def step_rows(
         "policy_version": policy_version,
         "reward_mean": report.reward_mean,
         "drift_kl": report.metrics["drift_kl"],
+        **{column: report.metrics.get(name) for column, name in _OFF_POLICY.items()},
     }
     rows: dict[str, Sequence[Mapping[str, Any]]] = {
         "workload": workload,

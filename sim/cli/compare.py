@@ -25,7 +25,7 @@ from tltlab.traces.trace import Trace, read
 
 from . import options
 
-_POLICIES = "none,table,beg-mab"
+_POLICIES = "none,table,beg-mab,adaptive"
 REGRET = "regret: time above the clairvoyant bound, which knows every length and all that will be accepted"
 
 

@@ -26,7 +26,7 @@ def sweep(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder, or a file of lengths.")],
     policies: Annotated[
         str, typer.Option(help="Names, drafts (ngram:4@8), files or package.module:Class, with commas between.")
-    ] = "beg-mab",
+    ] = "adaptive",
     workers: Annotated[str | None, typer.Option(help="Rollout workers, such as 1,2,4.")] = None,
     caps: Annotated[str | None, typer.Option(help="Caps that responses are cut at, such as 8192,16384.")] = None,
     group_sizes: Annotated[str | None, typer.Option(help="First samples of each prompt to keep, such as 4,8.")] = None,

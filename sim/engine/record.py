@@ -50,7 +50,7 @@ def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
 
 def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
     lengths = np.array([r.makespan_s for r in rollouts])
-    return pd.DataFrame(
+    steps = pd.DataFrame(
         {
             "rl_step": [r.requests.rl_step for r in rollouts],
             "t_start": np.cumsum(lengths) - lengths,
@@ -59,6 +59,17 @@ def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
             "policy_version": [r.requests.policy_version for r in rollouts],
         }
     )
+    trained = np.empty(0, np.int64)
+    for n, rollout in enumerate(rollouts):
+        if rollout.ages is None:
+            continue
+        tokens = rollout.requests.whole().lengths
+        total, trained = max(1, int(tokens.sum())), np.concatenate([trained, tokens])
+        begun = rollout.begun_tokens / max(1, rollout.num_begun)
+        bias = float(trained.mean()) / begun if begun and len(trained) else np.nan
+        stale = float(rollout.ages @ tokens) / total, rollout.old_tokens / total, bias
+        steps.loc[n, ["staleness", "off_policy_share", "length_bias"]] = stale
+    return steps
 
 
 def _spans(rollout: SimulatedRollout) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import Dtype, model
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
-from tltlab.planning.composition import Rung, System, one_strategy
+from tltlab.planning.composition import Rung, System
 from tltlab.planning.systems import SYSTEMS
 from tltlab.traces.trace import Trace
 
@@ -36,7 +36,6 @@ _FIXED = System(
     exact=("the same draft length at every batch size",),
     drafters=("suffix",),
     ladder=(Rung(min_batch=1, chains=(4,)),),
-    selector=one_strategy,
     specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
     assumptions=("four tokens a draft",),
 )

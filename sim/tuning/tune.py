@@ -11,7 +11,7 @@ import hashlib
 import html
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -231,7 +231,9 @@ def tune(
             identity=identity,
         )  # fmt: skip
 
-    finalists = _finalists(policies, best, trials, strategies, config)
+    finalists = _finalists(
+        policies, best, trials, strategies, config, _adaptive(tune_on + judge_on, strategies, config)
+    )
     say(f"{len(finalists.policies)} finalists on RL steps held out")
     selected = tuning.makespans(finalists.policies, mode="sampled", seeds=config.seeds(_SELECTION), jobs=jobs)
     scores = {n: tuning.score(row, selected["none"]) for n, row in selected.items()}
@@ -259,16 +261,31 @@ def _finalists(
     trials: Sequence[Trial],
     strategies: Sequence[Strategy],
     config: TuneConfig,
+    untuned: Mapping[str, Policy],
 ) -> Finalists:
-    """Plain decoding, the best of each kind, and the shipped bandit where its strategies are known here."""
+    """Plain decoding, the best of each kind, and what ships: the bandit, where its strategies are known here."""
     kind_of = {"none": "none"} | {name: kind for kind, name in best.items() if name != "none"}
     chosen = {"none": load_policy("none")} | {name: policies[name] for name in best.values()}
     if trials:
         chosen["tuned beg-mab"], kind_of["tuned beg-mab"] = trials[0].policy, "bandit"
     shipped = load_policy("beg-mab")
     if {s for s in shipped.strategies if s.speculates} <= set(strategies) and config.holds(shipped):
-        chosen["shipped beg-mab"], kind_of["shipped beg-mab"] = shipped, "shipped"
+        untuned = {"shipped beg-mab": shipped, **untuned}
+    chosen |= untuned
+    kind_of |= dict.fromkeys(untuned, "shipped")
     return Finalists(policies=chosen, kind_of=kind_of, best_fixed=best.get("fixed", "none"))
+
+
+def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig) -> dict[str, Policy]:
+    """`adaptive` over the same drafters, to any depth up to the deepest; nothing where not all of that is known.
+
+    The oracle has the depths that are tuned over only, so `adaptive` may be ahead of it.
+    """
+    drafters, deepest = tuple({s.drafter: None for s in strategies}), max(s.draft_depth for s in strategies)
+    policy = load_policy({"kind": "adaptive", "drafters": drafters, "max_depth": deepest})
+    every, _ = _strategies(cases, replace(config, depths=range(1, deepest + 1), drafters=drafters))
+    covered = {s for s in policy.strategies if s.speculates} <= set(every) and config.holds(policy)
+    return {"adaptive": policy} if covered else {}
 
 
 def _case(trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig) -> TuningCase:

@@ -62,36 +62,43 @@ class StepColumns:
     workers: int
     accept_length: pd.Series[float]
     shape: CostModel | None = None
+    what: str = "rollout"
 
     @classmethod
     def of(cls, trace: Trace, costs: str | None = None, workers: int | None = None) -> StepColumns:
-        """The RL steps of a trace whose rollouts have a time. Raises ConfigError where fewer than three have."""
+        """The RL steps of a trace whose rollouts have a time, or as a whole where none has, as in TRL's logs.
+
+        Raises ConfigError where fewer than three have.
+        """
         steps = trace.steps
         if steps is None or "rollout_s" not in steps:
             raise ConfigError(f"{trace.path or 'the log'}: no rollout times in it, so nothing to fit")
-        known = steps[steps["rollout_s"] > 0].set_index("rl_step")
+        column, what = "rollout_s", "rollout"
+        if steps[column].isna().all() and "step_s" in steps:
+            column, what = "step_s", "whole RL step"
+        known = steps[steps[column] > 0].set_index("rl_step")
         if len(known) < 3:
             raise ConfigError(
-                f"{trace.path or 'the log'}: {len(known)} RL steps say how long their rollout took "
-                "(timing_s/gen and the like); three are needed"
+                f"{trace.path or 'the log'}: {len(known)} RL steps say how long they or their rollout took "
+                "(timing_s/gen, step_time and the like); three are needed"
             )
         accepted = known["accept_length"] if "accept_length" in known else pd.Series(np.nan, known.index)
         accepted = accepted.astype(np.float64).fillna(1.0).clip(lower=1.0)
-        rows = pd.DataFrame({"rl_step": known.index, "measured_s": known["rollout_s"].to_numpy(np.float64)})
+        rows = pd.DataFrame({"rl_step": known.index, "measured_s": known[column].to_numpy(np.float64)})
         rows["outside_s"] = 1.0
         num_workers = workers or trace.manifest.num_workers
         if costs is None:
             lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[known.index]
             rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
             rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
-            return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted)
+            return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted, what=what)
         if num_workers is None:
             raise ConfigError("a log does not say on how many engines it ran: give --workers")
         shape = load_costs(costs)
         if isinstance(shape, ScaledCosts):
             raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
         rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in known.index]
-        return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape)
+        return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, what=what)
 
     def estimator(self, rows: pd.DataFrame) -> StageEstimator:
         """With as many terms as these RL steps bear and need."""
@@ -120,6 +127,7 @@ class LogFit:
     accept_length: float | None
     accept_spread: float | None
     notes: tuple[str, ...]
+    what: str = "rollout"
 
     @property
     def median_error(self) -> float:
@@ -150,9 +158,9 @@ class LogFit:
         lines = [
             named,
             "",
-            f"rollout of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
+            f"{self.what} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
             f"{self.rows['error'].abs().max():.1%}; by the others' median {self.constant_error:.1%}",
-            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a rollout",
+            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.what}",
         ]
         if self.accept_length is not None:
             lines.append(f"accept length {self.accept_length:.2f}, {self.accept_spread:.2f} between RL steps")
@@ -167,8 +175,14 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     error = _left_out(estimator, columns.rows)
     rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
     notes = [
-        f"fitted to the rollout times of {len(rows)} RL steps; lengths within an RL step are as the log tells them"
+        f"fitted to the {columns.what} times of {len(rows)} RL steps; lengths within an RL step are as the log tells "
+        "them"
     ]
+    if columns.what != "rollout":
+        notes.append("no rollout has a time of its own in this log: what training takes is in the terms too")
+    constant_error = float(np.median(np.abs(_left_out(Constant(), columns.rows))))
+    if constant_error <= float(np.median(np.abs(error))):
+        notes.append("the other RL steps' median predicts as well: the lengths in this log do not tell the times")
     if missing := [name for name in columns.terms[-1] if name not in estimator.terms]:
         notes.append(f"not told apart by these RL steps, written 0: {', '.join(missing)}")
     speculated = columns.accept_length > 1.0
@@ -202,10 +216,11 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
         costs=made,
         terms=terms,
         rows=rows.assign(error=error),
-        constant_error=float(np.median(np.abs(_left_out(Constant(), columns.rows)))),
+        constant_error=constant_error,
         accept_length=float(accepted.mean()) if len(accepted) else None,
         accept_spread=float(accepted.std(ddof=0)) if len(accepted) else None,
         notes=tuple(notes),
+        what=columns.what,
     )
 
 
@@ -219,6 +234,7 @@ class LogVerification:
     """
 
     rows: pd.DataFrame
+    what: str = "rollout"
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify --json` for a log."""
@@ -260,7 +276,7 @@ class LogVerification:
             [
                 console.table(columns, rows),
                 "",
-                f"rollouts from earlier RL steps: median error {found['median_error']:.1%}, worst "
+                f"{self.what}s from earlier RL steps: median error {found['median_error']:.1%}, worst "
                 f"{found['worst_error']:.1%}, {found['coverage']:.0%} within their 90 % interval; by the earlier ones' "
                 f"median {found['constant_median_error']:.1%}",
                 f"forecast without their lengths: median error {found['forecast_median_error']:.1%}, "
@@ -307,7 +323,7 @@ def verify_log(
         )
     if not made:
         raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
-    return LogVerification(rows=pd.DataFrame(made))
+    return LogVerification(rows=pd.DataFrame(made), what=columns.what)
 
 
 def _simulated_s(trace: Trace, step: int, costs: CostModel, workers: int, accept_length: float) -> float:

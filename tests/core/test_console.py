@@ -1,8 +1,14 @@
-"""What commands print: tables whose columns line up, and where a result comes from."""
+"""What commands print and where they write: tables whose columns line up, where a result comes from, --out's folder."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
-from tltlab.console import made_by, running, table
+from tltlab.console import made_by, marked_folder, running, sigterm_interrupts, table
+from tltlab.errors import ConfigError, InputError, RunError
 
 
 @pytest.mark.parametrize(
@@ -39,3 +45,52 @@ def test_a_result_says_the_command_that_made_it_and_the_versions():
     outside = made_by("numpy", "no-such-package")
     assert outside["command"] is None
     assert set(outside["versions"]) == {"python", "tltlab", "numpy"}
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_that_strikes_in_a_destructor_comes_again():
+    class Struck:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def lost() -> None:
+        with sigterm_interrupts():
+            Struck()
+            threading.Event().wait()
+
+    before = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        lost()
+    assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
+
+
+def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
+    out = tmp_path / "out"
+    for text in ("first", "second"):
+        with marked_folder(out, "mark.json") as folder:
+            (folder / "mark.json").write_text(text)
+    assert (out / "mark.json").read_text() == "second"
+    (out / "mark.json").unlink()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"exists and has no mark\.json of ours"), marked_folder(out, "mark.json"):
+        pass
+    assert (out / "thesis.tex").read_text() == "years of work"
+
+
+def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Path):
+    class LibraryError(Exception):
+        pass
+
+    for refusal, known in ((OSError(28, "No space left"), ()), (LibraryError("No space left"), (LibraryError,))):
+        with (
+            pytest.raises(RunError, match=r"was not written: .*No space left"),
+            marked_folder(tmp_path / "o", "m", *known),
+        ):
+            raise refusal
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_a_parent_is_said_before_the_work(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"), marked_folder(tmp_path / "file" / "out", "mark.json"):
+        raise AssertionError("the block must not begin")

@@ -38,6 +38,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         size=replace(SIZES["tiny"], steps=200, measured_prompts=4),
         plain_steps=1,
         tuned_steps=1,
+        adaptive_steps=1,
         heldout=48,
         drafter=Sizes(
             workers=2, prompts_per_step=8, max_response_tokens=256, tokens_per_update=512, steps=3, heldout=0,
@@ -64,7 +65,7 @@ def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
     assert 0 <= summary["reward_last"] <= 1
     assert summary["heldout_prompts"] == 48
     assert summary["mean_accept_length"] > 1
-    assert {step["policy"] for step in summary["steps"]} == {"none", "explore", "tuned"}
+    assert {step["policy"] for step in summary["steps"]} == {"none", "explore", "tuned", "adaptive"}
     for step in summary["steps"]:
         assert step["predicted_rollout_s"] > 0
         assert 0 < step["recorder_s"] < step["rollout_s"]

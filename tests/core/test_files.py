@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import posix
 import resource
@@ -12,18 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tltlab import files
-from tltlab.errors import ConfigError, InputError, RunError
+from tltlab.errors import ConfigError, InputError
 from tltlab.files import (
-    check_parquet,
     leaves,
     leftovers,
     lines_of,
-    marked_folder,
     new_folder,
     open_input,
     read_json,
@@ -141,38 +138,6 @@ def test_what_a_killed_writer_left_beside_goes_with_the_next_one_and_the_old_com
     assert {path.name for path in tmp_path.iterdir()} == {"out", "other", ".out.settings"}
 
 
-def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
-    out = tmp_path / "out"
-    for text in ("first", "second"):
-        with marked_folder(out, "mark.json") as folder:
-            (folder / "mark.json").write_text(text)
-    assert (out / "mark.json").read_text() == "second"
-    (out / "mark.json").unlink()
-    (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"exists and has no mark\.json of ours"), marked_folder(out, "mark.json"):
-        pass
-    assert (out / "thesis.tex").read_text() == "years of work"
-
-
-def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Path):
-    class LibraryError(Exception):
-        pass
-
-    for refusal, known in ((OSError(28, "No space left"), ()), (LibraryError("No space left"), (LibraryError,))):
-        with (
-            pytest.raises(RunError, match=r"was not written: .*No space left"),
-            marked_folder(tmp_path / "o", "m", *known),
-        ):
-            raise refusal
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_in_place_of_a_parent_is_said_before_the_work(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write"), marked_folder(tmp_path / "file" / "out", "mark.json"):
-        raise AssertionError("the block must not begin")
-
-
 def test_a_durable_file_is_whole_and_leaves_nothing_where_the_disk_is_full(tmp_path: Path):
     replace_durably(tmp_path / "cuts.json", b"[1]")
     with full_disk(), pytest.raises(OSError, match="too large"):
@@ -203,7 +168,7 @@ def test_what_is_sealed_is_what_was_written(tmp_path: Path):
 
 def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 1 << 20)
-    with pytest.raises(ConfigError, match=r"/dev/full has more than 1 MiB, the most that is read as JSON"):
+    with pytest.raises(ConfigError, match=r"cannot read /dev/full: it has more than 1 MiB, the most that is read"):
         read_json(Path("/dev/full"))
 
 
@@ -234,21 +199,6 @@ def test_a_text_and_its_lines_are_read_up_to_a_size_that_the_message_names(
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 2 << 20)
     with open("/dev/zero") as zeros, pytest.raises(OSError, match="a line has more than 2 MiB"):
         list(lines_of(zeros))
-
-
-def test_a_parquet_file_of_too_many_rows_or_values_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(files, "MOST_ROWS", 100)
-    pq.write_table(pa.table({"a": [0] * 101}), tmp_path / "long.parquet")
-    pq.write_table(pa.table({"a": [[0] * 50, [0] * 51]}), tmp_path / "wide.parquet")
-    pq.write_table(pa.table({"a": [0] * 100}), tmp_path / "whole.parquet")
-    check_parquet(tmp_path / "whole.parquet")
-    for name in ("long", "wide"):
-        with pytest.raises(OSError, match="it has 101 rows, and at most 100 are read"):
-            check_parquet(tmp_path / f"{name}.parquet")
-    with pytest.raises(OSError, match="it is no file"):
-        check_parquet(tmp_path)
 
 
 def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
@@ -309,6 +259,52 @@ def test_what_a_process_still_uses_is_not_swept_nor_forgotten(temporary: Path):
         user.kill()
     assert len(sweep()) == 2
     assert not session.exists()
+
+
+MEMORY = """
+import multiprocessing, os, signal, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
+from tltlab.files import leaves_memory
+
+tempfile.tempdir = sys.argv[1]
+context = multiprocessing.get_context("spawn")
+lock = context.Lock()
+memory = shared_memory.SharedMemory(create=True, size=64)
+leaves_memory()
+print(lock._semlock.name.lstrip("/"), memory.name.lstrip("/"), flush=True)
+input()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_memory_and_semaphores_of_a_killed_process_are_listed_and_go_unless_somebody_has_them(temporary: Path):
+    command = [sys.executable, "-c", MEMORY, str(temporary)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        semaphore, name = process.stdout.readline().split()
+        left = [Path("/dev/shm") / f"sem.{semaphore}", Path("/dev/shm") / name]
+        try:
+            assert leftovers() == []
+            assert sweep() == []
+            process.communicate("\n", timeout=60)
+            assert leftovers()[:2] == sorted(left, key=str)
+            with mapped(left[1]):
+                assert left[0] in sweep()
+                assert left[1].exists()
+            assert left[1] in sweep()
+            assert leftovers() == []
+        finally:
+            process.kill()
+            for path in left:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        yield
 
 
 def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_elsewhere(temporary: Path):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from safetensors.numpy import load_file
 
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace
 
 from . import checker
 from .points import HERE, MESSAGE, TARGET, Fault, environment, read_journal
@@ -119,7 +120,7 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
-def gone(family: set[psutil.Process]) -> None:
+def gone(family: Iterable[psutil.Process]) -> None:
     """Wait until all of them have ended."""
     _, alive = psutil.wait_procs(list(family), timeout=LEFT_S)
     left = [t for t in map(title, alive) if t]
@@ -159,8 +160,23 @@ def check_finished(run: Path, calm: Path) -> None:
     checker.require(all((ours[name] == theirs[name]).all() for name in theirs), "other weights than the calm run's")
 
 
-def campaign(folder: Path, first: int, faults: int) -> tuple[Counter[str], list[str]]:
-    """Runs from seed `first` on, four faults each, until so many have struck: what struck where, what went wrong."""
+def check_drafter(trace: Trace) -> None:
+    """What the drafter was is told of the RL steps that count, once each: it went back with the run."""
+    assert trace.steps is not None
+    assert trace.steps["drafter_updates"].is_monotonic_increasing
+    assert trace.steps["drafter_updates"].iloc[-1] > 0
+    swapped = trace.steps["drafter_version"].diff().fillna(0)
+    assert set(swapped) <= {0, 1}
+    ages = list(trace.steps["drafter_age"])
+    assert ages == [0, *(0 if swap else age + 1 for age, swap in zip(ages, swapped.iloc[1:], strict=False))]
+    acceptance = trace.table("acceptance")
+    assert acceptance is not None
+    assert not acceptance.duplicated(["rl_step", "prompt_id", "sample", "drafter_age"]).any()
+
+
+def campaign(folder: Path, first: int, faults: int, each: int = 4) -> tuple[Counter[str], list[str]]:
+    """Runs from seed `first` on, `each` of so many faults, until `faults` have struck: what struck where, what was
+    wrong."""
     work = folder / "nemesis"
     work.mkdir(exist_ok=True)
     calm, points = work / "calm", work / "points.jsonl"
@@ -181,7 +197,7 @@ def campaign(folder: Path, first: int, faults: int) -> tuple[Counter[str], list[
     while sum(struck.values()) < faults:
         rng, run, journal = random.Random(seed), work / f"run-{seed}", work / f"journal-{seed}.jsonl"
         try:
-            disturbed(run, [*learning, "--out", str(run)], [drawn(rng, most) for _ in range(4)], journal)
+            disturbed(run, [*learning, "--out", str(run)], [drawn(rng, most) for _ in range(each)], journal)
             check_finished(run, calm)
         except (AssertionError, OSError, ValueError, KeyError) as error:
             wrong.append(f"TLTLAB_NEMESIS_SEED={seed}: {type(error).__name__}: {error} (left at {run})")
@@ -198,8 +214,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=4)
+    parser.add_argument("--each", type=int, default=4, help="faults in a run")
     asked = parser.parse_args()
-    struck, wrong = campaign(asked.folder, asked.seed, asked.faults)
+    struck, wrong = campaign(asked.folder, asked.seed, asked.faults, asked.each)
     print(json.dumps({"faults": sum(struck.values()), "struck": struck, "wrong": wrong}, indent=1))
     sys.exit(bool(wrong))
 

@@ -58,6 +58,10 @@ def test_five_files_of_different_origin_have_one_answer(tmp_path: Path):
     assert answers["lengths.csv"].used == {
         "response_tokens": "response_length", "rl_step": "step", "prompt_id": "group", "prompt_tokens": "prompt_len",
     }  # fmt: skip
+    groups = LENGTHS.shape[1] // 4
+    for name in ("lengths.tsv", "lengths.jsonl", "lengths.parquet"):
+        assert answers[name].used["prompt_id"] in ("group", "uid")
+        assert answers[name].trace.workload["prompt_id"].nunique() == groups
     assert answers["verl"].ignored == ("output", "gts")
 
 
@@ -85,6 +89,18 @@ def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     error = machine.costs.evidence.speedup_error()
     assert found.speedup_error == pytest.approx(error)
     assert f"Nine in ten such speed-ups are off by less than {100 * error:.0f} %" in found.verdict
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 12])
+def test_the_verdict_is_a_row_of_its_table(num_steps: int):
+    lengths = np.tile(LENGTHS, (4, 1))[:num_steps]
+    found = what_if(lengths, systems="vllm-dynamic")
+    assert found.systems.attrs["baseline"] == "verl"
+    row = found.systems.set_index("system").loc["verdict-table"]
+    for name, said in (("ratio", found.chosen.rollout), ("step_ratio", found.chosen.rl_step)):
+        assert 1 / row[name] == pytest.approx(said.estimate, rel=1e-9)
+        assert 1 / row[f"{name}_high"] == pytest.approx(said.low, rel=1e-9)
+        assert 1 / row[f"{name}_low"] == pytest.approx(said.high, rel=1e-9)
 
 
 def test_what_nobody_can_draft_for_is_not_promised():
@@ -138,11 +154,14 @@ def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, caps
     result = json.loads(text)
     assert code == 0
     assert result["verdict"] in page
+    assert "<h1>What speculation would bring</h1>" in page
+    assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
+    assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][1]['rollout']['mean']:.4g} (" in page
     assert set(result["speedup"]["rollout"]) == {"mean", "low", "high"}
     assert (result["num_rl_steps"], result["num_responses"]) == (3, 192)
     assert result["columns"]["ignored"] == ["note"]
     assert result["distance"] == "measured together"
-    assert [row["system"] for row in result["systems"]] == ["vllm-dynamic", "verl"]
+    assert {row["system"] for row in result["systems"]} == {"verdict-table", "vllm-dynamic", "verl"}
     assert run(capsys, path, "--systems", "verl", "--out", tmp_path / "p.svg")[0] == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 

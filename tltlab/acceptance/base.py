@@ -20,7 +20,7 @@ from pydantic import Field, SerializeAsAny
 from tltlab.arrays import Bytes, Floats
 from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import sealed, write_json
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -126,7 +126,7 @@ class StoredModel(FiniteModel):
 
     def write(self, path: str | Path) -> Path:
         """Write the file that `load_acceptance` reads, in one move."""
-        write_json(Path(path), self.model_dump(mode="json"))
+        write_json(Path(path), sealed(self.model_dump(mode="json")))
         return Path(path)
 
 

@@ -13,18 +13,20 @@ requests that speculates takes what its tokens to verify take, and on top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
 from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
-from tltlab.calibration.cross_validation import most_errors
+from tltlab.calibration.cross_validation import most_errors, nine_in_ten
 from tltlab.calibration.robust import non_negative
+from tltlab.calibration.roofline import uncertainty
 from tltlab.costs.evidence import SPECULATING, Evidence
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
@@ -64,15 +66,48 @@ class EngineOverhead:
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecondsByTerm:
+    """Measured seconds that are `known` ones and terms times their columns."""
+
+    columns: dict[str, Floats]
+    measured: Floats
+    known: Floats | float = 0.0
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float, float]]:
+        """No term has one."""
+        return {}
+
+    def where(self, chosen: Flags) -> SecondsByTerm:
+        """Some of the rows."""
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        known = self.known if isinstance(self.known, float) else self.known[chosen]
+        return SecondsByTerm(columns=columns, measured=self.measured[chosen], known=known)
+
+    def fit(self) -> dict[str, float]:
+        """Terms of least relative error, none below 0."""
+        return {name: c or 0.0 for name, c in non_negative(self.columns, self.measured, known=self.known).items()}
+
+    def predict(self, terms: Mapping[str, float]) -> Floats:
+        return np.asarray(sum(c * self.columns[name] for name, c in terms.items()) + self.known, np.float64)
+
+    def open(self) -> Floats:
+        """Standard deviation that the rows leave to predictions of them, relative; a term of 0 has none."""
+        return uncertainty(self, {name: c for name, c in self.fit().items() if c > 0})
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineFit:
     """`points`: measured rows with `fits_memory`, `predicted_s` and, by a fit without the rows of its tp, `held_out_s`.
 
     Rows whose requests do not fit in the KV cache are in no fit: their time per token holds waiting and preemption.
+    `used` are the others.
     """
 
     engine: EngineOverhead
     points: pd.DataFrame
+    used: SecondsByTerm
 
 
 def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?") -> pd.DataFrame:
@@ -100,14 +135,16 @@ def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?
 def fit_engine(data: Path, backend: str = "vllm", model_name: str = "Qwen3-32B") -> EngineFit:
     """Fit the four terms to the H100 rows of a backend and model; each tensor parallelism is left out in turn."""
     points = read_tpot(data, backend, model_name)
-    terms = _terms(data, points, model_name)
+    rows = _terms(data, points, model_name)
     fits = points["fits_memory"].to_numpy()
     held_out = np.full(len(points), np.nan)
     for tp in points["tp"].unique():
         own = (points["tp"] == tp).to_numpy()
-        held_out[own] = _predicted(_fit(terms, points, fits & ~own), terms)[own]
-    engine = _fit(terms, points, fits)
-    return EngineFit(engine=engine, points=points.assign(predicted_s=_predicted(engine, terms), held_out_s=held_out))
+        held_out[own] = rows.predict(rows.where(fits & ~own).fit())[own]
+    used = rows.where(fits)
+    terms = used.fit()
+    predicted = points.assign(predicted_s=rows.predict(terms), held_out_s=held_out)
+    return EngineFit(engine=EngineOverhead(**terms), points=predicted, used=used)
 
 
 def read_speedups(data: Path) -> pd.DataFrame:
@@ -127,12 +164,15 @@ def with_speculation(costs: TableCosts, cells: pd.DataFrame) -> TableCosts:
 
     A speed-up is accept_length * T(1 token) / T(speculating), so a cell measures what its iteration took.
     """
+    return costs.model_copy(update=_drafting(costs, cells).fit() | {"sd_idle_s": 0.0})
+
+
+def _drafting(costs: TableCosts, cells: pd.DataFrame) -> SecondsByTerm:
     plain, verify = _decoding(costs, cells)
     took = cells["accept_length"].to_numpy(np.float64) / cells["speedup"].to_numpy(np.float64) * plain
     depth, batch = (cells[c].to_numpy(np.float64) for c in ("draft_depth", "batch_size"))
     columns = dict(zip(_DRAFTING, (np.ones_like(depth), depth, depth * batch), strict=True))
-    found = non_negative(columns, took, known=verify)
-    return costs.model_copy(update={name: c or 0.0 for name, c in found.items()} | {"sd_idle_s": 0.0})
+    return SecondsByTerm(columns=columns, measured=took, known=verify)
 
 
 def speedups(costs: TableCosts, cells: pd.DataFrame) -> Floats:
@@ -149,8 +189,8 @@ def speedups(costs: TableCosts, cells: pd.DataFrame) -> Floats:
 def shipped_table(data: Path) -> TableCosts:
     """The preset `h100-qwen2.5-32b-tp4-table`, made anew: kernels, vLLM around them, TLT's drafting."""
     fitted, cells = fit_engine(data), read_speedups(data)
-    table = with_speculation(fitted.engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4)), cells)
-    table = table.model_copy(update={"network_levels": True, "switch_s": SWITCH_S})
+    plain = fitted.engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4))
+    table = with_speculation(plain, cells).model_copy(update={"network_levels": True, "switch_s": SWITCH_S})
     points = fitted.points[fitted.points["fits_memory"]]
     errors = (points["held_out_s"] / points["seconds"] - 1).abs()
     held_out = errors.groupby(points["tp"]).mean().mean()
@@ -160,6 +200,10 @@ def shipped_table(data: Path) -> TableCosts:
         engine="vLLM 0.12 and TLT",
         left_out={"tp": most_errors(errors)},
         fitted={"all" + SPECULATING: most_errors(missed)},
+        parameter={
+            "all": nine_in_ten(fitted.used.open()),
+            "all" + SPECULATING: nine_in_ten(_drafting(plain, cells).open()),
+        },
         draft_depth=(float(cells["draft_depth"].min()), float(cells["draft_depth"].max())),
     )
     notes = (
@@ -225,7 +269,7 @@ def _engine_rows(data: Path) -> list[tuple[object, ...]]:
     for backend, name in (("sglang", "Qwen3-32B"), ("trtllm", "Llama-3.1-8B")):
         own = fit_engine(data, backend, name).points
         own = own[own["fits_memory"]].reset_index(drop=True)
-        moved = (_predicted(e, _terms(data, own, name)) / own["seconds"] - 1).abs()
+        moved = (_terms(data, own, name).predict(asdict(e)) / own["seconds"] - 1).abs()
         anew = (own["held_out_s"] / own["seconds"] - 1).abs()
         label = f"{backend} {name} H100 time per output token"
         rows += [
@@ -273,7 +317,7 @@ def _rounded(costs: TableCosts) -> TableCosts:
     return TableCosts.model_validate(short(costs.model_dump(mode="json")))
 
 
-def _terms(data: Path, points: pd.DataFrame, model_name: str) -> dict[str, Floats]:
+def _terms(data: Path, points: pd.DataFrame, model_name: str) -> SecondsByTerm:
     kernels = Kernels.read(data, "H100")
     tables = {tp: from_kernels(kernels, model_name, int(tp)) for tp in points["tp"].unique()}
     cost = {tp: table.iteration(NO_SPECULATION) for tp, table in tables.items()}
@@ -283,14 +327,5 @@ def _terms(data: Path, points: pd.DataFrame, model_name: str) -> dict[str, Float
     ]
     kernels, prefill = np.asarray(pairs, np.float64).T
     concurrency = points["concurrency"].to_numpy(np.float64)
-    return dict(zip(_TERMS, (kernels, prefill, np.ones_like(kernels), concurrency), strict=True))
-
-
-def _fit(terms: dict[str, Floats], points: pd.DataFrame, chosen: Floats) -> EngineOverhead:
-    columns = {name: column[chosen] for name, column in terms.items()}
-    found = non_negative(columns, points["seconds"].to_numpy(np.float64)[chosen])
-    return EngineOverhead(**{name: found[name] or 0.0 for name in _TERMS})
-
-
-def _predicted(engine: EngineOverhead, terms: dict[str, Floats]) -> Floats:
-    return np.asarray(sum(getattr(engine, name) * column for name, column in terms.items()), np.float64)
+    columns = dict(zip(_TERMS, (kernels, prefill, np.ones_like(kernels), concurrency), strict=True))
+    return SecondsByTerm(columns=columns, measured=points["seconds"].to_numpy(np.float64))

@@ -16,7 +16,8 @@ import pandas as pd
 from tltlab.arrays import Floats
 from tltlab.bench.published.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
 from tltlab.bench.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
-from tltlab.costs.evidence import NINE_IN_TEN, SPECULATING
+from tltlab.calibration.cross_validation import nine_in_ten
+from tltlab.costs.evidence import SPECULATING
 from tltlab.costs.profiles import Efficiencies, EngineProfile, LeftOut, Measured, Profiles, Quantised
 from tltlab.costs.roofline import Numbers
 from tltlab.hardware import model
@@ -157,12 +158,13 @@ def _mark_inside(table: pd.DataFrame, ships: Profiles) -> None:
             others = profile.model_copy(update={"measured": tuple(m for m in profile.measured if m is not one)})
             without = ships.model_copy(update={"engines": ships.engines | {name: others}})
             shape, kind = model(one.model), SPECULATING if one.draft_depth else ""
-            bounds = without.left_out(name, shape.experts > 0)
-            bounds |= {kind: ships.evidence(name, one.gpu, shape, one.weights).fitted[f"all{kind}"]}
+            bounds = {fold: most for fold, (_, most) in without.left_out(name, shape.experts > 0).items()}
+            own = ships.evidence(name, one.gpu, shape, one.weights)
+            bounds[kind] = (own.speedup_error() if kind else own.error()) or 0.0
             for fold in ("", *FOLDS):
                 if bound := bounds.get(fold + kind):
                     size = part[_column(fold)].abs()
-                    table.loc[part.index, f"{fold}_inside"] = (size <= bound[1]).astype(float)
+                    table.loc[part.index, f"{fold}_inside"] = (size <= bound).astype(float)
 
 
 def _by_size(table: pd.DataFrame) -> list[tuple[object, ...]]:
@@ -246,7 +248,7 @@ def _measured(part: pd.DataFrame) -> Measured:
         draft_depth=_span(drafted) if len(drafted) else None,
         source=first["source"],
         fitted=_left_out(part["error"]),
-        parameter=round(NINE_IN_TEN * float(np.sqrt((part["open"] ** 2).mean())), 4),
+        parameter=nine_in_ten(part["open"].to_numpy(np.float64)),
         left_out={fold: _left_out(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part},
     )
 

@@ -19,7 +19,7 @@ from tltlab.bench.published.fit import Fitted, fit, predict
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
 from tltlab.bench.published.measurements import from_speedups, from_tpot, from_waves
 from tltlab.bench.published.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
-from tltlab.calibration.cross_validation import most_errors
+from tltlab.calibration.cross_validation import most_errors, nine_in_ten
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.evidence import SPECULATING, Evidence
 from tltlab.costs.roofline import Constants, RooflineCosts
@@ -105,7 +105,16 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
             if (name, shape) != (GPUS[0], "Qwen2.5-32B"):
                 calibrated = CalibratedRange(batch=calibrated.batch, verified_tokens=calibrated.verified_tokens)
                 notes.insert(1, "No end-to-end measurement of this model on this GPU is in the fit.")
-            evidence = _evidence(found, data, name, shape)
+            asked = found.predictions.assign(gpu=name, model=shape, tp=tp)
+            speculates, spread = asked["draft_depth"].to_numpy() > 0, found.open(asked, constants)
+            evidence = _evidence(found, data, name, shape).model_copy(
+                update={
+                    "parameter": {
+                        "all": nine_in_ten(spread[~speculates]),
+                        "all" + SPECULATING: nine_in_ten(spread[speculates]),
+                    }
+                }
+            )
             key = f"{name}-{shape}" + (f"-tp{tp}" if tp > 1 else "")
             made[key.lower()] = preset(constants, name, shape, tp, calibrated, tuple(notes), evidence)
     return made

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import hypot
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CostModel
-from tltlab.costs.evidence import NINE_IN_TEN, Evidence
+from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.table import Roofline
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
-from .cross_validation import MOST_FOLDS, Fold, cross_validated, held_out_errors, most_errors, step_folds
+from .cross_validation import MOST_FOLDS, Fold, cross_validated, held_out_errors, most_errors, nine_in_ten, step_folds
 from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
 from .linear import LinearEstimator
 from .residuals import coverage, residuals, worker_sums
@@ -153,17 +152,19 @@ def _evidence(
 ) -> Evidence:
     """What speaks for a fit to these rows: errors by what was left out of it, as shares.
 
-    Where nothing could be left out, those inside the fit with what so few rows leave open of it.
+    Those inside the fit where nothing could be left out.
     """
-    depth, fitted = rows.depth[rows.depth > 0], {}
-    if estimator.open_ is not None and not any(map(len, left_out.values())):
-        median, most = most_errors(estimator.predictions_ / rows.seconds - 1.0)
-        fitted = {"all": (median, hypot(most, NINE_IN_TEN * float(np.sqrt((estimator.open_**2).mean()))))}
+    depth, fitted, parameter = rows.depth[rows.depth > 0], {}, {}
+    if estimator.open_ is not None:
+        parameter = {"all": nine_in_ten(estimator.open_)}
+        if not any(map(len, left_out.values())):
+            fitted = {"all": most_errors(estimator.predictions_ / rows.seconds - 1.0)}
     return Evidence(
         engine=where,
         speculation=bool(len(depth)),
         left_out={fold: most_errors(errors) for fold, errors in left_out.items() if len(errors)},
         fitted=fitted,
+        parameter=parameter,
         draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,
     )
 

@@ -95,6 +95,11 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(errors).reindex(columns=columns)
 
 
+def nine_in_ten(spread: Floats) -> float:
+    """What nine in ten normal errors of these standard deviations do not exceed."""
+    return round(1.645 * float(np.sqrt(np.mean(spread**2))), 4)
+
+
 def most_errors(errors: pd.Series[float] | Floats) -> tuple[float, float]:
     """Median of absolute relative errors, and what the next one does not exceed with a probability of 90 %.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
@@ -20,6 +21,7 @@ from tltlab.costs.roofline import (
     draft_level_s,
     forward_s,
     prefill_token_s,
+    riding_s,
 )
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, gpu, model
@@ -129,7 +131,11 @@ class RooflineRows:
 
     def iteration_s(self, c: Terms, context: Floats) -> Floats:
         took = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
-        return np.asarray(took + prefill_token_s(self.ideal, c) * self.prefill, np.float64)
+        if self.prefill.any():
+            # As `RooflineIteration.beside_s` has it: prompts ride where reading weights bounds the iteration.
+            riding = riding_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
+            took = took + np.minimum(riding, prefill_token_s(self.ideal, c) * self.prefill)
+        return np.asarray(took, np.float64)
 
     def forward_s(self, c: Terms, batch: Floats, queries: Floats, context: Floats) -> Floats:
         slope = context_slope_s(self.ideal, c, queries=queries)
@@ -150,6 +156,12 @@ class RooflineRows:
         spans = (self.batch, self.batch * self.verified, self.batch * self.context)
         names = ("batch", "verified_tokens", "context_tokens")
         return CalibratedRange(**{n: (float(x.min()), float(x.max())) for n, x in zip(names, spans, strict=True)})
+
+    @property
+    def most_tokens_with_prompts(self) -> int | None:
+        """Tokens of the largest iteration with prompts, which limits what rides in the simulator's; None without."""
+        tokens = (self.batch * self.verified + self.prefill)[self.prefill > 0]
+        return math.ceil(tokens.max()) if len(tokens) else None
 
     def thinned(self) -> Self:
         """At most `_ENOUGH` rows, evenly spaced, of each regime: a dozen constants need no more."""
@@ -194,6 +206,7 @@ class RooflineEstimator(CostEstimator):
             tp=self.hardware.tp,
             constants=constants,
             calibrated=every.covered,
+            max_num_batched_tokens=every.most_tokens_with_prompts,
             notes=tuple(notes),
         )
         self.constants_ = constants
@@ -227,7 +240,7 @@ def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) 
 def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
     """Which constants the measurements leave open, and which lie at the end of their range."""
     names, best = list(values), np.log(list(values.values()))
-    _, spread = _posterior(rows, values)
+    spread = np.linalg.inv(_precision(_slopes(rows, values)))
     held = [name for name, s in zip(names, np.diag(spread), strict=True) if s * _PRIOR_WEIGHT**2 > 0.5]
     notes = [f"not identified by these data, held near typical values: {', '.join(held)}"] if held else []
     at_end = [n for n, x in zip(names, best, strict=True) if min(abs(x - np.log(rows.ranges[n][1:]))) < 1e-6]
@@ -236,22 +249,35 @@ def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
     return notes
 
 
-def uncertainty(rows: Measurements, values: Mapping[str, float]) -> Floats:
+def uncertainty(
+    rows: Measurements, values: Mapping[str, float], asked: tuple[Measurements, Mapping[str, float]] | None = None
+) -> Floats:
     """Standard deviation of each prediction that the number of rows leaves, relative, by Laplace.
 
-    A single measurement errs as the rows beyond what the constants take up do, with `_NOISE` for `_NOISE_ROWS` more:
-    as many constants as rows would meet them exactly.
+    Of `asked` where that is given: other rows, and the constants there, in proportion to `values`. A single measurement
+    errs as the rows beyond what the constants take up do, with `_NOISE` for `_NOISE_ROWS` more: as many constants as
+    rows would meet them exactly. What the rows say nothing about lies anywhere in its range, if it has one.
     """
-    slopes, spread = _posterior(rows, values)
-    share = np.einsum("ij,jk,ik->i", slopes, spread, slopes)
+    slopes = _slopes(rows, values)
+    precision = _precision(slopes)
     error = rows.predict(values) / rows.measured - 1
-    beyond = max(len(error) - float(share.sum()), 0.0)
+    beyond = max(len(error) - float(np.einsum("ij,jk,ik->", slopes, np.linalg.inv(precision), slopes)), 0.0)
     variance = (float((error**2).sum()) + _NOISE_ROWS * _NOISE**2) / (beyond + _NOISE_ROWS)
-    return np.asarray(np.sqrt(share * variance), np.float64)
+    spans = [rows.ranges.get(name, (1.0, 0.0, np.inf)) for name in values]
+    anywhere = [12 / np.log(most / least) ** 2 if least else 0.0 for _, least, most in spans]
+    spread = np.linalg.inv(precision / variance + np.diag(anywhere))
+    if asked is not None:
+        slopes = _slopes(asked[0], {name: asked[1][name] for name in values})
+    return np.asarray(np.sqrt(np.einsum("ij,jk,ik->i", slopes, spread, slopes)), np.float64)
 
 
-def _posterior(rows: Measurements, values: Mapping[str, float]) -> tuple[Floats, Floats]:
-    """Slopes of the logarithms of predictions by those of constants, and these' covariance for errors of spread 1."""
+def _precision(slopes: Floats) -> Floats:
+    """Of the logarithms of constants, for errors of spread 1: the inverse of their covariance."""
+    return np.asarray(slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(slopes.shape[1]), np.float64)
+
+
+def _slopes(rows: Measurements, values: Mapping[str, float]) -> Floats:
+    """Of the logarithms of predictions by those of constants."""
     names, best = list(values), np.log(list(values.values()))
 
     def predicted(x: Floats) -> Floats:
@@ -259,9 +285,7 @@ def _posterior(rows: Measurements, values: Mapping[str, float]) -> tuple[Floats,
 
     step = 1e-4
     slopes = np.column_stack([predicted(best + step * e) - predicted(best - step * e) for e in np.eye(len(names))])
-    slopes /= 2 * step
-    precision = slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(len(names))
-    return slopes, np.asarray(np.linalg.inv(precision), np.float64)
+    return np.asarray(slopes / (2 * step), np.float64)
 
 
 def constants_of(values: Mapping[str, float]) -> Constants:

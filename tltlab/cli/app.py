@@ -6,7 +6,6 @@ A command is loaded when it is called; the overview reads the first line of its 
 from __future__ import annotations
 
 import ast
-import signal
 import sys
 from collections.abc import Sequence
 from importlib.abc import InspectLoader
@@ -14,7 +13,7 @@ from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
 from typing import Any, NoReturn
 
-from tltlab.console import progress, running, sigterm_does
+from tltlab.console import progress, running, sigterm_interrupts
 from tltlab.errors import ConfigError, TltlabError, did_you_mean
 
 GROUP = "tltlab.commands"
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.remove("--debug")
     token = running.set(tuple(args))
     try:
-        with sigterm_does(signal.default_int_handler):
+        with sigterm_interrupts():
             sys.exit(_run(args))
     except TltlabError as error:
         if debug:

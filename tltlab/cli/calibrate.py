@@ -27,7 +27,7 @@ from tltlab.costs.profiles import find_gpu, find_model, listed
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import sealed, write_json
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 from tltlab.traces.trace import read
 
@@ -165,7 +165,7 @@ class _Fits:
         }
         for name, model in models.items():
             if model is not None and (path := outs[name]) is not None:
-                write_json(path, model.model_dump(mode="json"))
+                write_json(path, sealed(model.model_dump(mode="json")))
 
     @property
     def notes(self) -> list[str]:

@@ -13,7 +13,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import sealed, write_json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .evidence import Evidence
@@ -108,7 +108,7 @@ class CostModel(FrozenModel, ABC):
 
     def write(self, path: str | Path) -> Path:
         """Write the file that `load_costs` reads, in one move."""
-        write_json(Path(path), self.model_dump(mode="json"))
+        write_json(Path(path), sealed(self.model_dump(mode="json")))
         return Path(path)
 
 

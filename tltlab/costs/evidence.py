@@ -15,8 +15,6 @@ Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 SPECULATING = ", speculating"
 """Ends the name of a fold whose errors are those of speed-ups, not of times."""
 LEVEL = 0.9
-NINE_IN_TEN = 1.645
-"""Standard deviations that nine in ten normal errors do not exceed."""
 _MOST_OVER = 0.75
 """Errors are those of predictions relative to what was measured: nothing is believed to take more than 4 times."""
 _TOGETHER = "together"
@@ -28,9 +26,10 @@ class Evidence(FrozenModel):
     `engine` names the measurements. `unmeasured` is what of GPU, model and weights' type they lack, or "together" where
     each was measured but not with the others; `speculation` is whether there was any. Errors are absolute and relative,
     each as (median, what nine in ten do not exceed): `left_out` by what was left out of a fit ("model", "gpu", "engine"
-    or parts of the data), `fitted` of the very measurements that are asked for, with what their number leaves open of
-    the fit's parameters; names that end in ", speculating" are of speed-ups. `draft_depth` is the span of the nearest
-    measurements.
+    or parts of the data), `fitted` of the very measurements that are asked for. `parameter` is what nine in ten do not
+    exceed for what the measurements leave open of the fit's parameters, by their posterior (Laplace): few may be met by
+    luck. Names are "all" in the latter two; those that end in ", speculating" are of speed-ups. `draft_depth` is the
+    span of the nearest measurements.
     """
 
     engine: str
@@ -38,6 +37,7 @@ class Evidence(FrozenModel):
     speculation: bool = True
     left_out: dict[str, tuple[Error, Error]] = Field(default_factory=dict)
     fitted: dict[str, tuple[Error, Error]] = Field(default_factory=dict)
+    parameter: dict[str, Error] = Field(default_factory=dict)
     draft_depth: tuple[float, float] | None = None
 
     @property
@@ -50,10 +50,10 @@ class Evidence(FrozenModel):
         """The relative error of an iteration's or a rollout's time that nine in ten predictions do not exceed.
 
         Of what was measured together it is the error of those measurements; of what was not, or where batches or drafts
-        are `extrapolated` beyond them, that of leaving out what is missing, several such added up as independent ones.
-        None where no error is known.
+        are `extrapolated` beyond them, that of leaving out what is missing; several such, and what is open of the
+        parameters, are added up as independent ones. None where no error is known.
         """
-        plain = self._most("", extrapolated)
+        plain = self._with_parameters("", extrapolated)
         if not speculates or plain is None:
             return plain
         speedup = self.speedup_error(extrapolated=extrapolated)
@@ -63,7 +63,7 @@ class Evidence(FrozenModel):
 
     def speedup_error(self, *, extrapolated: bool = False) -> float | None:
         """The same of a speed-up: what the plain and the speculative time have in common cancels."""
-        return self._most(SPECULATING, extrapolated)
+        return self._with_parameters(SPECULATING, extrapolated)
 
     def interval(
         self, seconds: float, *, speculates: bool = False, extrapolated: bool = False
@@ -111,8 +111,13 @@ class Evidence(FrozenModel):
         tail = f"; median error on what was left out of its fit, by {', '.join(errors)}" if errors else ""
         return self.says() + ("" if self.speculation else "; speculation was not measured with it") + tail
 
-    def _most(self, kind: str, extrapolated: bool) -> float | None:
+    def _with_parameters(self, kind: str, extrapolated: bool) -> float | None:
         """What nine in ten errors of times, or with SPECULATING of speed-ups, do not exceed."""
+        most = self._most(kind, extrapolated)
+        return None if most is None else round(math.hypot(most, self.parameter.get(f"all{kind}", 0.0)), 6)
+
+    def _most(self, kind: str, extrapolated: bool) -> float | None:
+        """The same of the errors that were met, in the fit or without what was left out of it."""
         own = self.fitted.get(f"all{kind}")
         unmeasured = self.unmeasured or ((_TOGETHER,) if extrapolated else ())
         if own is not None and not unmeasured:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import chain
-from math import hypot
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -84,9 +83,8 @@ class Measured(FrozenModel):
     """One set of measurements of the fit: what was run, the spans covered, errors inside the fit and left out.
 
     `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted.
-    `left_out` is by what was left out: the model, the GPU or the engine, each with all its measurements. `parameter` is
-    the relative error that nine in ten predictions of these do not exceed for what the fit leaves open of its
-    parameters, by their posterior: few measurements may be met by luck.
+    `left_out` is by what was left out: the model, the GPU or the engine, each with all its measurements; `parameter` as
+    in `Evidence`.
     """
 
     gpu: str
@@ -177,7 +175,7 @@ class Profiles(FrozenModel):
         """What speaks for this engine's costs of a model on one kind of GPU."""
         profile = self.engines[engine]
         nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
-        fitted = _by_fold(("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest)
+        own = _by_fold(("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest)
         drafted = [m for m in profile.measured if m.draft_depth]
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
         return Evidence(
@@ -185,7 +183,8 @@ class Profiles(FrozenModel):
             unmeasured=profile.unmeasured(gpu, model.name, weights),
             speculation=bool(drafted),
             left_out=self.left_out(engine, model.experts > 0),
-            fitted={fold: _own_errors(sets) for fold, sets in fitted.items()},
+            fitted={fold: _pooled([one.fitted for one in sets]) for fold, sets in own.items()},
+            parameter={fold: max(one.parameter for one in sets) for fold, sets in own.items()},
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
@@ -227,12 +226,6 @@ def _by_fold(errors: Iterable[tuple[str, _Set]]) -> dict[str, list[_Set]]:
     for fold, one in errors:
         found.setdefault(fold, []).append(one)
     return found
-
-
-def _own_errors(sets: list[Measured]) -> tuple[float, float]:
-    """Errors inside the fit, nine in ten with what the parameters leave open."""
-    median, most = _pooled([one.fitted for one in sets])
-    return median, round(hypot(most, max(one.parameter for one in sets)), 6)
 
 
 def _pooled(sets: list[LeftOut], level: float = LEVEL) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from pydantic import Field
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import sealed, write_json
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class StageCosts(FrozenModel):
 
     def write(self, path: str | Path) -> Path:
         """Write the JSON file that `load_stages` reads."""
-        write_json(Path(path), self.model_dump(mode="json"))
+        write_json(Path(path), sealed(self.model_dump(mode="json")))
         return Path(path)
 
 

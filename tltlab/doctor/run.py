@@ -7,6 +7,7 @@ import pandas as pd
 
 from tltlab.costs.stages import STAGES
 from tltlab.traces import metrics
+from tltlab.traces.schema import KEY
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
 from .finding import Finding, NotChecked, check, hint, problem
@@ -19,6 +20,9 @@ CUT_SHARE = 0.1
 
 ABORTED_SHARE = 0.05
 """Aborted responses beyond which lengths and rewards are those of a selection."""
+
+STARVED = 0.95
+"""Mean length trained on over that generated below which the policy is taught to be short."""
 
 WAITING_SHARE = 0.2
 """Share of the time with a queue that is more than the end of one admission."""
@@ -81,7 +85,13 @@ def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
 @check("cut-at-cap", good="responses end by themselves")
 def cut_at_cap(evidence: RunEvidence) -> Finding | None:
     """Many responses were cut at the cap, or aborted: their true lengths are not known."""
-    reasons = evidence.known.outcomes["finish_reason"].value_counts(normalize=True)
+    trace = evidence.known
+    rows = trace.outcomes.merge(trace.workload[[*KEY, "epoch"]], on=list(KEY)).sort_values("rl_step", kind="stable")
+    aborted_there = rows["finish_reason"] == "abort"
+    if (rows.duplicated(["epoch", "prompt_id", "sample"], keep="last") & aborted_there).any():
+        # What is cut at the end of an RL step goes on in a later one, as what is cut now would.
+        rows = rows[~aborted_there]
+    reasons = rows["finish_reason"].value_counts(normalize=True)
     cut, aborted = float(reasons.get("length", 0.0)), float(reasons.get("abort", 0.0))
     if cut < CUT_SHARE and aborted < ABORTED_SHARE:
         return None
@@ -92,6 +102,27 @@ def cut_at_cap(evidence: RunEvidence) -> Finding | None:
             "simulated from them has the tail that the cap left."
         ),
         advice="Raise rollout.max_response_tokens if they should be finished, or keep it and read tails with care.",
+    )
+
+
+@check("long-starved", good="training sees the lengths that are generated")
+def long_starved(evidence: RunEvidence) -> Finding | None:
+    """Groups dropped for their age leave training with shorter responses than were generated."""
+    steps = evidence.known.steps
+    known = None if steps is None else steps[steps["length_bias"].notna()]
+    if known is None or known.empty:
+        raise NotChecked("RL steps are apart, or the trace does not tell what was dropped (steps.length_bias)")
+    bias, dropped = float(known["length_bias"].iloc[-1]), known["dropped_groups"].iloc[-1]
+    if bias >= STARVED:
+        return None
+    groups = "" if pd.isna(dropped) else f" {dropped:.0f} groups were dropped for their age."
+    return problem(
+        title="Training is starved of long responses",
+        evidence=f"Responses trained on have {bias:.0%} of the mean length of those generated.{groups}",
+        advice=(
+            'Let RL steps wait for the oldest groups (rollout.stale = "hold"), or allow older ones (rollout.staleness, '
+            "rollout.partial.max_age)."
+        ),
     )
 
 

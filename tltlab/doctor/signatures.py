@@ -19,7 +19,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
     bandit.explores_more_than_it_finds, bandit.one_arm_per_bucket, log.canary, log.serves_nobody,
     training.drafter_never_published, training.training_fails, training.idle_fragmented, run.rollout_not_bottleneck,
     steps.rollout_share, run.prefill_bound, run.waiting_queue, run.workers_uneven, run.slow_worker, run.time_outside,
-    run.no_graph, run.cut_at_cap, run.noisy_machine,
+    run.no_graph, run.long_starved, run.cut_at_cap, run.noisy_machine,
 )  # fmt: skip
 """In the order in which what they find is told: what broke, what speculation does, what is around it."""
 

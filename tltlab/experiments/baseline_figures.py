@@ -10,13 +10,15 @@ from typing import Any, Literal
 import numpy as np
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.stats import paired_interval
+from tltlab.stats import paired_interval, paired_ratio
 
 Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
 PER_SECONDS = ("duration", "per_token", "per_plain_second")
 """What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
 JUDGED_BY = "per_plain_second"
+PROCESSOR = "processor_per_plain_second"
+"""The same of this process's processor seconds, which a busy machine stretches little; 0 where none were counted."""
 
 NOTHING: dict[str, Any] = {"modes": [], "speedups": [], "judged_by": JUDGED_BY, "goals": []}
 """What `summarise` gives, of no rollouts."""
@@ -50,6 +52,7 @@ class Measured:
     recorder_s: float
     policy_s: float
     drafting_s: float
+    processor_s: float = 0.0
 
     def rate(self, part: Part, per: str) -> float:
         """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
@@ -57,6 +60,8 @@ class Measured:
         seconds = self.seconds if whole else self.tail_seconds
         if per == "duration":
             return seconds
+        if per == PROCESSOR:
+            return self.processor_s / self.plain_s if whole and self.plain_s > 0 else math.nan
         tokens, plain_s = (self.num_tokens, self.plain_s) if whole else (self.tail_tokens, self.tail_plain_s)
         amount = tokens if per == "per_token" else plain_s
         return seconds / amount if amount > 0 else math.nan
@@ -171,6 +176,28 @@ def _goals(
             # Only a difference that is sure counts as behind.
             surely = ratio["high"] if ratio["high"] is not None else ratio["ratio"]
             rows.append(row | {"met": surely is not None and surely >= 1.0})
+    return rows
+
+
+def over_best_fixed(rollouts: Sequence[Measured], per: str = JUDGED_BY) -> list[dict[str, Any]]:
+    """A row per epoch and mode: its time over that of the fixed depth, or none, that did best, with its interval.
+
+    `best_fixed` is that mode, chosen in hindsight; time is what `per` names.
+    """
+    rows = []
+    for epoch in sorted({r.epoch for r in rollouts}):
+        rates = {
+            mode: np.array([r.rate("rollout", per) for r in _of(rollouts, mode, epoch)])
+            for mode in dict.fromkeys(r.mode for r in rollouts)
+        }
+        fixed = {r.mode for r in rollouts if r.kind in ("stock", "off", "static")}
+        best = min(sorted(fixed), key=lambda mode: float(rates[mode].mean()))
+        for mode, rate in rates.items():
+            ratio = paired_ratio(rate, rates[best], rng=np.random.default_rng(0))
+            rows.append(
+                {"mode": mode, "epoch": epoch, "best_fixed": best, "ratio": ratio.estimate, "low": finite(ratio.low),
+                 "high": finite(ratio.high)}
+            )  # fmt: skip
     return rows
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpe
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import (
+    AdaptiveSpec,
     BegMabSpec,
     Bucket,
     FixedSpec,
@@ -90,6 +92,7 @@ def modes(*, learned: bool = False) -> list[Mode]:
         Mode(name="off", kind="off", policy=load_policy("none")),
         *(Mode(name=f"suffix {k}", kind="static", policy=policy) for k, policy in fixed.items()),
         Mode(name="table", kind="table", policy=Policy(selector=TableSpec(rows=table))),
+        Mode(name="adaptive", kind="adaptive", policy=Policy(selector=AdaptiveSpec(drafters=("suffix",)))),
         Mode(name="beg-mab", kind="adaptive", policy=_bandit(_MODEL_FREE)),
         Mode(
             name="beg-mab by length",
@@ -219,24 +222,27 @@ class _Bench:
         }
         order = np.random.default_rng(seed)
         done: list[tuple[Mode, int, int, Rollout]] = []
+        processor_s: list[float] = []
         for round_ in range(rounds + 1):
             for epoch in range(1, epochs + 1):
                 for n in order.permutation(len(chosen)):
                     mode = chosen[n]
-                    if mode.kind == "stock":
-                        assert self.stock is not None
-                        done.append((mode, epoch, round_, self.rollout(self.stock)))
-                        continue
-                    engine = self.engines[mode.learned]
-                    engine.control.set_selector(*learning[mode.name, epoch])
-                    engine.forget()
-                    engine.remember(self._told(history[: epoch - 1]))
-                    done.append((mode, epoch, round_, self.rollout(engine)))
+                    decoder: Engine | PlainStock | None = self.stock
+                    if mode.kind != "stock":
+                        decoder = engine = self.engines[mode.learned]
+                        engine.control.set_selector(*learning[mode.name, epoch])
+                        engine.forget()
+                        engine.remember(self._told(history[: epoch - 1]))
+                    assert decoder is not None
+                    began = time.process_time()
+                    done.append((mode, epoch, round_, self.rollout(decoder)))
+                    processor_s.append(time.process_time() - began)
             seconds = sum(rollout.duration_s for _, _, n, rollout in done if n == round_)
             progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
         plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "stock" for row in rollout.iterations])
         rows = [
-            measured(rollout, plain, mode=mode, epoch=epoch, round_=round_) for mode, epoch, round_, rollout in done
+            replace(measured(rollout, plain, mode=mode, epoch=epoch, round_=round_), processor_s=took_s)
+            for (mode, epoch, round_, rollout), took_s in zip(done, processor_s, strict=True)
         ]
         names = [mode.name for mode in chosen]
         return sorted(rows, key=lambda row: (row.epoch, names.index(row.mode), row.round))

@@ -1,17 +1,19 @@
 """policies: every policy on many traces and regimes, against the best fixed strategy in hindsight.
 
-Simulated. What is compared with is built from public descriptions; SOURCES says which.
+Simulated, and measured on the models that are named: all modes of `tltlab bench runtime`, in turn in every round. What
+is compared with is built from public descriptions; SOURCES says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 from pydantic import Field
 
@@ -24,11 +26,14 @@ from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import AdaptiveSpec, NoneSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
+from tltlab.sim.sweep import backend
 from tltlab.sim.tuning.regimes import PolicyRegime, best_fixed, regimes
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .result import ExperimentResult
+from .baseline_figures import JUDGED_BY, PROCESSOR, Measured, over_best_fixed
+from .models import Count, own_model
+from .result import ExperimentResult, chosen, with_interval
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"
 SEVERAL = "beg-mab, several arms"
@@ -58,18 +63,30 @@ GOAL_WORST, GOAL_MEAN, GOAL_ORACLE = 1.02, 0.98, 1.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`rl_steps` of each regime under `seeds` seeds; `only` names regimes, all where it is empty.
+    """`rl_steps` of each regime under `seeds` seeds; `only` names regimes, all where it is empty; `jobs` processes.
 
-    Recorded traces are looked for in the folder `traces`.
+    Recorded traces are looked for in the folder `traces`. The second line of fields is the measured part's, as in
+    `tltlab bench runtime`, on each of `models`: folders of `tltlab make-model`, or sizes, trained first. With
+    `simulated=false` it is alone. `clock=processor` judges by the engine's processor seconds, which other work on the
+    machine stretches less than the wall's; only where the engine runs on the CPU.
     """
 
-    rl_steps: Annotated[int, Field(ge=1)] = 4
-    seeds: Annotated[int, Field(ge=1)] = 2
+    rl_steps: Count = 4
+    seeds: Count = 2
     only: tuple[str, ...] = ()
     traces: Path = Path("traces")
+    jobs: Count = 1
+    simulated: bool = True
+    models: tuple[str, ...] = ()
+    prompts: Count = 16
+    group_size: Count = 8
+    epochs: Count = 1
+    rounds: Annotated[int, Field(ge=2)] = 8
+    cap: Count = 512
+    clock: Literal["wall", "processor"] = "wall"
 
 
-FAST: Mapping[str, Any] = {"rl_steps": 2, "seeds": 1}
+FAST: Mapping[str, Any] = {"rl_steps": 2, "seeds": 1, "prompts": 4, "group_size": 4, "rounds": 2, "cap": 128}
 
 
 @dataclass(frozen=True)
@@ -118,20 +135,69 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
 
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
-    """The experiment; ConfigError for a regime that there is not."""
-    found = regimes(settings.traces, settings.rl_steps)
-    names = [regime.name for regime in found]
-    if unknown := [name for name in settings.only if name not in names]:
-        raise ConfigError(f"only: no regime named {unknown[0]!r}; there are {', '.join(names)}")
+    """The experiment; ConfigError for a regime that there is not, and for models that are none."""
+    if not settings.simulated and not settings.models:
+        raise ConfigError("nothing to do: with simulated=false, name models to measure on")
+    seeds = [seed + i for i in range(settings.seeds)]
+    found = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
+    asked = chosen("regime", found, settings.only if settings.simulated else (), progress)
     rows = []
-    for regime in found:
-        if not settings.only or regime.name in settings.only:
-            progress(f"{regime.name}: {regime.about}")
-            rows += judged(regime, [seed + i for i in range(settings.seeds)])
+    with backend(None, settings.jobs) as jobs:
+        for judgement in Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(each, seeds) for each in asked):
+            ours = next(row for row in judgement if row["policy"] == ADAPTIVE)
+            progress(f"{ours['regime']}: {ADAPTIVE} takes {ours['ratio']:.3f} times as long as {ours['best_fixed']}")
+            rows += judgement
+    for model in settings.models:
+        rows += _measured(settings, model, folder, seed, progress)
     frame = pd.DataFrame(rows)
+    predicted, measured = (frame[frame["kind"] == kind] for kind in ("predicted", "measured"))
     return ExperimentResult(
-        verdict=verdict(frame), rows=frame, figure=_picture(frame), prediction=True, notes=_notes(frame)
+        verdict=" ".join([
+            *([measured_verdict(measured)] if len(measured) else ()), *([verdict(predicted)] if len(predicted) else ()),
+        ]),
+        rows=frame,
+        figure=_picture(predicted, measured),
+        prediction=measured.empty,
+        notes=_notes(predicted, measured),
+    )  # fmt: skip
+
+
+def _measured(
+    settings: Settings, model: str, folder: Path, seed: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row per epoch and mode of `tltlab bench runtime` on a model."""
+    # Engines are heavy to import, and no simulation needs one.
+    from .baseline_measured import bench_runtime
+
+    given = Path(model) if "/" in model or Path(model).is_dir() else None
+    where = own_model(given, folder, size=model, progress=progress)
+    found = bench_runtime(
+        where,
+        prompts=settings.prompts,
+        group_size=settings.group_size,
+        epochs=settings.epochs,
+        rounds=settings.rounds,
+        max_response_tokens=settings.cap,
+        seed=seed,
+        progress=progress,
     )
+    return measured_rows(where.name, found, settings.clock)
+
+
+def measured_rows(name: str, found: Mapping[str, Any], clock: str = "wall") -> list[dict[str, Any]]:
+    """What `bench_runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
+    rollouts = [Measured(**row) for row in found["rows"] if row["round"]]
+    per, field = (JUDGED_BY, "seconds") if clock == "wall" else (PROCESSOR, "processor_s")
+    took = pd.DataFrame([asdict(r) for r in rollouts]).groupby(["mode", "epoch"])[[field, "num_tokens"]].mean()
+    return [
+        {
+            "kind": "measured", "regime": f"{name}, epoch {row['epoch']}", "policy": row["mode"], "seconds": seconds,
+            "best_fixed": row["best_fixed"], "ratio": row["ratio"], "ratio_low": row["low"], "ratio_high": row["high"],
+            "source": f"measured here, {clock} clock", "tokens_per_s": tokens / seconds,
+        }
+        for row in over_best_fixed(rollouts, per)
+        for seconds, tokens in [took.loc[(row["mode"], row["epoch"])].tolist()]
+    ]  # fmt: skip
 
 
 def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -148,7 +214,8 @@ def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[dict[str, Any]]:
         ratio = paired_interval(seconds, fixed, rng=np.random.default_rng(0))
         rows.append(
             {
-                "regime": regime.name, "policy": name, "seconds": float(seconds.mean()), "best_fixed": str(best),
+                "kind": "predicted", "regime": regime.name, "policy": name, "seconds": float(seconds.mean()),
+                "best_fixed": str(best),
                 "ratio": ratio.estimate, "ratio_low": ratio.low, "ratio_high": ratio.high,
                 "over_oracle": float(seconds.sum() / oracle.sum()), "source": SOURCES[name],
             }
@@ -188,6 +255,18 @@ def verdict(rows: pd.DataFrame) -> str:
     )
 
 
+def measured_verdict(rows: pd.DataFrame) -> str:
+    """What `adaptive` took on each model of the best fixed depth's time, and how fast both and stock vLLM were."""
+    said = []
+    for regime, of in rows.groupby("regime", sort=False):
+        tokens_per_s = of.set_index("policy")["tokens_per_s"]
+        ours = next(row for row in of.to_dict("records") if row["policy"] == ADAPTIVE)
+        speeds = (f"{tokens_per_s[name]:.0f} under {name}" for name in ("stock", ours["best_fixed"], ADAPTIVE))
+        size = with_interval(ours["ratio"], ours["ratio_low"], ours["ratio_high"], ".3f")
+        said.append(f"{size} on {regime} ({', '.join(dict.fromkeys(speeds))} tokens/s)")
+    return f"measured here, adaptive takes {'; '.join(said)} times as long as the best fixed depth in hindsight."
+
+
 def repairs(rows: pd.DataFrame) -> str:
     """What each repair of BEG-MAB changes in the mean ratio: several arms of the published one, others beside that."""
     means = rows.groupby("policy")["ratio"].mean()
@@ -199,27 +278,40 @@ def repairs(rows: pd.DataFrame) -> str:
     return f"repairs of BEG-MAB: {', '.join(said)}"
 
 
-def _notes(rows: pd.DataFrame) -> tuple[str, ...]:
-    oracle = rows[rows["policy"] == ORACLE]
+def _notes(predicted: pd.DataFrame, measured: pd.DataFrame) -> tuple[str, ...]:
+    notes: tuple[str, ...] = (
+        "ratio is time over that of the best fixed strategy, chosen in hindsight on the same RL steps and luck, or on "
+        "the same rounds; intervals are of 95 % over RL steps and seeds, or over rounds",
+    )
+    if len(measured):
+        notes += (
+            "measured: time is per second that plain decoding of the same lengths would take; fixed are 1, 2, 4 and 8 "
+            "tokens of the suffix drafter or none; what learns goes on learning from round to round",
+        )
+    if predicted.empty:
+        return notes
+    oracle = predicted[predicted["policy"] == ORACLE]
     out_of_reach = oracle[oracle["ratio"] > GOAL_MEAN]["regime"].tolist()
     return (
-        "ratio is time over that of the best fixed strategy, chosen in hindsight on the same RL steps and luck; "
-        "intervals are of 95 % over RL steps and seeds",
+        *notes,
         f"the oracle itself is above {GOAL_MEAN:g}, so policies are too: {', '.join(out_of_reach) or '-'}",
         "the cost profile and the verify budget are given the true costs of the start; vLLM's estimator tells tokens "
         "apart by the drafter's logits, which no simulation of alike requests can show",
         "the constants of adaptive were chosen while looking at these regimes, so they are no test that it never saw; "
         "the others run as published or shipped",
-        repairs(rows),
+        repairs(predicted),
         "a policy that may draft has its drafter loaded, and plain decoding then costs a little more than under none",
     )
 
 
-def _picture(rows: pd.DataFrame) -> Figure:
-    """Mean ratio by policy, with its least and largest over the regimes."""
-    by_policy = rows.groupby("policy")["ratio"].agg(["mean", "min", "max"]).sort_values("mean")
+def _picture(predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
+    """Mean ratio by policy, with its least and largest over the regimes, and what was measured, with its interval."""
+    means = predicted.groupby("policy")["ratio"].agg(["mean", "min", "max"]).sort_values("mean")
+    here = measured[["ratio", "ratio_low", "ratio_high"]].set_axis(["mean", "min", "max"], axis=1)
+    here.index = pd.Index([f"{row['policy']}, {row['regime']}" for row in measured.to_dict("records")], dtype=object)
+    shown = pd.concat([part for part in (here, means) if len(part)])
     return bars(
-        by_policy.index.tolist(), by_policy["mean"].to_numpy(), by_policy["min"].to_numpy(),
-        by_policy["max"].to_numpy(), xlabel="time over the best fixed strategy: mean, least and largest",
-        title="Policies over all regimes (simulated)", reference=1.0,
+        shown.index.tolist(), shown["mean"].to_numpy(), shown["min"].to_numpy(), shown["max"].to_numpy(),
+        xlabel="time over the best fixed strategy: mean, least and largest; measured: with its interval",
+        title="Policies over regimes (simulated) and on models (measured)", reference=1.0,
     )  # fmt: skip

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, get_origin, get_type_hints
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -125,6 +125,19 @@ def with_interval(estimate: float | None, low: float | None, high: float | None,
 S = TypeVar("S")
 
 
+class Case(Protocol):
+    """What an experiment tries one after the other."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def about(self) -> str: ...
+
+
+C = TypeVar("C", bound=Case)
+
+
 def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> S:
     """The defaults of the dataclass `kind`, with `changes` (those of --fast), then with key=value `overrides`.
 
@@ -145,6 +158,20 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
         given[key] = value.split(",") if get_origin(hints[key]) is tuple else value
     with faults_in("settings"):
         return TypeAdapter(kind).validate_python(given)
+
+
+def chosen(kind: str, cases: Iterable[C], only: Sequence[str], progress: Callable[[str], None]) -> Iterator[C]:
+    """The cases that `only` names, all where it is empty; `progress` says each when its turn comes.
+
+    Raises ConfigError for a name that no case of this `kind` has.
+    """
+    named = {case.name: case for case in cases}
+    if unknown := [name for name in only if name not in named]:
+        raise ConfigError(f"only: no {kind} named {unknown[0]!r}; there are {', '.join(named)}")
+    for name, case in named.items():
+        if not only or name in only:
+            progress(f"{name}: {case.about}")
+            yield case
 
 
 def settings_json(settings: Any, **more: Any) -> dict[str, Any]:

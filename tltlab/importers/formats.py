@@ -12,6 +12,7 @@ import pandas as pd
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_input
 from tltlab.traces.csv import (
+    PROMPT_IDS,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
     RL_STEPS,
@@ -25,7 +26,7 @@ from tltlab.traces.trace import Trace, TraceSource, read
 from .metrics_log import is_metrics_log, records_of
 from .responses import Imported, group_size_of, tables_of_responses
 from .rows import Row, rows_of
-from .step_metrics import steps_of, tables_of_steps
+from .step_metrics import FIRST_OF, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter, TokenCounter
 from .trl import read_trl, trl_files
 from .verl import read_verl, verl_files
@@ -169,7 +170,7 @@ def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, .
     elif form == "trl":
         meant |= {"prompt_id": ("prompt",), "response_tokens": (*RESPONSE_TOKENS, "completion")}
     else:
-        meant |= {"prompt_id": ("prompt_id", "group_id", "prompt"), "reward": ("reward",)}
+        meant |= {"prompt_id": (*PROMPT_IDS, "prompt"), "reward": ("reward",)}
         meant |= {"prompt_tokens": (*PROMPT_TOKENS, "input_lens", "usage")}
         meant |= {"response_tokens": (*RESPONSE_TOKENS, "output_lens", "usage")}
     used = {ours: own for ours, asked in meant.items() if (own := next((n for n in asked if n in names), None))}
@@ -208,7 +209,8 @@ def guess(path: Path) -> Format:
         if is_metrics_log(path):
             return "metrics"
         raise TraceError(
-            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor TensorBoard's events in it"
+            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard nor a "
+            "run of W&B in it"
         )
     if ".csv" in path.suffixes:
         # Lengths alone need no header; a log of requests says when each came.
@@ -235,6 +237,8 @@ def _of_record(row: Row) -> Format:
         return "verl"
     if {"prompt", "completion"} <= names:
         return "trl"
+    if any(plain_key(str(name)) in FIRST_OF["mean"] for name in names):
+        return "metrics"
     if is_length_record(row.fields):
         return "csv"
     if is_request(row):

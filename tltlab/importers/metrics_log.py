@@ -2,8 +2,9 @@
 
 Read are lines of verl's console logger (`step:3 - response_length/mean:311.2 - timing_s/gen:20.1`, which SkyRL has
 too), TRL's printed dictionaries, NeMo-RL's blocks of `• name: value`, JSON Lines with a step each, a JSON object of
-`{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard, and scrapes of vLLM's
-`/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not matter.
+`{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard, offline runs of W&B,
+and scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not
+matter.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.traces.trace import METRICS_FILES, metrics_files
 
 from .step_metrics import Record, plain_key
+from .wandb_run import history
 
 STEPS = (
-    "step", "_step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step",
-    "iteration",
+    "step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step", "iteration",
+    "_step",
 )  # fmt: skip
-"""Fields of a JSON record that number its RL step."""
-
-EVENT_FILES = "events.out.tfevents*"
+"""Fields of a JSON record that number its RL step; W&B's own `_step` may count calls of its logger."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _VERL = re.compile(r"(?<![\w/])step:\s*(\d+) - (.*)")
@@ -49,7 +50,7 @@ _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d
 def is_metrics_log(path: Path) -> bool:
     """Whether a file or folder holds metrics of RL steps; reads up to the first of them."""
     if path.is_dir():
-        return bool(_event_files(path))
+        return bool(metrics_files(path))
     try:
         return any(True for _ in records_of(path))
     except TraceError:
@@ -58,18 +59,22 @@ def is_metrics_log(path: Path) -> bool:
 
 def records_of(path: Path) -> Iterator[Record]:
     """The records of a log in its order, each with what `step_metrics` knows of its values. Raises TraceError."""
-    files = _event_files(path) if path.is_dir() else [path] if path.name.startswith(EVENT_FILES[:-1]) else []
-    if files:
-        yield from _tensorboard(files)
-        return
-    if path.is_dir():
-        raise TraceError(f"{path}: no {EVENT_FILES} in it; a log is a file, or a folder of TensorBoard")
+    files = metrics_files(path) if path.is_dir() else [path]
+    if not files:
+        raise TraceError(f"{path}: no {' or '.join(METRICS_FILES)} in it; a log is a file, or a folder of those")
     try:
+        if all(each.match(METRICS_FILES[0]) for each in files):
+            yield from _tensorboard(files)
+            return
+        if path.is_dir() or path.suffix == ".wandb":
+            for each in files:
+                yield from _of_history(each.name, history(each))
+            return
         with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
             file.seek(0)
             if b"\0" in start:
-                raise TraceError(f"{path}: not text; of W&B's offline runs files/output.log can be read")
+                raise TraceError(f"{path}: not text; of W&B's offline runs run-ID.wandb can be read")
             if start[:1] in b"{[" and (whole := _json(file.read(MOST_JSON_BYTES))) is not None:
                 yield from _of_json(path, whole)
                 return
@@ -208,8 +213,18 @@ def _of_counters(
     yield Record(rl_step=rl_step, place=place, values=values)
 
 
-def _event_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob(EVENT_FILES))
+def _of_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+    """Rows of W&B. TRL logs what each call took in a row of its own: they add up to the next row of metrics."""
+    took: dict[str, float] = {}
+    for row in rows:
+        calls = {key: value for key, value in row.items() if key.startswith("profiling/")}
+        if calls and all(key in calls or key.startswith("_") or key in STEPS for key in row):
+            for key, value in calls.items():
+                if isinstance(value, int | float):
+                    took[key] = took.get(key, 0.0) + value
+            continue
+        yield from _of_fields(place, {**row, **took})
+        took = {}
 
 
 def _tensorboard(files: list[Path]) -> Iterator[Record]:

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.errors import TraceError
-from tltlab.files import MOST_JSON_BYTES, check_parquet, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.traces.storage import check_parquet
 
 _MOST = 2**31 - 1
 

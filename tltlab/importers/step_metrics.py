@@ -33,7 +33,10 @@ FIRST_OF: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt_length/mean", "mean_prompt_length", "vllm/mean_prompt_tokens"),
     "responses": ("global_valid_seqs", "vllm/num_requests"),
     "total_tokens": ("perf/total_num_tokens",),
-    "rollout_s": ("timing_s/gen", "timing_s/generate_sequences", "timing/train/generation", "timing/generate"),
+    "rollout_s": (
+        "timing_s/gen", "timing_s/generate_sequences", "timing/train/generation", "timing/generate",
+        "profiling/vLLM.generate", "profiling/transformers.generate",
+    ),
     "step_s": ("timing_s/step", "perf/time_per_step", "timing/train/total_step_time", "timing/step", "step_time"),
     "reward_mean": ("critic/score/mean", "reward", "reward/avg_raw_reward", "critic/rewards/mean"),
     "drafts": ("spec_decode/num_drafts", "vllm/num_drafts"),
@@ -44,7 +47,8 @@ FIRST_OF: dict[str, tuple[str, ...]] = {
 verl: `compute_data_metrics`, `compute_timing_metrics` and `compute_throughout_metrics` of trainer/ppo/metric_utils.py.
 TRL: `GRPOTrainer` (trainer/grpo_trainer.py). NeMo-RL: the metrics of experience/rollouts.py and the timers of
 algorithms/grpo.py. SkyRL: `get_rollout_metrics` of generators/utils.py and the timers of trainer.py. A prefix `train/`,
-which TensorBoard and W&B have, is no part of a key.
+which TensorBoard and W&B have, is no part of a key, nor what comes before the name of a call in
+`profiling/Time taken: GRPOTrainer.vLLM.generate`, which TRL logs to W&B (extras/profiling.py).
 """
 
 SUM_OF: dict[str, tuple[str, ...]] = {
@@ -52,14 +56,14 @@ SUM_OF: dict[str, tuple[str, ...]] = {
         "timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing/train/policy_and_reference_logprobs",
         "timing/fwd_logprobs_values_reward",
     ),
-    "reward_s": ("timing_s/reward", "timing/train/reward_calculation"),
+    "reward_s": ("timing_s/reward", "timing/train/reward_calculation", "profiling/_calculate_rewards"),
     "train_s": (
         "timing_s/update_actor", "timing_s/update_critic", "timing/train/policy_training", "timing/policy_train",
         "timing/critic_train", "timing/policy_critic_overlap_train",
     ),
     "sync_s": (
         "timing_s/update_weights", "timing/train/weight_sync", "timing/train/prepare_for_generation/total",
-        "timing/sync_weights",
+        "timing/sync_weights", "profiling/_move_model_to_vllm", "profiling/sync_weights",
     ),
 }  # fmt: skip
 """Field: the keys whose sum it is, from the same sources."""
@@ -67,6 +71,7 @@ SUM_OF: dict[str, tuple[str, ...]] = {
 _KNOWN = {key for keys in (*FIRST_OF.values(), *SUM_OF.values()) for key in keys}
 _ACCEPT_LENGTH = re.compile(r"(^|[/_.])(mean_|avg_)?(spec_)?accept(ance|ed)?_len(gth)?(/mean)?$")
 """Accept length has no agreed name: `spec_decode/mean_acceptance_length`, slime's `spec_accept_length` and the like."""
+_TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 _DRAFTER_TRAINING = re.compile(
     r"(draft|speculator|eagle|mtp).*(loss|train|update)|(train|update)[a-z]*_(draft|speculator|eagle|mtp)"
 )
@@ -78,7 +83,7 @@ DEFAULT_RESPONSES = 512
 
 def plain_key(key: str) -> str | None:
     """The key as the tables above have it; None for a metric that says nothing of use here."""
-    key = key.strip().removeprefix("train/")
+    key = _TRL_CALL.sub("profiling/", key.strip().removeprefix("train/"))
     if key in _KNOWN or _ACCEPT_LENGTH.search(key):
         return key
     return key if _DRAFTER_TRAINING.search(key) and "val" not in key.split("/")[0] else None

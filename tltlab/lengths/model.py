@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, write_json
+from tltlab.files import read_json, sealed, write_json
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
@@ -109,7 +109,7 @@ class LengthModel(FrozenModel):
 
     def write(self, path: str | Path) -> Path:
         """Write the model as JSON, in one move."""
-        write_json(Path(path), self.model_dump(mode="json"))
+        write_json(Path(path), sealed(self.model_dump(mode="json")))
         return Path(path)
 
     def with_changes(

@@ -49,13 +49,9 @@ class Rung:
     chains: tuple[int, ...] = ()
 
 
-def no_speculation(buckets: Sequence[Bucket]) -> SelectorSpec:
-    return NoneSpec()
-
-
 def one_strategy(buckets: Sequence[Bucket]) -> SelectorSpec:
-    """The first strategy of the first bucket, always."""
-    return FixedSpec(strategy=buckets[0].strategies[0])
+    """The first strategy of the first bucket, always; no speculation without one."""
+    return FixedSpec(strategy=buckets[0].strategies[0]) if buckets else NoneSpec()
 
 
 def batch_size_table(buckets: Sequence[Bucket]) -> SelectorSpec:
@@ -218,7 +214,7 @@ class System:
     source: str
     drafters: tuple[str, ...] = ()
     ladder: tuple[Rung, ...] = ()
-    selector: Callable[[Sequence[Bucket]], SelectorSpec] = no_speculation
+    selector: Callable[[Sequence[Bucket]], SelectorSpec] = one_strategy
     activation: Activation | None = None
     budget: Callable[[CostModel], BudgetSpec] | None = None
     specs: tuple[tuple[str, DrafterSpec], ...] = ()

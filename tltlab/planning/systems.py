@@ -28,7 +28,6 @@ from .composition import (
     hedge,
     length_aware,
     marginal,
-    one_strategy,
 )
 
 _TLT_LADDER = (
@@ -120,7 +119,6 @@ SYSTEMS: dict[str, System] = {
             exact=("the optimum of its objective, by bisection", "classes move up as a response grows"),
             drafters=("suffix",),
             ladder=(Rung(min_batch=1, chains=(8,)),),
-            selector=one_strategy,
             budget=length_aware,
             specs=(("suffix", SYSTEM_DRAFTERS["das"]),),
             assumptions=(
@@ -157,7 +155,6 @@ SYSTEMS: dict[str, System] = {
             exact=("the same k for every request and batch",),
             drafters=("learned",),
             ladder=(Rung(min_batch=1, chains=(3,)),),
-            selector=one_strategy,
             assumptions=("k = 3, the best of NeMo-RL's sweep (NVIDIA 2604.26779)", "a static drafter"),
         ),
         System(
@@ -168,7 +165,6 @@ SYSTEMS: dict[str, System] = {
             exact=("greedy allotment by survival, which is optimal for it",),
             drafters=("learned",),
             ladder=(Rung(min_batch=1, trees=((8, 1, 5),), chains=(4,)),),
-            selector=one_strategy,
             budget=by_survival,
             assumptions=(
                 "4 of up to 8 tokens a request on average: vLLM's budget comes of a profile, which is not at hand",
@@ -213,7 +209,6 @@ SYSTEMS: dict[str, System] = {
             exact=("no drafter besides the target: drafting costs a share of its own pass",),
             drafters=("learned",),
             ladder=(Rung(min_batch=1, chains=(4,)),),
-            selector=one_strategy,
             draft_pass_share=0.15,
             online_updates=100,
             assumptions=(
@@ -248,7 +243,6 @@ SYSTEMS: dict[str, System] = {
             exact=("Algorithm 1 as printed, gamma_max 8, lambda 2", "acceptance by finished siblings, its table"),
             drafters=("suffix",),
             ladder=(Rung(min_batch=1, chains=(8,)),),
-            selector=one_strategy,
             budget=marginal,
             specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
             assumptions=(
@@ -265,7 +259,6 @@ SYSTEMS: dict[str, System] = {
             exact=("the order, L_g the longest finished sample of a group", "as Seer's grouped drafts"),
             drafters=("suffix",),
             ladder=(Rung(min_batch=1, chains=(8,)),),
-            selector=one_strategy,
             budget=marginal,
             specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
             admission=SharedBuffer(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,13 +15,13 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from tltlab.charts import data_uri, inline_svg, series_names
+from tltlab.charts import Chart, data_uri, inline_svg, series_names
 from tltlab.files import write_file
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-"""Sorts tables, shows one of several pictures, enlarges them, loads a served page again when its run went on; without
-it everything can be read."""
+"""Sorts tables, shows one of several pictures, enlarges them, says what a chart has at the pointer, loads a served page
+again when its run went on; without it everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
@@ -33,12 +34,14 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 class Picture:
     """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it.
 
-    It is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one.
+    It is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one. `readings` are a chart's
+    places (`Chart.places`) as JSON: what it says where the pointer is.
     """
 
     source: str = ""
     svg: str = ""
     names: tuple[str, ...] = ()
+    readings: str = ""
     alt: str
     caption: str
     shape: Literal["wide", "square"] = "wide"
@@ -47,10 +50,12 @@ class Picture:
     @classmethod
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "square"] = "wide") -> Picture:
         """The picture of a figure, inside the page."""
-        names = series_names(figure)
-        if names and len(svg := inline_svg(figure, names)) <= _MOST_INLINE:
-            return cls(svg=svg, names=names, alt=alt, caption=caption, shape=shape)
-        return cls(source=data_uri(figure), alt=alt, caption=caption, shape=shape)
+        names, svg, source = series_names(figure), "", ""
+        if not names or len(svg := inline_svg(figure, names)) > _MOST_INLINE:
+            svg, source, names = "", data_uri(figure), ()
+        places = figure.places() if isinstance(figure, Chart) else []
+        readings = json.dumps(places, ensure_ascii=False, separators=(",", ":")) if places else ""
+        return cls(source=source, svg=svg, names=names, readings=readings, alt=alt, caption=caption, shape=shape)
 
     @classmethod
     def of_png(cls, path: Path, *, alt: str, caption: str) -> Picture | None:

@@ -248,6 +248,34 @@ def _step_pictures(trace: Trace, rows: list[dict[str, Any]]) -> list[Block]:
     return blocks
 
 
+def off_policy_part(trace: Trace) -> Part:
+    """How old the tokens trained on were, RL step by RL step, and what was dropped for its age."""
+    title = "Off-policy training"
+    steps = trace.steps
+    if steps is None or not (steps["off_policy_share"] > 0).any():
+        return Absent(title=title, reason="every RL step learnt from its own policy, or its trace does not tell")
+    values = steps.astype(object).where(steps.notna(), None)
+    rows = [{str(key): value for key, value in row.items()} for row in values.to_dict("records")]
+    known = steps["length_bias"].dropna()
+    told = "" if known.empty else (
+        f" Responses trained on have {known.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "
+        "are starved."
+    )  # fmt: skip
+    series = {"updates behind": (steps["rl_step"], steps["staleness"].astype(float))}
+    picture = Picture.of(
+        lines(series, xlabel="RL step", ylabel="updates", title="Age of the tokens trained on"),
+        alt=f"Mean updates behind in each RL step, {number(steps['staleness'].iloc[-1], '.2f')} at last.",
+        caption=f"Updates between the policy that drew a token and the one that learns from it, mean.{told}",
+    )
+    columns = {
+        "rl_step": ("RL step", "d"), "staleness": ("updates behind, mean", ".2f"),
+        "off_policy_share": ("tokens of older policies", ".1%"), "dropped_groups": ("groups dropped so far", ".0f"),
+        "length_bias": ("length trained on / generated, so far", ".3f"),
+    }  # fmt: skip
+    table = records(rows, columns, caption="Of the tokens that each RL step trained on.", summary="RL step by RL step")
+    return Section(title=title, blocks=(picture, table))
+
+
 def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
     """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
     both = dict(zip(names, (first, second), strict=True))

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tltlab.charts import FORMATS, save_figure
+from tltlab.charts import FORMATS, Chart, Reading, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
@@ -36,6 +36,7 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 }
 _OTHER = ("other", "#c9c9c9", "++++")
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
+_MOST_STOPS = 1200  # places of a picture at which it says what it has
 _FEW_LANES = 18  # up to here every lane has its name and its idle share in figures
 
 Offsets = Mapping[int, float]
@@ -74,14 +75,16 @@ def timeline(
     heights: list[float] = []
     for _, segments in drawn:
         heights += [_lanes_inches(segments["lane"].nunique()), 1.0]
-    figure = Figure(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
+    figure = Chart(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
     for number, (one, segments) in enumerate(drawn):
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
         _draw_lanes(above, segments, end_s)
         _draw_bubbles(above, one if chosen == "all" else one.select([chosen]), segments)
+        figure.readings += _read_lanes(above, segments, end_s)
         _draw_running(below, one, offsets, end_s)
+        figure.readings += _read_running(below, one, offsets, end_s)
         above.set_title(_title(one, chosen, names[number]), loc="left", fontsize=10)
     most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
     for axes in grid[1::2, 0]:
@@ -133,6 +136,54 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=False, length=2)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Reading]:
+    """What each lane does when; segments too short to be pointed at are told together, each kind with its share."""
+    names = list(segments["lane"].unique())
+    width, digits = max(end_s, 1e-9) * len(names) / _MOST_STOPS, _digits(end_s)
+    lasts = segments["end_s"] - segments["start_s"]
+    alone = lasts >= width
+    place = (segments["start_s"] / width).astype(int)
+    begins = alone | alone.shift(fill_value=True) | place.diff().ne(0) | segments["lane"].ne(segments["lane"].shift())
+    kinds = segments["kind"].map(lambda kind: LOOKS.get(kind, (kind,))[0])
+    pieces = segments.assign(lasts=lasts, kind=kinds, stop=begins.cumsum())
+    readings = []
+    for row, (_, lane) in enumerate(pieces.groupby("lane", sort=False)):
+        at: list[float] = []
+        texts: list[str] = []
+        for _, stop in lane.groupby("stop"):
+            start, end = float(stop["start_s"].iloc[0]), float(stop["end_s"].max())
+            seconds = stop.groupby("kind")["lasts"].sum().sort_values(ascending=False)
+            whole = float(seconds.sum()) or 1.0
+            told = [str(kind) if len(seconds) == 1 else f"{kind} {s / whole:.0%}" for kind, s in seconds.items()]
+            at += [start, end]
+            texts += [f"{names[row]}: {', '.join(told)}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
+        # What ends where the next begins leaves nothing between.
+        kept = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
+        x, said = np.array(at)[kept], [texts[i] for i in kept]
+        readings.append(Reading(axes=axes, texts=said, x=x, holds=True, between=(row - 0.5, row + 0.5)))
+    return readings
+
+
+def _digits(end_s: float) -> int:
+    """Decimals of a time in a picture that ends then: 0.1 s in 100 s."""
+    return max(0, 3 - int(np.floor(np.log10(max(end_s, 1e-9)))))
+
+
+def _read_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> list[Reading]:
+    """How many requests run when, at so few times that they can be told apart."""
+    at, texts = [np.empty(0)], []
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        try:
+            times, counts = metrics.running_requests(trace, step)
+        except TraceError:
+            continue
+        place = (times / max(end_s, 1e-9) * _MOST_STOPS / 4).astype(int)
+        shown = np.flatnonzero(np.diff(place, append=place[-1] + 1))  # the last of those in one place
+        at.append(times[shown] + offsets[step])
+        texts += [f"{t:.{_digits(end_s)}f} s: {n:.0f} running" for t, n in zip(at[-1], counts[shown], strict=True)]
+    return [Reading(axes=axes, texts=texts, x=np.concatenate(at), holds=True)]
 
 
 def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:

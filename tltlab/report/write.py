@@ -20,6 +20,7 @@ from .responses import responses_part
 from .rollout import (
     graphs_part,
     lengths_part,
+    off_policy_part,
     side_by_side_parts,
     steps_part,
     steps_rows,
@@ -82,6 +83,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
         timeline_part(trace),
         lengths_part(trace),
         steps_part(trace),
+        off_policy_part(trace),
         acceptance_part(trace),
         arms_part(trace),
         graphs_part(trace, read_object(run / "graphs.json")),

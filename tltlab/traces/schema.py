@@ -95,7 +95,7 @@ TABLES: dict[str, pa.Schema] = {
     "steps": _schema(
         "rl_step:i32 t_start:f64 rollout_s:f64? inference_s:f64? reward_s:f64? train_s:f64? sync_s:f64? policy:str?"
         " policy_version:i32 drafter_version:i32? drafter_age:i32? drafter_updates:i64? reward_mean:f32? drift_kl:f32?"
-        " accept_length:f32? step_s:f64?"
+        " accept_length:f32? step_s:f64? staleness:f32? off_policy_share:f32? dropped_groups:i64? length_bias:f32?"
     ),
     "spans": _schema("rl_step:i32 lane:str kind:str t_start:f64 duration:f64 batch:i32? detail:str?"),
     "spot_training": _schema(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -33,6 +34,24 @@ from .validate import Part, check_columns, conform
 
 _STRING_BYTES = 16
 """Of one string in memory: its offset and about a dozen characters."""
+
+
+def check_parquet(path: Path) -> None:
+    """OSError for a Parquet file of more rows, or values in a column, than are read at once, or that is none."""
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    with pq.ParquetFile(path) as file:
+        most = file.metadata.num_rows
+        # Others have as many values as rows.
+        lists = {n: column.path for n, column in enumerate(file.schema) if column.max_repetition_level}
+        for i in range(file.metadata.num_row_groups if lists and most <= MOST_ROWS else 0):
+            # Asked for a column whose metadata are damaged Arrow ends the process, but not where it is to read it.
+            next(file.iter_batches(1, row_groups=[i], columns=[*lists.values()]), None)
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        if most <= MOST_ROWS:
+            most = max([most, *(sum(group.column(n).num_values for group in groups) for n in lists)])
+    if most > MOST_ROWS:
+        raise OSError(errno.EFBIG, f"it has {most:,} rows, and at most {MOST_ROWS:,} are read", str(path))
 
 
 class MemoryTable:

@@ -40,6 +40,8 @@ from .validate import Part, check, conform
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
 
 CHUNK_BYTES = 64 << 20
+METRICS_FILES = ("events.out.tfevents*", "run-*.wandb")
+"""Files of metrics that TensorBoard and W&B's offline runs leave in folders of theirs."""
 """Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
 
 
@@ -232,8 +234,9 @@ TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Seq
 def read(path: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
-    A Trace stays as it is; other files, and TensorBoard's folders, are what `importers.formats.import_dump` makes of
-    them. A DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses).
+    A Trace stays as it is; other files, and folders of TensorBoard or W&B, are what `importers.formats.import_dump`
+    makes of them. A DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps,
+    responses).
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
@@ -251,7 +254,7 @@ def read(path: TraceSource) -> Trace:
             f"got {shown(path)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
         )
     found = locate(path)
-    if found.is_dir() and not (found / MANIFEST_FILE).exists() and not any(found.glob("events.out.tfevents*")):
+    if found.is_dir() and not (found / MANIFEST_FILE).exists():
         found = _only_run(found)
     trace = read_one(found)
     engines = _engines(found, trace) if trace.path is not None else [trace]
@@ -275,6 +278,8 @@ def _recorded(where: str, trace: Trace) -> Recorded:
 def _only_run(folder: Path) -> Path:
     """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
     names = sorted({item.name.removesuffix(SUFFIX) for item in folder.iterdir() if is_trace(item)}, key=_number)
+    if not names and metrics_files(folder):
+        return folder
     if not names:
         raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
     first = locate(folder / names[0])
@@ -395,7 +400,7 @@ def _opened(path: Path) -> Trace:
         manifest, columns = tables_from_csv(path)
         progress(f"{path}: {manifest.notes}")
         return Trace.from_tables(manifest, columns)
-    if path.is_file() or any(path.glob("events.out.tfevents*")):
+    if path.is_file() or (not (path / MANIFEST_FILE).exists() and metrics_files(path)):
         # Only here: traces stand below what imports them.
         from tltlab.importers.formats import import_dump
 
@@ -450,6 +455,21 @@ def locate(path: str | Path) -> Path:
         return inner
     recordings = [recording_of(place) for place in (path, inner) if place.name]
     return next((folder for folder in recordings if folder.is_dir()), path)
+
+
+def metrics_files(folder: Path) -> list[Path]:
+    """The files of TensorBoard or W&B in a folder, or up to three below it, of one run; resumed, it has several.
+
+    Those nearest count. Raises TraceError where they are of several runs.
+    """
+    for below in ("", "*/", "*/*/", "*/*/*/"):
+        # W&B links its latest run.
+        found = sorted({path.resolve() for name in METRICS_FILES for path in folder.glob(below + name)})
+        if len({path.name if path.suffix == ".wandb" else str(path.parent) for path in found}) > 1:
+            raise TraceError(f"{folder} holds the logs of several runs: name one, such as {found[0].parent}")
+        if found:
+            return found
+    return []
 
 
 def run_folder(trace: Path) -> Path:

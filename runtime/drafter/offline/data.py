@@ -23,11 +23,12 @@ from transformers.utils.logging import disable_progress_bar
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.files import check_parquet, lines_of, open_input, parse_json
+from tltlab.files import lines_of, open_input, parse_json
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.traces.storage import check_parquet
 from tltlab.traces.trace import is_trace, locate, read
 
 Count = Annotated[int, Field(ge=1)]

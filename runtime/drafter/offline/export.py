@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tltlab.config import FrozenModel
+from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import marked_folder, read_json
+from tltlab.files import read_json
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head

@@ -15,8 +15,8 @@ from pydantic import Field
 from safetensors import SafetensorError
 
 from tltlab.config import FrozenModel
+from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import marked_folder
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss

@@ -61,6 +61,7 @@ def test_the_presets_that_ship_are_those_of_the_fit(shared_data: Path):
         shipped = load_costs(name)
         assert shipped.notes == made.notes
         assert shipped.evidence.error(speculates=True) == pytest.approx(made.evidence.error(speculates=True), rel=0.02)
+        assert shipped.evidence.parameter == pytest.approx(made.evidence.parameter, rel=0.05)
         assert shipped.kv_capacity_tokens == made.kv_capacity_tokens
         for term, value in made.constants.model_dump().items():
             assert getattr(shipped.constants, term) == pytest.approx(value, rel=0.02)

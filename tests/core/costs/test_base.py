@@ -67,6 +67,22 @@ def test_a_file_reads_back_as_it_was_written(tmp_path: Path):
     assert load_costs(COSTS.write(tmp_path / "costs.json")) == COSTS
 
 
+def test_a_file_with_any_bit_changed_is_refused_or_the_same(tmp_path: Path):
+    path = COSTS.write(tmp_path / "costs.json")
+    data = path.read_bytes()
+    refused = 0
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        try:
+            assert load_costs(path) == COSTS
+        except ConfigError:
+            refused += 1
+    assert refused > len(data) // 2
+    path.write_bytes(data.replace(b"0.004", b"0.005"))
+    with pytest.raises(ConfigError, match=r"costs\.json is not JSON: its sha256 is that of another content"):
+        load_costs(path)
+
+
 def test_presets_are_complete_and_say_where_they_come_from():
     assert "cpu-small" in presets()
     for name in presets():

@@ -31,6 +31,13 @@ def test_the_error_to_expect_grows_with_what_was_not_measured():
     assert evidence("model", speculation=False).speedup_error() == 0.6
 
 
+def test_what_is_open_of_the_parameters_widens_every_error():
+    one = evidence("model", parameter={"all": 0.24, "all, speculating": 0.12})
+    assert one.error() == pytest.approx(0.26)
+    assert one.speedup_error() == pytest.approx(0.13)
+    assert one.model_copy(update={"unmeasured": (), "fitted": {"all": (0.01, 0.07)}}).error() == pytest.approx(0.25)
+
+
 def test_measured_together_has_the_error_of_those_measurements_as_far_as_they_go():
     near = evidence(fitted={"all": (0.01, 0.03), "all, speculating": (0.02, 0.04)})
     assert near.error() == 0.03
@@ -99,6 +106,11 @@ def test_most_errors_are_exceeded_as_often_as_said():
 def test_every_preset_says_what_it_rests_on():
     found = {name: load_costs(name).evidence for name in presets()}
     assert all(one.error(speculates=True) is not None for one in found.values())
+    gpus = {name: one.parameter for name, one in found.items() if one.engine.startswith("vLLM")}
+    assert len(gpus) == 10
+    assert all(0.01 < each.get(kind, 0.0) < 0.3 for each in gpus.values() for kind in ("all", "all, speculating"))
+    # The data are of 32B on several GPUs, so they say the least of how a smaller model on one of them launches.
+    assert gpus["h100-qwen2.5-7b"]["all"] > 10 * gpus["h100-qwen2.5-32b-tp4"]["all"]
     assert found["h100-qwen2.5-32b-tp4"].distance == "measured together"
     assert found["h200-llama-3.3-70b-tp4"].unmeasured == ("gpu", "model")
     assert found["h100-qwen2.5-32b-tp4"].error() < found["h100-qwen2.5-7b"].error()

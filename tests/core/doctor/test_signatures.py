@@ -167,6 +167,23 @@ def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
     assert found_by(name, sound.trace()) == []
 
 
+def test_what_goes_on_in_the_next_rl_step_was_not_aborted_and_dropping_the_old_is_found() -> None:
+    trace = Run(steps=4).trace()
+    half = trace.outcomes["rl_step"].isin([0, 1])
+    cut = trace.outcomes.assign(finish_reason=trace.outcomes["finish_reason"].astype(object).mask(half, "abort"))
+    # The same prompts in every RL step: each response goes on until the last.
+    assert found_by("cut-at-cap", trace.replace(outcomes=cut)) == []
+    others = {
+        name: table.assign(prompt_id=table["prompt_id"].astype(str) + "-" + table["rl_step"].astype(str))
+        for name, table in (("workload", trace.workload), ("outcomes", cut))
+    }
+    assert found_by("cut-at-cap", trace.replace(**others)) == ["cut-at-cap"]
+    assert trace.steps is not None
+    for bias, found in ((0.9, ["long-starved"]), (1.0, [])):
+        stale = trace.steps.assign(staleness=0.5, off_policy_share=0.4, dropped_groups=3, length_bias=bias)
+        assert found_by("long-starved", trace.replace(steps=stale)) == found
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sound_run_is_accused_of_nothing(seed: int) -> None:
     assert not findings(Run(seed=seed).trace())

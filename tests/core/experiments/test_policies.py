@@ -7,7 +7,19 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, Settings, by_part, judged, repairs, run, verdict
+from tltlab.experiments.policies import (
+    ADAPTIVE,
+    ORACLE,
+    SOURCES,
+    Settings,
+    by_part,
+    judged,
+    measured_rows,
+    measured_verdict,
+    repairs,
+    run,
+    verdict,
+)
 from tltlab.policies.policy import load_policy
 from tltlab.sim.tuning.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
 
@@ -73,6 +85,46 @@ def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegim
     oracle = sum(tiny.seconds_by_part(None, 0).values())
     for name, part in rows.groupby("policy"):
         assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
+
+
+def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(tmp_path: Path):
+    said: list[str] = []
+    settings = Settings(only=("tiny", "gcd-small"), traces=TRACES, rl_steps=1, seeds=1)
+    result = run(settings, folder=tmp_path, seed=0, progress=said.append)
+    assert set(zip(result.rows["regime"], result.rows["policy"], strict=True)) == {
+        (regime, policy) for regime in settings.only for policy in SOURCES
+    }
+    assert result.prediction
+    assert "over 2 regimes" in result.verdict
+    assert [line.split(":")[0] for line in said] == ["gcd-small", "gcd-small", "tiny", "tiny"]
+    with pytest.raises(ConfigError, match="name models to measure on"):
+        run(Settings(simulated=False), folder=tmp_path, seed=0, progress=print)
+
+
+def test_what_was_measured_is_held_against_the_best_fixed_depth():
+    took = {
+        "stock": ("stock", 2.0),
+        "suffix 4": ("static", 1.0),
+        "suffix 8": ("static", 1.25),
+        ADAPTIVE: (ADAPTIVE, 0.9),
+    }
+    rows = [
+        {"mode": mode, "kind": kind, "epoch": 1, "round": n, "num_responses": 4, "seconds": seconds * (1 + n / 50),
+         "num_tokens": 100, "plain_s": 2.0, "tail_seconds": 0.5, "tail_tokens": 20, "tail_plain_s": 1.0, "num_pairs": 0,
+         "num_accepted": 0, "recorder_s": 0.0, "policy_s": 0.0, "drafting_s": 0.0,
+         "processor_s": seconds**2}
+        for mode, (kind, seconds) in took.items()
+        for n in range(4)
+    ]  # fmt: skip
+    found = pd.DataFrame(measured_rows("small", {"rows": rows})).set_index("policy")
+    assert set(found["best_fixed"]) == {"suffix 4"}
+    # Round 0 warms up and does not count.
+    assert found["ratio"].to_dict() == pytest.approx({"stock": 2.0, "suffix 4": 1.0, "suffix 8": 1.25, ADAPTIVE: 0.9})
+    assert found["ratio_low"][ADAPTIVE] == pytest.approx(0.9)
+    said = measured_verdict(found.reset_index())
+    assert "0.900 [0.900, 0.900] on small, epoch 1 (48 under stock, 96 under suffix 4, 107 under adaptive" in said
+    counted = pd.DataFrame(measured_rows("small", {"rows": rows}, "processor")).set_index("policy")
+    assert counted["ratio"][ADAPTIVE] == pytest.approx(0.81)
 
 
 def test_an_unknown_regime_is_refused(tmp_path: Path):

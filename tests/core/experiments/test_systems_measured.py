@@ -30,13 +30,17 @@ def test_every_system_runs_or_says_why_not():
 
 def test_each_that_runs_is_a_recipe_and_no_two_are_the_same(model: Path, tmp_path: Path):
     settings = Settings(prompts=4, group_size=4, cap=64)
-    recipes = {name: recipe_for(settings, name, model, tmp_path / "runs" / name, 0) for name in CHANGES}
+    recipes = {
+        name: recipe_for(settings, name, model, tmp_path / "head", tmp_path / "runs" / name, 0) for name in CHANGES
+    }
     assert len((tmp_path / "runs" / "prompts.jsonl").read_text().splitlines()) == 8
     assert recipes["copris"].rollout.partial.concurrency == 24
     assert (recipes["areal"].rollout.staleness, recipes[ONE_STEP_OFF].rollout.one_step_off) == (1, True)
     assert recipes["spec-rl-exact"].rollout.reuse.residual == "exact"
     drafting = {name for name in CHANGES if policy_of(name) is not None}
-    assert drafting == {"tlt-base", "das", "seer-drafts", "histospec"}
+    assert drafting == {"tlt", "tlt-base", "vllm-dynamic", "vllm-static", "das", "seer-drafts", "histospec"}
+    kinds = {name: recipe.drafter.schedule.kind for name, recipe in recipes.items() if recipe.drafter is not None}
+    assert kinds == {"tlt": "always", "vllm-dynamic": "never", "vllm-static": "never"}
     for name in drafting:
         assert recipes[name].rollout.policy == str(tmp_path / "runs" / f"{name}.json")
         policy = recipes[name].read_policy()

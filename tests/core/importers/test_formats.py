@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab import files
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers import rows
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces import csv, storage
 from tltlab.traces.csv import tables_from_csv
+from tltlab.traces.storage import check_parquet
 from tltlab.traces.trace import read
 
 
@@ -578,14 +578,28 @@ def test_what_is_packed_is_unpacked_up_to_a_size_and_a_number_of_lines(tmp_path,
         tables_from_csv(tmp_path / "long.csv.gz")
 
 
+def test_a_parquet_file_of_too_many_rows_or_values_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(storage, "MOST_ROWS", 100)
+    pq.write_table(pa.table({"a": [0] * 101}), tmp_path / "long.parquet")
+    pq.write_table(pa.table({"a": [[0] * 50, [0] * 51]}), tmp_path / "wide.parquet")
+    pq.write_table(pa.table({"a": [0] * 100}), tmp_path / "whole.parquet")
+    check_parquet(tmp_path / "whole.parquet")
+    for name in ("long", "wide"):
+        with pytest.raises(OSError, match="it has 101 rows, and at most 100 are read"):
+            check_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(OSError, match="it is no file"):
+        check_parquet(tmp_path)
+
+
 def test_a_dump_of_too_many_rows_is_refused_before_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_ROWS", 100)
+    monkeypatch.setattr(storage, "MOST_ROWS", 100)
     pq.write_table(pa.table({"response_tokens": [7] * 101}), tmp_path / "t.parquet")
     with pytest.raises(TraceError, match="it has 101 rows, and at most 100 are read"):
         list(rows.rows_of(tmp_path / "t.parquet"))
     with pytest.raises(TraceError, match="it has 101 rows, and at most 100 are read"):
         tables_from_csv(tmp_path / "t.parquet")
-    monkeypatch.setattr(storage, "MOST_ROWS", 100)
     row = {"rl_step": 0, "prompt_id": "p", "sample": 0, "turn": 0, "response_tokens": 7, "finish_reason": "stop"}
     pq.write_table(pa.Table.from_pylist([row] * 101), tmp_path / "o.parquet")
     with pytest.raises(TraceError, match="a row group has 101 rows, and at most 100 are read at once"):

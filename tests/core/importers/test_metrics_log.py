@@ -201,6 +201,76 @@ def test_a_trainers_state_and_json_lines_are_read(tmp_path):
         assert trace.outcomes.groupby("rl_step")["response_tokens"].sum().tolist() == [840, 880]
 
 
+def test_a_file_of_metrics_is_no_table_of_lengths(tmp_path):
+    """`num_tokens` of TRL, which counts all tokens so far, once passed for a response's length."""
+    logs = [{"step": s, "num_tokens": 1e5 * s, "completions/mean_length": 100.0, "step_time": 9.0} for s in (1, 2)]
+    path = write(tmp_path / "trl.jsonl", *map(json.dumps, logs))
+    assert guess(path) == "metrics"
+    assert import_dump(path, responses=8).outcomes["response_tokens"].sum() == 1600
+
+
+def varint(value):
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + varint(value >> 7)
+
+
+def message(*fields):
+    """A protobuf message of (number, whole number or bytes)."""
+    return b"".join(
+        varint(n << 3) + varint(v) if isinstance(v, int) else varint(n << 3 | 2) + varint(len(v)) + v
+        for n, v in fields
+    )  # fmt: skip
+
+
+def wandb_file(path, rows):
+    """A run as W&B's `DataStore` writes it: records in pieces that end with their block of 32 KiB."""
+    data = bytearray(b":W&B\xe1\xbe\x00")
+    for row in rows:
+        items = [(1, message((2, key.encode()), (16, json.dumps(value).encode()))) for key, value in row.items()]
+        left, first = message((1, 7), (2, message(*items, (2, message((1, 3)))))), True
+        while left:
+            if (room := 32768 - len(data) % 32768) < 7:
+                data += bytes(room)
+                continue
+            piece, left = left[: room - 7], left[room - 7 :]
+            kind = (2 if left else 1) if first else (3 if left else 4)
+            data += bytes(4) + len(piece).to_bytes(2, "little") + bytes([kind]) + piece
+            first = False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_an_offline_run_of_wandb_is_a_trace(tmp_path, capsys):
+    rows = [{"_step": s, **{k: float(v) for k, v in verl_metrics(s).items()}} for s in (1, 2, 3)]
+    rows[1]["config"] = "x" * 40_000
+    first = wandb_file(tmp_path / "wandb" / "offline-run-20260101-abc" / "run-abc.wandb", rows)
+    (tmp_path / "wandb" / "latest-run").symlink_to(first.parent)
+    wandb_file(tmp_path / "wandb" / "offline-run-20260102-abc" / "run-abc.wandb", [{**rows[2], "timing_s/gen": 77.0}])
+    for path in (tmp_path / "wandb", tmp_path):
+        trace = read(path)
+        assert trace.rl_steps == [1, 2, 3]
+        assert trace.steps["rollout_s"].tolist()[:2] == pytest.approx([r["timing_s/gen"] for r in rows[:2]])
+        assert trace.steps["rollout_s"].tolist()[2] == 77.0
+    assert import_dump(first).rl_steps == [1, 2, 3]
+    # A run that was killed while it wrote.
+    first.write_bytes(first.read_bytes()[:-20])
+    assert import_dump(first).rl_steps == [1, 2]
+    wandb_file(tmp_path / "wandb" / "offline-run-20260103-xyz" / "run-xyz.wandb", rows)
+    with pytest.raises(TraceError, match="several runs"):
+        read(tmp_path / "wandb")
+
+
+def test_calls_that_trl_times_apart_belong_to_the_next_rl_step(tmp_path):
+    call = "profiling/Time taken: GRPOTrainer.vLLM.generate"
+    rows = []
+    for step in (1, 2, 3):
+        rows += [{"_step": 3 * step + n, "train/global_step": step - 1, call: 2.0 * step} for n in (0, 1)]
+        rows.append({"_step": 3 * step + 2, "train/global_step": step, "train/completions/mean_length": 50.0})
+    trace = import_dump(wandb_file(tmp_path / "run-a.wandb", rows), responses=4)
+    assert trace.rl_steps == [1, 2, 3]
+    assert trace.steps["rollout_s"].tolist() == [4.0, 8.0, 12.0]
+
+
 def test_skyrl_logs_are_read(tmp_path):
     metrics = {
         "generate/avg_num_tokens": 321.5, "generate/min_num_tokens": 4, "generate/max_num_tokens": 1024,

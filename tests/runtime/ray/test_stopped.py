@@ -7,13 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import ray
 
-from tltlab.runtime.ray.stopped import StoppedProcesses, is_stopped
+from tltlab.console import sigterm_does, sigterm_interrupts
+from tltlab.errors import RunError
+from tltlab.runtime.ray.actors import Waiting
+from tltlab.runtime.ray.stopped import EndedServers, StoppedProcesses, is_stopped
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerLost, WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
@@ -69,6 +76,55 @@ def test_a_process_that_is_not_there_is_not_stopped():
         pass
 
 
+@pytest.mark.timeout(60)
+def test_the_end_of_a_server_interrupts_who_waits():
+    def waits() -> None:
+        with sigterm_interrupts(), EndedServers({"first": lives.pid, "second": dies.pid}) as watch:
+            dies.kill()
+            try:
+                threading.Event().wait()
+            finally:
+                assert watch.ended == f"second (process {dies.pid})"
+
+    with waiting(2) as (lives, dies):
+        with pytest.raises(KeyboardInterrupt):
+            waits()
+        with EndedServers({"first": lives.pid}) as watch:
+            pass
+        assert not watch.ended
+    # Nobody is there any more, or was in time.
+    with EndedServers({"first": lives.pid}) as watch:
+        pass
+    assert not watch.ended
+
+
+KILLED = """
+import os, signal, sys, threading
+import ray
+from tltlab.console import sigterm_interrupts
+from tltlab.errors import RunError
+from tltlab.runtime.ray.start import ray_running
+
+try:
+    with sigterm_interrupts(), ray_running():
+        os.kill(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        threading.Event().wait()
+except RunError as error:
+    sys.exit(f"ended well: {error}")
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_run_whose_ray_is_killed_ends_in_a_sentence(sockets: Path):
+    env = os.environ | {"TMPDIR": str(sockets), "RAY_TMPDIR": str(sockets)}
+    env.pop("RAY_ADDRESS", None)
+    ended = subprocess.run([sys.executable, "-c", KILLED], env=env, capture_output=True, text=True, timeout=280)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "ended well: Ray's raylet (process" in ended.stderr
+    assert "state-dump" not in ended.stderr
+
+
 def recipe(call_timeout_s: float) -> Recipe:
     fields = {"model": "m", "reward": "r:f", "data": {"train": "t"}, "faults": {"call_timeout_s": call_timeout_s}}
     return Recipe.model_validate(fields)
@@ -77,15 +133,61 @@ def recipe(call_timeout_s: float) -> Recipe:
 def test_a_rollout_worker_that_never_answers_is_lost_and_patience_grows_with_what_calls_took():
     pool = WorkerPool.__new__(WorkerPool)
     pool.recipe, pool.handles, pool._longest_s = recipe(0.01), [None], 0.0
-
-    async def never() -> None:
-        await asyncio.Event().wait()
-
     with pytest.raises(WorkerLost, match=r"it did not answer a call within 0.01 s"):
         asyncio.run(pool._answer(0, never()))
     pool.recipe = recipe(600.0)
     assert asyncio.run(pool._answer(0, asyncio.sleep(0.0, 7))) == 7
     assert pool.recipe.faults.patience_s(30.0) == 600.0 + 20 * 30.0
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("handler", [signal.default_int_handler, lambda number, frame: None])
+def test_a_sigterm_that_meets_the_wakening_of_a_task_ends_the_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, handler: Callable[[int, FrameType | None], None]
+):
+    """Raised there, the task is never awake again, and `asyncio.run` waits for it at its end."""
+    passed = 0
+    run = asyncio.Handle._run
+
+    def terminated_before(handle: asyncio.Handle) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == nth:
+            signal.raise_signal(signal.SIGTERM)
+        run(handle)
+
+    async def answers() -> list[None]:
+        return await asyncio.gather(*(asyncio.sleep(0.001) for _ in range(3)))
+
+    monkeypatch.setattr(asyncio.Handle, "_run", terminated_before)
+    with sigterm_does(handler):
+        for nth in range(1, 12):
+            passed = 0
+            with pytest.raises(KeyboardInterrupt) if handler is signal.default_int_handler else nullcontext():
+                assert Waiting().run(answers()) == [None] * 3
+            assert passed >= nth
+            assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.timeout(60)
+def test_a_rollout_beside_training_ends_with_the_run():
+    """Workers are killed then, and after Ray's end nobody hears of it."""
+    waiting, begun = Waiting(), threading.Event()
+
+    async def answers() -> None:
+        begun.set()
+        await never()
+
+    with ThreadPoolExecutor(1) as beside:
+        waits = beside.submit(waiting.run, answers())
+        assert begun.wait(60)
+        waiting.close()
+        with pytest.raises(RunError, match="the run was closed"):
+            waits.result()
 
 
 def test_trainer_ranks_that_never_answer_are_taken_for_dead(monkeypatch: pytest.MonkeyPatch):

@@ -28,13 +28,14 @@ from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
+from tltlab.runtime.ray.actors import Waiting, why_lost
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
 from tltlab.runtime.rollout.history import RunHistory
-from tltlab.runtime.rollout.pool import SendWeights, WorkerPool, _finished, why_lost
+from tltlab.runtime.rollout.pool import SendWeights, WorkerPool
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -421,9 +422,9 @@ def test_what_workers_return_is_not_spelled_out():
         return [Answer(), Answer()]
 
     async def in_a_loop() -> int:
-        return len(_finished(answers()))
+        return len(Waiting().run(answers()))
 
-    assert len(_finished(answers())) == asyncio.run(in_a_loop()) == 2
+    assert len(Waiting().run(answers())) == asyncio.run(in_a_loop()) == 2
     assert not spelled
 
 

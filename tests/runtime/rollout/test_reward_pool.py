@@ -14,14 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
+from pebble.pool.process import PoolManager
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
-from tltlab.runtime.recipe.origin import seal_code
-from tltlab.runtime.recipe.recipe import Recipe, keep_code, load_recipe, located, resumed_recipe
+from tltlab.runtime.recipe.origin import keep_code, seal_code
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe, located, resumed_recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
 # The response says what the reward function does.
@@ -274,6 +275,23 @@ def test_a_reward_that_imports_here_but_not_there_ends_the_run_with_its_fault(fo
     (folder / f"{name}.py").unlink()
     with pool, pytest.raises(RunError, match=r"reward process cannot start: .*gone_rewards"):
         of(pool, "a")
+
+
+def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """They were not ended, and the end of this process waited for them."""
+    started: list[int] = []
+
+    def interrupted(manager: PoolManager) -> None:
+        start(manager)
+        started.extend(manager.worker_manager.workers)
+        raise KeyboardInterrupt
+
+    start = PoolManager.start
+    monkeypatch.setattr(PoolManager, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RewardPool(recipe_of(1)).__enter__()
+    assert len(started) == 1
+    assert not psutil.pid_exists(started[0])
 
 
 def test_no_process_outlives_a_driver_that_is_killed(folder: Path):

@@ -30,6 +30,8 @@ from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
 from tltlab.traces.recorder import repair
 
+from ...nemesis.engines import LINGER, PATIENCE_S, check_drafter, gone, title
+
 SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", time.time_ns() if os.environ.get("TLTLAB_FUZZ") else "2"))
 VICTIMS = {
     "worker": "ray::RolloutWorker",
@@ -41,10 +43,6 @@ NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", len(VICTIMS)))
 NUM_STEPS, PROMPTS, GROUP = 4 + 2 * NUM_KILLS, 4, 2
 MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 1, 0.5
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900 + 60 * NUM_KILLS)]
-PATIENCE_S = 500.0
-LEFT_S = 150.0
-# Agents of Ray's that hold nothing; they end by themselves, a minute after the driver.
-LINGER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 class Driver:
@@ -119,20 +117,6 @@ class Driver:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:
-        return ""
-
-
-def gone(family: list[psutil.Process]) -> None:
-    """Wait until all of them have ended."""
-    _, alive = psutil.wait_procs(family, timeout=LEFT_S)
-    left = [t for t in map(title, alive) if t]
-    assert not left, f"still there after {LEFT_S:g} s: {left}"
 
 
 def check_what_is_left(run: Path, copy: Path) -> None:
@@ -218,16 +202,7 @@ def test_nothing_is_lost_or_doubled_whoever_is_killed_when(
     assert list(trace.steps["policy_version"]) == list(range(NUM_STEPS))
     assert not trace.iterations.duplicated(["rl_step", "worker", "iteration"]).any()
 
-    # What the drafter was is told of the RL steps that count, once each: it went back with the run.
-    assert trace.steps["drafter_updates"].is_monotonic_increasing
-    assert trace.steps["drafter_updates"].iloc[-1] > 0
-    swapped = trace.steps["drafter_version"].diff().fillna(0)
-    assert set(swapped) <= {0, 1}
-    ages = list(trace.steps["drafter_age"])
-    assert ages == [0, *(0 if swap else age + 1 for age, swap in zip(ages, swapped.iloc[1:], strict=False))]
-    acceptance = trace.table("acceptance")
-    assert acceptance is not None
-    assert not acceptance.duplicated([*key, "drafter_age"]).any()
+    check_drafter(trace)
 
     expected = tltlab.read(calm)
     columns = [*key, "prompt_token_ids", "token_ids", "logprobs"]

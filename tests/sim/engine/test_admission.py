@@ -126,12 +126,16 @@ def test_resumed_work_is_conserved_in_the_long_run(trace: Trace):
 
 def test_dropping_stale_groups_starves_long_responses_and_holding_back_does_not(trace: Trace):
     """Both run on; what is trained on is as old as allowed, or as long as what is generated."""
-    drop, hold = (
-        simulate(trace, "none", costs=COSTS, admission=asynchronous(1, stale=stale, concurrency=2.0)).summary[
-            "asynchronous"
-        ]
+    results = [
+        simulate(trace, "none", costs=COSTS, admission=asynchronous(1, stale=stale, concurrency=2.0))
         for stale in ("drop", "hold")
-    )
+    ]
+    drop, hold = (result.summary["asynchronous"] for result in results)
+    for result in results:
+        steps = result.trace.steps
+        assert steps is not None
+        assert steps["length_bias"].iloc[-1] == pytest.approx(result.summary["asynchronous"]["length_bias"])
+        assert ((steps["staleness"] > 0) == (steps["off_policy_share"] > 0)).all()
     assert drop["staleness_max"] <= 1
     assert drop["dropped_share"] > 0.02
     assert drop["wasted_share"] > 0.02

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tltlab.acceptance.freshness import Freshness
@@ -18,7 +19,7 @@ from tltlab.experiments.simulated import drift as experiment
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.advice import advise
-from tltlab.sim.tuning.drift import LEVELS, Drift, Surface, compared, play, regimes
+from tltlab.sim.tuning.drift import LEVELS, Drift, Surface, compared, drawn, play, regimes
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -92,6 +93,29 @@ def test_the_experiment_says_whether_the_gate_clears_its_bar(tmp_path: Path):
     assert ("it clears" in result.verdict) == clears
     with pytest.raises(ConfigError, match="no regime named 'storm'"):
         experiment.run(experiment.Settings(only=("storm",)), folder=tmp_path, seed=0, progress=lambda text: None)
+
+
+def test_drawn_regimes_are_the_same_for_the_same_seed_and_can_be_played():
+    two = [[drawn(f"drawn {i}", 30.0, 12, np.random.default_rng([seed, i])) for i in range(30)] for seed in (0, 0)]
+    assert [d.about for d in two[0]] == [d.about for d in two[1]]
+    assert len({d.about for d in two[0]}) == 30
+    for drift in two[0]:
+        assert drift.freshness.floor <= drift.start <= 1.0
+        assert play(surface(), drift, "gated", 12, 0).step_s.min() > 0
+    assert {d.about.split()[0] for d in two[0]} == {"moves", "does", "jumps"}
+
+
+def test_the_verdict_tells_regimes_that_were_seen_from_those_that_were_not():
+    rows = [
+        {"regime": regime, "schedule": schedule, "over_best": over, "unseen": unseen, "about": "odd"}
+        for regime, gated, unseen in (("jump", 1.004, False), ("drawn 1", 0.95, True), ("drawn 2", 1.05, True))
+        for schedule, over in (("frozen", 1.0), ("idle time", 1.2), ("gated", gated))
+    ]
+    said = experiment.verdict(pd.DataFrame(rows))
+    assert "1.004 times as long" in said
+    assert "it clears the bar" in said
+    assert "of 2 regimes drawn at random, on which nothing was chosen, 1 are within 1.01, in the mean 1.000" in said
+    assert "at worst 1.050 (drawn 2: odd)" in said
 
 
 def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

@@ -46,7 +46,8 @@ def test_it_tunes_on_every_other_step_and_judges_on_the_rest(tuned: TuneResult):
     assert tuned.tuned_on == ((0, 2),)
     assert tuned.judged_on == ((1, 3),)
     rows = {row.name: row for row in tuned.candidates}
-    assert {"none", "tuned beg-mab"} <= set(rows)
+    assert {"none", "tuned beg-mab", "adaptive"} <= set(rows)
+    assert rows["adaptive"].kind == "shipped"
     assert [row.makespan_s for row in tuned.candidates] == sorted(row.makespan_s for row in tuned.candidates)
     alone = [
         simulate(TRACE, "none", costs=CPU, acceptance="geometric:0.7", mode="sampled", seed=20_000 + k, rl_steps=[1, 3])

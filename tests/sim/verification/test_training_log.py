@@ -76,6 +76,23 @@ def test_level_and_time_outside_are_told_apart(log: Path):
     assert found.costs.evidence.left_out["RL steps"][1] < 0.1
 
 
+def test_where_rollouts_have_no_time_whole_rl_steps_are_predicted(tmp_path: Path, metrics_of):
+    """As in TRL's logs."""
+    keys = {"mean": "mean_length", "min": "min_length", "max": "max_length", "clip_ratio": "clipped_ratio"}
+    rows = [
+        {f"completions/{name}": float(m[f"response_length/{of}"]) for of, name in keys.items()}
+        | {"step": step, "step_time": m["timing_s/step"], "num_tokens": 1e5 * step}
+        for step, m in metrics_of.items()
+    ]
+    trace = read(write(tmp_path / "trl.jsonl", *map(json.dumps, rows)))
+    found, later = fit_log(trace, workers=WORKERS), verify_log(trace, workers=WORKERS)
+    assert found.median_error < 0.06 < found.constant_error
+    assert "whole RL step of 24 RL steps, each left out" in found.text()
+    assert any("no rollout has a time of its own" in note for note in found.costs.notes)
+    assert later.json()["median_error"] < 0.05
+    assert "whole RL steps from earlier RL steps" in later.text()
+
+
 def test_without_costs_linear_ones_are_fitted_that_predict_as_well(log: Path):
     found = fit_log(read(log), workers=WORKERS)
     assert isinstance(found.costs, LinearCosts)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
-from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of
+from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of, uncertainty
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts, Terms, prefill_token_s
 from tltlab.errors import ConfigError
@@ -41,6 +41,16 @@ class Fitted:
     cross_validation: pd.DataFrame
     calibrated: CalibratedRange
     notes: tuple[str, ...]
+
+    def open(self, asked: pd.DataFrame, constants: Constants) -> Floats:
+        """Standard deviation that the measurements leave to predictions of a table like them, relative, by Laplace.
+
+        `constants` are those of the asked hardware, in proportion to the fitted ones.
+        """
+        rows, context = PublishedRows.of_table(self.predictions), {_CONTEXT: self.context_tokens or 0.0}
+        values = known_terms(self.constants) | context
+        own = {name: values[name] for name in rows.ranges}
+        return uncertainty(rows, own, (PublishedRows.of_table(asked), known_terms(constants) | context))
 
     def costs(self, gpu: str, model: str, tp: int) -> RooflineCosts:
         """The cost model of `model` on `tp` of these GPUs, by these constants."""

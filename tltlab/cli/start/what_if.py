@@ -93,11 +93,14 @@ def what_if(
 
 def text(found: WhatIf) -> str:
     """The answer for people, words first."""
+    from tltlab.sim.what_if import THE_VERDICT
+
     used = ", ".join(own if own == name else f"{own} ({name})" for name, own in found.used.items())
     evidence = [] if found.evidence == found.setting else [found.evidence.partition(";")[0]]
     rows = [
         ("on", ", ".join([f"{found.setting}: {found.workers} workers", *evidence])),
         ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in found.drafting)),
+        ("in the table", f"the verdict's speed-up is that of {THE_VERDICT.name}"),
         ("used", used or "a trace"),
         *([("ignored", ", ".join(found.ignored))] if found.ignored else []),
         ("responses", f"{found.trace.num_rows('outcomes')} of {len(found.trace.rl_steps)} RL steps"),

@@ -32,7 +32,10 @@ from ..result import ExperimentResult
 ONE_STEP_OFF = "one-step-off"
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "verl": {},
+    "tlt": {},
     "tlt-base": {},
+    "vllm-dynamic": {},
+    "vllm-static": {},
     "das": {},
     "seer-drafts": {},
     "histospec": {},
@@ -43,13 +46,11 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "areal": {"staleness": 1},
 }
 """Of `[rollout]`, by system; CoPRIS's concurrency is in responses that an RL step trains."""
-_HEAD = "needs a trained draft head, which this experiment does not warm up: tltlab experiment baseline measures it"
+TRAINED_BESIDE = ("tlt",)
+"""Of those with a draft head: idle workers go on training it, in every rollout."""
 _SIMULATED = "is simulated only: the runtime has no such"
 WHY_NOT: Mapping[str, str] = {
-    "tlt": _HEAD,
-    "vllm-dynamic": f"{_HEAD}; vLLM's own table by batch size takes it too",
-    "vllm-static": _HEAD,
-    "vllm-adaptive": _HEAD,
+    "vllm-adaptive": "needs costs and acceptance of its own engine, which a first run measures",
     "sglang-adaptive": "is another engine's",
     "hedgespec": "needs several trained draft heads beside one target, and an engine here has one",
     "dvi": f"{_SIMULATED} drafter, which is the target's own first layers",
@@ -71,21 +72,33 @@ WHY_NOT: Mapping[str, str] = {
 class Settings:
     """`steps` RL steps of each system in `only` (all that can run where it is empty), on `workers` engines.
 
-    `model` is a folder of `tltlab make-model`, else one of `size` is trained. There are twice as many prompts as an RL
-    step takes: those that learn from earlier epochs meet theirs from the third RL step on.
+    `model` is a folder of `tltlab make-model`, else one of `size` is trained; `head` a drafter of `tltlab
+    train-drafter` for it, else one is warmed up in `warm_up_updates` where a system needs it. There are twice as many
+    prompts as an RL step takes: those that learn from earlier epochs meet theirs from the third RL step on.
     """
 
     model: Path | None = None
+    head: Path | None = None
     size: str = "tiny"
-    prompts: Annotated[int, Field(ge=2)] = 12
+    prompts: Annotated[int, Field(ge=2)] = 6
     group_size: Annotated[int, Field(ge=2)] = 8
-    cap: Count = 384
-    steps: Annotated[int, Field(ge=3)] = 8
+    cap: Count = 256
+    steps: Annotated[int, Field(ge=3)] = 5
     workers: Count = 2
+    warm_up_updates: Count = 100
     only: tuple[str, ...] = ()
 
+    def sizes(self, **more: Any) -> Any:
+        """The `Sizes` of its runs."""
+        from tltlab.runtime.models.runs import Sizes
 
-FAST: Mapping[str, Any] = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4}
+        return Sizes(
+            workers=self.workers, prompts_per_step=self.prompts, group_size=self.group_size, steps=self.steps,
+            max_response_tokens=self.cap, warm_up_updates=self.warm_up_updates, heldout=0, **more,
+        )  # fmt: skip
+
+
+FAST: Mapping[str, Any] = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4, "warm_up_updates": 20}
 
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
@@ -94,16 +107,21 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     if unknown := [name for name in settings.only if name not in known]:
         raise ConfigError(f"only: no system named {unknown[0]!r}; there are {', '.join(known)}")
     model = own_model(settings.model, folder, size=settings.size, progress=progress)
+    from tltlab.runtime.models.runs import warmed_up
     from tltlab.runtime.ray.start import ray_running
 
+    asked, runs = settings.only or tuple(known), folder / "systems-runs"
+    head = settings.head
+    if head is None and any(name in CHANGES and learns(name) for name in asked):
+        head = warmed_up(model, runs / f"head-{model.name}", settings.sizes(warm_up_texts=128), progress)
     rows = []
     with ray_running():
-        for name in settings.only or known:
+        for name in asked:
             row: dict[str, Any] = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
             if name in CHANGES:
                 progress(f"{name}: {settings.steps} RL steps")
                 try:
-                    row |= _measured(settings, name, model, folder / "systems-runs" / f"{name}-{seed}", seed)
+                    row |= _measured(settings, name, model, head, runs / f"{name}-{seed}", seed)
                 except TltlabError as error:
                     row |= {"ran": False, "why_not": str(error)}
             rows.append(row)
@@ -123,7 +141,8 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         prediction=False,
         notes=(
             "rollout_s and predicted_s are means over the RL steps from the second on; each is predicted from the "
-            "others of the same run (`tltlab verify`), so a prediction knows its system's costs and acceptance",
+            "others of the same run (`tltlab verify`), so a prediction knows its system's costs and acceptance; "
+            "error_at_speed is the error where how fast the machine was in each RL step is known too",
             "rollout seconds compare only between systems that roll out the same work: not CoPRIS, SPEC-RL and AReaL, "
             "for which tokens_per_s and step_s say more",
         ),
@@ -131,7 +150,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
 
 
 def policy_of(name: str) -> Policy | None:
-    """The policy of a system that drafts from text, as the table has it; None for one that does not draft."""
+    """The policy of a system that drafts, as the table has it; None for one that does not."""
     system = SYSTEMS.get(name)
     if system is None or not system.drafters:
         return None
@@ -139,9 +158,15 @@ def policy_of(name: str) -> Policy | None:
     return bind(system, load_costs("cpu-small"), load_acceptance("geometric:0.6")).policy
 
 
-def recipe_for(settings: Settings, name: str, model: Path, out: Path, seed: int) -> Any:
+def learns(name: str) -> bool:
+    """Whether a system drafts with a trained head."""
+    policy = policy_of(name)
+    return policy is not None and any(s.drafter == "learned" for s in policy.strategies)
+
+
+def recipe_for(settings: Settings, name: str, model: Path, head: Path | None, out: Path, seed: int) -> Any:
     """The `Recipe` of a system's run, whose prompts and policy are written beside `out`."""
-    from tltlab.runtime.models.runs import Sizes, recipe_of
+    from tltlab.runtime.models.runs import recipe_of, trained_beside
     from tltlab.runtime.recipe.recipe import Recipe
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -153,11 +178,12 @@ def recipe_for(settings: Settings, name: str, model: Path, out: Path, seed: int)
         path = out.with_name(f"{name}.json")
         policy.write(path)
     depth = max([1, *(s.draft_depth for s in policy.strategies)]) if policy is not None else 1
-    sizes = Sizes(
-        workers=settings.workers, prompts_per_step=settings.prompts, group_size=settings.group_size,
-        max_response_tokens=settings.cap, draft_depth=depth, steps=settings.steps, heldout=0,
-    )  # fmt: skip
-    fields = json.loads(recipe_of(model, sizes, seed=seed, policy=path, drafter=None, train=data).model_dump_json())
+    sizes = settings.sizes(draft_depth=depth)
+    drafter = None
+    if learns(name):
+        assert head is not None
+        drafter = trained_beside(head, sizes, "always" if name in TRAINED_BESIDE else "never")
+    fields = json.loads(recipe_of(model, sizes, seed=seed, policy=path, drafter=drafter, train=data).model_dump_json())
     changes = json.loads(json.dumps(CHANGES[name]))
     if "partial" in changes:
         per_step = settings.prompts * settings.group_size
@@ -167,12 +193,12 @@ def recipe_for(settings: Settings, name: str, model: Path, out: Path, seed: int)
     return Recipe.model_validate(fields)
 
 
-def _measured(settings: Settings, name: str, model: Path, out: Path, seed: int) -> dict[str, Any]:
+def _measured(settings: Settings, name: str, model: Path, head: Path | None, out: Path, seed: int) -> dict[str, Any]:
     """What a run of the system took, and what is predicted of it."""
     from tltlab.runtime.run.grpo import GrpoRun
     from tltlab.sim.verification.rollouts import verify
 
-    with GrpoRun(recipe_for(settings, name, model, out, seed), out) as grpo:
+    with GrpoRun(recipe_for(settings, name, model, head, out, seed), out) as grpo:
         reports = [grpo.step() for _ in range(settings.steps)][1:]
     found = verify(out)
     later = found.rows[found.rows["rl_step"] > 0]
@@ -182,6 +208,7 @@ def _measured(settings: Settings, name: str, model: Path, out: Path, seed: int) 
         "rollout_s": rollout_s / len(reports),
         "predicted_s": float(later["predicted_s"].mean()),
         "error": found.median_error,
+        "error_at_speed": found.median_error_at_step_time,
         "tokens_per_s": tokens / rollout_s,
         "step_s": sum(r.seconds for r in reports) / len(reports),
         "policies_behind": last.get("staleness/mean", 1.0 if name == ONE_STEP_OFF else 0.0),
@@ -194,5 +221,6 @@ def _verdict(ran: pd.DataFrame) -> str:
     worst = ran.sort_values("error").iloc[-1]
     return (
         f"{len(ran)} systems ran here; the median error of predicted rollout seconds is {ran['error'].median():.1%} "
-        f"over them and {worst['error']:.1%} at worst ({worst['system']})."
+        f"over them and {worst['error']:.1%} at worst ({worst['system']}); with the machine's speed known "
+        f"{ran['error_at_speed'].median():.1%}."
     )

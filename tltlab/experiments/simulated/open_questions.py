@@ -19,8 +19,7 @@ from pydantic import Field
 from tltlab.charts import bars
 from tltlab.costs.profiles import nearest_engine, profile_costs
 from tltlab.costs.stages import RooflineStages
-from tltlab.errors import ConfigError
-from tltlab.experiments.result import ExperimentResult
+from tltlab.experiments.result import ExperimentResult, chosen
 from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.claims import CLAIMS, difference
@@ -86,15 +85,8 @@ FAST: Mapping[str, Any] = {"rl_steps": 3, "share": 0.25, "cap": 8192}
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
     """The experiment; ConfigError for a workload that there is not."""
-    names = [case.name for case in CASES]
-    if unknown := [name for name in settings.only if name not in names]:
-        raise ConfigError(f"only: no workload named {unknown[0]!r}; there are {', '.join(names)}")
-    found = []
-    for case in CASES:
-        if not settings.only or case.name in settings.only:
-            progress(f"{case.name}: {case.about}")
-            found.append(measured(case, settings, seed))
-    rows = pd.DataFrame(found)
+    cases = chosen("workload", CASES, settings.only, progress)
+    rows = pd.DataFrame([measured(case, settings, seed) for case in cases])
     notes = (
         "speed-ups of an RL step are over the same system without speculation; intervals are of 95 % over RL steps, "
         "least to most is over what was assumed: acceptance, its loss untrained or old, 30 % of speculation's costs",

@@ -1,0 +1,222 @@
+"""Pages in a browser: wide, on a phone, in the dark and in print, and that what the script promises happens.
+
+The browser is Qt WebEngine, which is Chromium, without a screen. It takes 700 MB, so it is not among the extras:
+`pip install --target DIR PySide6`, and `TLTLAB_QT=DIR` says where it is.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import pytest
+
+from tltlab.files import write_json
+from tltlab.report.server import Runs, Server
+from tltlab.report.write import report
+from tltlab.traces.trace import read
+
+TINY = Path(__file__).parents[3] / "traces" / "tiny"
+QT = os.environ.get("TLTLAB_QT", "")
+pytestmark = pytest.mark.skipif(
+    not (Path(QT) / "PySide6").is_dir() if QT else importlib.util.find_spec("PySide6") is None,
+    reason="no browser here: pip install --target DIR PySide6, then TLTLAB_QT=DIR",
+)
+WIDE, PHONE = 1280, 390
+LOOK = """{
+    width: document.documentElement.scrollWidth, window: innerWidth,
+    dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    paper: getComputedStyle(document.querySelector("main")).backgroundColor,
+    asked: performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith("data:")),
+    pictures: [...document.images].map(image => image.naturalWidth),
+}"""
+# The arrow keys, then a pointer over each panel of each chart.
+HOVER = """[...document.querySelectorAll(".picture[data-readings]")].map(box => {
+    const figure = box.closest("figure"), note = figure.querySelector(".reading"), seen = [];
+    if (figure.hidden) return null;
+    const press = key => { box.dispatchEvent(new KeyboardEvent("keydown", { key })); return note.textContent; };
+    const keys = ["ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"].map(press);
+    press("Escape");
+    const ended = note.hidden, panels = JSON.parse(box.dataset.readings);
+    const inner = box.firstElementChild.getBoundingClientRect();
+    for (const { box: [left, top, right, bottom] } of panels) {
+        for (const share of [0.02, 0.5, 0.98]) {
+            box.dispatchEvent(new PointerEvent("pointermove", { pointerType: "mouse",
+                clientX: inner.left + inner.width * (left + share * (right - left)) / 1e4,
+                clientY: inner.top + inner.height * (top + bottom) / 2e4 }));
+            const at = note.getBoundingClientRect();
+            seen.push([note.hidden ? "" : note.textContent, at.left, at.right]);
+        }
+    }
+    box.dispatchEvent(new PointerEvent("pointerleave", { pointerType: "mouse" }));
+    return { texts: panels.flatMap(panel => panel.texts), seen, left: note.hidden, keys, ended };
+})"""
+SORT = """(() => {
+    const table = document.querySelector("table"), cells = () => [...table.tBodies[0].rows].map(row =>
+        parseFloat(row.children[2].textContent.replaceAll(",", "")));
+    const button = table.querySelectorAll("thead th button")[2];
+    button.click();
+    const up = cells();
+    button.click();
+    return [up, cells(), table.querySelectorAll("thead th")[2].ariaSort];
+})()"""
+SLIDE = """(() => {
+    const group = document.querySelector(".slides"), slider = group.querySelector("input");
+    const all = [...group.querySelectorAll("figure")];
+    const shown = () => all.filter(one => one.offsetHeight).map(one => one.dataset.name), first = shown();
+    slider.value = slider.max - slider.value;
+    slider.dispatchEvent(new Event("input"));
+    return [first, shown(), group.querySelector("output").textContent];
+})()"""
+TOGGLE = """(() => {
+    const chart = document.querySelector(".picture[data-names]"), drawn = () => [...chart.querySelectorAll(
+        "[data-series='0']")].filter(part => getComputedStyle(part).display !== "none").length;
+    const before = drawn();
+    chart.previousElementSibling.querySelector("input").click();
+    return [before, drawn()];
+})()"""
+ENLARGE = """(() => {
+    const box = document.querySelector("figure:not([hidden]) .picture");
+    const width = () => box.firstElementChild.getBoundingClientRect().width, small = width();
+    box.click();
+    return [small, width(), document.documentElement.scrollWidth];
+})()"""
+
+
+def in_browser(loads, dark=False):
+    """What the script in `in_browser.py` finds out; nothing may be written to a page's console."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("in_browser.py")), *(["dark"] if dark else [])],
+        input=json.dumps({"loads": [{"pdf": None} | load for load in loads]}), capture_output=True, text=True,
+        timeout=300, check=False, env=os.environ | ({"PYTHONPATH": QT} if QT else {}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = []
+    for load, found in zip(loads, json.loads(done.stdout), strict=True):
+        assert found["console"] == [], load["url"]
+        answers.append(found["answers"])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The page of a RUN with a hostile name, and of a comparison."""
+    folder = tmp_path_factory.mktemp("pages")
+    trace = read(TINY).select([0, 1])
+    hostile = "<script src='http://evil.example/x.js'></script><img src=http://evil.example/y.png>"
+    manifest = trace.manifest.model_copy(update={"name": hostile})
+    trace.replace(manifest=manifest).write(folder / "run" / "trace")
+    steps = [{"rl_step": s, "policy": "a\"b'<i>", "measured_s": 1.0 + s, "predicted_s": 1.1 + s, "error": 0.1}
+             for s in trace.rl_steps]  # fmt: skip
+    write_json(folder / "run" / "summary.json", {"verify": {"steps": steps, "median_error": 0.1, "worst_error": 0.1}})
+    row = {"system": "tlt", "makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "lossless": True}
+    plain = row | {"system": "verl", "makespan_s": 2.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    slow = row | {"system": "long-name-of-a-system", "makespan_s": 12.5, "ratio": 5.0, "ratio_low": None}
+    write_json(folder / "compared.json", {"systems": [row, plain, slow], "baseline": "verl"})
+    report(folder / "run", out=folder / "run.html")
+    report(folder / "compared.json", out=folder / "compared.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def looked(pages):
+    """(page, width, dark) -> what each of the scripts gave."""
+    scripts = {"run": [LOOK, HOVER, SORT, SLIDE, TOGGLE, LOOK, ENLARGE], "compared": [LOOK, HOVER, LOOK]}
+    cases = [(name, width) for name in scripts for width in (WIDE, PHONE)]
+    found = {}
+    for dark in (False, True):
+        loads = [
+            {"url": (pages / f"{name}.html").as_uri(), "width": width, "scripts": scripts[name]}
+            for name, width in cases
+        ]
+        loads += [{"url": (pages / "run.html").as_uri(), "width": WIDE, "scripts": [], "pdf": str(pages / "run.pdf")}]
+        found |= {
+            (*case, dark): answer for case, answer in zip([*cases, ("pdf", 0)], in_browser(loads, dark), strict=True)
+        }
+    return found
+
+
+def test_no_page_is_wider_than_its_window_and_none_asks_for_anything(looked):
+    for (name, width, dark), answers in looked.items():
+        for look in (answer for answer in answers if isinstance(answer, dict)):
+            assert look["window"] == width
+            assert look["width"] <= width, name
+            assert look["asked"] == []
+            assert min(look["pictures"], default=999) > 100
+            assert look["dark"] is dark
+            assert (look["paper"] == "rgb(255, 255, 255)") is not dark
+
+
+def test_every_chart_says_what_is_under_the_pointer(looked):
+    for (name, width, _), answers in looked.items():
+        if name == "pdf":
+            continue
+        charts = [chart for chart in answers[1] if chart is not None]
+        assert len(charts) >= (10 if name == "run" else 1)
+        for chart in charts:
+            said = [text for text, *_ in chart["seen"] if text]
+            assert said
+            assert set(said) <= set(chart["texts"])
+            for text, left, right in chart["seen"]:
+                assert not text or 0 <= left < right <= width
+            assert chart["left"]
+            assert chart["ended"]
+            stops = [text for text in chart["texts"] if text]
+            assert chart["keys"] == [stops[min(n, len(stops) - 1)] for n in (0, 1, 2)] + [
+                stops[min(2, len(stops) - 1) - 1]
+            ]
+    bars = looked["compared", WIDE, False][1][0]
+    assert bars["seen"][1][0] == "verl\nrollout time over that of verl: 1 (1 to 1)"
+    assert bars["texts"][0].endswith("0.8 (0.7 to 0.9)")
+    assert bars["texts"][2].endswith("verl: 5")
+
+
+def test_tables_sort_sliders_slide_series_hide_and_charts_grow(looked):
+    for (name, width, _), answers in looked.items():
+        if name != "run":
+            continue
+        _, _, (up, down, order), (first, last, told), (drawn, left), _, (small, large, page) = answers
+        assert up == sorted(up)
+        assert down == sorted(up, reverse=True)
+        assert order == "descending"
+        assert len(first) == 1
+        assert last == [told]
+        assert first != last
+        assert drawn > 0
+        assert left == 0
+        assert large >= 960 > small or width == WIDE
+        assert page <= width
+
+
+def test_nothing_is_cut_in_print(pages, looked):
+    pdf = (pages / "run.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type /Page\b", pdf)) <= 20
+    # The print style on a screen as wide as A4 between its margins: what is wider there would be cut on paper.
+    (pages / "print.html").write_text((pages / "run.html").read_text().replace("@media print", "@media all"))
+    wide = "Math.max(...[...document.querySelectorAll('html, .scroll table')].map(part => part.scrollWidth))"
+    ((found,),) = in_browser([{"url": (pages / "print.html").as_uri(), "width": 687, "scripts": [wide]}])
+    assert found <= 687
+
+
+def test_the_list_of_runs_is_served_to_a_browser(pages):
+    with Server(Runs(pages)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            names = "[...document.querySelectorAll('tbody a')].map(link => link.textContent)"
+            tick = "document.querySelectorAll('thead th button').length"
+            ((found, buttons),) = in_browser([{"url": server.url, "width": PHONE, "scripts": [names, tick]}])
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found == ["run"]
+    assert buttons == 6
