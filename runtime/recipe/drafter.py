@@ -19,7 +19,7 @@ Method = Literal["eagle", "eagle3", "mtp"]
 
 
 class LossConfig(FrozenModel):
-    """How a drafter is taught.
+    """How a drafter is taught: `kind`.
 
     "eagle" (arXiv 2401.15077): `hidden_weight` * SmoothL1 on the next hidden state + `token_weight` * cross-entropy
     against the target's distribution, one step, on the target's states. "hass" (arXiv 2408.15766): the same over
@@ -45,7 +45,8 @@ class LossConfig(FrozenModel):
 
 
 class OptimConfig(FrozenModel):
-    """AdamW; betas, decay and clipping are those of TLT's released trainer. `warmup` updates raise the rate to `lr`."""
+    """AdamW: `warmup` updates raise the rate to `lr`. `betas`, `weight_decay` and the norm `max_grad_norm` at which
+    gradients are clipped are those of TLT's released trainer."""
 
     lr: Positive = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -71,10 +72,10 @@ class DrafterConfig(FrozenModel):
 
     `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
     reads; without one it starts from random weights and `fallback` serves until it was trained, but for an MTP layer,
-    which the model brings along. An update trains `tokens_per_update` tokens per member; None updates a rollout are no
-    limit. Every `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per
-    worker and RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the
-    trace.
+    which the model brings along. An update trains `tokens_per_update` tokens per member, and a rollout has up to
+    `max_updates` (None: no limit). Every `checkpoint_every` updates, and when it stops, a trainer saves what it trains.
+    `annotate` responses per worker and RL step are annotated with the drafter in service and with those of the last
+    `ages` trainings, for the trace.
 
     Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
     machine share a quarter of what is free there. When that is full, responses likely to be in the tail stay.

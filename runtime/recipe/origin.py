@@ -6,23 +6,55 @@ only this user can read (`~/.local/state/tltlab/key`, or in XDG_STATE_HOME).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import open_input, read_object, sha256_of, write_json
+from tltlab.files import open_input, read_object, sha256_of, write_file, write_json
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 SEAL = "code.json"
 CODE = "code"
 """In a run's folder: copies of the user's own modules."""
 _RUNS_CODE = ("trust_remote_code", "logits_processors", "tokenizer_mode", "hf_overrides", "model_loader_extra_config")
 """Arguments of vLLM's by which it imports what they name, beside those that end in _cls."""
+
+
+def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
+    """Copy the modules that came from the recipe's folders of code, and what they import there, to RUN/code.
+
+    A run that goes on keeps what it has: it does so with the code that it began with. Found are imports that stand in
+    the code, of modules and of packages with an __init__.py, not files that it reads.
+    """
+    from modulefinder import ModuleFinder
+
+    kept = (Path(run) / CODE).resolve()
+    goes_on = str(kept) in recipe.code
+    for folder in (Path(folder).resolve() for folder in recipe.code):
+        if folder == kept:
+            continue
+        finder = ModuleFinder(path=[str(folder)], excludes=["tltlab"])
+        for name in modules:
+            with contextlib.suppress(ImportError, SyntaxError, OSError):
+                finder.import_hook(name)
+        for name, module in finder.modules.items():
+            file = Path(getattr(module, "__file__", None) or "")
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            target = kept / file.relative_to(folder) if file.is_relative_to(folder) else None
+            # Python finds what is installed first, whatever has its name there.
+            elsewhere = loaded is not None and Path(loaded).resolve() != file
+            if target is not None and not elsewhere and not (goes_on and target.exists()):
+                write_file(target, file.read_bytes())
 
 
 def seal_code(run: Path) -> None:

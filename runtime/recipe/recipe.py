@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +15,7 @@ from pydantic_core import ErrorDetails
 from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.files import read_json, read_text, write_file
+from tltlab.files import read_json, read_text
 from tltlab.policies.policy import Policy, code_allowed, load_policy
 from tltlab.policies.specs import found_in
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
@@ -33,11 +31,13 @@ MOST_TOML_BYTES = 1 << 20
 
 
 class DataConfig(FiniteModel):
-    """Prompts and answers: a JSONL or Parquet file, or a Hugging Face dataset (folder or id, with its `split`s).
+    """Prompts and answers: `train`, and `heldout` for evaluations (None: none), each a JSONL or Parquet file or a
+    Hugging Face dataset: a folder or id, of its `subset` the `split` and the `heldout_split`.
 
-    Column names may be dotted paths into structs ("reward_model.ground_truth"). A prompt is text, or a list of messages
-    {role, content}. With `chat` the model's chat template is applied, `system` before a prompt that is text. Prompts of
-    more than `max_prompt_tokens` are left out, and the run says how many; None takes all.
+    `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth"). A prompt is
+    text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system` before a
+    prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run says how many; None takes
+    all.
     """
 
     train: str
@@ -86,9 +86,9 @@ class PartialConfig(FiniteModel):
 class ReuseConfig(FiniteModel):
     """Reuse of the previous epoch's response to the same prompt and sample as a prefix (SPEC-RL, arXiv 2509.23232).
 
-    A token stays with probability min(1, leniency * pi_now / pi_then), the first that does not ends the prefix. With
-    residual "exact" the token there is drawn from norm(max(0, pi_now - pi_then)), which makes leniency 1 on-policy; it
-    keeps the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
+    A token stays with probability min(1, `leniency` * pi_now / pi_then), the first that does not ends the prefix. With
+    `residual` "exact" the token there is drawn from norm(max(0, pi_now - pi_then)), which makes leniency 1 on-policy;
+    it keeps the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
     """
 
     leniency: float = Field(default=1.0, gt=0)
@@ -119,13 +119,16 @@ class EnvironmentConfig(FiniteModel):
 
 
 class RolloutConfig(FiniteModel):
-    """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
+    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split in order.
 
-    `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th rollout runs a second time,
-    to no other end than to see how far the machine's time varies on the very same work (`repeats.json`); 0 is never.
-    A policy's file may name a class of the modules `allow_code`.
-    Each engine spans `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share
-    (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
+    Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
+    of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
+    `policy` is a policy's name, drafts such as ngram:4, or a file; engines make room for drafts of up to
+    `max_draft_depth` tokens. `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th
+    rollout runs a second time, to no other end than to see how far the machine's time varies on the very same work
+    (`repeats.json`); 0 is never. A policy's file may name a class of the modules `allow_code`. Each engine spans
+    `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share (`gpus_per_worker`, None:
+    1 where there are GPUs). vLLM's own arguments go into `vllm`.
 
     With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
     from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
@@ -175,21 +178,26 @@ class TrainConfig(FiniteModel):
 
     `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
 
-    Loss. `minibatches` optimizer steps per RL step; the clip range is [1 - clip_low, 1 + clip_high]. Rewards less their
-    group's mean are divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
+    A run has `steps` RL steps. AdamW with `betas` and `weight_decay`; the rate rises over the first `warmup_steps`
+    updates, gradients are clipped at a norm of `max_grad_norm`.
+
+    Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
+    weighs the divergence from the initial model (0: none). `advantage_scale`: rewards less their group's mean are
+    divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
     token weighs the same ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens
-    ("constant"). Truncated responses are kept, filtered out of the loss, penalised softly over the last
+    ("constant"). `overlong`: truncated responses are kept, filtered out of the loss, penalised softly over the last
     `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds`
-    rollouts an RL step replace groups whose rewards are all equal (1: none are replaced). Correction of the mismatch
-    between engine and trainer: weights min(pi_trainer / pi_engine, correction_cap) per token ("truncated"), the ratio
+    rollouts an RL step replace groups whose rewards are all equal (1: none are replaced). `correction` of the mismatch
+    between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"), the ratio
     taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change what the engine
     samples from, so with a correction they need `accept_biased_sampling`.
 
-    Machine. `ranks` trainers share the work through FSDP2; `dtype` "auto" is bfloat16 on CUDA, with float32 master
-    weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. Of long responses
-    `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its activations
-    (1: each rank has its own); it divides the ranks and the model's heads and KV heads. `offload` moves the trainer's
-    tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
+    Machine. `ranks` trainers of `threads` CPU threads share the work through FSDP2 over `backend`; with
+    `activation_checkpointing` they compute activations again in place of keeping them. `dtype` "auto" is bfloat16 on
+    CUDA, with float32 master weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. Of
+    long responses `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its
+    activations (1: each rank has its own); it divides the ranks and the model's heads and KV heads. `offload` moves the
+    trainer's tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
     `deterministic` has torch compute the same bits each time, on GPUs at a price (`bench gpu update`): a resumed run
     equals the unbroken one bit by bit there only with it.
     """
@@ -237,9 +245,9 @@ class TrainConfig(FiniteModel):
 
 
 class EvalConfig(FiniteModel):
-    """Held-out reward before the first and after the last step: one response per prompt, at the rollout temperature.
+    """Held-out reward before the first and after the last step, and after every `every` steps (0: at no other time).
 
-    Also after every `every` steps; 0 is never.
+    One response to each of the first `num_prompts` prompts (0: no evaluation), at the rollout temperature.
     """
 
     num_prompts: int = Field(default=256, ge=0)
@@ -247,8 +255,9 @@ class EvalConfig(FiniteModel):
 
 
 class ClusterConfig(FiniteModel):
-    """Where actors go. "separate": engines and trainers on GPUs of their own; "colocated": on the same GPUs, and
-    engines sleep while trainers train. Ray listens on `host` alone unless it is told otherwise.
+    """Where actors go. `placement` "separate": engines and trainers on GPUs of their own; "colocated": on the same
+    GPUs, and engines sleep while trainers train. There are `num_nodes` machines with `gpus_per_node` GPUs. Ray listens
+    on `host` alone unless it is told otherwise.
 
     `weights` is the way of new ones to engines: "host" by memory that processes of a machine share, "nccl" between
     GPUs, "ipc" within each; "auto" is the shortest that there is.
@@ -271,7 +280,8 @@ class CheckpointConfig(FiniteModel):
 
 
 class LogConfig(FiniteModel):
-    """Where metrics go besides the trace: TensorBoard event files in the run's folder, W&B and MLflow by project."""
+    """Where metrics go besides the trace: with `tensorboard` to event files in the run's folder, to the project `wandb`
+    of Weights & Biases, to the experiment `mlflow` of MLflow."""
 
     tensorboard: bool = True
     wandb: str | None = None
@@ -279,7 +289,7 @@ class LogConfig(FiniteModel):
 
 
 class FaultConfig(FiniteModel):
-    """How often one actor is started again after it died before the run gives up, and what is waited for how long.
+    """What is done about actors that die or hang: one is started again up to `max_restarts` times, then the run ends.
 
     A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
     tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it. An
@@ -300,10 +310,11 @@ class FaultConfig(FiniteModel):
 
 class Recipe(FiniteModel):
     """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function` or a list of terms,
-    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained.
+    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained. All randomness is of `seed`.
 
     Modules of rewards, and of a policy that is a class, are looked up as usual and last in the folders `code`: by
-    default that of the recipe's file and the current one. A run keeps copies of what it found there (`keep_code`).
+    default that of the recipe's file and the current one. A run keeps copies of what it found there
+    (`origin.keep_code`).
     """
 
     model: str
@@ -401,33 +412,6 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
     if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
         rollout["policy"] = str(copy.resolve())
     return _recipe(fields, overrides, str(path))
-
-
-def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
-    """Copy the modules that came from the recipe's folders of code, and what they import there, to RUN/code.
-
-    A run that goes on keeps what it has: it does so with the code that it began with. Found are imports that stand in
-    the code, of modules and of packages with an __init__.py, not files that it reads.
-    """
-    from modulefinder import ModuleFinder
-
-    kept = (Path(run) / CODE).resolve()
-    goes_on = str(kept) in recipe.code
-    for folder in (Path(folder).resolve() for folder in recipe.code):
-        if folder == kept:
-            continue
-        finder = ModuleFinder(path=[str(folder)], excludes=["tltlab"])
-        for name in modules:
-            with contextlib.suppress(ImportError, SyntaxError, OSError):
-                finder.import_hook(name)
-        for name, module in finder.modules.items():
-            file = Path(getattr(module, "__file__", None) or "")
-            loaded = getattr(sys.modules.get(name), "__file__", None)
-            target = kept / file.relative_to(folder) if file.is_relative_to(folder) else None
-            # Python finds what is installed first, whatever has its name there.
-            elsewhere = loaded is not None and Path(loaded).resolve() != file
-            if target is not None and not elsewhere and not (goes_on and target.exists()):
-                write_file(target, file.read_bytes())
 
 
 def located(recipe: Recipe) -> Recipe:

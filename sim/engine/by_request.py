@@ -27,7 +27,7 @@ from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
 from .batch import BLOCK_CELLS, TOLERANCE_TOKENS, ArrayBatch, MacroStep, iterations_that_fit, iterations_until_done
-from .random_numbers import request_seeds, uniforms
+from .random_numbers import uniforms
 from .regime import Regime
 from .requests import Requests
 
@@ -88,7 +88,7 @@ class RateBatch(ArrayBatch):
         self._accepted = np.zeros(len(requests))
         self._pending: list[int] = []
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
-        self._seeds = request_seeds(seed, requests.keys) if sampled else None
+        self._seeds = requests.seeds(seed) if sampled else None
         self._draws = np.zeros(len(requests), np.int64)
 
     def recent_acceptance(self, request: int) -> float | None:

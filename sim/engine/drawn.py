@@ -11,7 +11,7 @@ from tltlab.acceptance.load import Settled
 from tltlab.arrays import Bytes, Ints
 
 from .batch import BLOCK_CELLS, ArrayBatch, MacroStep, iterations_until_done
-from .random_numbers import request_seeds, uniforms
+from .random_numbers import uniforms
 from .regime import Regime
 from .requests import Requests
 
@@ -45,7 +45,7 @@ class SampledBatch(WalkBatch):
 
     def __init__(self, requests: Requests, seed: int) -> None:
         super().__init__(requests)
-        self._seeds = request_seeds(seed, requests.keys)
+        self._seeds = requests.seeds(seed)
         self._draws = np.zeros(len(requests), np.int64)
 
     def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:

@@ -62,6 +62,8 @@ class MemorylessChoices:
         self._fixed_s: Floats = np.zeros(1)
         self._slope_s: Floats = np.zeros(1)
         self._speculates: Floats = np.zeros(1)
+        self._propensity: Floats = np.ones(1)
+        self._buckets, self._regime_of = np.zeros(1, object), np.zeros(1, object)
 
     def choose(self, batch: int, waiting: int, rl_step: int) -> Choice:
         """What the selector chooses at this batch and queue."""
@@ -86,6 +88,9 @@ class MemorylessChoices:
             self._fixed_s = np.append(self._fixed_s, [r.fixed_s(size) for r, size in pairs])
             self._slope_s = np.append(self._slope_s, [r.slope_s(size) for r, size in pairs])
             self._speculates = np.append(self._speculates, [r.strategy.speculates for r in regimes])
+            self._propensity = np.append(self._propensity, [c.propensity for c in choices])
+            self._buckets = np.append(self._buckets, np.array([c.bucket for c in choices], object))
+            self._regime_of = np.append(self._regime_of, np.array(regimes, object))
         return self
 
     def drain(
@@ -123,12 +128,12 @@ class MemorylessChoices:
             batch = len(requests) - first_of
         num_steps = len(first_of)
         slope_s = self._slope_s[batch]
-        fixed_s, met = self._fixed_s[batch], [self._by_batch[size - 1] for size in batch.tolist()]
+        fixed_s, met = self._fixed_s[batch], self._regime_of[batch].tolist()
         speculates = np.flatnonzero(self._speculates[batch])
         if self._regimes.loads_late and not drafter_ready:
             for step, size in enumerate(batch[: speculates[0] if len(speculates) else None].tolist()):
-                regime = self._regimes.at(met[step][0].strategy, size, loaded=False)
-                fixed_s[step], met[step] = regime.fixed_s(size), (met[step][0], regime)
+                regime = met[step] = self._regimes.at(met[step].strategy, size, loaded=False)
+                fixed_s[step] = regime.fixed_s(size)
         first_s = fixed_s + slope_s * context
         seconds = counts * first_s + slope_s * growth * (counts * (counts - 1) / 2)
         switches, prefills, prefilled = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
@@ -149,10 +154,10 @@ class MemorylessChoices:
             context_tokens=context,
             tokens=counts * growth,
             asked=np.ones(num_steps, dtype=bool),
-            bucket=[choice.bucket for choice, _ in met],
-            propensity=np.array([choice.propensity for choice, _ in met]),
+            bucket=self._buckets[batch].tolist(),
+            propensity=self._propensity[batch],
             reward=[None] * num_steps,
-            regime=[regime for _, regime in met],
+            regime=met,
             gains=[None] * num_steps,
             noise=[None] * num_steps,
         )
@@ -183,7 +188,7 @@ class MemorylessChoices:
             needed, gain, there = needed[order], gain[order], there[order]
             # All that end with the one whose end leaves fewer than `smallest`.
             last = int(np.searchsorted(needed, needed[batch - smallest], side="right"))
-            first = np.flatnonzero(np.diff(needed[:last], prepend=0))
+            first = _begins(needed[:last])
             reached = needed[first]
             before = np.concatenate([[0], reached[:-1]])
             growth = np.cumsum(gain[::-1])[::-1][first]
@@ -207,7 +212,7 @@ def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, I
     """
     n = len(ends)
     # The batches at which the gain is another one than at the next smaller batch.
-    changes = np.flatnonzero(np.diff(tokens[1 : n + 1])) + 2
+    changes = np.flatnonzero(tokens[2 : n + 1] != tokens[1:n]) + 2
     firsts, lasts, clocks, gains, counts = [], [], [], [], []
     clock, done = 0.0, 0
     while done < n:
@@ -217,7 +222,7 @@ def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, I
         smallest = int(changes[at - 1]) if at else 1
         run = ends[done : n - smallest + 1]
         steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0).astype(np.int64)
-        first = np.flatnonzero(np.diff(steps, prepend=0))
+        first = _begins(steps)
         reached = steps[first]
         before = np.concatenate([[0], reached[:-1]])
         end = int(np.searchsorted(ends, clock + reached[-1] * gain + TOLERANCE_TOKENS, side="right"))
@@ -229,6 +234,13 @@ def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, I
         clock += float(reached[-1]) * gain
         done = int(lasts[-1][-1])
     return tuple(np.concatenate(parts) for parts in (firsts, lasts, clocks, gains, counts))  # type: ignore[return-value]
+
+
+def _begins(values: Ints) -> Ints:
+    """Where another value begins, the first included."""
+    new = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return np.flatnonzero(new)
 
 
 def check_listed(strategy: Strategy, regimes: Regimes) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.load import Key
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Floats, Ints, Words
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
 from tltlab.traces.schema import KEY
@@ -85,6 +85,16 @@ class Requests:
         kept = 0 if self.turns is None else np.array(self.turns.cached_tokens, np.int64)
         uncached: Ints = self.prompts - np.maximum(self.shared, kept)
         return uncached
+
+    def seeds(self, seed: int) -> Words:
+        """The `request_seeds` of all of them: a hash each, calculated once for all workers and policies."""
+        if seed not in self._seeds:
+            self._seeds[seed] = request_seeds(seed, self.keys)
+        return self._seeds[seed]
+
+    @cached_property
+    def _seeds(self) -> dict[int, Words]:
+        return {}
 
     @cached_property
     def chains(self) -> list[list[int]]:

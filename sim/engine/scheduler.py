@@ -88,7 +88,7 @@ class Scheduler:
 
         With nothing to decode, whole iterations go to the prompts until one of them is done.
         """
-        if self.preempt():
+        if self.preempt() or not (self.waiting or self.prefilling or self.kept):
             return 0.0
         self.admit()
         if not len(self.batch):
@@ -140,7 +140,8 @@ class Scheduler:
 
     def to_prefill(self, requests: Ints) -> float:
         """Tokens to prefill where all of these are admitted at once."""
-        return float(self.batch.requests.prompts[requests].sum()) - sum(map(self._reused, requests.tolist()))
+        reused = sum(map(self._reused, requests.tolist())) if self._prefix_caching else 0
+        return float(self.batch.requests.prompts[requests].sum()) - reused
 
     def _reused(self, request: int) -> int:
         """Tokens of its prompt that need no prefill; from now on those of its group have them too."""

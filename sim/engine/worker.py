@@ -36,7 +36,7 @@ from .requests import Requests, Turns
 from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
-"""Of a number of iterations that is a quotient of times."""
+"""Of a number of iterations that is a quotient of times, and of seconds at which requests come back together."""
 
 
 class IdleUse(Protocol):
@@ -340,7 +340,7 @@ class Worker:
                 if self.stop.triggered:
                     break
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
-            while self.away and self.away[0][0] <= env.now:
+            while self.away and self.away[0][0] <= env.now + _ROUNDING:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             start_s = env.now
             up_front = scheduler.schedule()
@@ -363,7 +363,8 @@ class Worker:
             self.batch.settle()
             # The first iteration also prefills its chunk.
             first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
-            self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
+            if scheduler.joined:
+                self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
             for request in macro.finished:
                 self.rollout.finish_s[request] = env.now
             if self.tools is not None:
@@ -376,7 +377,8 @@ class Worker:
                     scheduler.waiting.append((request, 0.0))
                 if self.feed.stopped and not self.stop.triggered:
                     self.stop.succeed()
-            scheduler.prefill(beside)
+            if scheduler.prefilling:
+                scheduler.prefill(beside)
             prefill_s, tokens = prefill_s + beside_s, up_front + beside
             reward = policy.tell(macro, prefill_s, tokens > 0) if asked else None
             entry = Entry(
@@ -420,9 +422,10 @@ class Worker:
 
     def _response_tokens(self) -> list[int]:
         """Of the responses that this worker began, all turns together."""
-        lengths = self.requests.response_tokens
         if self.tools is None:
-            return [lengths[request] for request in self.queue.tolist()]
+            found: list[int] = self.requests.lengths[self.queue].tolist()
+            return found
+        lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
     def _drains_from_the_start(self) -> bool:

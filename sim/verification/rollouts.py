@@ -23,9 +23,11 @@ from tltlab.console import table
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
+from tltlab.sim.engine.requests import Prefix, requests_by_step
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import Scenario
 from tltlab.traces import metrics
+from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace, read
 
 from . import idle_training as verify_spot
@@ -36,6 +38,7 @@ FORECASTS = 15
 FEWEST_PLAIN = 20
 """Plain iterations of an RL step, without prefill, that tell how fast its machine was."""
 INTERVAL = (10, 90)
+_ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +119,10 @@ def verify(
     if len(recorded) < 3:
         raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     measured = _measured(trace)
-    prediction = _Prediction(trace=trace, spot=SpotRun(trace=trace), window=window, samples=samples, seed=seed)
-    forces = policies_in_force(trace, allow_code)
+    prediction = _Prediction(
+        trace=tools_as_engines_saw(trace), spot=SpotRun(trace=trace), window=window, samples=samples, seed=seed
+    )
+    forces = _budgeted_once(policies_in_force(trace, allow_code))
     rows = []
     for step in recorded if rl_steps is None else rl_steps:
         if step not in recorded:
@@ -147,6 +152,16 @@ def verify(
         repeat_spread=spread,
         repeat_bias=bias,
     )
+
+
+def _budgeted_once(forces: dict[int, InForce]) -> dict[int, InForce]:
+    """The same without the budget that ruled all RL steps: acceptance that is fitted to them is of what it allotted."""
+    budgets = [force.policy.budget for force in forces.values()]
+    if any(budget != budgets[0] for budget in budgets):
+        return forces
+    return {
+        step: replace(force, policy=force.policy.model_copy(update={"budget": None})) for step, force in forces.items()
+    }
 
 
 def _measured(trace: Trace) -> dict[int, float]:
@@ -235,6 +250,18 @@ class _Prediction:
         most = rows.loc[rows["batch"] == rows["batch"].max()]
         return int(most["batch"].iloc[0]) if (most["num_waiting"].fillna(0) > 0).any() else None
 
+    @cached_property
+    def prefix(self) -> Prefix:
+        """What became of the prefixes of turns, by what was prefilled: small engines have blocks too large to keep."""
+        rows = self.trace.iterations
+        assert rows is not None
+        steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
+        whole, kept = (float(sum(tokens.sum() for tokens in each)) for each in (
+            [step.prompts for step in steps], [step.uncached for step in steps]
+        ))  # fmt: skip
+        prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
+        return "kept" if abs(prefilled - kept) <= abs(prefilled - whole) else "recomputed"
+
     def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[list[int], Calibration]:
         """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
         by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
@@ -265,6 +292,7 @@ class _Prediction:
             costs=fitted.costs.model_copy(update={"max_num_seqs": self.seats}),
             acceptance=accepted,
             placement="recorded",
+            prefix=self.prefix,
             mode="sampled",
             seed=self.seed + sample,
             spot=training,
@@ -337,6 +365,34 @@ def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
         busiest = iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
     beside = pd.Series(metrics.rollout_s(trace.select(rl_steps)), dtype=np.float64) - busiest
     return float(beside.loc[rl_steps].median())
+
+
+def tools_as_engines_saw(trace: Trace) -> Trace:
+    """The trace with `tool_s` from the end of a turn's last iteration until its engine could go on with the next turn.
+
+    An engine that has nothing else waits until all that came back is handed over, which with tools of microseconds is
+    most of the time.
+    """
+    outcomes, iterations = trace.outcomes, trace.iterations
+    if iterations is None or not (outcomes["turn"] > 0).any():
+        return trace
+    before = outcomes[[*KEY, "t_finish"]].assign(turn=outcomes["turn"] + 1).rename(columns={"t_finish": "left_s"})
+    rows = outcomes.merge(before, on=list(KEY), how="left")
+    ran = {place: own.sort_values("t_start") for place, own in iterations.groupby(["rl_step", "worker"])}
+    seen = rows["tool_s"].to_numpy(np.float64, copy=True)
+    for place, own in rows[rows["left_s"].notna() & rows["t_submit"].notna()].groupby(["rl_step", "worker"]):
+        if place not in ran:
+            continue
+        starts = ran[place]["t_start"].to_numpy()
+        ends = starts + ran[place]["duration"].to_numpy()
+        # Turns of one iteration end together, and are told one after the other.
+        last = np.searchsorted(ends, own["left_s"] + _ROUNDING_S, "right") - 1
+        first = np.searchsorted(starts, own["t_submit"] - _ROUNDING_S)
+        kept = (last >= 0) & (first > last) & (first < len(starts))
+        last, first, own = last[kept], first[kept], own[kept]
+        idle = starts[first] - ends[first - 1] > _ROUNDING_S
+        seen[own.index] = np.where(idle, starts[first], own["t_submit"]) - ends[last]
+    return trace.replace(outcomes=outcomes.assign(tool_s=seen))
 
 
 def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trace:

@@ -58,6 +58,10 @@ def test_five_files_of_different_origin_have_one_answer(tmp_path: Path):
     assert answers["lengths.csv"].used == {
         "response_tokens": "response_length", "rl_step": "step", "prompt_id": "group", "prompt_tokens": "prompt_len",
     }  # fmt: skip
+    groups = LENGTHS.shape[1] // 4
+    for name in ("lengths.tsv", "lengths.jsonl", "lengths.parquet"):
+        assert answers[name].used["prompt_id"] in ("group", "uid")
+        assert answers[name].trace.workload["prompt_id"].nunique() == groups
     assert answers["verl"].ignored == ("output", "gts")
 
 
@@ -150,6 +154,9 @@ def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, caps
     result = json.loads(text)
     assert code == 0
     assert result["verdict"] in page
+    assert "<h1>What speculation would bring</h1>" in page
+    assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
+    assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][1]['rollout']['mean']:.4g} (" in page
     assert set(result["speedup"]["rollout"]) == {"mean", "low", "high"}
     assert (result["num_rl_steps"], result["num_responses"]) == (3, 192)
     assert result["columns"]["ignored"] == ["note"]

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import nnls
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.table import AttentionKnot, TokenKnot
@@ -112,8 +111,15 @@ def _least_squares(x: Floats, y: Floats, weight: Floats) -> Floats:
     scale = np.sqrt((weight[:, None] * x**2).sum(axis=0))
     scale[scale == 0] = 1.0
     root = np.sqrt(weight)
-    found, _ = nnls(x / scale * root[:, None], y * root)
-    return np.asarray(found / scale, np.float64)
+    return np.asarray(_not_negative(root[:, None] * (x / scale), root * y) / scale, np.float64)
+
+
+def _not_negative(x: Floats, y: Floats) -> Floats:
+    """The least squares solution of x c = y without coefficients below 0."""
+    from scipy.optimize import nnls  # takes longer to import than most commands that reach this module take to start
+
+    found: Floats = nnls(x, y)[0]
+    return found
 
 
 def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
@@ -181,7 +187,7 @@ def non_negative(
     x = np.column_stack([rows[name] for name in used])
     scale = np.linalg.norm(x, axis=0)
     wanted = np.concatenate([(y - known) / y, np.zeros(len(small))])
-    found = nnls(x / scale, wanted)[0] / scale
+    found = _not_negative(x / scale, wanted) / scale
     return dict.fromkeys(columns) | {name: float(c) for name, c in zip(used, found, strict=True)}
 
 

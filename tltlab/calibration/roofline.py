@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
@@ -20,6 +21,7 @@ from tltlab.costs.roofline import (
     draft_level_s,
     forward_s,
     prefill_token_s,
+    riding_s,
 )
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, gpu, model
@@ -129,7 +131,11 @@ class RooflineRows:
 
     def iteration_s(self, c: Terms, context: Floats) -> Floats:
         took = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
-        return np.asarray(took + prefill_token_s(self.ideal, c) * self.prefill, np.float64)
+        if self.prefill.any():
+            # As `RooflineIteration.beside_s` has it: prompts ride where reading weights bounds the iteration.
+            riding = riding_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
+            took = took + np.minimum(riding, prefill_token_s(self.ideal, c) * self.prefill)
+        return np.asarray(took, np.float64)
 
     def forward_s(self, c: Terms, batch: Floats, queries: Floats, context: Floats) -> Floats:
         slope = context_slope_s(self.ideal, c, queries=queries)
@@ -150,6 +156,12 @@ class RooflineRows:
         spans = (self.batch, self.batch * self.verified, self.batch * self.context)
         names = ("batch", "verified_tokens", "context_tokens")
         return CalibratedRange(**{n: (float(x.min()), float(x.max())) for n, x in zip(names, spans, strict=True)})
+
+    @property
+    def most_tokens_with_prompts(self) -> int | None:
+        """Tokens of the largest iteration with prompts, which limits what rides in the simulator's; None without."""
+        tokens = (self.batch * self.verified + self.prefill)[self.prefill > 0]
+        return math.ceil(tokens.max()) if len(tokens) else None
 
     def thinned(self) -> Self:
         """At most `_ENOUGH` rows, evenly spaced, of each regime: a dozen constants need no more."""
@@ -194,6 +206,7 @@ class RooflineEstimator(CostEstimator):
             tp=self.hardware.tp,
             constants=constants,
             calibrated=every.covered,
+            max_num_batched_tokens=every.most_tokens_with_prompts,
             notes=tuple(notes),
         )
         self.constants_ = constants

@@ -31,7 +31,7 @@ class CanaryConfig(FrozenModel):
     """When a drafter counts as collapsed: the chance of a draft's first token is below `collapse` times what training
     predicted, surely so, after at least `min_drafts` drafts since the last swap, weight sync or wake.
 
-    Then the model-free drafter `fallback` serves in its place ("fallback"), or the run stops with a sentence ("stop").
+    `on_collapse` the model-free drafter `fallback` serves in its place, or the run stops with a sentence ("stop").
     Each weight sync since the prediction lowers the bound by the share `moved_target`, as the target moves away from
     the one that training saw. A drafter whose training predicts less than `min_predicted` has not learned anything
     yet: it does not serve, and stops no run.

@@ -28,7 +28,8 @@ _SURE = 1.5
 
 
 class ScheduleConfig(FrozenModel):
-    """When idle workers train: `never`, `always`, `every` so many RL steps, when acceptance has dropped, or `gated`.
+    """The `kind` says when idle workers train: never, always, in every `every`-th RL step, when acceptance has
+    dropped, or gated.
 
     Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy that
     neither was trained on, and training pauses while it brings less than it takes (`gate.worth_training`).

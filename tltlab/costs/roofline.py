@@ -186,6 +186,12 @@ def matrices_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Number
     return _rounded_max(read, computed, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
+def riding_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
+    """What tokens of prompts add to matrices that `tokens` are multiplied by anyway."""
+    both: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
+    return both - matrices_s(ideal, c, tokens=tokens)
+
+
 def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
     """The share of experts that at least one of `tokens` tokens takes, each taking the share `chosen` at random.
 
@@ -320,9 +326,7 @@ class RooflineIteration(IterationCost):
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        alone = matrices_s(self.ideal, self.constants, tokens=tokens)
-        both = matrices_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)
-        return min(float(both - alone), apart_s)
+        return min(float(riding_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)), apart_s)
 
     def context_slope_s(self, batch: int) -> float:
         return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))

@@ -87,9 +87,11 @@ def cut_at_cap(evidence: RunEvidence) -> Finding | None:
     """Many responses were cut at the cap, or aborted: their true lengths are not known."""
     trace = evidence.known
     rows = trace.outcomes.merge(trace.workload[[*KEY, "epoch"]], on=list(KEY)).sort_values("rl_step", kind="stable")
-    # What is cut at the end of an RL step and goes on in a later one is aborted there.
-    goes_on = rows.duplicated(["epoch", "prompt_id", "sample"], keep="last") & (rows["finish_reason"] == "abort")
-    reasons = rows.loc[~goes_on, "finish_reason"].value_counts(normalize=True)
+    aborted_there = rows["finish_reason"] == "abort"
+    if (rows.duplicated(["epoch", "prompt_id", "sample"], keep="last") & aborted_there).any():
+        # What is cut at the end of an RL step goes on in a later one, as what is cut now would.
+        rows = rows[~aborted_there]
+    reasons = rows["finish_reason"].value_counts(normalize=True)
     cut, aborted = float(reasons.get("length", 0.0)), float(reasons.get("abort", 0.0))
     if cut < CUT_SHARE and aborted < ABORTED_SHARE:
         return None

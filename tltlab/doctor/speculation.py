@@ -6,7 +6,6 @@ from contextlib import suppress
 
 import numpy as np
 import pandas as pd
-from scipy.stats import linregress
 
 from tltlab.arrays import Floats
 from tltlab.stats import Interval, student_margin
@@ -237,6 +236,8 @@ def _slope(x: Floats, y: Floats, other: Floats | None = None) -> tuple[float, fl
         # Frisch-Waugh: residuals on the other variable, and one degree of freedom less.
         x, y = (v - np.polyval(np.polyfit(other, v, 1), other) for v in (x, y))
         lost = 3
+    from scipy.stats import linregress
+
     found = linregress(x, y)
     free = max(len(x) - lost, 1)
     error = float(found.stderr) * np.sqrt((len(x) - 2) / free)

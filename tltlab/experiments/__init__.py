@@ -51,7 +51,7 @@ _ROWS = (
         name="systems",
         module="measured.systems",
         question="What do systems from the literature take on real engines here, against what is predicted of them?",
-        takes="not timed yet: ten short training runs, and once to train its model; fewer tokens with --fast",
+        takes="16 minutes on two busy cores, and 2 once to train its model; fewer tokens with --fast",
     ),
     Experiment(
         name="batch-size",
@@ -75,12 +75,13 @@ _ROWS = (
         name="policies",
         module="policies",
         question="Which policy comes closest to the best fixed strategy in hindsight, over many traces and regimes?",
-        takes="10 minutes; 2 with --fast",
+        takes="6 minutes, shared by `jobs`; 2 with --fast; with `models=`, 3 more for each",
     ),
     Experiment(
         name="drift",
         module="simulated.drift",
-        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
+        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways "
+        "and in ways drawn at random?",
         takes="1 minute; seconds with --fast",
     ),
     Experiment(

@@ -12,6 +12,7 @@ import pandas as pd
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_input
 from tltlab.traces.csv import (
+    PROMPT_IDS,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
     RL_STEPS,
@@ -169,7 +170,7 @@ def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, .
     elif form == "trl":
         meant |= {"prompt_id": ("prompt",), "response_tokens": (*RESPONSE_TOKENS, "completion")}
     else:
-        meant |= {"prompt_id": ("prompt_id", "group_id", "prompt"), "reward": ("reward",)}
+        meant |= {"prompt_id": (*PROMPT_IDS, "prompt"), "reward": ("reward",)}
         meant |= {"prompt_tokens": (*PROMPT_TOKENS, "input_lens", "usage")}
         meant |= {"response_tokens": (*RESPONSE_TOKENS, "output_lens", "usage")}
     used = {ours: own for ours, asked in meant.items() if (own := next((n for n in asked if n in names), None))}

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
+from tltlab.traces.csv import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
 
 from .responses import Imported, Response, finish_reason, text_id
 from .rows import Row, rows_of
 
-PROMPT = ("prompt_id", "group_id")
 REQUEST = ("request_id", "custom_id", "id")
 CAP = ("max_response_tokens", "max_tokens", "max_completion_tokens")
 SUBMIT = ("t_submit", "start_time", "start", "arrival_time", "arrival", "submit_time", "timestamp", "queued")
@@ -38,8 +37,8 @@ def read_vllm(path: Path, group_size: int = 1) -> Imported:
     """Read a benchmark result or a log of requests. Raises TraceError.
 
     Each appended benchmark result is an RL step; a log is one unless its lines say theirs. Requests of one RL step
-    with the same PROMPT or text in `prompt` are a group; where neither is there, every `group_size` requests in a row
-    are. A request that failed or made no token counts as aborted.
+    with the same of PROMPT_IDS, or text in `prompt`, are a group; where neither is there, every `group_size` requests
+    in a row are. A request that failed or made no token counts as aborted.
     """
     responses: list[Response] = []
     num_results = num_failed = num_untimed = 0
@@ -143,7 +142,7 @@ def _response(row: Row, own_step: int, group: int | None, number: int) -> Respon
 
 
 def _prompt_id(row: Row, rl_step: int, group: int | None, number: int) -> str:
-    if (name := row.find(PROMPT)) is not None:
+    if (name := row.find(PROMPT_IDS)) is not None:
         return str(row.fields[name])
     if isinstance(prompt := row.fields.get("prompt"), str):
         return text_id(prompt)

@@ -96,7 +96,9 @@ class BegMab(Selector):
         greedy = chosen = self._best(bucket)
         if self.rng.random() < self.epsilon:
             chosen = arms[int(self.rng.random() * len(arms))]
-        self.propensity_ = self.epsilon / len(arms) + (1.0 - self.epsilon if chosen == greedy else 0.0)
+        self.propensity_ = self.epsilon / len(arms) + (
+            1.0 - self.epsilon if chosen is greedy or chosen == greedy else 0.0
+        )
         return chosen
 
     def _best(self, bucket: int) -> Strategy:
@@ -104,7 +106,7 @@ class BegMab(Selector):
         if self.reward_.learns_plain and not windows[NO_SPECULATION].values:
             return NO_SPECULATION
         untried = next((arm for arm, window in windows.items() if len(window.values) < self.tries), None)
-        return untried or max(windows, key=lambda arm: windows[arm].value)
+        return untried or max(windows.items(), key=lambda pair: pair[1].value)[0]
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         reward = self.reward_(strategy, outcome)

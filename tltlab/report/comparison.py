@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tltlab.charts import bars, scatter_identity
+from tltlab.charts import bars, lines, scatter_identity
 from tltlab.errors import ConfigError
 
 from .origin import repeat_blocks, versions_of
@@ -47,6 +48,8 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
     if result.get("format") == "tltlab-policy":
         return _policy(result, result.get("provenance") or {}, path)
+    if isinstance(result.get("systems"), list) and isinstance(result.get("by_accept"), list):
+        return _what_if(result, path)
     if isinstance(result.get("systems"), list):
         return _ratios(result, result["systems"], "system", "Systems compared", path)
     if isinstance(result.get("candidates"), list):
@@ -92,15 +95,49 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     notes = result.get("notes")
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Text(text=str(note)) for note in notes)))
-    parts.append(_origin(result, {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges"}))
+    parts.append(
+        _origin(
+            result,
+            {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup"},
+        )
+    )
     ratio = best.get("step_ratio" if whole else "ratio")
     keys = [("fastest", str(best[key])), ("its ratio", number(ratio, ".3f"))]
     if tuned:
         keys = [("chosen", str(result.get("name", best[key]))), ("worth it", "yes" if result.get("worth_it") else "no")]
     steps = result.get("num_rl_steps")
     keys += [("baseline", baseline)] + ([("RL steps", str(steps))] if steps is not None else [])
-    where = " · ".join(str(v) for v in (result.get("trace"), path.name) if isinstance(v, str) and v)
+    where = " · ".join(dict.fromkeys(v for v in (result.get("trace"), path.name) if isinstance(v, str) and v))
     return Page(title=title, subtitle=where, key_figures=tuple(keys), parts=tuple(parts), verdict=str(verdict))
+
+
+def _what_if(result: Mapping[str, Any], path: Path) -> Page:
+    """The answer of `tltlab what-if`: how many times as fast, and by acceptance where that is not known."""
+    page = _ratios(result, result["systems"], "system", "What speculation would bring", path)
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    bands: dict[str, tuple[list[float | None], list[float | None]]] = {}
+    for key, name in (("rollout", "rollout"), ("rl_step", "RL step")):
+        if known := [row for row in result["by_accept"] if row["accept"] is not None and row[key] is not None]:
+            series[name] = [row["accept"] for row in known], [row[key]["mean"] for row in known]
+            bands[name] = [row[key]["low"] for row in known], [row[key]["high"] for row in known]
+    parts = page.parts
+    if series:
+        figure = lines(series, bands=bands, xlabel="drafted tokens accepted, each", ylabel="times as fast",
+                       title="By acceptance (simulated)")  # fmt: skip
+        told = "; ".join(
+            f"{name}: " + ", ".join(f"{y:.2f}x at {x:.0%}" for x, y in zip(*points, strict=True))
+            for name, points in series.items()
+        )
+        caption = "Over decoding without speculation, each with the best table for that acceptance. Bands: 95 %."
+        picture = Picture.of(figure, alt=f"Times as fast by acceptance. {told}.", caption=caption)
+        parts = (Section(title="By acceptance", blocks=(picture,)), *parts)
+    found = {"rollout": result["speedup"]["rollout"], "RL step": result["speedup"]["rl_step"]}
+    keys = [(name, f"{times['mean']:.2f}x") for name, times in found.items() if times is not None]
+    accept = result["accept"]
+    keys += [("drafted tokens accepted", "as recorded" if accept is None else f"{accept:.0%}")]
+    keys += [("responses", f"{result['num_responses']:,}"), ("RL steps", str(result["num_rl_steps"]))]
+    subtitle = f"{page.subtitle} · {result['setting']}"
+    return replace(page, subtitle=subtitle, key_figures=tuple(keys), parts=parts)
 
 
 def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:

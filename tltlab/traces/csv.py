@@ -36,9 +36,9 @@ RL_STEPS = (
 """Names under which other programs keep the two lengths and the RL step."""
 
 _LENGTHS = (*RESPONSE_TOKENS, "length", "lengths", "tokens", "num_tokens", "n_tokens")
-_PROMPT_IDS = ("prompt_id", "group", "group_id", "uid", "problem_id", "question_id", "task_id", "prompt_index")
+PROMPT_IDS = ("prompt_id", "group", "group_id", "uid", "problem_id", "question_id", "task_id", "prompt_index")
 _SAMPLES = ("sample", "sample_id", "sample_index", "rollout_index", "completion_index")
-_OTHERS = {"rl_step": RL_STEPS, "prompt_id": _PROMPT_IDS, "sample": _SAMPLES, "prompt_tokens": PROMPT_TOKENS}
+_OTHERS = {"rl_step": RL_STEPS, "prompt_id": PROMPT_IDS, "sample": _SAMPLES, "prompt_tokens": PROMPT_TOKENS}
 _TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 
 
@@ -335,7 +335,7 @@ def _called(where: str, frame: pd.DataFrame, names: tuple[str, ...], what: str) 
     """
     plain = {str(name): _plain(name) for name in frame.columns}
     meant = [own for name in names for own, said in plain.items() if said == name]
-    if meant and meant[0] != names[0] and names not in (_PROMPT_IDS, _SAMPLES):
+    if meant and meant[0] != names[0] and names not in (PROMPT_IDS, _SAMPLES):
         for other in meant[1:]:
             if not frame[other].equals(frame[meant[0]]):
                 raise TraceError(

@@ -48,8 +48,9 @@ def grid(costs: CostModel, depths: tuple[int, ...] = (0, 1, 3, 7), *, prefill: b
     """What a profiler would write of an engine with these costs: batch x depth of a chain x context."""
     rows = []
     for batch, depth, each, tokens in product(BATCHES, depths, (200, 4000), (0, 512) if prefill else (0,)):
-        took = costs.iteration(Strategy.chain("learned", depth)).seconds(batch, batch * each)
-        took += costs.prefill_s(tokens) if tokens else 0.0
+        cost = costs.iteration(Strategy.chain("learned", depth))
+        took = cost.seconds(batch, batch * each)
+        took += cost.beside_s(batch, tokens, costs.prefill_s(tokens)) if tokens else 0.0
         rows.append((batch, depth + 1, batch * each, depth, tokens, took))
     names = ["batch", "tokens_to_verify", "context_tokens", "draft_depth", "prefill_tokens", "seconds"]
     return pd.DataFrame(rows, columns=names)
@@ -180,6 +181,20 @@ def test_a_roofline_is_found_in_a_table():
     same_times(found.costs, ROOFLINE, rel=0.01, at=MEASURED)
     assert found.held_out_error < 0.05
     assert (found.costs.gpu, found.costs.tp) == ("H100", 1)
+
+
+def test_prompts_that_ride_are_priced_as_the_simulator_prices_them():
+    points = checked(grid(ROOFLINE, prefill=True))
+    found = fit_points(points, "roofline", H100).costs
+    same_times(found, ROOFLINE, rel=0.01, at=MEASURED)
+    assert found.max_num_batched_tokens == 64 * 8 + 512
+    for batch, depth in ((1, 0), (32, 0), (32, 7)):
+        costs = [one.iteration(Strategy.chain("learned", depth)) for one in (found, ROOFLINE)]
+        riding = [cost.beside_s(batch, 512, 1.0) for cost in costs]
+        assert riding[0] == pytest.approx(riding[1], rel=0.05)
+        assert riding[1] < 0.9 * ROOFLINE.prefill_s(512) or depth
+    assert found.prefill_s(512) == pytest.approx(ROOFLINE.prefill_s(512), rel=0.05)
+    assert fit_points(checked(grid(ROOFLINE)), "roofline", H100).costs.max_num_batched_tokens is None
 
 
 def test_what_few_rows_leave_open_of_a_roofline_is_as_wide_as_its_predictions_scatter():

@@ -67,7 +67,10 @@ def place(tmp_path, monkeypatch):
     Path("evil.py").write_text("open('imported', 'w').close()\nclass Evil: ...\n")
     Path("sitecustomize.py").write_text("open('imported', 'w').close()\n")
     run = Path("run")
-    shutil.copytree(TINY, run / "trace")
+    # Two RL steps, of which each can be predicted from the other.
+    read(TINY).select([0, 1]).write(run / "trace")
+    for name in ("costs.json", "acceptance.json"):
+        shutil.copy(TINY / name, run / "trace")
     policies = [{"rl_step": 0, "name": "mine", "policy": POLICY}]
     write = {
         "policies.json": {"seed": 0, "policies": policies},
@@ -87,7 +90,7 @@ def place(tmp_path, monkeypatch):
 
     # Arrow's way to say "this column is of a type that a pickle makes".
     extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": payload}
-    shutil.copytree(TINY, "typed")
+    shutil.copytree(run / "trace", "typed")
     table = pq.read_table("typed/outcomes.parquet")
     field = table.schema.field("reward").with_metadata(extension)
     at = table.schema.get_field_index("reward")

@@ -81,6 +81,10 @@ def test_settings_lists_every_field_with_its_default(said):
     assert told["recipe", "model"]["default"] == "required"
     assert "`policy`" not in told["rollout", "num_workers"]["about"]
     assert told["rollout", "num_workers"]["about"].startswith("`num_workers` engines share")
+    for row in rows:
+        assert f"`{row['name']}`" in row["about"], row
+        assert row["about"].endswith((".", '"')), row
+    assert told["rollout", "max_response_tokens"]["about"] == "Responses end at `max_response_tokens`."
     code, out, _ = said("settings", "eval")
     assert code == 0
     assert out.splitlines()[0] == "[eval]"

@@ -91,12 +91,13 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
             {"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"},
         ),
         ("import tltlab.sim", "simpy", {"matplotlib", "typer"}),
+        ("import tltlab.cli.start.ui", "matplotlib", {"sklearn", "scipy.stats", "scipy.optimize", "torch", "simpy"}),
         (
             "import tltlab.runtime.engine.vllm.plugin", "torch",
             {"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"},
         ),
     ],
-    ids=["import", "overview", "policy", "simulator", "plugin"],
+    ids=["import", "overview", "policy", "simulator", "ui", "plugin"],
 )  # fmt: skip
 def test_what_starts_loads_nothing_that_is_slow_and_that_it_does_not_need(code: str, needs: str, leaves_out: set[str]):
     pytest.importorskip(needs)

@@ -39,7 +39,7 @@ TINY = Path(__file__).parents[3] / "traces" / "tiny"
 def run(tmp_path_factory):
     """A RUN with all that a run writes beside its trace, names in it as hostile as can be."""
     run = tmp_path_factory.mktemp("runs") / "run"
-    trace = read(TINY)
+    trace = read(TINY).select([0, 1])
     hostile = "<script src='http://evil.example/x.js'></script><img src=http://evil.example/y.png>"
     trace.replace(manifest=trace.manifest.model_copy(update={"name": "tiny & <b>bold</b>", "notes": hostile})).write(
         run / "trace"
@@ -157,7 +157,7 @@ def test_the_verdict_comes_first_and_a_slider_has_a_timeline_for_each_of_some_rl
     assert made.verdict.startswith("Workers were idle for ")
     assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
     (slides,) = [block for section in made.sections for block in section.blocks if block.kind == "pictures"]
-    assert slides.names == ("0", "1", "2", "3")
+    assert slides.names == ("0", "1")
     assert "of median rollout time" in slides.pictures[slides.first].caption
     assert text.count('data-name="') == len(slides.pictures)
     assert "prefers-color-scheme: dark" in text

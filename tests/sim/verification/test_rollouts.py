@@ -18,8 +18,9 @@ from tltlab.bench.simulator import COSTS
 from tltlab.cli.app import main
 from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
-from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.lengths.generate import ToolUse, generate, log_normal
+from tltlab.lengths.model import REGIMES
+from tltlab.policies.policy import Activation, FixedSpec, LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
@@ -85,6 +86,39 @@ def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     assert made.iterations is not None
     assert made.iterations["batch"].max() == 5
     assert found.rows["error"].abs().max() < 0.01
+
+
+def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
+    source = log_normal(prompts=8, group_size=4, rl_steps=4, median=100, sigma=0.7, cap=400, workers=2)
+    budget = LengthAwareBudgetSpec(base_s=4e-3, token_s=2e-4)
+    policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 6)), budget=budget)
+    made = simulate(
+        source, policy, costs=COSTS, acceptance="geometric:0.7", mode="sampled", record_iterations=True
+    ).trace
+    assert made.steps is not None
+    recorded = made.replace(
+        manifest=source.manifest.model_copy(update={"kind": "recorded"}), steps=made.steps.assign(policy="ours")
+    )
+    recorded.write(tmp_path / "trace")
+    policies = [{"rl_step": 0, "name": "ours", "policy": policy.model_dump(mode="json")}]
+    (tmp_path / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
+    found = verify(tmp_path, samples=2)
+    assert found.median_error < 0.09
+
+
+def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_was_prefilled(tmp_path: Path):
+    tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
+    lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
+    source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
+    manifest, found = source.manifest.model_copy(update={"kind": "recorded"}), {}
+    for prefix in ("kept", "recomputed"):
+        made = simulate(source, "none", costs=COSTS, prefix=prefix, record_iterations=True).trace
+        # Of a tool that answered at once, and requests that the engine took long to take.
+        outcomes = made.outcomes.assign(tool_s=made.outcomes["tool_s"].where(made.outcomes["turn"] == 0, 1e-6))
+        made.replace(manifest=manifest, outcomes=outcomes).write(tmp_path / prefix / "trace")
+        found[prefix] = verify(tmp_path / prefix, samples=1)
+        assert found[prefix].rows["error"].abs().max() < 0.03, prefix
+    assert found["kept"].rows["measured_s"].sum() < found["recomputed"].rows["measured_s"].sum()
 
 
 def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_iterations(tmp_path: Path):

@@ -121,6 +121,8 @@ def _written(kind: Any) -> str:
 
 
 def _about(model: type[BaseModel], name: str) -> str:
-    """The sentence of the docstring that names the setting; nothing where none does."""
-    sentences = re.split(r"(?<=[.:;])\s+", " ".join((model.__doc__ or "").split()))
-    return next((sentence for sentence in sentences if f"`{name}`" in sentence), "")
+    """The sentence of the docstring that names the setting, without what a semicolon parts from it."""
+    sentences = re.split(r"(?<=[.;])\s+(?![^()]*\))", " ".join((model.__doc__ or "").split()))
+    sentence = next((sentence for sentence in sentences if f"`{name}`" in sentence), "")
+    begins = sentence.partition(" ")[0]
+    return re.sub(r";$", ".", sentence[:1].upper() + sentence[1:] if begins.isalpha() else sentence)

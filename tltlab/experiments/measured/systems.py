@@ -80,10 +80,10 @@ class Settings:
     model: Path | None = None
     head: Path | None = None
     size: str = "tiny"
-    prompts: Annotated[int, Field(ge=2)] = 12
+    prompts: Annotated[int, Field(ge=2)] = 6
     group_size: Annotated[int, Field(ge=2)] = 8
-    cap: Count = 384
-    steps: Annotated[int, Field(ge=3)] = 8
+    cap: Count = 256
+    steps: Annotated[int, Field(ge=3)] = 5
     workers: Count = 2
     warm_up_updates: Count = 100
     only: tuple[str, ...] = ()
