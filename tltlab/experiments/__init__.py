@@ -75,12 +75,13 @@ _ROWS = (
         name="policies",
         module="policies",
         question="Which policy comes closest to the best fixed strategy in hindsight, over many traces and regimes?",
-        takes="10 minutes; 2 with --fast",
+        takes="6 minutes, shared by `jobs`; 2 with --fast; with `models=`, 3 more for each",
     ),
     Experiment(
         name="drift",
         module="simulated.drift",
-        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
+        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways "
+        "and in ways drawn at random?",
         takes="1 minute; seconds with --fast",
     ),
     Experiment(
