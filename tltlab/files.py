@@ -441,7 +441,9 @@ def leaves_memory() -> None:
                 family += (thread / "children").read_text().split()
     held = set().union(*(_held_memory(Path("/proc") / pid) for pid in family))
     with suppress(OSError, InputError):
-        leaves(*(path for path in _SHARED.iterdir() if path.lstat().st_ino in held and _left(path)))
+        # Who has nothing there needs no folder that tells of it.
+        if paths := [path for path in _SHARED.iterdir() if path.lstat().st_ino in held and _left(path)]:
+            leaves(*paths)
 
 
 def _held_memory(process: Path) -> set[int]:
@@ -517,7 +519,9 @@ def _end_scratch(pid: int) -> None:
     if pid != os.getpid() or pid not in _scratch:
         return
     folder, held = _scratch.pop(pid)
-    if any(_left(Path(path)) for path in _elsewhere(folder)):
+    # Python removes its semaphores at its end, which may come after this.
+    elsewhere = [path for path in map(Path, _elsewhere(folder)) if not path.name.startswith("sem.")]
+    if any(_left(path) for path in elsewhere):
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -346,12 +346,14 @@ class WorkerPool:
         parts = doing or [""] * len(self.handles)
 
         async def answered(n: int) -> Any:
+            # A rollout in another thread may start the next one in its place meanwhile, which is not to be ended.
+            handle = self.handles[n]
             try:
-                return await self._answer(n, ask(n, self.handles[n])) if ask and self._workers[n].alive else None
+                return await self._answer(n, ask(n, handle)) if ask and self._workers[n].alive else None
             except WorkerLost as lost:
                 # It may live on as it was: the rollout under way finds it dead.
                 self.events.record(f"rollout worker {n} is ended: {lost}", worker=n)
-                ray.kill(self.handles[n])
+                ray.kill(handle)
                 return None
 
         async def answers() -> list[Any]:

@@ -301,6 +301,21 @@ def test_memory_and_semaphores_of_a_killed_process_are_listed_and_go_unless_some
                 path.unlink(missing_ok=True)
 
 
+def test_a_process_without_shared_memory_makes_no_folder_to_tell_of_it(temporary: Path):
+    subprocess.run([sys.executable, "-c", WITHOUT, str(temporary)], check=True)
+    assert list(temporary.iterdir()) == []
+
+
+WITHOUT = """
+import os, signal, sys, tempfile
+from tltlab.files import leaves_memory
+
+tempfile.tempdir = sys.argv[1]
+leaves_memory()
+os._exit(0)
+"""
+
+
 @contextmanager
 def mapped(path: Path) -> Iterator[None]:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):

@@ -48,14 +48,14 @@ def generating(self, requests, rl_step, seed, until=None):
     def counted(ended):
         nonlocal iterations
         iterations += 1
-        if self.number == 0 and rl_step == 1 and iterations == 6:
+        if self.number == 0 and rl_step >= 1 and iterations == 2:
             die_once("died in a rollout")
         return until is not None and until(ended)
 
     return generate(self, requests, rl_step, seed, counted)
 
 def weights(self, call, info, data=None):
-    if call == "finish" and self.number == 1 and info == 2:
+    if call == "finish" and self.number == 1 and info == 1:
         die_once("died in a swap")
     return take_weights(self, call, info, data)
 
