@@ -26,10 +26,15 @@ def test_the_dependency_rule_holds():
     assert done.returncode == 0, done.stdout
 
 
-def test_sdist_wheel_and_a_clean_environment_hold_all_three_packages(tmp_path: Path):
-    built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
-    wheel = next(tmp_path.glob("*.whl"))
+    return next(folder.glob("*.whl"))
+
+
+def test_sdist_wheel_and_a_clean_environment_hold_all_three_packages(wheel: Path, tmp_path: Path):
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tltlab"}
     venv.create(tmp_path / "venv", with_pip=False)
@@ -41,6 +46,33 @@ def test_sdist_wheel_and_a_clean_environment_hold_all_three_packages(tmp_path: P
     done = run(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(site)) == 2
+
+
+@pytest.mark.skipif("TLTLAB_INSTALL" not in os.environ, reason="TLTLAB_INSTALL=1 installs the wheel with each extra")
+@pytest.mark.parametrize(
+    ("extra", "module", "command"),
+    [
+        ("", "sklearn", "trace describe TRACE"),
+        ("dumps", "tokenizers", "trace validate TRACE"),
+        ("sim", "optuna", "what-if TRACE"),
+        ("notebooks", "nbclient", "timeline TRACE --out picture.png"),
+    ],
+)
+def test_the_wheel_with_one_extra_runs_in_an_environment_of_its_own(
+    wheel: Path, tmp_path: Path, extra: str, module: str, command: str
+):
+    """`suffix` is built from source and `runtime-cpu` is what the other tests run in: see .ci/setup."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    venv.create(tmp_path / "venv", with_pip=True)
+    programs = tmp_path / "venv" / "bin"
+    asked = f"{wheel}[{extra}]" if extra else wheel
+    installed = run(programs / "python", "-m", "pip", "install", "-q", asked, cwd=tmp_path, env=env)
+    assert installed.returncode == 0, installed.stderr[-2000:]
+    own = run(programs / "python", "-c", f"import tltlab, {module}; print(tltlab.__file__)", cwd=tmp_path, env=env)
+    assert own.stdout.startswith(str(tmp_path / "venv")), own.stderr
+    words = command.replace("TRACE", str(ROOT / "traces" / "tiny")).split()
+    done = run(programs / "tltlab", *words, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["sim", "runtime"])

@@ -36,10 +36,10 @@ def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int
         depth = rng.integers(0, 9, num)
         batch, prefill = rng.integers(1, 129, num), rng.integers(0, 2, num) * rng.integers(0, 4096, num)
         context = batch * rng.integers(100, 16000, num)
-        took = [
-            costs.iteration(Strategy.chain("learned", int(d))).seconds(int(b), float(s)) + costs.prefill_s(float(p))
-            for b, s, d, p in zip(batch, context, depth, prefill, strict=True)
-        ]
+        took = []
+        for b, s, d, p in zip(batch.tolist(), context.tolist(), depth.tolist(), prefill.tolist(), strict=True):
+            cost = costs.iteration(Strategy.chain("learned", d))
+            took.append(cost.seconds(b, s) + (cost.beside_s(b, p, costs.prefill_s(p)) if p else 0.0))
         slow = np.where(rng.random(num) < 0.02, 3.0, 1.0)
         columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": context}
         columns |= {"prefill_tokens": prefill, "duration": took * slow * np.exp(rng.normal(0, 0.03, num))}

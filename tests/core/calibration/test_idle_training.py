@@ -12,6 +12,7 @@ from tltlab.calibration.idle_training import fit_spot, recorded_updates
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.lengths.generate import log_normal
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
@@ -168,7 +169,7 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
     spot, fresh = tmp_path / "spot.json", tmp_path / "fresh.json"
     command(tmp_path / "trace", spot_out=spot, freshness_out=fresh, as_json=True)
     told = json.loads(capsys.readouterr().out)
-    assert told["spot"]["model"] == json.loads(spot.read_text())
+    assert told["spot"]["model"] == read_json(spot)
     assert {"rl_step", "updates", "predicted_updates", "error"} <= set(told["spot"]["residuals"][0])
     assert {"floor", "age_steps", "untrained", "updates_to_train", "held_out", "held_out_error"} <= set(
         told["freshness"]
