@@ -34,8 +34,7 @@ from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
-from tltlab.planning.batch_times import batch_times
-from tltlab.planning.buckets import plan_buckets
+from tltlab.planning.buckets import batch_times, plan_buckets
 from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
 from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs, vllm_pool
 from tltlab.strategy import NO_SPECULATION, Strategy

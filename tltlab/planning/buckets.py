@@ -15,12 +15,18 @@ A label is a choice for all batches above b: seconds, bytes, the runners that ar
 rows so far. One label makes another superfluous when it is no slower and could copy whatever the other does next for no
 more memory: it pays for the runners that only the other has open (at most their opening at b), for a row's end where
 the other just goes on, and for that row. The rest is pruned by `bucket_bounds` against a plan found by a narrow search.
+
+`batch_times` has w_b from the lengths of a trace. A worker whose responses have the lengths L_(1) >= L_(2) >= .. runs
+them all at once and ends them shortest first, so batch b runs for w_b = L_(b) - L_(b+1) plain decode iterations, with
+L_(n+1) = 0. A strategy that yields A tokens an iteration needs w_b / A. Lengths do not depend on the policy, so neither
+does w_b.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +34,7 @@ import numpy as np
 from tltlab.arrays import Floats, Ints, Words
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace
 
 from .bucket_bounds import Bounds, Problem
 from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
@@ -35,6 +42,48 @@ from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
 WIDTHS = (20, 300, 2000)
 ROUNDING = 1e-12
 MAX_RUNNERS = 63
+
+
+def batch_times(trace: Trace, workers: int | None = None) -> tuple[dict[int, float], dict[int, float]]:
+    """By batch size: w_b in plain decode iterations, summed over workers and averaged over RL steps; and the mean
+    context while b requests run, prompts and generated tokens summed over the batch.
+
+    `workers` is the trace's number unless given. Requests are where they ran if the trace knows that and the number is
+    not changed, else contiguous. Raises ConfigError where the number is not known.
+
+    >>> batch_times(of_lengths([10, 4], workers=1, prompt_tokens=100))  # doctest: +SKIP
+    ({1: 6.0, 2: 4.0}, {1: 106.5, 2: 203.0})
+    """
+    weights: dict[int, float] = defaultdict(float)
+    contexts: dict[int, float] = defaultdict(float)
+    for lengths, prompts in _loads(trace, workers):
+        generated = 0
+        for length in np.unique(lengths).tolist():
+            running, steps = lengths >= length, length - generated
+            b = int(running.sum())
+            # Iteration i of a stretch reads what was there before it: i generated tokens more per request.
+            contexts[b] += steps * (float(prompts[running].sum()) + b * (generated + (steps - 1) / 2))
+            weights[b] += steps
+            generated = length
+    sizes = sorted(b for b in weights if weights[b])
+    return {b: weights[b] / len(trace.rl_steps) for b in sizes}, {b: contexts[b] / weights[b] for b in sizes}
+
+
+def _loads(trace: Trace, workers: int | None) -> Iterator[tuple[Ints, Ints]]:
+    """Response and prompt lengths of each worker in each RL step."""
+    number = workers or trace.manifest.num_workers
+    if number is None or number < 1:
+        raise ConfigError("the trace does not say how many workers it had: give workers, 1 or more")
+    recorded = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
+    for step in trace.iter_rl_steps():
+        lengths = step.outcomes["response_tokens"].to_numpy(np.int64)
+        prompts = step.workload["prompt_tokens"].to_numpy(np.int64)
+        if recorded and workers in (None, trace.manifest.num_workers):
+            of = step.outcomes["worker"].to_numpy(np.int64)
+        else:
+            of = np.arange(len(lengths)) * number // max(len(lengths), 1)
+        for worker in np.unique(of):
+            yield lengths[of == worker], prompts[of == worker]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
-from tltlab.planning.batch_times import batch_times
-from tltlab.planning.buckets import BucketPlan, plan_buckets
+from tltlab.planning.buckets import BucketPlan, batch_times, plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -197,22 +196,17 @@ def test_what_cannot_be_planned_says_why():
 def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 30, size=12).tolist()
-    for max_batch in (None, 2):
-        steps, contexts = {}, {}
-        for worker in range(3):
-            waiting = [[100, n] for n in lengths[worker * 4 : worker * 4 + 4]]
-            running = []
-            while waiting or running:
-                while waiting and (max_batch is None or len(running) < max_batch):
-                    running.append(waiting.pop(0))
-                b = len(running)
-                steps[b] = steps.get(b, 0) + 1
-                contexts.setdefault(b, []).append(sum(context for context, _ in running))
-                running = [[context + 1, left - 1] for context, left in running if left > 1]
-        trace = of_lengths(lengths, workers=3, prompt_tokens=100)
-        weights, means = batch_times(trace, max_batch=max_batch)
-        assert weights == dict(sorted(steps.items()))
-        assert means == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
+    steps, contexts = {}, {}
+    for worker in range(3):
+        running = [[100, n] for n in lengths[worker * 4 : worker * 4 + 4]]
+        while running:
+            b = len(running)
+            steps[b] = steps.get(b, 0) + 1
+            contexts.setdefault(b, []).append(sum(context for context, _ in running))
+            running = [[context + 1, left - 1] for context, left in running if left > 1]
+    weights, means = batch_times(of_lengths(lengths, workers=3, prompt_tokens=100))
+    assert weights == dict(sorted(steps.items()))
+    assert means == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
 
 
 def test_weights_are_averaged_over_rl_steps_and_say_what_is_missing():
