@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
@@ -289,29 +289,35 @@ class RequestAcceptance(SettledModel):
         return ScaledRequests(base=self, drafter=drafter, ratio=ratio)
 
 
-class WrappedAcceptance(AcceptanceModel):
-    """A model that changes what another one says, at every batch size alike."""
+class Wrapped(SettledModel):
+    """A model that changes what another one says, its `base`, at every batch size alike."""
 
-    base: SerializeAsAny[AcceptanceModel]
+    if TYPE_CHECKING:
+        base: Any
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
+        drafters: tuple[str, ...] = self.base.drafters
+        return drafters
+
+    def knows(self, drafter: str) -> bool:
+        return bool(self.base.knows(drafter))
 
     def outside(self, strategy: Strategy) -> list[str]:
-        return self.base.outside(strategy)
+        outside: list[str] = self.base.outside(strategy)
+        return outside
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return self.base.num_drafted(strategy)
+        return float(self.base.num_drafted(strategy))
 
-    def at(self, batch: int) -> AcceptanceModel:
+    def at(self, batch: int) -> Self:
         return self._around(self.base.at(batch))
 
     @property
-    def by_batch(self) -> tuple[AcceptanceModel, ...]:
+    def by_batch(self) -> tuple[Self, ...]:
         return tuple(self._around(model) for model in self.base.by_batch)
 
-    def _around(self, model: AcceptanceModel) -> AcceptanceModel:
+    def _around(self, model: Any) -> Self:
         if model is self.base:
             return self
         # One object per batch size: callers remember models by identity.
@@ -320,8 +326,14 @@ class WrappedAcceptance(AcceptanceModel):
         return self._wrapped[id(model)]
 
     @cached_property
-    def _wrapped(self) -> dict[int, AcceptanceModel]:
+    def _wrapped(self) -> dict[int, Self]:
         return {}
+
+
+class WrappedAcceptance(Wrapped, AcceptanceModel):
+    """A model around one that treats all requests alike, as it does itself."""
+
+    base: SerializeAsAny[AcceptanceModel]
 
 
 class ScaledAcceptance(WrappedAcceptance):
@@ -338,16 +350,12 @@ class ScaledAcceptance(WrappedAcceptance):
         return from_survival(self.curve(strategy))
 
 
-class ScaledRequests(RequestAcceptance):
+class ScaledRequests(Wrapped, RequestAcceptance):
     """The same for a model that tells requests apart."""
 
     base: SerializeAsAny[RequestAcceptance]
     drafter: str
     ratio: Annotated[float, Field(ge=0)]
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         return self.base.levels(drafter, keys, seed)
@@ -356,31 +364,9 @@ class ScaledRequests(RequestAcceptance):
         survival = self.base.survival(strategy, levels, generated_tokens, num_siblings)
         return scaled(survival, self.ratio) if strategy.drafter == self.drafter else survival
 
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.base.num_drafted(strategy)
-
     @property
     def steady(self) -> bool:
         return self.base.steady
-
-    def at(self, batch: int) -> ScaledRequests:
-        return self._around(self.base.at(batch))
-
-    @property
-    def by_batch(self) -> tuple[RequestAcceptance, ...]:
-        return tuple(self._around(model) for model in self.base.by_batch)
-
-    def _around(self, model: RequestAcceptance) -> ScaledRequests:
-        if model is self.base:
-            return self
-        # One object per batch size: callers remember models by identity.
-        if id(model) not in self._wrapped:
-            self._wrapped[id(model)] = ScaledRequests(base=model, drafter=self.drafter, ratio=self.ratio)
-        return self._wrapped[id(model)]
-
-    @cached_property
-    def _wrapped(self) -> dict[int, ScaledRequests]:
-        return {}
 
 
 class ConstantAcceptance(AcceptanceModel):

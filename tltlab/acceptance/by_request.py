@@ -25,6 +25,7 @@ from .base import (
     RequestAcceptance,
     Share,
     StoredModel,
+    Wrapped,
     known_drafter,
     only_chains,
     reach,
@@ -181,7 +182,7 @@ class SiblingAcceptance(RequestAcceptance):
         return self.drafted_share * reach(strategy)
 
 
-class SpreadAcceptance(RequestAcceptance):
+class SpreadAcceptance(Wrapped, RequestAcceptance):
     """A model that treats requests alike, as it is where each has a level of its own: some are easier to draft for.
 
     A drafted token is kept, given those before it, with the chance whose logit is that of `base` plus a shift plus the
@@ -204,34 +205,8 @@ class SpreadAcceptance(RequestAcceptance):
         return _ALIKE.validate_python(base) if isinstance(base, dict) else base
 
     @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
-
-    def knows(self, drafter: str) -> bool:
-        return self.base.knows(drafter)
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        return self.base.outside(strategy)
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.base.num_drafted(strategy)
-
-    @property
     def steady(self) -> bool:
         return True
-
-    def at(self, batch: int) -> SpreadAcceptance:
-        model = self.base.at(batch)
-        return self if model is self.base else self._each[id(model)]
-
-    @property
-    def by_batch(self) -> tuple[RequestAcceptance, ...]:
-        return tuple(self._each.values()) or (self,)
-
-    @cached_property
-    def _each(self) -> dict[int, SpreadAcceptance]:
-        """One for every model that the base has for batch sizes; callers remember models by identity."""
-        return {id(m): SpreadAcceptance(base=m, spread=self.spread) for m in self.base.by_batch if m is not self.base}
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         # All turns of a response are as easy to draft for.
