@@ -26,6 +26,8 @@ AGAIN_S = 0.1
 """After which an interrupt that was lost comes again, seconds."""
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     Json = bool
     AllowCode = list[str] | None
 
@@ -78,6 +80,27 @@ def table(
     page = StringIO()
     Console(file=page, width=10_000, color_system=None).print(drawing)
     return "\n".join(" " * indent + line.rstrip() for line in page.getvalue().splitlines())
+
+
+def json_rows(frame: DataFrame) -> list[dict[str, Any]]:
+    """A frame's rows for JSON: what is not known is null."""
+    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
+    return rows
+
+
+def whole_numbers(option: str, text: str, least: int = 0) -> list[int]:
+    """The numbers that an option names, with commas between; ConfigError for what is none, or is below `least`.
+
+    >>> whole_numbers("--batches", "1, 8")
+    [1, 8]
+    """
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: give whole numbers with commas between them, such as 1,8") from error
+    if min(numbers, default=least - 1) < least:
+        raise ConfigError(f"{option} is {text!r}: give numbers from {least} up")
+    return numbers
 
 
 def made_by(*packages: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tltlab.config import faults_in, json_or_text
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
 
@@ -53,7 +53,8 @@ def profile(
         raise ConfigError(f"--out is {out}: give a file that ends in {' or '.join(_SUFFIXES)}")
     learned = None if drafter is None else _learned(drafter)
     args = dict(_setting(text) for text in vllm or [])
-    numbers = {"batches": _numbers("--batches", batches), "depths": _numbers("--depths", depths)}
+    asked = {"--batches": batches, "--depths": depths, "--contexts": contexts}
+    numbers = {option[2:]: tuple(whole_numbers(option, text)) for option, text in asked.items()}
     # As the workers of a run have it: an engine with two threads stalls where the machine is busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM and torch take seconds to import: wrong options should not wait for them.
@@ -61,7 +62,7 @@ def profile(
     from tltlab.runtime.engine.profile import Grid, engine_settings, start_engine
     from tltlab.runtime.engine.profile import profile as measure
 
-    grid = Grid(**numbers, contexts=_numbers("--contexts", contexts), iterations=iterations)
+    grid = Grid(**numbers, iterations=iterations)
     started = time.perf_counter()
     engine = start_engine(model, grid, learned, args, seed)
     try:
@@ -96,13 +97,6 @@ def profile(
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a `.csv` or `.parquet` file in one move; InputError where the folder does not take it."""
     write_file(path, table.to_parquet(index=False) if path.suffix == ".parquet" else table.to_csv(index=False))
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}: give whole numbers with commas between them, such as 1,8") from error
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import AllowCode, Json, emit, made_by, table
+from tltlab.console import AllowCode, Json, emit, json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -188,7 +187,7 @@ def _policies(
     baseline = next(iter(chosen))
     outside = _outside(scenario, {name: chosen[name] for name in (baseline, str(rows["policy"][0]))})
     evidence = scenario.evidence((s for policy in chosen.values() for s in policy.strategies), outside)
-    result = {"policies": _records(rows), "baseline": baseline, "num_rl_steps": len(scenario.steps)}
+    result = {"policies": json_rows(rows), "baseline": baseline, "num_rl_steps": len(scenario.steps)}
     legend = f"speed-up: times as fast as {baseline}, 1 / ratio, whose interval is over RL steps; {REGRET}"
     lines = [policy_table(rows), legend, *believed(evidence, outside)]
     return result | {"evidence": evidence, "outside_calibration": outside}, "\n".join(lines)
@@ -208,14 +207,9 @@ def believed(evidence: dict[str, Any], outside: Mapping[str, float]) -> list[str
     return [f"costs: {evidence['says']}{more}", *([f"extrapolated: {beyond}"] if beyond else [])]
 
 
-def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = json.loads(rows.to_json(orient="records", double_precision=15))
-    return records
-
-
 def system_rows(comparison: pd.DataFrame) -> list[dict[str, Any]]:
     """The comparison's rows for JSON: unknown figures are None, and each interval is a pair too."""
-    rows = _records(comparison)
+    rows = json_rows(comparison)
     for row in rows:
         row["interval"] = _pair(row, "ratio")
         if "step_s" in row:

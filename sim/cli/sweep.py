@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import AllowCode, Json, emit, made_by, progress, progress_bar, table
+from tltlab.console import AllowCode, Json, emit, json_rows, made_by, progress, progress_bar, table, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
 from tltlab.policies.specs import code_allowed
@@ -83,7 +82,7 @@ def sweep(
         )
     if grid.resumed:
         progress(f"{grid.resumed} points were done before")
-    rows: list[dict[str, Any]] = json.loads(grid.frame.to_json(orient="records", double_precision=15))
+    rows = json_rows(grid.frame)
     result: dict[str, Any] = {
         "points": rows,
         "axes": {name: list(getattr(axes, name)) for name in axes.names},
@@ -123,7 +122,4 @@ def _words(given: str | None) -> tuple[str, ...]:
 
 
 def _numbers(option: str, given: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in _words(given))
-    except ValueError as error:
-        raise ConfigError(f"{option} {given!r}: give whole numbers with commas between, such as 1,2,4") from error
+    return tuple(whole_numbers(option, given)) if given else ()

@@ -14,7 +14,7 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.charts import FORMATS, save_figure
 from tltlab.config import faults_in
-from tltlab.console import Json, emit, progress, progress_bar, table
+from tltlab.console import Json, emit, progress, progress_bar, table, whole_numbers
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
@@ -85,7 +85,7 @@ def tune(
     if journal.exists() and not resume:
         raise ConfigError(f"{journal} has the trials of an interrupted tune: go on with --resume, or remove it")
     sources = [read(path) for path in traces]
-    wanted, graphs = _numbers(depths), _graphs(graph_memory, graph_pool, max_batch)
+    wanted, graphs = whole_numbers("--depths", depths), _graphs(graph_memory, graph_pool, max_batch)
     from tltlab.sim.tuning.tune import TuneConfig
     from tltlab.sim.tuning.tune import tune as run
 
@@ -144,13 +144,6 @@ def text(result: TuneResult, out: Path) -> str:
         settings = ", ".join(f"{name} {value}" for name, value in result.trials[0].settings.items())
         lines.insert(-1, f"tuned beg-mab: {settings}")
     return "\n".join(lines + [f"note: {note}" for note in result.notes])
-
-
-def _numbers(depths: str) -> list[int]:
-    try:
-        return [int(depth) for depth in depths.split(",") if depth]
-    except ValueError as error:
-        raise ConfigError(f"--depths {depths!r}: give whole numbers with commas between, such as 1,2,4,8") from error
 
 
 def _judged(judge: str | None, sources: list[Trace]) -> list[int] | None:

