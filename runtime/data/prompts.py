@@ -140,15 +140,18 @@ def _check_chat(config: DataConfig, tokenizer: Any) -> None:
 def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each row with its place in the source."""
     path = Path(source)
-    if path.suffix == ".jsonl" and not path.is_dir():
-        yield from _jsonl_rows(path)
+    if path.suffix in (".jsonl", ".parquet") and not path.is_dir():
+        yield from rows_of_file(path)
         return
-    parquet = path.suffix == ".parquet" and not path.is_dir()
-    rows = _parquet_rows(path) if parquet else _dataset_rows(source, subset=config.subset, split=split)
+    rows = _dataset_rows(source, subset=config.subset, split=split)
     yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each row of a .jsonl or .parquet file with its place in it. ConfigError names the line that is no row."""
+    if path.suffix == ".parquet":
+        yield from ((f"row {number}", row) for number, row in enumerate(_parquet_rows(path)))
+        return
     number = 0
     try:
         with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:

@@ -6,15 +6,12 @@ Hidden states come from one pass of the target over each text, alone and unpadde
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-import pyarrow.lib
-import pyarrow.parquet as pq
 import torch
 from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,12 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.files import lines_of, open_input, parse_json
+from tltlab.runtime.data.prompts import rows_of_file
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.traces.storage import check_parquet
 from tltlab.traces.trace import is_trace, locate, read
 
 Count = Annotated[int, Field(ge=1)]
@@ -122,25 +118,10 @@ def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
         yield prompt, response
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: not a trace's folder, and its name ends in neither .jsonl nor .parquet")
-    try:
-        if path.suffix == ".parquet":
-            check_parquet(path)
-            for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-            return
-        with io.TextIOWrapper(open_input(path), encoding="utf-8") as file:
-            for number, line in enumerate(lines_of(file), start=1):
-                row = parse_json(line)
-                if not isinstance(row, dict):
-                    raise ConfigError(f"{path}: line {number} is no JSON object")
-                yield row
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, pyarrow.lib.ArrowInvalid) as error:
-        raise ConfigError(f"{path} is not what its name says: {error}") from error
+    yield from (row for _, row in rows_of_file(path))
 
 
 def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:

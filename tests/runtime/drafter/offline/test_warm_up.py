@@ -306,7 +306,7 @@ def test_wrong_input_is_refused_in_one_sentence_and_nothing_is_written(target: P
         (target, tmp_path / "nowhere.jsonl", out, config(), "cannot read"),
         (target, target, out, config(), "neither a trace nor"),
         (target, tmp_path / "empty.jsonl", out, config(), "nothing to train"),
-        (target, tmp_path / "broken.jsonl", out, config(), "not what its name says"),
+        (target, tmp_path / "broken.jsonl", out, config(), "line 1 is not JSON"),
         (target, tmp_path / "mixed.jsonl", out, config(), "unlike the first"),
         (target, tmp_path / "messages.jsonl", out, config(), "not of token ids"),
         (target, tmp_path / "text.jsonl", out, config(texts=TextConfig(chat=True)), "no chat template"),
