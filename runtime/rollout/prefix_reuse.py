@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
@@ -212,7 +213,7 @@ class ReusingRollouts(Rollouts):
                 "rollout.reuse.residual = 'exact' knows the policy's whole distribution and not what top_p, top_k or "
                 "min_p leave of it: leave them out, or set it to 'none'"
             )
-        num_words = vocabulary_size(self.recipe.model)
+        num_words = int(read_config(self.recipe.model).get_text_config().vocab_size)
         num_rows = len(self.prompts) * rollout.group_size * rollout.max_response_tokens
         if num_rows * num_words * 4 > MAX_ROWS_BYTES:
             raise ConfigError(
@@ -253,14 +254,6 @@ class ReusingRollouts(Rollouts):
                 carried, columns["token_ids"], columns["logprobs"], rows, strict=True
             )
         }
-
-
-def vocabulary_size(model: str) -> int:
-    """How many logits a model has; ConfigError where its configuration does not load."""
-    try:
-        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a model's configuration from {model}: {str(error)[:200]}") from error
 
 
 def end_tokens(model: str) -> frozenset[int]:
