@@ -35,7 +35,7 @@ from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.placement import Placement
-from tltlab.runtime.run.rows import StepReport, run_manifest, step_rows
+from tltlab.runtime.run.rows import StepReport, repeat_row, run_manifest, step_rows
 from tltlab.runtime.run.state import RunEvents
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
@@ -223,10 +223,7 @@ class PolicyRounds:
         epochs = [epoch_of[*request.key[:3], 0] for request in requests]
         self._record(name, rl_step, requests, epochs, parts, rollout_s, t_start)
         if again_s is not None:
-            tokens = [[r.token_ids for part in done for r in part.responses] for done in (parts, repeated)]
-            same = tokens[0] == tokens[1]
-            row = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": again_s, "same_tokens": same}
-            self._repeats.append(row)
+            self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
             write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
         return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s, again_s=again_s)
 

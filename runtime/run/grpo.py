@@ -39,7 +39,7 @@ from .logging import RunLog
 from .memory import ProcessMemory
 from .metrics import step_metrics
 from .recovery import Recovery
-from .rows import StepReport, run_manifest, step_rows
+from .rows import StepReport, repeat_row, run_manifest, step_rows
 from .state import RunEvents, RunState, json_number
 
 Done = TypeVar("Done")
@@ -394,10 +394,7 @@ class GrpoRun:
         if not again:
             self.events.note(f"the rollout of RL step {rl_step} was not repeated: a worker was started again")
             return
-        tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
-        same = tokens[0] == tokens[1]
-        times = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
-        self.state.repeats.append(times)
+        self.state.repeats.append(repeat_row(rl_step, parts, again, rollout_s=rollout_s, repeat_s=repeat_s))
         write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 
     def _record(self, report: StepReport, rolled: RolledOut, t_step: float, stages_s: float) -> StepReport:

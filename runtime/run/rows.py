@@ -138,6 +138,14 @@ def step_rows(
     return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
 
 
+def repeat_row(
+    rl_step: int, parts: Sequence[Rollout], again: Sequence[Rollout], *, rollout_s: float, repeat_s: float
+) -> Row:
+    """The row in `repeats.json` of a rollout that was done twice: its seconds, and whether its tokens were the same."""
+    tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
+    return {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": tokens[0] == tokens[1]}
+
+
 def _token_rows(
     requests: Sequence[GenerationRequest], responses: Sequence[Response], policy_version: int
 ) -> ColumnRows:
