@@ -39,7 +39,7 @@ from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import REGIMES
 from tltlab.traces.trace import Trace
 
-from .models import Count, own_model
+from .models import Count, bench_on, own_model
 from .result import ExperimentResult
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
@@ -133,20 +133,8 @@ def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[s
         if not isinstance(measurement, dict) or not {"modes", "speedups", "goals", "policies"} <= set(measurement):
             raise ConfigError(f"{settings.measured} is not what `tltlab bench runtime --out` writes")
         return measurement
-    from .baseline_measured import bench_runtime
-
-    return dict(
-        bench_runtime(
-            own_model(settings.model, folder, size=settings.size, progress=progress),
-            prompts=settings.prompts,
-            group_size=settings.group_size,
-            epochs=settings.epochs,
-            rounds=settings.rounds,
-            max_response_tokens=settings.cap,
-            seed=seed,
-            progress=progress,
-        )
-    )
+    model = own_model(settings.model, folder, size=settings.size, progress=progress)
+    return bench_on(model, settings, seed=seed, progress=progress)
 
 
 def measured_rows(measurement: Mapping[str, Any]) -> list[dict[str, Any]]:

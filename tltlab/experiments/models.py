@@ -36,6 +36,23 @@ def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable
 Count = Annotated[int, Field(ge=1)]
 
 
+def bench_on(model: Path, settings: Any, *, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """What `tltlab bench runtime` finds on a model, at the sizes that the settings of an experiment have for it."""
+    # Engines are heavy to import, and no simulation needs one.
+    from .baseline_measured import bench_runtime
+
+    return bench_runtime(
+        model,
+        prompts=settings.prompts,
+        group_size=settings.group_size,
+        epochs=settings.epochs,
+        rounds=settings.rounds,
+        max_response_tokens=settings.cap,
+        seed=seed,
+        progress=progress,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """`model` is a folder of `tltlab make-model`, else one of `size` is trained; `head` a drafter of `tltlab

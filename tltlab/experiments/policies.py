@@ -32,7 +32,7 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .baseline_figures import JUDGED_BY, PROCESSOR, Measured, over_best_fixed
-from .models import Count, own_model
+from .models import Count, bench_on, own_model
 from .result import ExperimentResult, chosen, with_interval
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"
@@ -166,21 +166,9 @@ def _measured(
     settings: Settings, model: str, folder: Path, seed: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A row per epoch and mode of `tltlab bench runtime` on a model."""
-    # Engines are heavy to import, and no simulation needs one.
-    from .baseline_measured import bench_runtime
-
     given = Path(model) if "/" in model or Path(model).is_dir() else None
     where = own_model(given, folder, size=model, progress=progress)
-    found = bench_runtime(
-        where,
-        prompts=settings.prompts,
-        group_size=settings.group_size,
-        epochs=settings.epochs,
-        rounds=settings.rounds,
-        max_response_tokens=settings.cap,
-        seed=seed,
-        progress=progress,
-    )
+    found = bench_on(where, settings, seed=seed, progress=progress)
     return measured_rows(where.name, found, settings.clock)
 
 
