@@ -23,7 +23,7 @@ from tltlab.importers.formats import Source, read_lengths
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, TableSpec
-from tltlab.stats import Interval, paired_ratio
+from tltlab.stats import Interval, finite, paired_ratio
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, TraceSource
 
@@ -468,4 +468,4 @@ def _times(interval: Interval) -> str:
 def _interval(interval: Interval) -> dict[str, float | None]:
     """For JSON, which knows neither NaN nor infinity."""
     ends = {"low": interval.low, "high": interval.high}
-    return {"mean": interval.estimate} | {name: end if math.isfinite(end) else None for name, end in ends.items()}
+    return {"mean": interval.estimate} | {name: finite(end) for name, end in ends.items()}

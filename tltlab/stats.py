@@ -45,6 +45,11 @@ def interval_json(interval: Interval | None) -> dict[str, Any] | None:
     return {name: None if value != value else value for name, value in asdict(interval).items()}
 
 
+def finite(value: float) -> float | None:
+    """A number for JSON, which knows neither NaN nor infinity: None for these."""
+    return value if math.isfinite(value) else None
+
+
 def paired_interval(
     a: Sequence[float] | Floats,
     b: Sequence[float] | Floats,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
+from tltlab.stats import finite
 from tltlab.strategy import Strategy
 
 from .cases import TuningCases
@@ -87,8 +88,8 @@ def judge(
                 kind=finalists.kind_of[name],
                 makespan_s=makespan_s,
                 ratio=interval.estimate,
-                ratio_low=_known(interval.low),
-                ratio_high=_known(interval.high),
+                ratio_low=finite(interval.low),
+                ratio_high=finite(interval.high),
                 regret=makespan_s / oracle_s - 1.0,
                 regret_to_bound=makespan_s / bound_s - 1.0 if bound_s > 0 else None,
             )
@@ -121,10 +122,6 @@ def _reaches(
     """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
     interval = cases.resampled(seconds, best, plain, seed=seed)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _verdict(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -15,6 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
 from tltlab.policies.policy import SHIPPED, Policy, code_allowed, load_policy
 from tltlab.policies.reward import RewardKind
+from tltlab.stats import finite
 from tltlab.traces.trace import Trace, read
 
 CHECK_TARGETS = ("none", "fixed", "table", "beg-mab")
@@ -88,11 +88,7 @@ def _plain(found: Evaluation) -> dict[str, Any]:
 
 
 def _interval(one: Estimate) -> dict[str, float | None]:
-    return {key: _finite(getattr(one, key)) for key in ("value", "low", "high")}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return {key: finite(getattr(one, key)) for key in ("value", "low", "high")}
 
 
 def _table(found: dict[str, Any]) -> str:
@@ -142,7 +138,7 @@ def _check(
         on_seed=lambda done: progress(f"log {done} of {num_seeds}"),
     )
     rows = [
-        {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(error).items()}
+        {key: finite(value) if isinstance(value, float) else value for key, value in asdict(error).items()}
         for error in errors
     ]
     shown = [

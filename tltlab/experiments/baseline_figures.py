@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.stats import paired_interval, paired_ratio
+from tltlab.stats import finite, paired_interval, paired_ratio
 
 Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
@@ -221,7 +221,3 @@ def off_goal(row: dict[str, Any]) -> dict[str, Any]:
 
 def record_goal(row: dict[str, Any]) -> dict[str, Any]:
     return _goal(f"times stock at batch {row['batch']}", "record only", 1, OFF_GOAL, row)
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

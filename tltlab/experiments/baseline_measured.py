@@ -38,11 +38,11 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.models.runs import prompts_of
-from tltlab.stats import paired_interval
+from tltlab.stats import finite, paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-from .baseline_figures import NOTHING, Kind, Measured, PlainSteps, finite, off_goal, record_goal, summarise
+from .baseline_figures import NOTHING, Kind, Measured, PlainSteps, off_goal, record_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
