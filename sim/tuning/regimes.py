@@ -187,16 +187,13 @@ def _one(name: str, about: str, costs: CostModel, kept: tuple[float, float] = _F
     return lambda n: _regime(name, _lengths(n, **lengths), [(costs, _drafters(learned=kept))], about)  # type: ignore[arg-type]
 
 
-def _improves(rl_steps: int) -> PolicyRegime:
-    kept = np.linspace(0.2, 0.85, rl_steps)
-    phases = [(_gpu(), _drafters(learned=(chance, chance - 0.03))) for chance in kept.tolist()]
-    return _regime("drafter improves", _lengths(rl_steps), phases, "tokens kept rise from 20 to 85 % over the RL steps")
+def _drifts(name: str, about: str, first: float, last: float) -> _Make:
+    def make(rl_steps: int) -> PolicyRegime:
+        kept = np.linspace(first, last, rl_steps)
+        phases = [(_gpu(), _drafters(learned=(chance, chance - 0.03))) for chance in kept.tolist()]
+        return _regime(name, _lengths(rl_steps), phases, about)
 
-
-def _goes_stale(rl_steps: int) -> PolicyRegime:
-    kept = np.linspace(0.85, 0.2, rl_steps)
-    phases = [(_gpu(), _drafters(learned=(chance, chance - 0.03))) for chance in kept.tolist()]
-    return _regime("drafter goes stale", _lengths(rl_steps), phases, "tokens kept fall from 85 to 20 %")
+    return make
 
 
 def _slows_down(rl_steps: int) -> PolicyRegime:
@@ -239,8 +236,8 @@ _GENERATED: tuple[_Make, ...] = (
     _one("wide batch", "up to 128 requests a worker", _gpu(per_token_s=6e-5), group=16, median=300.0),
     _preset,
     _two_drafters,
-    _improves,
-    _goes_stale,
+    _drifts("drafter improves", "tokens kept rise from 20 to 85 % over the RL steps", 0.2, 0.85),
+    _drifts("drafter goes stale", "tokens kept fall from 85 to 20 %", 0.85, 0.2),
     _slows_down,
     _wrong_costs(1.3, "costs wrong, dearer"),
     _wrong_costs(0.7, "costs wrong, cheaper"),
