@@ -1,4 +1,4 @@
-"""Property tests draw the same examples in every run; `TLTLAB_FUZZ=1` draws new ones.
+"""Property tests draw the same few examples in every run; `TLTLAB_FUZZ=1` draws new ones, and ten times as many.
 
 With `pytest -n 2` two processes take a file at a time, those that start engines first: what is left for the end is
 short. A file's fixtures are made once, in the process that has the file.
@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 
 # How long an example takes to make says how busy the machine is.
 UNTIMED = settings(print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", UNTIMED, derandomize=True)
-settings.register_profile("fuzz", UNTIMED)
+settings.register_profile("same", UNTIMED, derandomize=True, max_examples=40)
+settings.register_profile("fuzz", UNTIMED, max_examples=400)
 settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
 # This process and those that tests start look for garbage seldom and do not wait for the disk: see `sitecustomize`.
 START_UP = Path(__file__).parent / "start_up"

@@ -35,6 +35,7 @@ CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)
 BOTH = (NO_SPECULATION, CHAIN)
 CLOSE = 1 + 1e-9
+FEW = settings.default.max_examples // 3
 
 Gain = Callable[[int, float, int, Strategy], float]
 """Tokens that an iteration gives: (request, tokens generated, its speculative iterations so far, strategy)."""
@@ -242,7 +243,7 @@ def smalls(draw: st.DrawFn) -> Small:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=FEW)
 @given(smalls(), st.sampled_from(list(RULES)), st.sampled_from(PLACEMENTS[:4]))
 def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small, rule: str, placement: str):
     best = optimum(instance)
@@ -301,7 +302,7 @@ def test_a_lone_response_meets_the_path(terms: dict[str, float]):
     assert bound == pytest.approx(makespan, rel=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=FEW)
 @given(st.integers(1, 12), st.integers(0, 20), st.sampled_from([(CHAIN,), BOTH, (SHORT, CHAIN)]))
 def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(length, seed, strategies):
     instance = Small(
@@ -340,7 +341,6 @@ def test_an_uneven_split_leaves_the_optimum_above_the_area():
 PER_REQUEST = FREE.model_copy(update={"base_s": 1.0, "per_request_s": 0.5})
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=20),
     st.integers(1, 4),

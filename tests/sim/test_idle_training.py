@@ -4,7 +4,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.coordination.machine import CoordinatorConfig
@@ -170,7 +170,6 @@ def ticking(model, config, ends_s):
     return updates, held
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     ends_s=st.lists(EIGHTHS, min_size=2, max_size=4),
     min_idle=st.integers(1, 2),
@@ -188,7 +187,6 @@ def test_updates_are_those_of_a_clock_that_ticks(ends_s, min_idle, max_members, 
     assert (result.trained.updates, held_s(result, max(ends_s))) == ticking(model, config, ends_s)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     ends_s=st.lists(st.floats(0.01, 500), min_size=1, max_size=12),
     yield_s=st.sampled_from([0.0, 0.3]),

@@ -20,7 +20,7 @@ from tltlab.costs.stages import (
     served_s,
 )
 from tltlab.errors import ConfigError
-from tltlab.sim import simulate
+from tltlab.sim import SimResult, simulate
 from tltlab.sim.rl_steps import RunResult, run_steps, summary
 from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
 from tltlab.traces import metrics
@@ -47,6 +47,11 @@ def fake_rollout(worker_end_s: list[float], rl_step: int) -> SimpleNamespace:
         spot=None,
         requests=SimpleNamespace(rl_step=rl_step, policy_version=rl_step, response_tokens=tokens, rows=rows),
     )
+
+
+@pytest.fixture(scope="module")
+def tiny() -> SimResult:
+    return simulate(read(TINY), "none")
 
 
 def rollouts(*ends: list[float]) -> SimpleNamespace:
@@ -289,22 +294,21 @@ def test_the_same_run_gives_the_same_result(ends, stages, topology):
 
 
 @pytest.mark.parametrize("topology", [Colocated(), Separate(), OVERLAP])
-def test_a_simulation_becomes_a_trace_with_stages(topology):
-    simulated = simulate(read(TINY), "none")
-    result = run_steps(simulated, STAGES_OF_TWO, topology=topology)
+def test_a_simulation_becomes_a_trace_with_stages(tiny: SimResult, topology):
+    result = run_steps(tiny, STAGES_OF_TWO, topology=topology)
     trace = result.trace
     assert trace.manifest.kind == "simulated"
     assert topology.name in trace.manifest.notes
     assert trace.steps["train_s"].tolist() == [4.0] * 4
     assert trace.steps["t_start"].tolist() == result.steps["t_start"].tolist()
-    assert metrics.bubble_fraction(trace) == pytest.approx(metrics.bubble_fraction(simulated.trace))
+    assert metrics.bubble_fraction(trace) == pytest.approx(metrics.bubble_fraction(tiny.trace))
     drawn = lanes(trace, "all")
     assert {"inference", "reward", "train", "weight_sync"} <= set(drawn.loc[drawn["lane"] == "trainer", "kind"])
     assert drawn["end_s"].max() == pytest.approx(result.run_s)
 
 
-def test_a_stale_rollout_says_so_in_the_workload():
-    trace = run_steps(simulate(read(TINY), "none"), STAGES_OF_TWO, topology=OVERLAP).trace
+def test_a_stale_rollout_says_so_in_the_workload(tiny: SimResult):
+    trace = run_steps(tiny, STAGES_OF_TWO, topology=OVERLAP).trace
     assert trace.workload.groupby("rl_step")["policy_version"].first().tolist() == [0, 0, 1, 2]
 
 

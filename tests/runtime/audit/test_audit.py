@@ -285,8 +285,16 @@ def test_tests_that_fail_on_every_side_are_no_difference_and_no_error(
     assert "none of these tests passes here with vLLM as it is" in text(report)
 
 
-def test_tests_that_cannot_be_collected_are_an_error(tmp_path: Path):
-    source = sdist(tmp_path, "import no_such_module_anywhere\n")
+def test_tests_that_cannot_be_collected_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = sdist(tmp_path / "sdist", "import no_such_module_anywhere\n")
+    # Importing vLLM takes seconds: the side's process has as little of it as it needs.
+    for name, source_text in (
+        ("__init__", ""),
+        ("transformers_utils/repo_utils", "def with_retry(a=2, b=2, c=()): ..."),
+    ):
+        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / f"{name}.py").write_text(source_text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
     with pytest.raises(RunError, match=r"vLLM as it is: pytest could not run .*: .*no_such_module_anywhere"):
         run_vllm_tests(source, tests=["tests/v1"], progress=print)
 

@@ -235,6 +235,9 @@ def test_what_trl_logs_is_one_entry_for_each_rl_step(tmp_path: Path):
 
 def test_where_trl_fails_the_run_ends_with_what_it_said(random_model: Path, tmp_path: Path):
     setting = replace(SETTING, model=random_model)
+    # Importing these takes seconds, and nothing of them is reached.
+    (tmp_path / "datasets.py").write_text("load_dataset = None")
+    (tmp_path / "transformers.py").write_text("class TrainerCallback: ...\nclass trainer: DEFAULT_CALLBACKS = []")
     with pytest.raises(RunError, match="No module named 'trl'"):
         run_trl(setting, tmp_path / "run", tmp_path, vllm=False, progress=quiet)
     assert "Traceback" in (tmp_path / "run" / "log.txt").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
@@ -31,7 +31,6 @@ def test_fewer_prompts_than_a_batch_make_a_smaller_batch():
 
 
 @given(num_prompts=SIZES, size=SIZES, seed=st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
 def test_batches_of_one_size_are_a_function_of_the_rl_step(num_prompts: int, size: int, seed: int):
     order = DataOrder(num_prompts, seed)
     for rl_step in range(8):
@@ -39,7 +38,6 @@ def test_batches_of_one_size_are_a_function_of_the_rl_step(num_prompts: int, siz
 
 
 @given(num_prompts=SIZES, takes=TAKES)
-@settings(max_examples=200, deadline=None)
 def test_no_prompt_comes_twice_in_a_batch_or_epoch_nor_while_it_is_excluded(num_prompts: int, takes: list):
     order = DataOrder(num_prompts, seed=1)
     seen = set()
@@ -53,7 +51,6 @@ def test_no_prompt_comes_twice_in_a_batch_or_epoch_nor_while_it_is_excluded(num_
 
 
 @given(num_prompts=SIZES, before=TAKES, after=TAKES)
-@settings(max_examples=100, deadline=None)
 def test_an_order_goes_on_from_its_state_as_if_it_had_never_stopped(num_prompts: int, before: list, after: list):
     unbroken, resumed = DataOrder(num_prompts, seed=2), DataOrder(num_prompts, seed=2)
     for size, exclude in before:
@@ -64,7 +61,6 @@ def test_an_order_goes_on_from_its_state_as_if_it_had_never_stopped(num_prompts:
 
 
 @given(num_prompts=SIZES, before=TAKES)
-@settings(max_examples=100, deadline=None)
 def test_an_order_knows_when_each_prompt_comes_next(num_prompts: int, before: list):
     order = DataOrder(num_prompts, seed=2)
     for size, exclude in before:

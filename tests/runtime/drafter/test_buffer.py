@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError
@@ -238,7 +238,6 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     steps=steps,
     max_bytes=st.integers(1, 150 * ROW_BYTES),

@@ -6,7 +6,6 @@ import ctypes
 import json
 import shutil
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -88,20 +87,19 @@ def test_an_update_takes_what_is_reckoned(wide_model: Path):
         Sample(prompt_token_ids=[5] * 6, token_ids=[7] * 120, logprobs=[-6.0] * 120, reward=float(i % 2), group=i // 4)
         for i in range(32)
     ]
-    found = []
     set_in_glibc = ctypes.CDLL(None).mallopt
     try:
         # Each tensor has pages of its own and gives them back: glibc keeps nothing.
         set_in_glibc(MMAP_THRESHOLD, 1 << 16)
-        for rl_step in range(3):
+        for rl_step in range(2):
             trainer.old_logprobs(samples)
             trainer.update(rl_step)
-            found.append(trainer.memory().parts["update"])
+            found = trainer.memory().parts["update"]
     finally:
         set_in_glibc(MMAP_THRESHOLD, 32 << 20)
     expected = reckoned(plan_of(config), "trainer rank")
     # The first one makes the moments.
-    assert median(found[1:]) == pytest.approx(sum(expected[name] for name in UPDATE), rel=CLOSE)
+    assert found == pytest.approx(sum(expected[name] for name in UPDATE), rel=CLOSE)
 
 
 @pytest.mark.engine

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -59,7 +59,6 @@ def test_row_t_joins_token_t_plus_1_with_state_t_and_stands_for_state_t_plus_1()
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.booleans())
-@settings(max_examples=50, deadline=None)
 def test_nothing_is_padded_and_sequences_too_short_to_teach_give_no_rows(rows: list[int], with_aux: bool):
     sequences = [made_sequence(n, seed=n, first_position=n) for n in rows]
     if not with_aux:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.runtime.trainer.ranks import micro_batches, own_micro_batches, ranks_of
 
 
-@settings(max_examples=200)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 80))
 def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_differ_little(
     lengths: list[int], ranks: int, budget: int

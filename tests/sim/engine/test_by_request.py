@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.acceptance.by_request import KnownLevel
@@ -115,7 +115,6 @@ def slowly(
     return finish_times(requests, queue, Deep(chain, most), walker.settling(costs, chain), costs, gain=walker)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=10),
     st.sampled_from(CHAINS),

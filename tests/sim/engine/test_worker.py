@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.acceptance.load import (
@@ -111,14 +111,12 @@ def assert_agree(
     assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
 @given(requests(), costs(), st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
 def test_plain_decoding_takes_the_time_of_its_iterations(req, cost, workers, placement):
     found = Regimes([NO_SPECULATION], cost, None)
     assert_agree(req, cost, found, FluidBatch, lambda: Plain(), workers, placement)
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 40))
 def test_prompts_that_ride_in_iterations_take_the_time_of_these(req, cost, alpha, deep, shallow, memoryless, budget):
     riding = ROOFLINE.model_copy(update=cost.limits() | {"max_num_batched_tokens": budget})
@@ -134,14 +132,12 @@ class Plain(Selector):
         return NO_SPECULATION
 
 
-@settings(max_examples=80, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 3))
 def test_fluid_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, workers):
     found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
     assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin")
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
 def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, seed):
     found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
@@ -163,7 +159,6 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, 
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 4))
 def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
     req: Requests, cost: LinearCosts, deep: int, shallow: int, memoryless: bool, border: int
@@ -181,7 +176,6 @@ def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
     assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous")
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
 def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterations(
     req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, seed: int
@@ -199,7 +193,6 @@ def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterati
     assert_agree(req, cost, found, batches, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous", own)
 
 
-@settings(max_examples=40, deadline=None)
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
 def test_the_end_of_a_rollout_in_closed_form_is_that_of_its_iterations_also_where_acceptance_differs_by_batch(
     req: Requests, cost: LinearCosts, deep: int, shallow: int, border: int
@@ -219,7 +212,6 @@ def test_the_end_of_a_rollout_in_closed_form_is_that_of_its_iterations_also_wher
     assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
 def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, deep, shallow, memoryless, seed):
     table = counterfactuals(req, seed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ from tltlab.traces.trace import Trace
 from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
 
 torch.set_num_threads(1)
+Trained = tuple[Path, dict[str, Any]]
+"""The folder of a head, and the report of its training."""
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +60,10 @@ def data(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
     settings: dict[str, Any] = {
         "loss": LossConfig(kind=kind, token_weight=1.0),
-        "optim": OptimConfig(lr=3e-3, warmup=5),
-        "updates": 40,
+        "optim": OptimConfig(lr=6e-3, warmup=3),
+        "updates": 20,
         "tokens_per_update": 512,
-        "check_every": 10,
+        "check_every": 5,
         "heldout": 0.2,
         "depth": 6,
     }
@@ -70,31 +74,42 @@ def quiet(message: str) -> None:
     pass
 
 
+@pytest.fixture(scope="module")
+def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """Trains a head of a kind for 20 updates, once; nobody changes what is in its folder."""
+
+    @cache
+    def train(kind: str) -> Trained:
+        out = tmp_path_factory.mktemp("trained") / "head"
+        return out, train_drafter(target, data, out, config(kind), quiet)
+
+    return train
+
+
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
 def test_a_drafter_learns_and_the_report_tells_held_out_acceptance_before_and_after(
-    target: Path, data: Path, tmp_path: Path, kind: str
+    trained: Callable[[str], Trained], kind: str
 ):
-    out = tmp_path / "head"
-    report = train_drafter(target, data, out, config(kind), quiet)
+    out, report = trained(kind)
     before, after = report["before"], report["after"]
     assert before["accept_length"] < 1.3 < 1.8 < after["accept_length"]
     assert after["loss"] < before["loss"]
     assert after["drafts"] == 40 * report["heldout_responses"] == 40 * 10
-    assert report["updates"] == 40
-    assert [check["update"] for check in report["checks"]] == [10, 20, 30, 40]
+    assert report["updates"] == 20
+    assert [check["update"] for check in report["checks"]] == [5, 10, 15, 20]
     assert json.loads((out / "training.json").read_text()) | {"out": str(out)} == report
     assert load_head(out).method == ("eagle3" if kind == "eagle3" else "eagle")
 
 
 def test_what_is_reported_is_what_the_written_head_does_on_prompts_it_was_not_trained_on(
-    target: Path, data: Path, tmp_path: Path
+    target: Path, data: Path, trained: Callable[[str], Trained]
 ):
-    report = train_drafter(target, data, tmp_path / "head", config(), quiet)
+    out, report = trained("eagle")
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     texts = [Text(prompt_token_ids=row["prompt"], token_ids=row["response"]) for row in rows]
     heldout = split_by_prompt(texts, 0.2, np.random.default_rng([0, 2]))[1]
     model, frozen = load_target(target)
-    head = load_head(tmp_path / "head")
+    head = load_head(out)
     states = TargetStates(model, (), 1 << 20)
     found = acceptance_along(head, frozen, [states.of(text) for text in heldout], 6)
     assert found.to_json() == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
@@ -134,11 +149,11 @@ def test_training_stops_when_the_held_out_accept_length_is_reached(target: Path,
     assert train_drafter(target, data, tmp_path / "more", more, quiet)["updates"] == 0
 
 
-def test_training_goes_on_from_a_head(target: Path, data: Path, tmp_path: Path):
-    first = train_drafter(target, data, tmp_path / "first", config(), quiet)
-    more = train_drafter(target, data, tmp_path / "more", config(head=str(tmp_path / "first"), updates=0), quiet)
-    assert more["before"] == more["after"] == first["after"]
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "more")]
+def test_training_goes_on_from_a_head(target: Path, data: Path, tmp_path: Path, trained: Callable[[str], Trained]):
+    first, report = trained("eagle")
+    more = train_drafter(target, data, tmp_path / "more", config(head=str(first), updates=0), quiet)
+    assert more["before"] == more["after"] == report["after"]
+    weights = [load_file(folder / "model.safetensors") for folder in (first, tmp_path / "more")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -256,11 +271,11 @@ def test_what_is_interrupted_leaves_nothing_behind(
     target: Path, data: Path, tmp_path: Path, error: type[BaseException]
 ):
     def stop(message: str) -> None:
-        if message.startswith("update 20"):
+        if message.startswith("update 2"):
             raise error
 
     with pytest.raises(error):
-        train_drafter(target, data, tmp_path / "heads" / "new", config(), stop)
+        train_drafter(target, data, tmp_path / "heads" / "new", config(check_every=1), stop)
     assert list((tmp_path / "heads").iterdir()) == []
 
 
