@@ -23,10 +23,9 @@ from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file, parse_json, read_text, sha256_of
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.recording import SUFFIX
-from tltlab.traces.schema import MANIFEST_FILE
-from tltlab.traces.storage import cannot_write, parquet_writer, put_sum
-from tltlab.traces.trace import Trace, new_trace_folder, read
+from tltlab.traces.schema import MANIFEST_FILE, SUFFIX
+from tltlab.traces.storage import cannot_write, new_trace_folder, parquet_writer, put_sum
+from tltlab.traces.trace import Trace, read
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)

@@ -24,8 +24,8 @@ from urllib.parse import parse_qs, quote, urlsplit
 from tltlab.console import progress
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import in_progress
-from tltlab.traces.recording import SUFFIX, recording_of
-from tltlab.traces.schema import MANIFEST_FILE, is_trace
+from tltlab.traces.recording import recording_of
+from tltlab.traces.schema import MANIFEST_FILE, SUFFIX, is_trace
 from tltlab.traces.trace import locate, read, run_folder
 
 from .origin import events_part

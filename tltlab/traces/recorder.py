@@ -27,7 +27,8 @@ from tltlab.files import lock, replace_durably
 from .recording import cut, new_recording, recording_of, write_chunk
 from .recovery import finish, reopen, repair
 from .schema import MANIFEST_FILE, TABLES, Manifest
-from .trace import Trace, recorded, refuse_foreign_target
+from .storage import refuse_foreign_target
+from .trace import Trace, recorded
 from .validate import Part, check_values, conform
 
 __all__ = ["ColumnRows", "Recorder", "repair"]

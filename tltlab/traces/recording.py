@@ -40,11 +40,10 @@ from tltlab.files import (
     write_durably,
 )
 
-from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
+from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, UNIQUE, Manifest
 from .storage import StoredTable, fixed_bytes
 from .validate import Part
 
-SUFFIX = ".recording"
 CUTS_FILE = "cuts.json"
 _CHUNK = re.compile(r"(\d+)(-[0-9a-f]{16})?\.arrow")
 

@@ -13,9 +13,10 @@ import pyarrow as pa
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.files import fsync_folder, lock, replace_durably
 
-from .recording import SUFFIX, chunks_of, cut, new_recording, readable, recording_of, rows_in
-from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .trace import Trace, is_trace, locate, noted, read_one, recorded, refuse_foreign_target
+from .recording import chunks_of, cut, new_recording, readable, recording_of, rows_in
+from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
+from .storage import refuse_foreign_target
+from .trace import Trace, locate, noted, read_one, recorded
 
 SAME = ("kind", "model", "num_workers", "max_response_tokens", "group_size", "seed")
 """Fields of the manifest in which a run and its continuation must agree."""

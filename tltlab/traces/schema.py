@@ -23,6 +23,8 @@ from tltlab.files import read_text, sealed, unsealed
 FORMAT = "tltlab-trace"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
+SUFFIX = ".recording"
+"""Ends the name of the folder in which a trace is recorded: see `recording.recording_of`."""
 SUMS = "sums"
 """The key of the manifest with the SHA-256 of every table's file, by its name."""
 REQUIRED_TABLES = ("workload", "outcomes")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
-from tltlab.errors import InputError, TraceError
+from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import (
     MOST_ROWS,
     fsync_file,
     fsync_tree,
+    new_folder,
     read_text,
     replace_durably,
     sha256_of,
@@ -29,7 +31,7 @@ from tltlab.files import (
     write_durably,
 )
 
-from .schema import MANIFEST_FILE, SUMS, TABLES, Manifest
+from .schema import MANIFEST_FILE, SUFFIX, SUMS, TABLES, Manifest, is_trace
 from .validate import Part, check_columns, conform
 
 _STRING_BYTES = 16
@@ -286,6 +288,30 @@ def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
     """A writer for the file of a table; what repeats, such as prompt_id, is written once per row group."""
     # Page checksums let a reader tell a damaged file from strange data.
     return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
+
+
+def refuse_foreign_target(path: Path) -> None:
+    """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
+    if path.name.endswith(SUFFIX):
+        raise ConfigError(f"{path}: so recordings are called that are in progress or interrupted; name another place")
+    if path.is_dir():
+        if any(path.iterdir()) and not is_trace(path):
+            raise ConfigError(f"{path} is a folder with other things in it, not a trace; name another place")
+    elif path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} is a file; a trace is a folder, name another place")
+
+
+@contextmanager
+def new_trace_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
+
+    Raises ConfigError where `path` is something that is no trace, OSError where the disk refuses.
+    """
+    refuse_foreign_target(path)
+    with new_folder(path, durable=True) as new:
+        yield new
+        seal(new)
+        carry_over(path, new)
 
 
 def _runs(steps: Ints) -> tuple[Ints, Ints]:

@@ -16,8 +16,8 @@ from tltlab.files import fsync_file, write_durably
 
 from . import metrics
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import cannot_write, parquet_writer
-from .trace import Trace, checked, new_trace_folder
+from .storage import cannot_write, new_trace_folder, parquet_writer
+from .trace import Trace, checked
 
 GROUP_BYTES = 8 << 20
 """A row group holds whole RL steps of at least this many bytes in memory: small RL steps share one, since every row

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.console import progress
-from tltlab.errors import ConfigError, TraceError
-from tltlab.files import in_progress, new_folder, write_durably
+from tltlab.errors import TraceError
+from tltlab.files import in_progress, write_durably
 
 from .csv import LengthTable, tables_from_csv
-from .recording import SUFFIX, Recorded, put_together, recorded_tables, recording_of
-from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest, is_trace
+from .recording import Recorded, put_together, recorded_tables, recording_of
+from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
 from .storage import (
     FileTable,
     MemoryTable,
@@ -29,19 +28,18 @@ from .storage import (
     StoredTable,
     Table,
     cannot_write,
-    carry_over,
     check_sums,
     frame_to_arrow,
-    seal,
+    new_trace_folder,
     write_parquet,
 )
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
 
-CHUNK_BYTES = 64 << 20
 METRICS_FILES = ("events.out.tfevents*", "run-*.wandb")
 """Files of metrics that TensorBoard and W&B's offline runs leave in folders of theirs."""
+CHUNK_BYTES = 64 << 20
 """Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
 
 
@@ -475,30 +473,6 @@ def metrics_files(folder: Path) -> list[Path]:
 def run_folder(trace: Path) -> Path:
     """The RUN folder that a trace folder, or the recording of one, is part of, else that folder."""
     return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
-
-
-def refuse_foreign_target(path: Path) -> None:
-    """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
-    if path.name.endswith(SUFFIX):
-        raise ConfigError(f"{path}: so recordings are called that are in progress or interrupted; name another place")
-    if path.is_dir():
-        if any(path.iterdir()) and not is_trace(path):
-            raise ConfigError(f"{path} is a folder with other things in it, not a trace; name another place")
-    elif path.exists() or path.is_symlink():
-        raise ConfigError(f"{path} is a file; a trace is a folder, name another place")
-
-
-@contextmanager
-def new_trace_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
-
-    Raises ConfigError where `path` is something that is no trace, OSError where the disk refuses.
-    """
-    refuse_foreign_target(path)
-    with new_folder(path, durable=True) as new:
-        yield new
-        seal(new)
-        carry_over(path, new)
 
 
 def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
