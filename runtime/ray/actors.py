@@ -152,23 +152,21 @@ class _Loop(Generic[Done]):
         self._results.append(await self._work)
 
 
-def last_lines(pid: int, logs: Path | None = None, most: int = 3) -> str:
+def last_lines(pid: int) -> str:
     """The last lines that an actor's process wrote to standard error, joined; "" where its log is not on this machine.
 
-    `logs` are by default those of the Ray session that this process is part of.
+    Its log is one of the Ray session that this process is part of.
     """
-    if logs is None:
-        node = ray._private.worker._global_node
-        if node is None:
-            return ""
-        logs = Path(node.get_logs_dir_path())
-    for log in logs.glob(f"worker-*-{pid}.err"):
+    node = ray._private.worker._global_node
+    if node is None:
+        return ""
+    for log in Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"):
         with log.open("rb") as lines:
             # Ray's own reports of a crash are long, and what was said before them counts.
             lines.seek(max(0, log.stat().st_size - LAST_BYTES))
             text = lines.read().decode(errors="replace")
         said = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-        return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-most:])
+        return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-3:])
     return ""
 
 

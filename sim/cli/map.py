@@ -9,9 +9,9 @@ import typer
 
 from tltlab.charts import FORMATS, save_figure
 from tltlab.console import Json, emit, made_by, progress, table
+from tltlab.costs.profiles import parse_dtype
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
-from tltlab.hardware import Dtype
 
 _FAST_CONTEXTS, _FAST_LOADS = "32K", "8,128"
 
@@ -61,7 +61,7 @@ def map_families(
     if unknown := [name for name in asked if name not in known]:
         raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(known)}")
     grid = Grid(
-        models=_words(models), weights=[_weights(word) for word in _words(weights)],
+        models=_words(models), weights=[parse_dtype(word) for word in _words(weights)],
         schedules=[one for one in known if one in asked], contexts=[_tokens(word) for word in _words(contexts)],
         loads=[_whole(word, "--loads") for word in _words(loads)], gpu=gpu, workers=workers, regime=regime,
         rl_steps=rl_steps, seed=seed,
@@ -87,14 +87,6 @@ def map_families(
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _weights(word: str) -> Dtype:
-    kinds: tuple[Dtype, ...] = get_args(Dtype)
-    for kind in kinds:
-        if kind == word.lower():
-            return kind
-    raise ConfigError(f"--weights: no {word!r}; there are {', '.join(kinds)}")
 
 
 def _tokens(word: str) -> int:

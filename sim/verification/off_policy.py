@@ -59,7 +59,6 @@ def estimator_errors(
     reward: RewardKind = "relative",
     costs: CostModel | dict[str, Any] | str | Path | None = None,
     acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
-    rl_steps: Sequence[int] | None = None,
     seeds: Sequence[int] = range(10),
     level: float = 0.95,
     on_seed: Callable[[int], None] = lambda done: None,
@@ -75,8 +74,7 @@ def estimator_errors(
     rows_of: dict[tuple[str, str], list[tuple[float, float, float, float, bool]]] = {}
     for done, seed in enumerate(seeds, 1):
         result = simulate(
-            trace, logger, costs=costs, acceptance=acceptance, mode="sampled", seed=seed, rl_steps=rl_steps,
-            record_iterations=True,
+            trace, logger, costs=costs, acceptance=acceptance, mode="sampled", seed=seed, record_iterations=True,
         )  # fmt: skip
         log, kind = logged_decisions(result.trace, reward)
         expected = _Expected(everything, result.scenario.costs, result.scenario.acceptance, kind)

@@ -298,7 +298,7 @@ def named_costs(name: str) -> RooflineCosts | None:
         raise ConfigError(f"{name!r}: give ENGINE:GPUS:MODEL[:WEIGHTS[:KV]], such as {engine}:2xH100:Qwen3-32B:fp8")
     count, times, device = parts[0].partition("x")
     tp, on = (int(count), device) if times and count.isdigit() else (1, parts[0])
-    types = [_dtype(part) for part in parts[2:]]
+    types = [parse_dtype(part) for part in parts[2:]]
     return profile_costs(
         engine, on, parts[1], tp, weights=types[0] if types else None, kv=types[1] if len(types) > 1 else "bf16"
     )
@@ -331,7 +331,8 @@ def find_model(source: str) -> ModelShape:
         return ModelShape.from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
 
 
-def _dtype(name: str) -> Dtype:
+def parse_dtype(name: str) -> Dtype:
+    """The type of weights or of a KV cache by its name, in capitals too. ConfigError names those that there are."""
     kinds: tuple[Dtype, ...] = get_args(Dtype)
     for kind in kinds:
         if kind == name.lower():
