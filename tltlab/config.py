@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
@@ -101,6 +101,19 @@ def faults_in(where: object, place: Callable[[Place], str] | None = None) -> Ite
 def dotted(place: Place) -> str:
     """A place in nested data: its names and numbers with dots between them."""
     return ".".join(map(str, place))
+
+
+def leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value in nested objects with its path, such as train.lr; an empty object is a value.
+
+    >>> dict(leaves({"train": {"lr": 0.1}, "log": {}}))
+    {'train.lr': 0.1, 'log': {}}
+    """
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from leaves(inner, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", inner
 
 
 def faults(error: ValidationError, place: Callable[[Place], str] = dotted) -> str:

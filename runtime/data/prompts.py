@@ -14,6 +14,7 @@ import jinja2
 import pyarrow.lib
 import pyarrow.parquet as pq
 
+from tltlab.config import leaves
 from tltlab.errors import ConfigError
 from tltlab.files import lines_of, open_input, parse_json
 from tltlab.runtime.recipe.recipe import DataConfig
@@ -232,19 +233,11 @@ def _column(row: Mapping[str, Any], name: str, where: str) -> Any:
     value: Any = row
     for part in [name] if name in row else name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise ConfigError(f"{where} has no column {name!r}; it has {', '.join(_names(row)) or 'none'}")
+            raise ConfigError(f"{where} has no column {name!r}; it has {', '.join(dict(leaves(row))) or 'none'}")
         value = value[part]
     if value is None:
         raise ConfigError(f"{where} has nothing in column {name!r}; fill it in, or leave the row out")
     return value
-
-
-def _names(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in row.items():
-        if isinstance(value, Mapping) and value:
-            yield from _names(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _check_unicode(text: str, column: str, where: str) -> None:

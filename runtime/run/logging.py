@@ -25,6 +25,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from tltlab.config import leaves
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, sealed, write_json
 from tltlab.runtime.recipe.recipe import LogConfig
@@ -241,7 +242,8 @@ class Mlflow:
             experiment = mlflow.set_experiment(project)
             self._run_id = self._client.create_run(experiment.experiment_id, run_name=out.absolute().name).info.run_id
             _keep(out, "mlflow", {"id": self._run_id})
-            mlflow.log_params(_flat(settings), run_id=self._run_id)
+            # MLflow knows no nested settings.
+            mlflow.log_params(dict(leaves(settings)), run_id=self._run_id)
             history = []
         self._earlier: int = max((metric.step for metric in history), default=-1)
         self._log = mlflow.log_metrics
@@ -278,15 +280,6 @@ LOGGERS: dict[str, tuple[str, type[Logger]]] = {
     "mlflow": ("MLflow", Mlflow),
 }
 """By the recipe's field, which is also the package that is needed."""
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, as MLflow shows and compares them: it knows no nested ones."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        inner = _flat(value) if isinstance(value, Mapping) else {}
-        flat |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
-    return flat
 
 
 def _kept(out: Path) -> dict[str, Any]:

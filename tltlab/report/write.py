@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tltlab.config import leaves
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, read_object
 from tltlab.traces import metrics
@@ -147,22 +148,13 @@ def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Part:
     title = "Settings that differ"
     if not all(isinstance(recipe, dict) for recipe in recipes):
         return Absent(title=title, reason="not both have a run.json with the recipe")
-    flat = [dict(_leaves(recipe)) for recipe in recipes]
+    flat = [dict(leaves(recipe)) for recipe in recipes]
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
     rows = tuple((key, *(json.dumps(own[key]) if key in own else "–" for own in flat)) for key in keys)
     if not rows:
         return Section(title=title, blocks=(Text(text="None: both were started with the same recipe."),))
     table = Table(caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2}))
     return Section(title=title, blocks=(table,))
-
-
-def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value in nested objects with its path, such as train.lr."""
-    for key, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            yield from _leaves(inner, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", inner
 
 
 def _drafter_run(run: Path, summary: Mapping[str, Any]) -> str | None:
