@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
 from tltlab.traces.storage import check_parquet
@@ -52,7 +53,7 @@ class Row:
             whole = int(value)
             if whole == value:
                 return whole
-        return self.fault(field, f"got {_short(value)}, wanted a whole number >= {at_least}")
+        return self.fault(field, f"got {shown(value)}, wanted a whole number >= {at_least}")
 
     def number(self, field: str) -> float | None:
         """A finite number; None for null and NaN, which is how Python writes an unknown one; true is 1."""
@@ -64,7 +65,7 @@ class Row:
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            self.fault(field, f"got {_short(value)}, wanted a number")
+            self.fault(field, f"got {shown(value)}, wanted a number")
         return number
 
     def text(self, field: str) -> str:
@@ -74,7 +75,7 @@ class Row:
             return value
         if isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value):
             return "\n".join(message["content"] for message in value)
-        return self.fault(field, f"got {_short(value)}, wanted a text")
+        return self.fault(field, f"got {shown(value)}, wanted a text")
 
 
 def rows_of(path: Path) -> Iterator[Row]:
@@ -149,7 +150,7 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
         names = value["columns"]
         for number, cells in enumerate(value["data"]):
             if not isinstance(cells, list) or len(cells) != len(names):
-                raise TraceError(f"{path}, {place}, data {number}: got {_short(cells)}, wanted {len(names)} cells")
+                raise TraceError(f"{path}, {place}, data {number}: got {shown(cells)}, wanted {len(names)} cells")
             yield Row(file=str(path), place=f"row {number}", fields=dict(zip(names, cells, strict=True)))
     elif isinstance(value, dict):
         yield Row(file=str(path), place=place, fields=value)
@@ -157,7 +158,7 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
         for number, item in enumerate(value):
             yield from _json_rows(path, f"{place}, item {number}", item)
     else:
-        raise TraceError(f"{path}, {place}: got {_short(value)}, wanted a JSON object")
+        raise TraceError(f"{path}, {place}: got {shown(value)}, wanted a JSON object")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -171,8 +172,3 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     number += 1
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
