@@ -46,22 +46,25 @@ NO_PROMISE = 0.01
 _WARM_UP = 4.0
 _CLIP = 4.0
 
-_Heard = tuple[int, int, float, float, int, Sequence[float]]
-"""Strategy, batch, context per request, seconds (0: they teach nothing), every how many drafts, what those kept."""
+_Heard = tuple[int, int, float, float, float, int, Sequence[float]]
+"""Strategy, batch, context per request, tokens drafted, seconds (0: they teach nothing), every how many drafts, what
+those kept."""
 
 
 class Adaptive(Selector):
     """The strategy with the most expected tokens per second, by costs and acceptance that it learns: it needs no file.
 
     Strategies are no speculation and chains of 1 to `max_depth` tokens of each of the `drafters`. An iteration with b
-    requests, contexts that sum to S and d drafted tokens each, hence n = b*(d + 1) tokens to verify, takes
+    requests, contexts that sum to S, depth d and n tokens to verify takes
 
         base + per_request*b + per_token*n + far_token*max(0, n - 128) + per_context*S
           + [if drafting]  drafting_k + level_k*d                                        k the drafter
 
     seconds, as in `LinearCosts`. Recursive least squares on relative errors learn the coefficients, which are taken to
-    wander (Ljung and Soderstrom 1983, section 2.6.2). Errors beyond 4 standard deviations count as 4; where they lean
-    to one side the machine has changed, and more is tried for a while. What a strategy takes more or less at batches of
+    wander (Ljung and Soderstrom 1983, section 2.6.2). A drafter that finds no match drafts less than d: n is known of
+    what was verified, and expected by the share of b*d that was drafted, per band of batch sizes. Errors beyond 4
+    standard deviations count as 4; where they lean to one side the machine has changed, and more is tried for a while.
+    What a strategy takes more or less at batches of
     a band (padding, a kernel's step) is a factor of its own, drawn towards 1 while few of its iterations are known.
 
     Tokens are 1 plus the sum of survival, the product of the chances to keep each drafted token, counted per drafter
@@ -112,7 +115,7 @@ class Adaptive(Selector):
         depths = range(1, max_depth + 1)
         self.strategies = (NO_SPECULATION, *(Strategy.chain(name, depth) for name in names for depth in depths))
         self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
-        self._fixed, self._per_request = _features(len(names), max_depth)
+        self._fixed = _features(len(names), max_depth)
         self._forget = 1.0 - 1.0 / window
         means, spreads = _prior(len(names))
         self._most_variance = float((spreads**2).sum())
@@ -130,6 +133,8 @@ class Adaptive(Selector):
         self.rl_step_: int | None = None
         self.context_per_request_ = 0.0
         self.lost_s_ = 0.0
+        # Per drafter, in all bands and in each: tokens drafted, and asked for.
+        self.offered_ = np.zeros((len(names), NUM_BANDS + 1, 2))
         # What was observed and not learned yet.
         self.heard_: list[_Heard] = []
         # The last look: batch, iterations since, index of the best, cumulative chances of the others, its loss.
@@ -165,24 +170,37 @@ class Adaptive(Selector):
 
     def seconds(self, batch: int, context_tokens: float) -> Floats:
         """Expected seconds of an iteration by strategy, in order; 1-scaled before the first was measured."""
-        rows = self._rows(slice(None), batch, context_tokens)
-        return self._seconds(rows, batch) * (self.scale_ or 1.0)
+        return self._seconds(self._rows_at(batch, context_tokens), batch) * (self.scale_ or 1.0)
 
     def tokens(self, batch: int) -> Floats:
         """Expected tokens per request and iteration by strategy, in order, the bonus token included."""
         return self._tokens(_band(batch))[0]
 
-    def _rows(self, which: slice | Ints, batch: int | Floats, context_tokens: float | Floats) -> Floats:
-        """What the coefficients are multiplied with, of some strategies at one batch, or at a column of one each."""
-        rows: Floats = self._fixed[which] + batch / 32.0 * self._per_request[which]
+    def _rows(self, which: slice | Ints, batch: int | Ints, context_tokens: float | Floats, tokens: Floats) -> Floats:
+        """What the coefficients are multiplied with, of some strategies at one batch, or at one each."""
+        rows: Floats = self._fixed[which].copy()
+        rows[:, 1] = batch / 32.0
         rows[:, 2] = context_tokens * 1e-5
-        np.maximum(rows[:, 3] - FAR_TOKENS / 64.0, 0.0, out=rows[:, 4])
+        rows[:, 3] = tokens / 64.0
+        rows[:, 4] = np.maximum(tokens - FAR_TOKENS, 0.0) / 64.0
         return rows
+
+    def _rows_at(self, batch: int, context_tokens: float) -> Floats:
+        """Rows of all strategies, at the tokens to verify that are to be expected of each."""
+        share = (self.offered_[:, 0, 0] + PRIOR_DRAFTS) / (self.offered_[:, 0, 1] + PRIOR_DRAFTS)
+        weight = np.minimum(self.offered_[:, 0, 1], BAND_DRAFTS) + PRIOR_DRAFTS
+        drafted, asked = self.offered_[:, _band(batch) + 1].T
+        share = (drafted + weight * share) / (asked + weight)
+        tokens = np.ones(len(self.strategies))
+        tokens[1:] += (share[:, None] * np.arange(1, self.max_depth + 1)).ravel()
+        return self._rows(slice(None), batch, context_tokens, batch * tokens)
 
     def _seconds(self, rows: Floats, batch: int) -> Floats:
         sums, counts = self.errors_[:, _band(batch)]
-        least = 0.1 * float(rows[0] @ self.coef_)
-        seconds: Floats = np.maximum(rows @ self.coef_, max(least, 1e-3)) * (1.0 + sums / (counts + CELL_ITERATIONS))
+        known = rows @ self.coef_
+        seconds: Floats = np.maximum(known, max(0.1 * float(known[0]), 1e-3)) * (
+            1.0 + sums / (counts + CELL_ITERATIONS)
+        )
         return seconds
 
     def _tokens(self, band: int) -> tuple[Floats, Floats]:
@@ -208,7 +226,7 @@ class Adaptive(Selector):
             self.covariance_ += self.look_age_ * self._wander
             if self.bias_ * self.bias_ > CHANGE * self.noise_:
                 self._machine_changed()
-        rows = self._rows(slice(None), batch, context_tokens)
+        rows = self._rows_at(batch, context_tokens)
         seconds = self._seconds(rows, batch)
         tokens, variance = self._tokens(_band(batch))
         variance += self.noise_ * ((rows @ self.covariance_) * rows).sum(axis=1) / seconds**2
@@ -240,6 +258,7 @@ class Adaptive(Selector):
     def _new_rl_step(self, rl_step: int) -> None:
         if self.rl_step_ is not None:
             self.drafts_ *= RL_STEP_DRAFTS / np.maximum(self.drafts_[:, :, :1, :1], RL_STEP_DRAFTS)
+            self.offered_ *= RL_STEP_DRAFTS[:, 0] / np.maximum(self.offered_[:, :, 1:], RL_STEP_DRAFTS[:, 0])
         self.rl_step_, self.lost_s_, self.look_age_, self.since_change_ = rl_step, 0.0, EVERY, 0
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
@@ -249,8 +268,10 @@ class Adaptive(Selector):
         self.iterations_ += 1
         accepted = outcome.accepted if i else ()
         every = max(len(accepted) - 1, 0) // MOST_COUNTED + 1
+        drafted = float(sum(outcome.drafted) if outcome.drafted else strategy.draft_depth * outcome.batch)
         elapsed_s = 0.0 if outcome.had_prefill else outcome.elapsed_s
-        self.heard_.append((i, outcome.batch, self.context_per_request_, elapsed_s, every, accepted[::every]))
+        context = self.context_per_request_
+        self.heard_.append((i, outcome.batch, context, drafted, elapsed_s, every, accepted[::every]))
         if len(self.heard_) >= 2 * EVERY:
             self._learn()
 
@@ -258,13 +279,19 @@ class Adaptive(Selector):
         """Learn from all that was observed since the last time: in a block, which takes a fraction of one by one."""
         heard, self.heard_ = self.heard_, []
         drafts: dict[tuple[int, int, int], list[Sequence[float]]] = {}
-        for i, batch, _, _, every, accepted in heard:
+        for i, batch, _, drafted, _, every, accepted in heard:
             if len(accepted):
                 drafts.setdefault((i, _band(batch), every), []).append(accepted)
+                self._count_offered(i, batch, drafted)
         for (i, band, every), parts in drafts.items():
             self._count(i, band, every, parts)
-        if timed := [row for row in heard if row[3] > 0.0]:
+        if timed := [row for row in heard if row[4] > 0.0]:
             self._time(timed)
+
+    def _count_offered(self, i: int, batch: int, drafted: float) -> None:
+        drafter, depth = divmod(i - 1, self.max_depth)
+        for row in (0, _band(batch) + 1):
+            self.offered_[drafter, row] = self._forget * self.offered_[drafter, row] + (drafted, batch * (depth + 1))
 
     def _count(self, i: int, band: int, every: int, parts: list[Sequence[float]]) -> None:
         """Count what was kept of drafts of the i-th strategy, an iteration in each of the parts."""
@@ -282,10 +309,10 @@ class Adaptive(Selector):
 
     def _time(self, timed: list[_Heard]) -> None:
         """A step of recursive least squares on the relative errors of several iterations."""
-        which, batch, context, elapsed = (np.array(column) for column in list(zip(*timed, strict=True))[:4])
+        which, batch, context, drafted, elapsed = (np.array(column) for column in list(zip(*timed, strict=True))[:5])
         self.scale_ = self.scale_ or float(elapsed[0])
         elapsed = elapsed / self.scale_
-        rows = self._rows(which, batch[:, None], context * batch)
+        rows = self._rows(which, batch, context * batch, batch + drafted)
         expected = np.maximum(rows @ self.coef_, 0.05 * elapsed)
         errors = elapsed / expected - 1.0
         most = _CLIP * self.noise_**0.5
@@ -328,16 +355,16 @@ class Adaptive(Selector):
         if state["arms"] != names:
             raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {names}")
         for name in _ARRAYS:
-            setattr(self, name, np.array(state["arrays"][name], np.float64))
+            # States from before it was counted what drafters offer have no such array.
+            setattr(self, name, np.array(state["arrays"].get(name, getattr(self, name)), np.float64))
         for name in _VALUES:
             setattr(self, name, state["values"][name])
         self.chances_ = list(self.chances_)
-        # States from before there were blocks have none.
-        self.heard_ = [tuple(row) for row in state.get("heard", ())]
+        self.heard_ = [tuple(row) for row in state.get("heard", ()) if len(row) == 7]
         set_rng_state(self.rng, state["rng"])
 
 
-_ARRAYS = ("coef_", "covariance_", "errors_", "drafts_")
+_ARRAYS = ("coef_", "covariance_", "errors_", "drafts_", "offered_")
 _VALUES = (
     "scale_", "noise_", "bias_", "iterations_", "since_change_", "rl_step_", "context_per_request_", "lost_s_",
     "look_batch_", "look_age_", "best_", "chances_", "loss_s_",
@@ -348,20 +375,17 @@ def _band(batch: int) -> int:
     return min(batch.bit_length(), NUM_BANDS) - 1
 
 
-def _features(num_drafters: int, max_depth: int) -> tuple[Floats, Floats]:
-    """What a strategy multiplies each coefficient with, and the same per 32 requests; (strategies, coefficients).
+def _features(num_drafters: int, max_depth: int) -> Floats:
+    """What a strategy multiplies each coefficient with, (strategies, coefficients); `Adaptive._rows` fills in the rest.
 
     Coefficients are base, per_request, per_context, per_token, far_token, then drafting and level of each drafter.
     """
-    shape = 1 + num_drafters * max_depth, 5 + 2 * num_drafters
-    fixed, per_request = np.zeros(shape), np.zeros(shape)
-    fixed[:, 0] = per_request[:, 1] = 1.0
-    per_request[:, 3] = 0.5
-    for i in range(1, shape[0]):
+    fixed = np.zeros((1 + num_drafters * max_depth, 5 + 2 * num_drafters))
+    fixed[:, 0] = 1.0
+    for i in range(1, len(fixed)):
         drafter, depth = divmod(i - 1, max_depth)
-        per_request[i, 3] = 0.5 * (depth + 2)
         fixed[i, 5 + 2 * drafter : 7 + 2 * drafter] = 1.0, depth + 1
-    return fixed, per_request
+    return fixed
 
 
 def _prior(num_drafters: int) -> tuple[Floats, Floats]:

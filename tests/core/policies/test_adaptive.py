@@ -70,6 +70,29 @@ def test_it_finds_the_best_strategy_and_then_loses_about_a_hundredth(kept: float
     assert lost < 0.015
 
 
+def test_drafts_that_are_often_not_found_cost_what_was_verified():
+    """A text drafter finds much in a small batch, little in a large one, where depth 8 then costs little."""
+    rng, policy = np.random.default_rng(5), adaptive("suffix")
+    found, depth = {8: 0.9, 96: 0.05}, np.arange(9)
+
+    def seconds(batch: int, drafted: float | np.ndarray, deep: int | np.ndarray) -> float | np.ndarray:
+        tokens = COSTS.per_request_s * batch + COSTS.per_token_s * (batch + drafted)
+        return COSTS.base_s + tokens + (deep > 0) * (COSTS.sd_base_s + COSTS.draft_level_s * deep)
+
+    for i in range(1500):
+        batch = 96 if i % 100 < 50 else 8
+        strategy = policy.choose(StepState(rl_step=0, batch=batch, context_tokens=0.0))
+        deep = strategy.draft_depth
+        drafts = np.where(rng.random(batch) < found[batch], deep, 0)
+        kept = np.minimum(np.cumprod(rng.random((batch, deep)) < 0.8, axis=1).sum(axis=1), drafts)
+        elapsed_s = float(seconds(batch, int(drafts.sum()), deep)) * float(rng.lognormal(0.0, 0.08))
+        drafted, accepted = (drafts.tolist(), kept.tolist()) if deep else ((), ())
+        policy.observe(strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=accepted))
+    for batch, share in found.items():
+        takes = seconds(batch, batch * share * depth, depth)
+        assert policy.seconds(batch, 0.0)[[0, 4, 8]] == pytest.approx(takes[[0, 4, 8]], rel=0.1)
+
+
 def test_of_two_drafters_it_takes_the_better_one_at_its_depth():
     world, policy = World({"ngram": 0.3, "suffix": 0.8}), adaptive("ngram", "suffix")
     world.decode(policy, 800, 4)
