@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,6 +79,7 @@ def doctor(
     emit(result, as_json=as_json, text=_text(run, diagnosis, environment))
 
 
+@cache
 def _vllm() -> dict[str, str] | None:
     """For each use that the runtime makes of vLLM what the installed one's sources lack; None without vLLM."""
     from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, Sources
