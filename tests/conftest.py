@@ -92,7 +92,7 @@ _unfrozen = False
 
 
 def _unfreeze_and_tell() -> None:
-    """`gc.unfreeze`, which is remembered: `gc.get_freeze_count` walks through all that is frozen, 0.05 s for each test."""
+    """`gc.unfreeze`, remembered: `gc.get_freeze_count` walks through all that is frozen, 0.05 s for each test."""
     global _unfrozen
     _unfrozen = True
     _unfreeze()
