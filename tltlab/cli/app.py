@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
@@ -43,7 +44,9 @@ def command_names() -> list[str]:
     return sorted(_commands())
 
 
+@cache
 def _commands() -> dict[str, EntryPoint]:
+    # Reads the metadata of every package that is installed.
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
