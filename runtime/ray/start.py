@@ -165,8 +165,13 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
                     include_dashboard=False,
                     # Models that need GPUs travel through it: Ray's own choice is a third of the host's memory.
                     object_store_memory=None if cluster.gpus_per_node else 512 << 20,
-                    # A busy machine is not a dead one. What every call did nobody asks, and Ray would keep 100,000.
-                    _system_config={"health_check_failure_threshold": 60, "task_events_report_interval_ms": 0},
+                    # A busy machine is not a dead one. What every call did nobody asks, and Ray would keep 100,000. No
+                    # actor takes one of the workers that start ahead.
+                    _system_config={
+                        "health_check_failure_threshold": 60,
+                        "task_events_report_interval_ms": 0,
+                        "prestart_worker_first_driver": False,
+                    },
                     **quiet,
                 )
                 break
