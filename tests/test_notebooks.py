@@ -16,6 +16,14 @@ ENGINES = {"05_tune_and_run"}
 """Start a real engine in the notebook."""
 
 
+def forking():
+    """Has the actors of a notebook's run be forks of the process that the tests have for that."""
+    from tltlab.runtime.ray.start import fork_command
+
+    forks = f"types.SimpleNamespace(command={fork_command()!r})"
+    return f"import types\nfrom tltlab.runtime.ray import start\nstart._prefork[:] = [{forks}]"
+
+
 def cells(path):
     return [(cell.cell_type, cell.source) for cell in jupytext.read(path).cells]
 
@@ -73,12 +81,12 @@ def kernel():
 )
 def test_a_notebook_runs_from_its_script(script, kernel):
     """Within a minute where nothing else keeps the machine busy; the limit here leaves room for neighbours."""
-    if script.stem in ENGINES:
+    if engine := script.stem in ENGINES:
         pytest.importorskip("vllm", reason="no engine installed: extra 'runtime' or 'runtime-cpu'")
     notebook = jupytext.read(script)
     # Nothing of the notebook before is known, but what it imported need not be imported anew. Who starts processes by
     # multiprocessing looks for __spec__, which goes too.
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f\n__spec__ = None"))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"{forking() if engine else ''}\n%reset -f\n__spec__ = None"))
     nbclient.NotebookClient(notebook, timeout=400, km=kernel).execute()
     assert not errors(notebook)
     assert pictures(notebook) == pictures(jupytext.read(script.with_suffix(".ipynb")))

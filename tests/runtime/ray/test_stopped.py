@@ -103,10 +103,11 @@ import os, signal, sys, threading
 import ray
 from tltlab.console import sigterm_interrupts
 from tltlab.errors import RunError
-from tltlab.runtime.ray.start import ray_running
+from tltlab.runtime.ray import start
 
+start.MODULES = ()  # no actor starts
 try:
-    with sigterm_interrupts(), ray_running():
+    with sigterm_interrupts(), start.ray_running():
         os.kill(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
         threading.Event().wait()
 except RunError as error:

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 
 import tltlab
 from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.ray import start
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
@@ -45,16 +45,34 @@ MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 1, 0.5
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900 + 60 * NUM_KILLS)]
 
 
+TRAIN = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from tltlab.cli.app import main
+from tltlab.runtime.ray import start
+
+script, forks, *arguments = sys.argv
+Path(script).with_suffix(".pid").write_text(str(os.getpid()))
+start._prefork.append(SimpleNamespace(command=forks))
+main(["train", *arguments])
+"""
+
+
 class Driver:
-    """`tltlab train` in a process of its own."""
+    """`tltlab train` in a process of its own. It and its actors are forks of the process that has imported all."""
 
     def __init__(self, run: Path, log: Path, *arguments: str, path: Path) -> None:
         self.run = run
         self.log = log
         self._since = time.time_ns()
+        (forks,) = start._prefork
+        self._forks = psutil.Process(forks._process.pid)
+        script = log.with_name("train.py")
+        script.write_text(TRAIN)
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tltlab", "train", *arguments],
+                [*forks.command.split(), str(script), forks.command, *arguments],
                 env=os.environ | {"PYTHONPATH": str(path)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -84,10 +102,7 @@ class Driver:
 
     def offspring(self) -> list[psutil.Process]:
         """All processes of the run that end with it."""
-        try:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        children = self._forks.children(recursive=True)
         return [child for child in children if not title(child).startswith(LINGER)]
 
     def kill(self, victim: str, rng: random.Random) -> bool:
@@ -95,7 +110,7 @@ class Driver:
         assert self.process.poll() is None, f"the run was over too soon: {self.log.read_text()[-3000:]}"
         if victim == "driver":
             family = self.offspring()
-            self.process.send_signal(signal.SIGKILL)
+            os.kill(int(self.log.with_name("train.pid").read_text()), signal.SIGKILL)
             self.process.wait()
             gone(family)
             return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,14 +26,16 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from openai import AsyncOpenAI
+import ray
 from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayActorError
 
 import tltlab
 from tltlab.bench.train.texts import Setting, script_text
 from tltlab.cli.app import main
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
+from tltlab.runtime.ray.actors import actor_env, runtime_env
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read_one
 
@@ -169,6 +172,8 @@ class Served:
 
 async def streamed(url: str, model: Path) -> list[str]:
     """The texts of 64 streams at a time, greedy, of 25 to 55 tokens."""
+    from openai import AsyncOpenAI
+
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=200, max_retries=0)
 
     async def read(n: int) -> str:
@@ -339,30 +344,30 @@ def test_the_policy_speculated_in_the_other_process(served: Served):
     assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
 
 
-ACTORS = """
-import json, os, signal, sys, time
-import ray
-
-model, variables = sys.argv[1], json.loads(sys.argv[2])
-
 class Actor:
-    def __init__(self):
-        from vllm import LLM, SamplingParams
-        self.llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
-                       distributed_executor_backend="uni")
-        self.settings = SamplingParams(ignore_eos=True, max_tokens=24)
-        self.prompts = [{"prompt_token_ids": [1, 4 + n, 5, 6, 4 + n, 5]} for n in range(3)]
+    """Knows nothing of tltlab."""
 
-    def generate(self):
+    def __init__(self, model: str) -> None:
+        import torch._dynamo
+        from vllm import LLM, SamplingParams
+
+        torch._dynamo.config.disable = True  # what it imported read no environment
+        self.llm = LLM(
+            model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
+            distributed_executor_backend="uni",
+        )  # fmt: skip
+        self.settings = SamplingParams(ignore_eos=True, max_tokens=24)
+        self.prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def generate(self) -> None:
         self.llm.generate(self.prompts, self.settings, use_tqdm=False)
 
-    def ends(self):
+    def ends(self) -> None:
         for _ in range(2):
             self.generate()
         self.llm.llm_engine.engine_core.shutdown()
 
-    def is_killed(self):
-        from tltlab.traces.trace import read_one
+    def is_killed(self) -> None:
         self.generate()
         self.llm.collective_rpc("reload_weights")
         self.llm.reset_prefix_cache()
@@ -378,28 +383,22 @@ class Actor:
         self.llm.llm_engine.step()
         os.kill(os.getpid(), signal.SIGKILL)
 
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, runtime_env={"env_vars": variables})
-killed, ends = (ray.remote(num_cpus=1)(Actor).remote() for _ in range(2))
-under_way = killed.is_killed.remote()
-ray.get(ends.ends.remote())
-try:
-    ray.get(under_way)
-except ray.exceptions.RayActorError:
-    print("killed")
-"""
-
 
 @pytest.fixture(scope="module")
-def actors(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What two engines in Ray's actors left that shared their variables: one that was killed, and one that ended."""
+def actors(one_ray: None, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What two engines in Ray's actors left that shared their variables: one that was killed, and one that ended.
+
+    They are forks of a process that has imported vLLM.
+    """
     folder = tmp_path_factory.mktemp("actors")
     single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     variables = {"TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(folder / "x"), **single, **UNCOMPILED}
-    command = [sys.executable, "-c", ACTORS, str(random_model), json.dumps(variables)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    # What actors say is there too.
-    assert "killed" in done.stdout.splitlines()
+    options: Any = {"num_cpus": 0, "runtime_env": runtime_env(actor_env(variables))}
+    killed, ends = (ray.remote(Actor).options(**options).remote(str(random_model)) for _ in range(2))
+    under_way = killed.is_killed.remote()
+    ray.get(ends.ends.remote())
+    with pytest.raises(RayActorError):
+        ray.get(under_way)
     return sorted(folder.iterdir(), key=lambda path: path.suffix != ".recording")
 
 
