@@ -1,7 +1,7 @@
 """Property tests draw the same few examples in every run; `TLTLAB_FUZZ=1` draws new ones, and ten times as many.
 
-With `pytest -n 2` two processes take a file at a time, those that start engines first: what is left for the end is
-short. A file's fixtures are made once, in the process that has the file.
+With `pytest -n 2` two processes take a file at a time, those that start engines first, and of these the ones that share
+a process's Ray: what is left for the end is short. A file's fixtures are made once, in the process that has the file.
 """
 
 import gc
@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,11 @@ os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"tltlab-state-
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-STARTING = {"ray_cluster", "ray_here", "started_ray"}
+STARTING = {"ray_cluster", "one_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
+
+ON_RAY: set[Path] = set()
+"""Files that share one Ray."""
 
 ONE_ENGINE = {
     f"tests/runtime/engine/{name}.py"
@@ -72,7 +75,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if STARTING & set(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
     engines = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: (item.path not in engines, item.path.name not in LONGEST))
+    ON_RAY.update(item.path for item in items if "one_ray" in getattr(item, "fixturenames", ()))
+    items.sort(key=lambda item: (item.path not in engines, item.path not in ON_RAY, item.path.name not in LONGEST))
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> None:
+    """Ray for all files in a row that ask for it, since starting it takes seconds."""
+    from tltlab.runtime.ray.start import start_ray
+
+    start_ray()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    yield
+    over = item.path in ON_RAY and (nextitem is None or nextitem.path not in ON_RAY)
+    if over and "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)

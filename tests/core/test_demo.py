@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(800)
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def demo(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Its folder and its summary, with one engine where it has two, and fewer prompts and steps."""
     from tltlab.runtime.models.make import SIZES
     from tltlab.runtime.models.runs import Sizes

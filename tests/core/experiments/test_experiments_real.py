@@ -51,12 +51,6 @@ def told(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> dict:
     return found
 
 
-def nothing_is_left() -> bool:
-    import ray
-
-    return not ray.is_initialized()
-
-
 @pytest.mark.engine
 def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Path, tmp_path: Path, capsys):
     found = told(capsys, tmp_path, "batch-size", "--model", str(small_model), "batches=1,6", "depths=8", "rounds=1")
@@ -75,6 +69,7 @@ def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Pat
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("one_ray")
 def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path, tmp_path: Path, capsys, monkeypatch):
     asked: dict[str, tuple[int, object]] = {}
     run = staleness._run
@@ -101,10 +96,10 @@ def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path,
     assert live["stopped", 2]["drafter_updates"] == trained
     assert live["stopped", 2]["drafter_age"] == live["stopped", 1]["drafter_age"] + 1
     assert all(1 <= row["accept_length"] <= 5 for row in found["rows"])
-    assert nothing_is_left()
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("one_ray")
 def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, tmp_path: Path, capsys, monkeypatch):
     run = lossless._run
 
@@ -134,7 +129,6 @@ def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, t
     assert len(tokens) == len(few) == 4
     assert {row["verdict"] for row in tokens} == {"no difference"}
     assert "in 4 of 4 audited cases" in found["verdict"]
-    assert nothing_is_left()
 
 
 def visits(batch: int, pace: dict[Strategy | None, float], picked: Strategy, rounds: int = 8) -> list[Visit]:

@@ -38,7 +38,6 @@ from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.spot import SpotTraining, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
@@ -196,15 +195,7 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    started = start_ray()
-    yield
-    if started:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def told(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     story = Story(tmp_path_factory.mktemp("story"))
     try:
         # Each test, the first one too, finds a drafter that was trained.

@@ -39,7 +39,7 @@ def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def session(run: Path) -> tuple[Path, dict[str, Any]]:
+def session(one_ray: None, run: Path) -> tuple[Path, dict[str, Any]]:
     """Three policies, two rounds: the folder of what ran, and what the command printed."""
     out = run.parent / "session"
     printed = io.StringIO()

@@ -95,4 +95,5 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
         with contextlib.suppress(psutil.NoSuchProcess):
             assert fork.status() == psutil.STATUS_ZOMBIE
     assert start.fork_command() is None
+    assert not ray.is_initialized()
     assert not psutil.pid_exists(parent)

@@ -29,7 +29,6 @@ from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Roll
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
 from tltlab.runtime.ray.actors import Waiting, why_lost
-from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
@@ -65,20 +64,12 @@ def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = nobod
 
 
 @pytest.fixture(scope="module")
-def on_ray() -> Iterator[None]:
-    started = start_ray()
-    yield
-    if started:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def recipe(recipe_file: Path) -> Recipe:
     return load_recipe(recipe_file, ["faults.max_restarts=100"])
 
 
 @pytest.fixture(scope="module")
-def pool(on_ray: None, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+def pool(one_ray: None, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     pool = pool_of(recipe, tmp_path_factory.mktemp("pool"), RESTARTED.append)
     pool.start()
     yield pool
@@ -334,7 +325,7 @@ def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file
 
 
 def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
-    on_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
+    one_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
 ):
     """vLLM's attention on the CPU has no heads of 20 numbers, which it says in its first batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -370,7 +361,7 @@ class Aborting:
 
 
 def test_what_a_process_said_last_is_told_where_each_dies_at_its_start(
-    on_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)
     pool = pool_of(load_recipe(recipe_file), tmp_path)
@@ -384,7 +375,7 @@ def test_what_a_process_said_last_is_told_where_each_dies_at_its_start(
     assert pool._deaths_so_far() == [1, 1]
 
 
-def test_a_start_that_takes_too_long_ends_the_run(on_ray: None, recipe_file: Path, tmp_path: Path):
+def test_a_start_that_takes_too_long_ends_the_run(one_ray: None, recipe_file: Path, tmp_path: Path):
     recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
     pool = pool_of(recipe, tmp_path)
     try:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import ray
 
-from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.partial import LENGTHS_FILE, PENDING_FILE
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
 from tltlab.traces.trace import Trace
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 BOUND, STEPS, PER_STEP, GROUP, WORKERS = 2, 4, 4, 4, 2
 # A worker imports its policy's module, and only engines of runs with this one die: in the midst of a rollout, and when
 # told that the weights of a version are whole, of which none has come into force.
@@ -62,15 +60,6 @@ def weights(self, call, info, data=None):
 if os.getpid() != {driver}:
     EngineWorker._generate, EngineWorker.weights = generating, weights
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    """One Ray for all runs of the file."""
-    started = start_ray()
-    yield
-    if started:
-        ray.shutdown()
 
 
 def recipe(recipe_file: Path, *more: str) -> Recipe:

@@ -6,22 +6,19 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from safetensors.torch import load_file
 
 import tltlab
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 STEPS = 3
 COMMON = [
     f"train.steps={STEPS}",
@@ -30,15 +27,6 @@ COMMON = [
     "rollout.repeat_every=0",
     "eval.num_prompts=0",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    """One Ray for all runs of the file."""
-    started = start_ray()
-    yield
-    if started:
-        ray.shutdown()
 
 
 def whole_run(recipe_file: Path, out: Path, *overrides: str) -> Path:

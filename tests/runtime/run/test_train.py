@@ -15,7 +15,7 @@ from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.rows import StepReport
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]
 
 

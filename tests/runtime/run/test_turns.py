@@ -13,7 +13,7 @@ from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import verify
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 ECHO = """
 class Echo:
     stop = ("w0", "w1", "w2")

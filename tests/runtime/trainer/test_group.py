@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray import actors as ray_actors
-from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.samples import Sample
@@ -77,14 +76,6 @@ def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def started_ray() -> Iterator[None]:
-    started = start_ray()
-    yield
-    if started:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """Of a model whose embedding is its LM head: ranks must gather it once, all of them."""
     folder = tmp_path_factory.mktemp("tied-model")
@@ -96,7 +87,7 @@ def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def group(started_ray: None, recipe: Recipe) -> Iterator[TrainerGroup]:
+def group(one_ray: None, recipe: Recipe) -> Iterator[TrainerGroup]:
     group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0, "env_vars": {"TLTLAB_RANK": str(rank)}})
     group.start()
     yield group
@@ -176,7 +167,7 @@ def test_an_error_of_a_ranks_work_arrives_as_itself_and_ends_the_group(group: Tr
     assert not group.handles
 
 
-def test_a_call_names_what_failed_in_an_actor(started_ray: None):
+def test_a_call_names_what_failed_in_an_actor(one_ray: None):
     @ray.remote
     def fails() -> None:
         raise ZeroDivisionError("by nothing")
