@@ -98,6 +98,11 @@ class Batch(ABC):
             recent_acceptance=self.recent_acceptance(request),
         )
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether every request gains the same in all iterations under one strategy at one batch size."""
+        return False
+
     def settle(self) -> None:  # noqa: B027
         """The last macro-step's time has passed: what it finished is known from now on."""
 
@@ -131,6 +136,8 @@ class FluidBatch(Batch):
     clock C with g tokens generated has offset C - g and finishes when the clock reaches offset + length.
     """
 
+    is_steady = True
+
     def __init__(self, requests: Requests) -> None:
         super().__init__(requests)
         self._clock = 0.0
@@ -139,7 +146,6 @@ class FluidBatch(Batch):
         self._serial = 0
         self._entry: dict[int, int] = {}
         self._base = 0.0
-        self.is_steady = True
         self.grows_to = 0
         """Tokens that the KV cache never has to exceed for the residents, however they advance."""
 

@@ -37,10 +37,9 @@ RECENT_ITERATIONS = 16.0
 
 
 class Groups:
-    """What all workers of a rollout share: how many samples of each group have finished, and every request's level."""
+    """What all workers of a rollout share: how many samples of each group have finished, and what each gains."""
 
     def __init__(self, requests: Requests) -> None:
-        self.levels: dict[str, Floats] = {}
         self.gains: dict[tuple[Strategy, int], Floats] = {}
         """Expected tokens of every request in an iteration, where they stay the same: by strategy and model."""
         self._group = requests.groups
@@ -157,7 +156,6 @@ class RateBatch(ArrayBatch):
 
     @property
     def is_steady(self) -> bool:
-        """Whether every request gains the same in all iterations under one strategy at one batch size."""
         return self._model.steady and not self._sampled and self._budget is None
 
     def steady_gains(self, strategy: Strategy, batch: int) -> Floats:
@@ -198,10 +196,7 @@ class RateBatch(ArrayBatch):
 
     def _levels(self, drafter: str) -> Floats:
         """The level of every request of the rollout."""
-        levels = self._groups.levels
-        if drafter not in levels:
-            levels[drafter] = self._model.levels(drafter, self.requests.keys, self._seed)
-        return levels[drafter]
+        return self.requests.levels(self._model, drafter, self._seed)
 
     def _allotted(self, regime: Regime) -> tuple[Regime, Ints]:
         """The budget's share of each resident, and the regime with its cost."""

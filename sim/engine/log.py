@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -100,28 +102,24 @@ _TYPES = {"waiting": np.int64, "num_iterations": np.int64, "batch": np.int64, "a
 
 
 class WorkerLog:
-    """Entries one by one, or many at once as columns."""
+    """Entries one by one, or many at once as columns, which are made when they are first read."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
-        self._parts: list[Columns] = []
+        self._parts: list[Callable[[], Columns]] = []
+        self._columns: Columns | None = None
 
     def append(self, entry: Entry) -> None:
         self._entries.append(entry)
 
-    def extend(self, columns: Columns) -> None:
-        self._flush()
-        self._parts.append(columns)
+    def extend(self, columns: Callable[[], Columns]) -> None:
+        self._parts += [partial(Columns.of, self._entries), columns]
+        self._entries = []
 
     @property
     def columns(self) -> Columns:
-        """All of it so far."""
-        self._flush()
-        if len(self._parts) != 1:
-            self._parts = [Columns.joined(self._parts) if self._parts else Columns.of([])]
-        return self._parts[0]
-
-    def _flush(self) -> None:
-        if self._entries:
-            self._parts.append(Columns.of(self._entries))
-            self._entries = []
+        """All of it."""
+        if self._columns is None:
+            parts = [*(part() for part in self._parts), Columns.of(self._entries)]
+            self._columns, self._parts, self._entries = Columns.joined(parts), [], []
+        return self._columns

@@ -8,12 +8,13 @@ in order of the iterations they lack, which is another one for each strategy: on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
 from tltlab.state import StepState
@@ -22,6 +23,7 @@ from tltlab.strategy import Strategy
 from .batch import TOLERANCE_TOKENS
 from .log import Columns
 from .regime import Regime, Regimes
+from .requests import Residents, suffix_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +37,66 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """Macro-steps until a worker is empty; `order` lists the requests as they finish, `finish_s` when each does."""
+    """Macro-steps of workers until they are empty, in rows and columns as `Residents`: 0 iterations where none begins.
 
-    columns: Columns
-    order: Ints
+    `requests` end at `finish_s`; a worker's first iteration ends at `first_s`. A macro-step has `counts` iterations in
+    `seconds`, with a drafter `loaded` or not yet; `growth` is what each adds to the `context` before it.
+    """
+
+    choices: MemorylessChoices
+    requests: Ints
     finish_s: Floats
-    first_s: float
+    first_s: Floats
+    switch_s: Floats
+    prefill_s: Floats
+    prefill_tokens: Floats
+    counts: Floats
+    seconds: Floats
+    context: Floats
+    growth: Floats
+    loaded: Flags
 
-    @property
-    def end_s(self) -> float:
-        return float(self.finish_s[-1])
+    def columns(self, row: int) -> Columns:
+        """What the worker of a row does."""
+        at = np.flatnonzero(self.counts[row])
+        batch, counts, num_steps = self.counts.shape[1] - at, self.counts[row, at], len(at)
+        chosen = [self.choices.of(*pair) for pair in zip(batch.tolist(), self.loaded[row, at].tolist(), strict=True)]
+        prefills, prefilled = np.zeros(num_steps), np.zeros(num_steps)
+        prefills[0], prefilled[0] = self.prefill_s[row], self.prefill_tokens[row]
+        switches, seconds = self.switch_s[row, at], self.seconds[row, at]
+        return Columns(
+            start_s=self.finish_s[row, at] - (seconds + switches + prefills),
+            switch_s=switches,
+            prefill_s=prefills,
+            prefill_tokens=prefilled,
+            chunk_tokens=np.zeros(num_steps),
+            waiting=np.zeros(num_steps, np.int64),
+            num_iterations=counts.astype(np.int64),
+            batch=batch,
+            seconds=seconds,
+            context_tokens=self.context[row, at],
+            tokens=counts * self.growth[row, at],
+            asked=np.ones(num_steps, dtype=bool),
+            bucket=[choice.bucket for choice, _ in chosen],
+            propensity=np.array([choice.propensity for choice, _ in chosen]),
+            reward=[None] * num_steps,
+            regime=[regime for _, regime in chosen],
+            gains=[None] * num_steps,
+            noise=[None] * num_steps,
+        )
 
 
 class MemorylessChoices:
-    """The choices of a memoryless selector, remembered for all workers.
-
-    The arrays are over the batch with nothing waiting; their index 0 is unused.
-    """
+    """The choices of a memoryless selector, remembered for all workers."""
 
     def __init__(self, selector: Selector, regimes: Regimes) -> None:
         self._selector = selector
         self._regimes = regimes
         self._choices: dict[tuple[int, int], Choice] = {}
         self._by_batch: list[tuple[Choice, Regime]] = []
-        self._tokens: Floats = np.zeros(1)
-        self._fixed_s: Floats = np.zeros(1)
-        self._slope_s: Floats = np.zeros(1)
-        self._speculates: Floats = np.zeros(1)
-        self._propensity: Floats = np.ones(1)
-        self._buckets, self._regime_of = np.zeros(1, object), np.zeros(1, object)
+        self._terms: Floats = np.zeros((5, 1))
+        """By batch, with nothing waiting: tokens, seconds without context, those before a drafter is loaded, seconds
+        per token of context, and whether it speculates."""
 
     def choose(self, batch: int, waiting: int, rl_step: int) -> Choice:
         """What the selector chooses at this batch and queue."""
@@ -77,170 +110,135 @@ class MemorylessChoices:
         return choice
 
     def up_to(self, batch: int, rl_step: int) -> MemorylessChoices:
-        """Itself, with arrays that reach `batch`."""
-        if batch > len(self._by_batch):
-            sizes = range(len(self._by_batch) + 1, batch + 1)
-            choices = [self.choose(size, 0, rl_step) for size in sizes]
-            regimes = [self._regimes.at(c.strategy, size) for c, size in zip(choices, sizes, strict=True)]
-            pairs = list(zip(regimes, sizes, strict=True))
-            self._by_batch += zip(choices, regimes, strict=True)
-            self._tokens = np.append(self._tokens, [r.tokens for r in regimes])
-            self._fixed_s = np.append(self._fixed_s, [r.fixed_s(size) for r, size in pairs])
-            self._slope_s = np.append(self._slope_s, [r.slope_s(size) for r, size in pairs])
-            self._speculates = np.append(self._speculates, [r.strategy.speculates for r in regimes])
-            self._propensity = np.append(self._propensity, [c.propensity for c in choices])
-            self._buckets = np.append(self._buckets, np.array([c.bucket for c in choices], object))
-            self._regime_of = np.append(self._regime_of, np.array(regimes, object))
+        """Itself, ready to drain this many requests."""
+        terms = []
+        for size in range(len(self._by_batch) + 1, batch + 1):
+            choice = self.choose(size, 0, rl_step)
+            regime = self._regimes.at(choice.strategy, size)
+            fixed_s = unloaded_s = regime.fixed_s(size)
+            if self._regimes.loads_late:
+                unloaded_s = self._regimes.at(choice.strategy, size, loaded=False).fixed_s(size)
+            self._by_batch.append((choice, regime))
+            terms.append((regime.tokens, fixed_s, unloaded_s, regime.slope_s(size), choice.strategy.speculates))
+        if terms:
+            self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
         return self
+
+    def of(self, batch: int, loaded: bool) -> tuple[Choice, Regime]:
+        """The choice at a batch that `up_to` has reached, and its regime where a drafter is loaded, or not yet."""
+        choice, regime = self._by_batch[batch - 1]
+        return choice, regime if loaded else self._regimes.at(choice.strategy, batch, loaded=False)
 
     def drain(
         self,
-        requests: Ints,
+        there: Residents,
         *,
-        prompts: Floats,
-        left: Floats,
-        generated: Floats,
         start_s: float,
-        prefill_s: float,
-        prefill_tokens: float,
+        prefill_s: Floats,
         switch_s: float,
         gains: Callable[[Strategy, int], Floats] | None,
         from_the_start: bool,
         drafter_ready: bool,
     ) -> Drained:
-        """Run `requests` to their ends, `left` tokens each, after a prefill; the arrays must reach their number.
+        """Run residents to their ends after a prefill of each worker; `up_to` must have reached the largest batch.
 
         `gains` of a strategy at a batch size are the tokens of every request of the rollout in an iteration, None where
         all gain what the regime says. `switch_s` is paid when speculation first comes in, unless the rollout begins
         here and with it.
         """
+        workers, n = np.arange(len(there.left)), there.left.shape[1]
+        begin = workers, there.present.argmax(axis=1)
+        batch = np.arange(n, 0, -1)
+        tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n:0:-1]
         if gains is None:
-            order = np.argsort(left, kind="stable")
-            first_of, last_of, clocks, each, counts = _events(left[order], self._tokens)
-            batch = len(requests) - first_of
-            # Tokens that those still there began with, summed from the last to finish backwards.
-            base = np.cumsum((prompts + generated)[order][::-1])[::-1][first_of]
-            context, growth = base + batch * clocks, batch * each
+            counts, clocks = _alike(there.left, tokens)
+            requests, context, growth = there.requests, there.held + batch * clocks, batch * tokens
+            growth = np.broadcast_to(growth, counts.shape)
         else:
-            order, first_of, last_of, counts, context, growth = self._events_apart(
-                requests, left, prompts + generated, gains
-            )
-            batch = len(requests) - first_of
-        num_steps = len(first_of)
-        slope_s = self._slope_s[batch]
-        fixed_s, met = self._fixed_s[batch], self._regime_of[batch].tolist()
-        speculates = np.flatnonzero(self._speculates[batch])
+            requests, counts, context, growth = self._apart(there, gains)
+        loaded, switches = np.ones(counts.shape, dtype=bool), np.zeros(counts.shape)
         if self._regimes.loads_late and not drafter_ready:
-            for step, size in enumerate(batch[: speculates[0] if len(speculates) else None].tolist()):
-                regime = met[step] = self._regimes.at(met[step].strategy, size, loaded=False)
-                fixed_s[step] = regime.fixed_s(size)
+            drafts = (counts > 0) & (speculates > 0)
+            loaded = np.logical_or.accumulate(drafts, axis=1)
+            switch = drafts.argmax(axis=1)
+            paid = loaded[:, -1] & ((switch > begin[1]) | (not from_the_start))
+            switches[workers[paid], switch[paid]] = switch_s
+            fixed_s = np.where(loaded, fixed_s, unloaded_s)
         first_s = fixed_s + slope_s * context
         seconds = counts * first_s + slope_s * growth * (counts * (counts - 1) / 2)
-        switches, prefills, prefilled = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
-        prefills[0], prefilled[0] = prefill_s, prefill_tokens
-        if len(speculates) and (speculates[0] > 0 or not from_the_start):
-            switches[speculates[0]] = switch_s
-        finish_s = start_s + np.cumsum(seconds + switches + prefills)
-        columns = Columns(
-            start_s=finish_s - (seconds + switches + prefills),
-            switch_s=switches,
-            prefill_s=prefills,
-            prefill_tokens=prefilled,
-            chunk_tokens=np.zeros(num_steps),
-            waiting=np.zeros(num_steps, np.int64),
-            num_iterations=counts,
-            batch=batch,
-            seconds=seconds,
-            context_tokens=context,
-            tokens=counts * growth,
-            asked=np.ones(num_steps, dtype=bool),
-            bucket=self._buckets[batch].tolist(),
-            propensity=self._propensity[batch],
-            reward=[None] * num_steps,
-            regime=met,
-            gains=[None] * num_steps,
-            noise=[None] * num_steps,
-        )
+        spent = seconds + switches
+        spent[begin] += prefill_s
         return Drained(
-            columns=columns,
-            order=requests[order],
-            finish_s=np.repeat(finish_s, last_of - first_of),
-            first_s=start_s + float(prefills[0] + switches[0] + first_s[0]),
+            choices=self,
+            requests=requests,
+            finish_s=start_s + np.cumsum(spent, axis=1),
+            first_s=start_s + (prefill_s + switches[begin] + first_s[begin]),
+            switch_s=switches,
+            prefill_s=prefill_s,
+            prefill_tokens=there.to_prefill,
+            counts=counts,
+            seconds=seconds,
+            context=context,
+            growth=growth,
+            loaded=loaded,
         )
 
-    def _events_apart(
-        self, requests: Ints, left: Floats, context: Floats, gains: Callable[[Strategy, int], Floats]
-    ) -> tuple[Ints, Ints, Ints, Ints, Floats, Floats]:
-        """Macro-steps until all are done, where each request gains its own: order of the ends, and per macro-step the
-        range [first, last) of it that ends, its iterations, the context before it and what that grows by in each."""
-        there, left, context = np.arange(len(requests)), left.copy(), context.copy()
-        orders, parts = [], []
-        done = 0
-        while len(there):
-            batch = len(there)
-            choice, regime = self._by_batch[batch - 1]
-            smallest = batch
-            while smallest > 1 and self._by_batch[smallest - 2][1] is regime:
-                smallest -= 1
-            gain = gains(choice.strategy, batch)[requests[there]]
-            needed = np.maximum(np.ceil((left[there] - TOLERANCE_TOKENS) / gain), 1.0).astype(np.int64)
-            order = np.argsort(needed, kind="stable")
-            needed, gain, there = needed[order], gain[order], there[order]
-            # All that end with the one whose end leaves fewer than `smallest`.
-            last = int(np.searchsorted(needed, needed[batch - smallest], side="right"))
-            first = _begins(needed[:last])
-            reached = needed[first]
-            before = np.concatenate([[0], reached[:-1]])
-            growth = np.cumsum(gain[::-1])[::-1][first]
-            held = np.cumsum(context[there][::-1])[::-1][first]
-            ends = np.append(first[1:], last)
-            parts.append((done + first, done + ends, reached - before, held + growth * before, growth))
-            orders.append(there[:last])
-            done += last
-            there, gain = there[last:], gain[last:]
-            left[there] -= gain * reached[-1]
-            context[there] += gain * reached[-1]
-        first_of, last_of, counts, contexts, growths = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        return np.concatenate(orders), first_of, last_of, counts, contexts, growths
+    def _apart(self, there: Residents, gains: Callable[[Strategy, int], Floats]) -> tuple[Ints, Floats, Floats, Floats]:
+        """Requests in order of their ends where each gains its own; of the macro-steps their iterations, the context
+        before them, and what that grows by in each."""
+        requests, left, context = there.requests.copy(), there.left.copy(), there.context.copy()
+        counts, contexts, growths = (np.zeros(left.shape) for _ in range(3))
+        ended, n = ~there.present, left.shape[1]
+        for begin, end in _runs(np.array([id(regime) for _, regime in self._by_batch[:n][::-1]])):
+            gain = gains(self._by_batch[n - begin - 1][0].strategy, n - begin)[requests[:, begin:]]
+            needed = np.maximum(np.ceil((left[:, begin:] - TOLERANCE_TOKENS) / gain), 1.0)
+            needed[ended[:, begin:]] = 0.0
+            order = np.argsort(needed, axis=1, kind="stable")
+            needed, gain = (np.take_along_axis(of, order, axis=1) for of in (needed, gain))
+            for of in (requests, left, context):
+                of[:, begin:] = np.take_along_axis(of[:, begin:], order, axis=1)
+            width = end - begin
+            before, growth = _shifted(needed[:, :width]), suffix_sums(gain)[:, :width]
+            counts[:, begin:end] = needed[:, :width] - before
+            contexts[:, begin:end] = suffix_sums(context[:, begin:])[:, :width] + growth * before
+            growths[:, begin:end] = growth
+            # Some of the next run may end with the last of this one.
+            reached = needed[:, width - 1 : width]
+            ended[:, begin:] = needed <= reached
+            left[:, begin:] -= gain * reached
+            context[:, begin:] += gain * reached
+        return requests, counts, contexts, growths
 
 
-def _events(ends: Floats, tokens: Floats) -> tuple[Ints, Ints, Floats, Floats, Ints]:
-    """Macro-steps that bring a clock past the ascending `ends`; `tokens[b]` is its step while b are left.
+def _alike(left: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+    """Macro-steps until all are done whose `left` tokens ascend along each row, where all gain `tokens[c]` in column c.
 
-    Returns, per macro-step: the range [first, last) of `ends` that it passes, the clock before it, its gain, and its
-    iterations. While the gain stays the same the clock need not be advanced event by event.
+    Returns the iterations of each, and the tokens that a request gained before it. While the gain stays the same the
+    clock need not be advanced event by event.
     """
-    n = len(ends)
-    # The batches at which the gain is another one than at the next smaller batch.
-    changes = np.flatnonzero(tokens[2 : n + 1] != tokens[1:n]) + 2
-    firsts, lasts, clocks, gains, counts = [], [], [], [], []
-    clock, done = 0.0, 0
-    while done < n:
-        batch = n - done
-        gain = float(tokens[batch])
-        at = int(np.searchsorted(changes, batch, side="right"))
-        smallest = int(changes[at - 1]) if at else 1
-        run = ends[done : n - smallest + 1]
-        steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0).astype(np.int64)
-        first = _begins(steps)
-        reached = steps[first]
-        before = np.concatenate([[0], reached[:-1]])
-        end = int(np.searchsorted(ends, clock + reached[-1] * gain + TOLERANCE_TOKENS, side="right"))
-        firsts.append(done + first)
-        lasts.append(np.append(done + first[1:], max(end, done + len(run))))
-        clocks.append(clock + before * gain)
-        gains.append(np.full(len(first), gain))
-        counts.append(reached - before)
-        clock += float(reached[-1]) * gain
-        done = int(lasts[-1][-1])
-    return tuple(np.concatenate(parts) for parts in (firsts, lasts, clocks, gains, counts))  # type: ignore[return-value]
+    counts, clocks = np.zeros(left.shape), np.zeros(left.shape)
+    clock = passed = np.zeros((len(left), 1))
+    for begin, end in _runs(tokens):
+        gain, run = tokens[begin], left[:, begin:end]
+        steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0)
+        # What the clock has passed ended with the macro-step before.
+        steps[run <= passed] = 0.0
+        before = _shifted(steps)
+        counts[:, begin:end] = steps - before
+        clocks[:, begin:end] = clock + before * gain
+        clock = clock + steps[:, -1:] * gain
+        passed = clock + TOLERANCE_TOKENS
+    return counts, clocks
 
 
-def _begins(values: Ints) -> Ints:
-    """Where another value begins, the first included."""
-    new = np.ones(len(values), dtype=bool)
-    np.not_equal(values[1:], values[:-1], out=new[1:])
-    return np.flatnonzero(new)
+def _runs(values: Array) -> Iterator[tuple[int, int]]:
+    """The ranges [begin, end) in which they stay the same."""
+    return pairwise([0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)])
+
+
+def _shifted(values: Floats) -> Floats:
+    """What stands before each in its row, 0 before the first."""
+    return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)
 
 
 def check_listed(strategy: Strategy, regimes: Regimes) -> None:

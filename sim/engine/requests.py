@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.load import Key
-from tltlab.arrays import Floats, Ints, Words
+from tltlab.acceptance.load import ByRequest, Key
+from tltlab.arrays import Array, Flags, Floats, Ints, Words
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
 from tltlab.traces.schema import KEY
@@ -45,6 +45,42 @@ class Turns:
 
 BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default: only whole blocks are shared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residents:
+    """Requests that run on several workers: a row for each worker, who lacks least comes first, all flush right.
+
+    So n - c requests are there while column c of n is the next to end; what stands before a shorter row is not
+    `present`. `left` tokens are lacked, `context` is there, `held` sums that from a column to the last. Before all,
+    each worker prefills `to_prefill` tokens.
+    """
+
+    requests: Ints
+    left: Floats
+    context: Floats
+    held: Floats
+    present: Flags
+    to_prefill: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[Ints], left: Array, context: Array, to_prefill: Sequence[float]) -> Residents:
+        """The requests of each worker; `left` and `context` are by request of the rollout."""
+        n = max(map(len, rows), default=0)
+        requests, present = np.zeros((len(rows), n), np.int64), np.zeros((len(rows), n), dtype=bool)
+        for w, row in enumerate(rows):
+            requests[w, n - len(row) :] = row[np.argsort(left[row], kind="stable")]
+            present[w, n - len(row) :] = True
+        lacked, there = (np.where(present, of[requests], 0.0) for of in (left, context))
+        return cls(
+            requests=requests, left=lacked, context=there, held=suffix_sums(there), present=present,
+            to_prefill=np.array(to_prefill),
+        )  # fmt: skip
+
+
+def suffix_sums(values: Floats) -> Floats:
+    """The sum of each row from each column to the last."""
+    return np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +122,12 @@ class Requests:
         uncached: Ints = self.prompts - np.maximum(self.shared, kept)
         return uncached
 
+    def _to_prefill(self, requests: Ints) -> float:
+        """Tokens to prefill where all of these are admitted at once to a worker that has none of their prompts."""
+        shared = self.shared[requests]
+        _, first = np.unique(self.groups[requests], return_index=True)
+        return float(self.prompts[requests].sum() - shared.sum() + shared[first].sum())
+
     def seeds(self, seed: int) -> Words:
         """The `request_seeds` of all of them: a hash each, calculated once for all workers and policies."""
         if seed not in self._seeds:
@@ -95,6 +137,32 @@ class Requests:
     @cached_property
     def _seeds(self) -> dict[int, Words]:
         return {}
+
+    def levels(self, model: ByRequest, drafter: str, seed: int) -> Floats:
+        """The level that a model draws for each, drawn once as long as the model stays the same."""
+        known = self._levels.get((drafter, seed))
+        if known is None or known[0] is not model:
+            known = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
+        return known[1]
+
+    @cached_property
+    def _levels(self) -> dict[tuple[str, int], tuple[ByRequest, Floats]]:
+        return {}
+
+    def placed(self, queues: list[list[int]]) -> tuple[Ints, Residents]:
+        """The worker of each request, and all that have tokens as they begin: worked out once for all policies."""
+        if not (self._placed and self._placed[0][0] is queues):
+            worker_of, arrays = np.zeros(len(self), np.int64), [np.array(queue, np.int64) for queue in queues]
+            for worker, queue in enumerate(arrays):
+                worker_of[queue] = worker
+            rows = [queue[self.lengths[queue] > 0] for queue in arrays]
+            there = Residents.of(rows, self.lengths, self.prompts, [self._to_prefill(row) for row in rows])
+            self._placed[:] = [(queues, worker_of, there)]
+        return self._placed[0][1:]
+
+    @cached_property
+    def _placed(self) -> list[tuple[list[list[int]], Ints, Residents]]:
+        return []
 
     @cached_property
     def chains(self) -> list[list[int]]:

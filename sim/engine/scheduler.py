@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tltlab.arrays import Ints
 from tltlab.costs.base import CostModel
 
 from .batch import TOLERANCE_TOKENS, Batch
@@ -137,11 +136,6 @@ class Scheduler:
         free_tokens = self.kv_capacity_tokens - context_tokens - sum(prefill.tokens for prefill in self.prefilling)
         while self.kept and sum(self.kept.values()) > free_tokens:
             del self.kept[next(iter(self.kept))]
-
-    def to_prefill(self, requests: Ints) -> float:
-        """Tokens to prefill where all of these are admitted at once."""
-        reused = sum(map(self._reused, requests.tolist())) if self._prefix_caching else 0
-        return float(self.batch.requests.prompts[requests].sum()) - reused
 
     def _reused(self, request: int) -> int:
         """Tokens of its prompt that need no prefill; from now on those of its group have them too."""

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,10 +30,10 @@ from .admission import RequestFeed
 from .batch import Batch, FluidBatch, MacroStep, RequestsView
 from .by_request import RateBatch
 from .log import Entry, WorkerLog
-from .memoryless import MemorylessChoices, check_listed
+from .memoryless import Drained, MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
-from .requests import Requests, Turns
+from .requests import Requests, Residents, Turns
 from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
@@ -139,28 +140,85 @@ class RolloutSimulator:
         """
         check_fits(requests, self.costs.kv_capacity_tokens)
         n = len(requests)
+        worker_of, there = requests.placed(queues)
         result = SimulatedRollout(
             requests=requests,
-            worker_of=np.zeros(n, np.int64),
+            worker_of=worker_of.copy(),
             first_token_s=np.full(n, np.nan),
             finish_s=np.zeros(n),
             logs=[WorkerLog() for _ in queues],
             worker_end_s=[0.0] * len(queues),
         )
-        env = simpy.Environment()
-        tools = None
-        if requests.turns is not None:
-            result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
-        self.idle_use.rollout_started(len(queues), env.now)
-        workers, stop = [], env.event()
-        for w, queue in enumerate(queues):
-            result.worker_of[queue] = w
-            workers.append(env.process(Worker(self, w, queue, result, stop, feed, tools).run(env)))
-        env.run(until=env.all_of(workers))
+        self.idle_use.rollout_started(len(queues), 0.0)
+        batches = [self.new_batch(requests) for _ in queues]
+        # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
+        exact = self.noise is None and feed is None and requests.turns is None
+        closed = exact and all(batch.is_steady for batch in batches) and all(s.memoryless for s in self.selectors)
+        if closed and self._fits_at_once(there):
+            self._drain_all(result, there, batches[0])
+        else:
+            env, tools = simpy.Environment(), None
+            if requests.turns is not None:
+                result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
+            workers, stop = [], env.event()
+            for w, queue in enumerate(queues):
+                worker = Worker(self, w, queue, batches[w], result, stop, feed, tools, closed)
+                workers.append(env.process(worker.run(env)))
+            env.run(until=env.all_of(workers))
+            result.tool_wait_s = 0.0 if tools is None else tools.waited_s
         result.makespan_s = max(result.worker_end_s)
-        result.tool_wait_s = 0.0 if tools is None else tools.waited_s
         self.idle_use.rollout_ended(result.makespan_s)
         return result
+
+    def _fits_at_once(self, there: Residents) -> bool:
+        """Whether every worker can admit all that it has, without ever running out of memory."""
+        costs, most = self.costs, there.left.shape[1]
+        grows_to = there.held[:, :1].sum(axis=1) + there.left.sum(axis=1) + there.present.sum(axis=1)
+        return (
+            most > 0
+            and costs.max_num_batched_tokens is None
+            and most <= (costs.max_num_seqs or math.inf)
+            and float(grows_to.max()) <= (costs.kv_capacity_tokens or math.inf)
+        )
+
+    def _drain_all(self, result: SimulatedRollout, there: Residents, batch: Batch) -> None:
+        """The whole rollout in closed form."""
+        drained = self.drain(result, range(len(result.logs)), there, batch, self.costs.outside_s)
+        result.worker_end_s = np.where(there.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
+        for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
+            self.idle_use.responses_finished(there.left[w, there.present[w]].tolist(), end_s)
+            self.idle_use.worker_idle(w, end_s)
+
+    def drain(
+        self,
+        result: SimulatedRollout,
+        workers: Sequence[int],
+        there: Residents,
+        batch: Batch,
+        start_s: float,
+        *,
+        from_the_start: bool = True,
+        drafter_ready: bool = False,
+    ) -> Drained:
+        """Prefill residents of these workers and decode them to their ends, in closed form."""
+        drained = self.choices.up_to(there.left.shape[1], result.requests.rl_step).drain(
+            there,
+            start_s=start_s,
+            prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in there.to_prefill.tolist()]),
+            switch_s=self.costs.switch_s,
+            gains=batch.steady_gains if isinstance(batch, RateBatch) else None,
+            from_the_start=from_the_start,
+            drafter_ready=drafter_ready,
+        )
+        requests = drained.requests[there.present]
+        result.finish_s[requests] = drained.finish_s[there.present]
+        before_s = result.first_token_s[requests]
+        first_s = np.broadcast_to(drained.first_s[:, None], there.left.shape)[there.present]
+        result.first_token_s[requests] = np.where(np.isnan(before_s), first_s, before_s)
+        for row, worker in enumerate(workers):
+            if there.present[row, -1]:
+                result.logs[worker].extend(partial(drained.columns, row))
+        return drained
 
 
 class Tools:
@@ -284,10 +342,12 @@ class Worker:
         simulator: RolloutSimulator,
         index: int,
         queue: list[int],
+        batch: Batch,
         rollout: SimulatedRollout,
         stop: simpy.Event,
-        feed: RequestFeed | None = None,
-        tools: Tools | None = None,
+        feed: RequestFeed | None,
+        tools: Tools | None,
+        closed: bool,
     ) -> None:
         self.stop = stop
         self.feed = feed
@@ -297,7 +357,7 @@ class Worker:
         self.index = index
         self.rollout = rollout
         self.requests = rollout.requests
-        self.batch = simulator.new_batch(self.requests)
+        self.batch = batch
         self.scheduler = Scheduler(self.requests.prompt_tokens, self.batch, simulator.costs)
         self.policy = PolicySeat(simulator, index, self.requests, self.scheduler)
         # A response without tokens (an abort before its first) takes no time.
@@ -307,23 +367,14 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
-        closed = self.policy.memoryless and self.noise is None and feed is None and tools is None
-        self.fluid: FluidBatch | RateBatch | None = None
-        if closed and isinstance(self.batch, FluidBatch | RateBatch) and self.batch.is_steady:
-            self.fluid = self.batch
+        self.fluid = batch if closed and isinstance(batch, FluidBatch | RateBatch) else None
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
-        if len(self.queue) and self._drains_from_the_start():
-            to_prefill = self.scheduler.to_prefill(self.queue)
-            first_s = yield from self._drain(env, self.queue, np.zeros(len(self.queue)), to_prefill)
-            self.rollout.first_token_s[self.queue] = first_s
-        else:
-            self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
-            yield from self._decode(env)
+        self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
+        yield from self._decode(env)
         self.rollout.worker_end_s[self.index] = env.now
         idle_use = self.simulator.idle_use
         idle_use.responses_finished(self._response_tokens(), env.now)
@@ -346,8 +397,7 @@ class Worker:
             up_front = scheduler.schedule()
             waiting = scheduler.num_waiting
             if self.fluid is not None and not waiting and self.fluid.grows_to <= scheduler.kv_capacity_tokens:
-                first_s = yield from self._drain(env, *self.fluid.generated_so_far(), up_front)
-                self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
+                yield env.timeout(self._drain(self.fluid, up_front, env.now) - env.now)
                 return
             asked, switch_s, prefill_s = policy.ask(), self._switch_s(), costs.prefill_s(up_front)
             regime = policy.regime(self.drafter_ready)
@@ -428,37 +478,22 @@ class Worker:
         lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
-    def _drains_from_the_start(self) -> bool:
-        """Whether everything can be admitted at once, and all that follows has a closed form."""
-        scheduler, requests = self.scheduler, self.requests
-        return (
-            self.fluid is not None
-            and scheduler.max_num_batched_tokens == math.inf
-            and len(self.queue) <= scheduler.max_num_seqs
-            and (requests.prompts[self.queue] + requests.lengths[self.queue] + 1).sum() <= scheduler.kv_capacity_tokens
-        )
-
-    def _drain(
-        self, env: simpy.Environment, residents: Ints, generated: Floats, prefill_tokens: float
-    ) -> Generator[simpy.Event, Any, float]:
-        """Decode `residents` to their ends after a prefill; returns the end of the first iteration."""
-        drained = self.simulator.choices.up_to(len(residents), self.requests.rl_step).drain(
-            residents,
-            prompts=self.requests.prompts[residents].astype(np.float64),
-            left=self.requests.lengths[residents] - generated,
-            generated=generated,
-            start_s=env.now,
-            prefill_s=self.simulator.costs.prefill_s(prefill_tokens),
-            prefill_tokens=prefill_tokens,
-            switch_s=0.0 if self.drafter_ready else self.simulator.costs.switch_s,
-            gains=self.batch.steady_gains if isinstance(self.batch, RateBatch) else None,
+    def _drain(self, batch: FluidBatch | RateBatch, to_prefill: float, now: float) -> float:
+        """Decode the residents to their ends after a prefill; returns when the last one ends."""
+        residents, generated = batch.generated_so_far()
+        left, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
+        left[residents] -= generated
+        context[residents] += generated
+        drained = self.simulator.drain(
+            self.rollout,
+            [self.index],
+            Residents.of([residents], left, context, [to_prefill]),
+            batch,
+            now,
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
         )
-        yield env.timeout(drained.end_s - env.now)
-        self.rollout.finish_s[drained.order] = drained.finish_s
-        self.rollout.logs[self.index].extend(drained.columns)
-        return drained.first_s
+        return float(drained.finish_s[0, -1])
 
     def _switch_s(self) -> float:
         """Bringing speculation in costs once in a rollout, and nothing where a rollout begins with it."""
