@@ -124,7 +124,7 @@ class Batch(ABC):
 
 def iterations_that_fit(batch: int, growth_tokens: float, room_tokens: float) -> float:
     """Iterations before the context has outgrown `room_tokens`; a lone request always fits."""
-    if batch == 1 or math.isinf(room_tokens):
+    if room_tokens == math.inf or batch == 1:
         return math.inf
     return math.floor((room_tokens + TOLERANCE_TOKENS) / growth_tokens) + 1
 
@@ -184,10 +184,11 @@ class FluidBatch(Batch):
         self.grows_to -= self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
 
     def _next_finish(self) -> float:
+        """The clock at which the next resident ends, infinity without one."""
         heap, entry = self._finish, self._entry
-        while entry.get(heap[0][2]) != heap[0][1]:
+        while heap and entry.get(heap[0][2]) != heap[0][1]:
             heapq.heappop(heap)
-        return heap[0][0]
+        return heap[0][0] if heap else math.inf
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         batch, gain = len(self._offsets), regime.tokens
@@ -201,7 +202,7 @@ class FluidBatch(Batch):
         self._clock += n * gain
         reached = self._clock + TOLERANCE_TOKENS
         finished = []
-        while self._offsets and self._next_finish() <= reached:
+        while self._next_finish() <= reached:
             request = heapq.heappop(self._finish)[2]
             self._remove(request)
             finished.append(request)
@@ -264,7 +265,7 @@ class ArrayBatch(Batch):
         batch = len(self._running)
         whole = max(1, math.ceil(float(self._left().min()) - TOLERANCE_TOKENS))
         n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
-        return self._advanced(regime, n, np.full(batch, n), batch * n * (n - 1) / 2)
+        return self._advanced(regime, n, n, batch * n * (n - 1) / 2)
 
     def _advance_by(self, regime: Regime, gains: Array) -> MacroStep:
         """Run as many iterations as there are columns of `gains`."""
@@ -276,12 +277,14 @@ class ArrayBatch(Batch):
         """Run `n` iterations in each of which request i gains `gain[i]`."""
         return self._advanced(regime, n, gain * n, float(gain.sum()) * (n * (n - 1) / 2), gain[:, None])
 
-    def _advanced(self, regime: Regime, n: int, total: Array, growth: float, gains: Array | None = None) -> MacroStep:
+    def _advanced(
+        self, regime: Regime, n: int, total: Array | int, growth: float, gains: Array | None = None
+    ) -> MacroStep:
         """`growth` sums over the iterations what the context has grown by before each."""
         running, batch, context = self._running, len(self._running), self.context_tokens
         first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
-        self._generated[running] += total
-        over = self._generated[running] >= self.requests.lengths[running] - TOLERANCE_TOKENS
+        self._generated[running] = generated = self._generated[running] + total
+        over = generated >= self.requests.lengths[running] - TOLERANCE_TOKENS
         self._running = running[~over]
         seconds = n * first_s + regime.slope_s(batch) * growth
         return MacroStep(regime, n, batch, seconds, first_s, context, running[over].tolist(), gains)

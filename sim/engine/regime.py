@@ -31,15 +31,17 @@ class Regime:
 
     def fixed_s(self, batch: int) -> float:
         """Seconds of an iteration at this batch, without the context's share."""
-        if batch not in self._fixed_s:
-            self._fixed_s[batch] = self.cost.without_context_s(batch)
-        return self._fixed_s[batch]
+        seconds = self._fixed_s.get(batch)
+        if seconds is None:
+            seconds = self._fixed_s[batch] = self.cost.without_context_s(batch)
+        return seconds
 
     def slope_s(self, batch: int) -> float:
         """Seconds per token of context at this batch."""
-        if batch not in self._slope_s:
-            self._slope_s[batch] = self.cost.context_slope_s(batch)
-        return self._slope_s[batch]
+        seconds = self._slope_s.get(batch)
+        if seconds is None:
+            seconds = self._slope_s[batch] = self.cost.context_slope_s(batch)
+        return seconds
 
 
 class Regimes:

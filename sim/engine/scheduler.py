@@ -87,7 +87,9 @@ class Scheduler:
 
         With nothing to decode, whole iterations go to the prompts until one of them is done.
         """
-        if self.preempt() or not (self.waiting or self.prefilling or self.kept):
+        if self.kv_capacity_tokens < math.inf and self.preempt():
+            return 0.0
+        if not (self.waiting or self.prefilling or self.kept):
             return 0.0
         self.admit()
         if not len(self.batch):

@@ -271,11 +271,9 @@ class PolicySeat:
         self.propensity = 1.0
         self._scored: dict[Strategy, float] = {}
         self._asked_at: tuple[int, int] | None = None
-        self._regime: tuple[Strategy, int, bool, Regime] | None = None
 
-    def ask(self) -> bool:
+    def ask(self, batch: int, waiting: int) -> bool:
         """Have a strategy chosen for what runs and waits now; whether the policy had to be asked for it."""
-        batch, waiting = len(self.scheduler.batch), self.scheduler.num_waiting
         if self.memoryless:
             if (batch, waiting) == self._asked_at:
                 return False
@@ -294,13 +292,10 @@ class PolicySeat:
             self._scored = {strategy: self.scheduler.batch.accepts(at(strategy, batch)) for strategy in drafting}
         return True
 
-    def regime(self, drafter_ready: bool) -> Regime:
+    def regime(self, batch: int, drafter_ready: bool) -> Regime:
         """What the strategy in force costs and yields at this batch."""
-        batch, regimes, known = len(self.scheduler.batch), self.simulator.regimes, self._regime
-        loaded = drafter_ready or not regimes.loads_late
-        if known is None or known[0] is not self.strategy or known[1] != batch or known[2] != loaded:
-            known = self._regime = self.strategy, batch, loaded, regimes.at(self.strategy, batch, loaded=loaded)
-        return known[3]
+        regimes = self.simulator.regimes
+        return regimes.at(self.strategy, batch, loaded=drafter_ready or not regimes.loads_late)
 
     def tell(self, macro: MacroStep, prefill_s: float, had_prefill: bool) -> float | None:
         """Give the policy the mean of a macro-step's iterations; its reward where rewards are recorded."""
@@ -399,8 +394,10 @@ class Worker:
             if self.fluid is not None and not waiting and self.fluid.grows_to <= scheduler.kv_capacity_tokens:
                 yield env.timeout(self._drain(self.fluid, up_front, env.now) - env.now)
                 return
-            asked, switch_s, prefill_s = policy.ask(), self._switch_s(), costs.prefill_s(up_front)
-            regime = policy.regime(self.drafter_ready)
+            batch = len(self.batch)
+            asked, switch_s = policy.ask(batch, waiting), self._switch_s()
+            prefill_s = costs.prefill_s(up_front) if up_front else 0.0
+            regime = policy.regime(batch, self.drafter_ready)
             most = policy.max_iterations if self.feed is None else min(policy.max_iterations, self.feed.max_iterations)
             if self.away:
                 most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))

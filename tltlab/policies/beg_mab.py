@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,8 +106,13 @@ class BegMab(Selector):
         windows = self.windows_[bucket]
         if self.reward_.learns_plain and not windows[NO_SPECULATION].values:
             return NO_SPECULATION
-        untried = next((arm for arm, window in windows.items() if len(window.values) < self.tries), None)
-        return untried or max(windows.items(), key=lambda pair: pair[1].value)[0]
+        best, most = self.arms[bucket][0], -math.inf
+        for arm, window in windows.items():
+            if len(window.values) < self.tries:
+                return arm
+            if window.value > most:
+                best, most = arm, window.value
+        return best
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         reward = self.reward_(strategy, outcome)
