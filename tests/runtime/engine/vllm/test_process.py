@@ -225,9 +225,11 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
     limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "8", "--dtype", "float32"]
     limits += ["--kv-cache-memory-bytes", str(1 << 25), "--enforce-eager", "--port", str(port)]
     limits += ["--distributed-executor-backend", "uni"]
+    # A server's core is in another process all the same; where this is on, on a CPU the model is in a third one.
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(
-            [*command, *limits], env=os.environ | UNCOMPILED | asked, stdout=log, stderr=subprocess.STDOUT
+            [*command, *limits], env=os.environ | UNCOMPILED | one_process | asked, stdout=log, stderr=subprocess.STDOUT
         )
 
     def ask(**body: Any) -> None:
