@@ -161,7 +161,7 @@ def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, .
     if form == "metrics":
         return {}, ()
     files = [path] if path.is_file() else (verl_files(path) if form == "verl" else trl_files(path))
-    names = list(map(str, next(rows_of(files[0])).fields))
+    names = list(map(str, _first(files[0]).fields))
     meant: dict[str, Sequence[str]] = {"rl_step": RL_STEPS, "prompt_tokens": PROMPT_TOKENS}
     meant["response_tokens"] = RESPONSE_TOKENS
     if form == "verl":
@@ -205,7 +205,7 @@ def guess(path: Path) -> Format:
         if trl_files(path):
             return "trl"
         if files := verl_files(path):
-            return _of_record(next(rows_of(files[0])))
+            return _of_record(_first(files[0]))
         if is_metrics_log(path):
             return "metrics"
         raise TraceError(
@@ -219,9 +219,9 @@ def guess(path: Path) -> Format:
     if path.suffix in (".tsv", ".tab"):
         return "csv"
     if path.suffix == ".parquet":
-        return _of_record(next(rows_of(path)))
+        return _of_record(_first(path))
     try:
-        return _of_record(next(rows_of(path)))
+        return _of_record(_first(path))
     except TraceError:
         # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
         if is_metrics_log(path):
@@ -229,6 +229,13 @@ def guess(path: Path) -> Format:
         if _numbers_alone(path):
             return "csv"
         raise
+
+
+def _first(path: Path) -> Row:
+    row = next(rows_of(path), None)
+    if row is None:
+        raise TraceError(f"{path}: no rows in it")
+    return row
 
 
 def _of_record(row: Row) -> Format:

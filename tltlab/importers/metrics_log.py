@@ -154,7 +154,8 @@ def _of_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
         inner = value if isinstance(value, dict) else {None: value}
         for name, each in inner.items():
             flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = each
-    steps = [flat[name] for name in STEPS if isinstance(flat.get(name), int | float)]
+    numbers = (flat[name] for name in STEPS if isinstance(flat.get(name), int | float))
+    steps = [step for step in numbers if abs(step) < 2**53]
     yield from _record(int(steps[0]) if steps else None, place, flat)
 
 
