@@ -60,6 +60,15 @@ class StepReport:
         """The step's own time, the sum of its stages where that is not known."""
         return self.step_s or sum(self.stages.values())
 
+    def __str__(self) -> str:
+        rate = self.num_tokens / self.rollout_s
+        lines = [
+            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
+            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}",
+            *(f"  {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
 
 def step_rows(
     report: StepReport,

@@ -191,6 +191,10 @@ def test_a_step_says_its_time_by_stage_and_what_the_measures_have():
         "  worker 1 was started again",
     ]
     assert len(step_text(report(), {}, "0:00:00").splitlines()) == 4  # nothing is made up
+    assert str(report(3)).splitlines() == [
+        "step 3: reward 0.500, 100 tokens in 2.00 s (50/s), train 0.50 s, sync 0.10 s, none",
+        "  worker 1 was started again",
+    ]
 
 
 def test_the_time_left_follows_from_the_newest_steps(tmp_path: Path, capfd):
