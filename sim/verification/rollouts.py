@@ -1,8 +1,9 @@
 """Predicted against measured: every RL step of a run from what the other steps taught, and what history foresaw.
 
 A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run tells them;
-costs, acceptance, freshness and training rates are fitted to other steps only. Beside it stands a forecast as one has
-it before the step: fitted to earlier steps, with lengths drawn from theirs.
+costs, acceptance, freshness and training rates are fitted to other steps only, the acceptance of drafters that remember
+earlier RL steps to those whose prompts were as new to them. Beside it stands a forecast as one has it before the step:
+fitted to earlier steps, with lengths drawn from theirs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
+from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import table
 from tltlab.coordination.progress import SpotTraining
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.sim.engine.requests import Prefix, requests_by_step
@@ -271,10 +274,24 @@ class _Prediction:
             trace = self.trace.select(chosen)
             fitted = _of_one_shape(calibrate(trace).without_noise(), trace, policy)
             if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
-                return chosen, fitted
+                return chosen, self._as_remembered(fitted, trace, policy, step)
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
         )
+
+    def _as_remembered(self, fitted: Calibration, trace: Trace, policy: Policy, step: int) -> Calibration:
+        """The same, with acceptance of drafters that remember earlier RL steps as where prompts were as new to them.
+
+        What none of those RL steps drafted is learned from all.
+        """
+        specs = DEFAULT_DRAFTERS | policy.drafters
+        remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
+        rows, met = trace.iterations, self.trace.workload.groupby("rl_step")["epoch"].median() > 0
+        assert rows is not None
+        alike, mine = rows["rl_step"].map(met) == met[step], rows["drafter"].isin(remember)
+        drafted = pd.MultiIndex.from_frame(rows[["drafter", "draft_depth", "tokens_to_verify"]])
+        other = mine & ~alike & drafted.isin(drafted[mine & alike])
+        return replace(fitted, acceptance=fit_acceptance(rows[~other])[0]) if other.any() else fitted
 
     def _simulate(
         self,

@@ -34,6 +34,11 @@ class SuffixSpec(Built, builds=suffix.SuffixDrafter, init=False):
     kind: Literal["suffix"] = "suffix"
     scopes: tuple[suffix.Scope, ...] = ("problem",)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether responses of earlier RL steps serve, and not those of the group alone."""
+        return not {"problem", "global"}.isdisjoint(self.scopes)
+
     def build(self) -> Drafter:
         """A fresh drafter; ConfigError where the library is not installed."""
         drafter: Drafter = self.make()

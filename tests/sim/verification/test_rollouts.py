@@ -17,6 +17,7 @@ import tltlab
 from tltlab.bench.simulator import COSTS
 from tltlab.cli.app import main
 from tltlab.cli.verify import verify as command
+from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate, log_normal
 from tltlab.lengths.model import REGIMES
@@ -104,6 +105,36 @@ def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     (tmp_path / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
     found = verify(tmp_path, samples=2)
     assert found.median_error < 0.09
+
+
+def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompts_were_as_new(tmp_path: Path):
+    source = log_normal(prompts=8, group_size=4, rl_steps=6, median=100, sigma=0.7, cap=400, workers=2)
+    epoch = (source.workload["rl_step"] >= 3).astype(np.int32)
+    source = source.replace(workload=source.workload.assign(epoch=epoch))
+    worst = {}
+    for name in ("das", "seer"):
+        policy = Policy(
+            selector=FixedSpec(strategy=Strategy.chain("suffix", 4)), drafters={"suffix": SYSTEM_DRAFTERS[name]}
+        )
+        made = [
+            simulate(
+                source.select(steps), policy, costs=COSTS, acceptance=f"geometric:{kept}", mode="sampled",
+                record_iterations=True,
+            ).trace
+            for steps, kept in (([0, 1, 2], 0.1), ([3, 4, 5], 0.8))
+        ]  # fmt: skip
+        tables = {
+            table: pd.concat([part.table(table) for part in made], ignore_index=True)
+            for table in ("workload", "outcomes", "steps", "iterations")
+        }
+        tables["steps"] = tables["steps"].assign(policy="ours")
+        manifest = source.manifest.model_copy(update={"kind": "recorded"})
+        tltlab.Trace.from_tables(manifest, tables).write(tmp_path / name / "trace")
+        policies = [{"rl_step": 0, "name": "ours", "policy": policy.model_dump(mode="json")}]
+        (tmp_path / name / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
+        worst[name] = verify(tmp_path / name, rl_steps=[0, 5], samples=2).worst_error
+    # A tree of the group alone starts anew in every RL step: whatever made them differ, it was not their prompts.
+    assert worst["das"] < 0.1 < worst["seer"]
 
 
 def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_was_prefilled(tmp_path: Path):
