@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +42,24 @@ class Turns:
         while request >= 0:
             yield request
             request = self.after[request]
+
+
+class Tools:
+    """The tools that responses call between their turns; at most `limit` run at once, others wait in order."""
+
+    def __init__(self, turns: Turns, limit: int | None) -> None:
+        self.turns = turns
+        self.waited_s = 0.0
+        self._free_s = None if limit is None else [0.0] * limit
+
+    def call(self, request: int, now: float) -> float:
+        """When the tool before `request`, called now, is done; calls come in the order of time. O(log limit)."""
+        start_s = now
+        if self._free_s is not None:
+            start_s = max(now, self._free_s[0])
+            heapq.heapreplace(self._free_s, start_s + self.turns.tool_s[request])
+            self.waited_s += start_s - now
+        return start_s + self.turns.tool_s[request]
 
 
 BLOCK_TOKENS = 16
@@ -205,6 +224,19 @@ class Requests:
         np.minimum.at(shortest, self.groups, self.prompts)
         common: Ints = np.maximum(shortest - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
         return common[self.groups]
+
+
+def check_fits(requests: Requests, capacity: int | None) -> None:
+    """ConfigError when a single response is larger than the KV cache: it could never finish."""
+    if capacity is None:
+        return
+    needed = requests.prompts + requests.lengths
+    if len(over := np.flatnonzero(needed > capacity)):
+        i = int(over[0])
+        raise ConfigError(
+            f"kv_capacity_tokens = {capacity} is too small: response {requests.keys[i]} alone needs {int(needed[i])}, "
+            f"{requests.prompt_tokens[i]} of them for its prompt"
+        )
 
 
 def requests_by_step(

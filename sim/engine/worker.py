@@ -20,7 +20,6 @@ import simpy
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise
-from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
 from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
@@ -33,7 +32,7 @@ from .log import Entry, WorkerLog
 from .memoryless import Drained, MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
-from .requests import Requests, Residents, Turns
+from .requests import Requests, Residents, Tools, check_fits
 from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
@@ -219,37 +218,6 @@ class RolloutSimulator:
             if there.present[row, -1]:
                 result.logs[worker].extend(partial(drained.columns, row))
         return drained
-
-
-class Tools:
-    """The tools that responses call between their turns; at most `limit` run at once, others wait in order."""
-
-    def __init__(self, turns: Turns, limit: int | None) -> None:
-        self.turns = turns
-        self.waited_s = 0.0
-        self._free_s = None if limit is None else [0.0] * limit
-
-    def call(self, request: int, now: float) -> float:
-        """When the tool before `request`, called now, is done; calls come in the order of time. O(log limit)."""
-        start_s = now
-        if self._free_s is not None:
-            start_s = max(now, self._free_s[0])
-            heapq.heapreplace(self._free_s, start_s + self.turns.tool_s[request])
-            self.waited_s += start_s - now
-        return start_s + self.turns.tool_s[request]
-
-
-def check_fits(requests: Requests, capacity: int | None) -> None:
-    """ConfigError when a single response is larger than the KV cache: it could never finish."""
-    if capacity is None:
-        return
-    needed = requests.prompts + requests.lengths
-    if len(over := np.flatnonzero(needed > capacity)):
-        i = int(over[0])
-        raise ConfigError(
-            f"kv_capacity_tokens = {capacity} is too small: response {requests.keys[i]} alone needs {int(needed[i])}, "
-            f"{requests.prompt_tokens[i]} of them for its prompt"
-        )
 
 
 class PolicySeat:
