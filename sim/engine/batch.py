@@ -75,9 +75,18 @@ class Batch(ABC):
     def context_tokens(self) -> float:
         """Prompt and generated tokens of the residents."""
 
+    @property
+    @abstractmethod
+    def grows_to(self) -> int:
+        """Tokens that the KV cache never has to exceed for the residents, however they advance."""
+
     @abstractmethod
     def generated(self, request: int) -> float:
         """Tokens a resident has generated; expected ones in fluid mode."""
+
+    @abstractmethod
+    def generated_so_far(self) -> tuple[Ints, Floats]:
+        """The residents and the tokens that each has generated."""
 
     def recent_acceptance(self, request: int) -> float | None:
         """Accepted tokens per draft of a resident lately; None where it was not drafted for, or requests are alike."""
@@ -146,8 +155,7 @@ class FluidBatch(Batch):
         self._serial = 0
         self._entry: dict[int, int] = {}
         self._base = 0.0
-        self.grows_to = 0
-        """Tokens that the KV cache never has to exceed for the residents, however they advance."""
+        self._grows_to = 0
 
     @property
     def running(self) -> Sequence[int]:
@@ -160,6 +168,10 @@ class FluidBatch(Batch):
     def context_tokens(self) -> float:
         return len(self._offsets) * self._clock + self._base
 
+    @property
+    def grows_to(self) -> int:
+        return self._grows_to
+
     def generated(self, request: int) -> float:
         return self._clock - self._offsets[request]
 
@@ -169,7 +181,7 @@ class FluidBatch(Batch):
         self._offsets[request] = offset
         self._entry[request] = self._serial
         self._base += self.requests.prompt_tokens[request] - offset
-        self.grows_to += self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
+        self._grows_to += self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
         heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], self._serial, request))
 
     def preempt(self) -> tuple[int, float]:
@@ -181,7 +193,7 @@ class FluidBatch(Batch):
     def _remove(self, request: int) -> None:
         self._base -= self.requests.prompt_tokens[request] - self._offsets.pop(request)
         del self._entry[request]
-        self.grows_to -= self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
+        self._grows_to -= self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
 
     def _next_finish(self) -> float:
         """The clock at which the next resident ends, infinity without one."""
@@ -209,7 +221,6 @@ class FluidBatch(Batch):
         return MacroStep(regime, n, batch, seconds, first_s, context, finished)
 
     def generated_so_far(self) -> tuple[Ints, Floats]:
-        """The residents and the tokens that each has generated."""
         residents = np.fromiter(self._offsets, np.int64, len(self._offsets))
         return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))
 
@@ -247,13 +258,16 @@ class ArrayBatch(Batch):
 
     @property
     def grows_to(self) -> int:
-        """Tokens that the KV cache never has to exceed for the residents, however they advance."""
         requests, running = self.requests, self._running
         return int(requests.prompts[running].sum() + requests.lengths[running].sum()) + len(running)
 
     def generated_so_far(self) -> tuple[Ints, Floats]:
-        """The residents and the tokens that each has generated."""
         return self._running, self._generated[self._running].astype(np.float64)
+
+    def pass_plainly(self, num_iterations: int) -> None:
+        """Take these iterations without speculation as having passed; requests that end within them leave."""
+        self._generated[self._running] += num_iterations
+        self._running = self._running[self._left() > TOLERANCE_TOKENS]
 
     def _left(self) -> Array:
         """Tokens that each resident lacks."""

@@ -3,7 +3,8 @@
 Such a policy depends on nothing but batch and waiting. While nothing waits and every resident gains alike, the whole
 course is known: residents finish in order of the tokens they lack, and between two finishes batch, strategy and gain
 stay the same, so that all macro-steps come out of a few array operations. Where each has a gain of its own, they finish
-in order of the iterations they lack, which is another one for each strategy: one such sort for each.
+in order of the iterations they lack, which is another one for each strategy: one such sort for each. Where gains are
+drawn or replayed, all this holds as long as the policy does without a drafter.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """Macro-steps of workers until they are empty, in rows and columns as `Residents`: 0 iterations where none begins.
+    """Macro-steps of workers until `down_to` requests are left, in rows and columns as `Residents`.
 
-    `requests` end at `finish_s`; a worker's first iteration ends at `first_s`. A macro-step has `counts` iterations in
-    `seconds`, with a drafter `loaded` or not yet; `growth` is what each adds to the `context` before it.
+    A macro-step has `counts` iterations, 0 where none begins, in `seconds`, with a drafter `loaded` or not yet;
+    `growth` is what each adds to the `context` before it. `requests` end at `finish_s`; a worker's first iteration ends
+    at `first_s`.
     """
 
     choices: MemorylessChoices
@@ -55,11 +57,12 @@ class Drained:
     context: Floats
     growth: Floats
     loaded: Flags
+    down_to: int
 
     def columns(self, row: int) -> Columns:
         """What the worker of a row does."""
         at = np.flatnonzero(self.counts[row])
-        batch, counts, num_steps = self.counts.shape[1] - at, self.counts[row, at], len(at)
+        batch, counts, num_steps = self.counts.shape[1] + self.down_to - at, self.counts[row, at], len(at)
         chosen = [self.choices.of(*pair) for pair in zip(batch.tolist(), self.loaded[row, at].tolist(), strict=True)]
         prefills, prefilled = np.zeros(num_steps), np.zeros(num_steps)
         prefills[0], prefilled[0] = self.prefill_s[row], self.prefill_tokens[row]
@@ -129,6 +132,10 @@ class MemorylessChoices:
         choice, regime = self._by_batch[batch - 1]
         return choice, regime if loaded else self._regimes.at(choice.strategy, batch, loaded=False)
 
+    def plain_down_to(self, batch: int) -> int:
+        """The largest batch up to this one, which `up_to` must have reached, that drafts; 0 for none."""
+        return int(np.flatnonzero(self._terms[-1, : batch + 1]).max(initial=0))
+
     def drain(
         self,
         there: Residents,
@@ -139,8 +146,11 @@ class MemorylessChoices:
         gains: Callable[[Strategy, int], Floats] | None,
         from_the_start: bool,
         drafter_ready: bool,
+        down_to: int = 0,
     ) -> Drained:
         """Run residents to their ends after a prefill of each worker; `up_to` must have reached the largest batch.
+
+        Beside them run `down_to` more that lack no less: they stay.
 
         `gains` of a strategy at a batch size are the tokens of every request of the rollout in an iteration, None where
         all gain what the regime says. `switch_s` is paid when speculation first comes in, unless the rollout begins
@@ -148,8 +158,8 @@ class MemorylessChoices:
         """
         workers, n = np.arange(len(there.left)), there.left.shape[1]
         begin = workers, there.present.argmax(axis=1)
-        batch = np.arange(n, 0, -1)
-        tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n:0:-1]
+        batch = np.arange(n, 0, -1) + down_to
+        tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
         if gains is None:
             counts, clocks = _alike(there.left, tokens)
             requests, context, growth = there.requests, there.held + batch * clocks, batch * tokens
@@ -181,6 +191,7 @@ class MemorylessChoices:
             context=context,
             growth=growth,
             loaded=loaded,
+            down_to=down_to,
         )
 
     def _apart(self, there: Residents, gains: Callable[[Strategy, int], Floats]) -> tuple[Ints, Floats, Floats, Floats]:

@@ -96,6 +96,14 @@ class Residents:
             to_prefill=np.array(to_prefill),
         )  # fmt: skip
 
+    def but_last(self, count: int) -> Residents:
+        """Without the `count` of each worker that lack most, whose context is held all the same."""
+        there = slice(self.left.shape[1] - count)
+        return Residents(
+            requests=self.requests[:, there], left=self.left[:, there], context=self.context[:, there],
+            held=self.held[:, there], present=self.present[:, there], to_prefill=self.to_prefill,
+        )  # fmt: skip
+
 
 def suffix_sums(values: Floats) -> Floats:
     """The sum of each row from each column to the last."""

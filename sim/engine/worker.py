@@ -26,8 +26,9 @@ from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .admission import RequestFeed
-from .batch import Batch, FluidBatch, MacroStep, RequestsView
+from .batch import Batch, MacroStep, RequestsView
 from .by_request import RateBatch
+from .drawn import WalkBatch
 from .log import Entry, WorkerLog
 from .memoryless import Drained, MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
@@ -152,8 +153,8 @@ class RolloutSimulator:
         batches = [self.new_batch(requests) for _ in queues]
         # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
         exact = self.noise is None and feed is None and requests.turns is None
-        closed = exact and all(batch.is_steady for batch in batches) and all(s.memoryless for s in self.selectors)
-        if closed and self._fits_at_once(there):
+        closed = exact and all(s.memoryless for s in self.selectors)
+        if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(there):
             self._drain_all(result, there, batches[0])
         else:
             env, tools = simpy.Environment(), None
@@ -198,9 +199,10 @@ class RolloutSimulator:
         *,
         from_the_start: bool = True,
         drafter_ready: bool = False,
+        down_to: int = 0,
     ) -> Drained:
-        """Prefill residents of these workers and decode them to their ends, in closed form."""
-        drained = self.choices.up_to(there.left.shape[1], result.requests.rl_step).drain(
+        """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
+        drained = self.choices.up_to(there.left.shape[1] + down_to, result.requests.rl_step).drain(
             there,
             start_s=start_s,
             prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in there.to_prefill.tolist()]),
@@ -208,6 +210,7 @@ class RolloutSimulator:
             gains=batch.steady_gains if isinstance(batch, RateBatch) else None,
             from_the_start=from_the_start,
             drafter_ready=drafter_ready,
+            down_to=down_to,
         )
         requests = drained.requests[there.present]
         result.finish_s[requests] = drained.finish_s[there.present]
@@ -330,7 +333,7 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        self.fluid = batch if closed and isinstance(batch, FluidBatch | RateBatch) else None
+        self.closed = closed and (batch.is_steady or isinstance(batch, WalkBatch))
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
@@ -359,10 +362,12 @@ class Worker:
             start_s = env.now
             up_front = scheduler.schedule()
             waiting = scheduler.num_waiting
-            if self.fluid is not None and not waiting and self.fluid.grows_to <= scheduler.kv_capacity_tokens:
-                yield env.timeout(self._drain(self.fluid, up_front, env.now) - env.now)
-                return
             batch = len(self.batch)
+            if self.closed and not waiting and (down_to := self._drains_to()) < batch:
+                yield env.timeout(self._drain(down_to, up_front, env.now) - env.now)
+                if not down_to:
+                    return
+                continue
             asked, switch_s = policy.ask(batch, waiting), self._switch_s()
             prefill_s = costs.prefill_s(up_front) if up_front else 0.0
             regime = policy.regime(batch, self.drafter_ready)
@@ -443,22 +448,38 @@ class Worker:
         lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
-    def _drain(self, batch: FluidBatch | RateBatch, to_prefill: float, now: float) -> float:
-        """Decode the residents to their ends after a prefill; returns when the last one ends."""
-        residents, generated = batch.generated_so_far()
+    def _drains_to(self) -> int:
+        """How many residents the closed form leaves: none where gains stay the same, else those drafted for."""
+        batch, choices = len(self.batch), self.simulator.choices
+        down_to = 0 if self.batch.is_steady else choices.up_to(batch, self.requests.rl_step).plain_down_to(batch)
+        return down_to if down_to < batch and self.batch.grows_to <= self.scheduler.kv_capacity_tokens else batch
+
+    def _drain(self, down_to: int, to_prefill: float, now: float) -> float:
+        """Decode residents until so few are left, after a prefill; returns when the last of the others ends."""
+        residents, generated = self.batch.generated_so_far()
         left, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
         left[residents] -= generated
         context[residents] += generated
+        there = Residents.of([residents], left, context, [to_prefill])
         drained = self.simulator.drain(
             self.rollout,
             [self.index],
-            Residents.of([residents], left, context, [to_prefill]),
-            batch,
+            there.but_last(down_to),
+            self.batch,
             now,
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
+            down_to=down_to,
         )
-        return float(drained.finish_s[0, -1])
+        end_s = float(drained.finish_s[0, -1])
+        if isinstance(self.batch, WalkBatch):
+            num_iterations = int(drained.counts.sum())
+            self.iteration += num_iterations
+            self.batch.pass_plainly(num_iterations)
+            self.rollout.note_first_tokens(self.scheduler.take_joined(), float(drained.first_s[0]))
+            # Of those left over some may end with the last; the end of the others is still to come.
+            self.rollout.finish_s[there.requests[0, there.left.shape[1] - down_to :]] = end_s
+        return end_s
 
     def _switch_s(self) -> float:
         """Bringing speculation in costs once in a rollout, and nothing where a rollout begins with it."""
