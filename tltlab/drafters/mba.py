@@ -78,7 +78,8 @@ class MbaBudget(DraftBudget):
     """Depths by `marginal_depths` for a total of gamma* per request (`best_depth`).
 
     High priority have the probes, sample 0 of each group, whose lengths tell how long its others will be. alpha is
-    a / (a + 1) of the mean recent acceptance a, `prior` before there is any, and the profile alpha^i.
+    a / (a + 1) of the mean recent acceptance a, and the profile alpha^i. Who was never drafted for counts as `prior`:
+    else one early draft that is not kept ends all drafting, since nothing is measured any more.
 
     >>> from tltlab.state import RequestState
     >>> requests = [RequestState(key=(0, "p", i, 0), prompt_id="p", generated_tokens=9, max_response_tokens=99)
@@ -107,7 +108,7 @@ class MbaBudget(DraftBudget):
             return [0] * state.batch
         refuse_trees(strategy)
         requests = list(state.requests)
-        recent = [r.recent_acceptance for r in requests if r.recent_acceptance is not None]
+        recent = [self.prior if r.recent_acceptance is None else r.recent_acceptance for r in requests]
         accepted = float(np.mean(recent)) if recent else self.prior
         alpha = accepted / (accepted + 1.0)
         most = min(strategy.draft_depth, strategy.tokens_to_verify - 1)

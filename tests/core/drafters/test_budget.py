@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
+from tltlab.drafters.mba import MbaBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy, load_policy
 from tltlab.state import RequestState, StepState
@@ -32,6 +33,12 @@ def kept(chances: list[float], tokens: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("factory", [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10, 0.0)])
 def test_shipped_budgets_keep_the_contract(factory):
     check_budget(factory)
+
+
+def test_one_draft_that_is_not_kept_does_not_end_the_drafting_of_marginal_benefits():
+    budget, chain = MbaBudget(base_s=4e-3, token_s=6e-5), Strategy.chain("suffix", 8)
+    assert sum(budget.allot(state(0.0, *[None] * 7), chain)) >= 8
+    assert budget.allot(state(*[0.0] * 8), chain) == [0] * 8
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 17))
