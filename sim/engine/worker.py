@@ -2,7 +2,7 @@
 
 A worker's round: its scheduler preempts or admits, its policy is asked, its batch advances until something happens, and
 the policy is told. Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form:
-one timeout to the end.
+one timeout to the end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts.
 """
 
 from __future__ import annotations
