@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -125,24 +125,36 @@ class RecordedTable(StoredTable):
             np.concatenate([np.arange(0), *(steps for _, _, steps in self._pieces)]), return_counts=True
         )
         self.rows_per_step = counts.astype(np.int64)
+        self._first_rows = np.cumsum([0, *(len(rows) for _, rows, _ in self._pieces)])
+        self._lowest = np.array([steps.min() for _, _, steps in self._pieces])
+        self._highest = np.array([steps.max() for _, _, steps in self._pieces])
+
+    def _holding(self, rl_steps: Sequence[int]) -> Iterator[tuple[int, Chunk, Ints, Ints, Ints]]:
+        """Pieces with rows of these RL steps: number, chunk, rows and RL steps, and where among them those are.
+
+        Only pieces between the first and the last RL step are looked through.
+        """
+        if not len(rl_steps) or not self._pieces:
+            return
+        near = (self._lowest <= max(rl_steps)) & (self._highest >= min(rl_steps))
+        for number in np.flatnonzero(near).tolist():
+            chunk, rows, steps = self._pieces[number]
+            if len(at := np.flatnonzero(np.isin(steps, rl_steps))):
+                yield number, chunk, rows, steps, at
 
     def select(self, rl_steps: Sequence[int]) -> RecordedTable:
-        here = [np.isin(steps, rl_steps) for _, _, steps in self._pieces]
-        pieces = [(c, rows[at], steps[at]) for (c, rows, steps), at in zip(self._pieces, here, strict=True)]
+        pieces = [(chunk, rows[at], steps[at]) for _, chunk, rows, steps, at in self._holding(rl_steps)]
         return RecordedTable(self.name, self.folder, pieces, self.row_bytes)
 
     def part(self, rl_steps: Sequence[int] | None) -> Part:
-        tables, numbers, first = [TABLES[self.name].empty_table()], [np.arange(0)], 0
-        for chunk, rows, steps in self._pieces:
-            wanted = np.arange(len(rows)) if rl_steps is None else np.flatnonzero(np.isin(steps, rl_steps))
-            if len(wanted):
-                table = chunk.load(self.name)
-                if table is None:
-                    raise TraceError(f"{chunk.path}: its rows of {self.name} were taken back while they were read")
-                # A copy, not a slice: a slice would keep the whole chunk.
-                tables.append(table if len(wanted) == len(table) else table.take(pa.array(rows[wanted])))
-                numbers.append(first + wanted)
-            first += len(rows)
+        tables, numbers = [TABLES[self.name].empty_table()], [np.arange(0)]
+        for number, chunk, rows, _, wanted in self._holding(self.rl_steps if rl_steps is None else rl_steps):
+            table = chunk.load(self.name)
+            if table is None:
+                raise TraceError(f"{chunk.path}: its rows of {self.name} were taken back while they were read")
+            # A copy, not a slice: a slice would keep the whole chunk.
+            tables.append(table if len(wanted) == len(table) else table.take(pa.array(rows[wanted])))
+            numbers.append(self._first_rows[number] + wanted)
         where = f"{self.folder} ({self.name})"
         return Part(name=self.name, file=where, table=pa.concat_tables(tables), rows=np.concatenate(numbers))
 
