@@ -146,6 +146,7 @@ def test_a_changed_file_is_read_or_refused_in_a_sentence(place: Path, name: str,
 FELL: list[tuple[str, bytes]] = [
     ("verl.jsonl", b'{"input": "a", "output": "b", "score": ' + b"9" * 400 + b', "step": 1}'),
     ("lengths.json", b"[" * 100_000),
+    ("lengths.jsonl", b'{"response_tokens": 7}\nNaN'),
     ("vllm.jsonl", b"[]"),
     ("verl.jsonl", b'{"input": "a"\n{"input": "b", "score": 1.5, "step": 1e9991}'),
     ("outcomes.parquet", (HERE / "corpus" / "fell.parquet").read_bytes()),  # it ended the process

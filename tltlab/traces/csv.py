@@ -257,6 +257,8 @@ def _json_values(text: str) -> list[Any]:
 def _frame_of_numbers(where: str, source: Any) -> pd.DataFrame:
     """A frame of lengths alone, or of flat objects."""
     if isinstance(source, list) and source and isinstance(source[0], Mapping):
+        if others := [each for each in source if not isinstance(each, Mapping)]:
+            raise TraceError(f"{where}: {str(others[0])[:80]} stands between records; each has to be an object")
         return pd.DataFrame(source)
     try:
         values = np.asarray(source)
