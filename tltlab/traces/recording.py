@@ -129,14 +129,14 @@ class RecordedTable(StoredTable):
         self._lowest = np.array([steps.min() for _, _, steps in self._pieces])
         self._highest = np.array([steps.max() for _, _, steps in self._pieces])
 
-    def _holding(self, rl_steps: Sequence[int]) -> Iterator[tuple[int, Chunk, Ints, Ints, Ints]]:
+    def _holding(self, rl_steps: Sequence[int] | Ints) -> Iterator[tuple[int, Chunk, Ints, Ints, Ints]]:
         """Pieces with rows of these RL steps: number, chunk, rows and RL steps, and where among them those are.
 
         Only pieces between the first and the last RL step are looked through.
         """
         if not len(rl_steps) or not self._pieces:
             return
-        near = (self._lowest <= max(rl_steps)) & (self._highest >= min(rl_steps))
+        near = (self._lowest <= np.max(rl_steps)) & (self._highest >= np.min(rl_steps))
         for number in np.flatnonzero(near).tolist():
             chunk, rows, steps = self._pieces[number]
             if len(at := np.flatnonzero(np.isin(steps, rl_steps))):
