@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
@@ -146,13 +146,11 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
 
 def _leaves_store() -> None:
     """The file by which vLLM's ranks meet, also a single one, outlives a process that is killed: it is swept later."""
-    if not torch.distributed.is_initialized():
-        return  # the ranks are processes of their own
-    store: Any = torch.distributed.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if path := getattr(store, "path", ""):
-        leaves(Path(path))
+    if isinstance(store, FileStore):
+        leaves(Path(store.path))
 
 
 def _wake_when_dead(client: Any) -> None:
