@@ -497,7 +497,7 @@ def _elsewhere(folder: Path) -> list[str]:
 
 def _left(path: Path) -> bool:
     """Whether something is there that a run may have left: by its name, in its place, of this user."""
-    placed = path.parent in (_SHARED, Path(tempfile.gettempdir())) or path.parent.name == "ray"
+    placed = path.parent == _SHARED or path.parent.name == "ray"
     try:
         return placed and bool(_OF_RUNS.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
     except OSError:

@@ -9,16 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import wait
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
-from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import leaves
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.weights import Slots
 
@@ -137,20 +134,9 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
         raise ConfigError(complaint)
     if own_process:
         _wake_when_dead(llm.llm_engine.engine_core)
-    else:
-        _leaves_store()
     if takes_weights:
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm
-
-
-def _leaves_store() -> None:
-    """The file by which vLLM's ranks meet, also a single one, outlives a process that is killed: it is swept later."""
-    store = distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, FileStore):
-        leaves(Path(store.path))
 
 
 def _wake_when_dead(client: Any) -> None:

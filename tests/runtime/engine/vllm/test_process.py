@@ -47,10 +47,8 @@ UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
 PROGRAM = """
 import json, os, sys
-from pathlib import Path
 root, model, traces = sys.argv[1:]
 sys.path.insert(0, root)
-from tltlab import files
 from tests.runtime.engine.asking import changed, requests, settings
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.engine import Engine
@@ -61,7 +59,6 @@ before, found = settings(), {}
 engine = Engine(model, max_draft_depth=2,
                 vllm_args={"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 25})
 found["created"] = changed(before)
-found["elsewhere"] = [Path(path).name for path in files._elsewhere(files.scratch_folder()) if Path(path).is_file()]
 engine.warm_up(1.0)
 assert engine.generate(requests(1, 8), rl_step=0, temperature=1.0).responses[0].token_ids
 found["used"] = changed(before)
@@ -140,11 +137,6 @@ def test_an_engine_leaves_environment_path_and_compilation_as_they_were(program:
     """What one whose core is in another process leaves, `test_own_process` looks at."""
     found = {name: program[0][name] for name in ("created", "used", "failed")}
     assert found == {"created": [], "used": [], "failed": []}
-
-
-def test_the_file_by_which_ranks_meet_is_known_and_will_be_swept(program: tuple[dict[str, Any], str]):
-    (name,) = program[0]["elsewhere"]
-    assert name.startswith("vllm_dist_")
 
 
 def test_what_a_program_recorded_is_a_trace_when_it_has_ended_however_its_requests_did(
