@@ -77,6 +77,8 @@ _DRAFTER_TRAINING = re.compile(
 )
 """`draft_loss` of NeMo-RL, `timing_s/update_drafter` and the like: the drafter was trained in that RL step."""
 
+MOST_RESPONSES = 1 << 22
+"""That lengths are made for, over all RL steps of a log: some 2 GB."""
 DEFAULT_RESPONSES = 512
 """Responses per RL step where neither the log nor the caller says it."""
 
@@ -192,6 +194,8 @@ def tables_of_steps(
     if gaps:
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
     counts = _counts(usable, responses, notes)
+    if (num := sum(counts)) > MOST_RESPONSES:
+        raise TraceError(f"{where}: its tokens make {num:,} responses, and at most {MOST_RESPONSES:,} are read at once")
     cap = _cap(usable, max_response_tokens, where, notes)
     for name, said in (("least", "shortest"), ("most", "longest"), ("cut", "cut responses")):
         if missing := sum(step.get(name) is None for step in usable):
