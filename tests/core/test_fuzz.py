@@ -148,6 +148,7 @@ FELL: list[tuple[str, bytes]] = [
     ("lengths.json", b"[" * 100_000),
     ("lengths.jsonl", b'{"response_tokens": 7}\nNaN'),
     ("vllm.jsonl", b"[]"),
+    ("skyrl.log", b"(entrypoint pid=42) step:1 - generate/avg_num_tokens:3" + b"8" * 80 + b".5"),
     ("verl.log", b"step:1 - perf/total_num_tokens:1e13 - response_length/mean:306.2 - prompt_length/mean:100.0"),
     ("verl.jsonl", b'{"input": "a"\n{"input": "b", "score": 1.5, "step": 1e9991}'),
     ("outcomes.parquet", (HERE / "corpus" / "fell.parquet").read_bytes()),  # it ended the process
