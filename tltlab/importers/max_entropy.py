@@ -34,8 +34,8 @@ def max_entropy_lengths(
     low = 1 if least is None else least
     if num < 1 or low < 1 or (most is not None and most < low):
         raise ValueError(f"{num} lengths from {low} to {most} tokens")
-    if max(mean, low, most or 0, cap or 0) >= 1 << 31:
-        raise ValueError(f"no response has {max(mean, low, most or 0, cap or 0):.3g} tokens")
+    if (longest := max(mean, low, most or 0, cap or 0)) >= 1 << 31:
+        raise ValueError(f"no response has {longest:.3g} tokens")
     total = round(mean * num)
     end = most if cap is None else cap
     num_cut = 0 if end is None else min(num, round(cut * num))
