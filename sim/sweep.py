@@ -78,13 +78,7 @@ def sweep(
     if jobs == 1 and ray_address is None:
         seconds_of = makespans(lean, policies)
     else:
-        try:
-            seconds_of = _in_parallel(lean, policies, jobs, ray_address)
-        except Exception as error:
-            if ray_address != "local" or not type(error).__module__.startswith("ray."):
-                raise
-            # The cluster that was started here has died, as Ray's do on a busy machine.
-            seconds_of = _in_parallel(lean, policies, jobs, ray_address)
+        seconds_of = _in_parallel(lean, policies, jobs, ray_address)
     steps = [step.rl_step for step in scenario.steps]
     return pd.DataFrame(
         {
@@ -189,9 +183,8 @@ def backend(ray_address: str | None, jobs: int) -> Iterator[int]:
 
     started = not ray.is_initialized()
     if started:
-        address = None if ray_address == "local" else ray_address
         try:
-            ray.init(address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+            ray.init(ray_address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"no Ray cluster at {ray_address!r} ({reason}); 'local' starts one here") from error

@@ -55,6 +55,21 @@ def test_a_ray_cluster_does_not_change_the_numbers(scenario: Scenario):
     pd.testing.assert_frame_equal(sweep(scenario, policies, jobs=2, ray_address="local"), sweep(scenario, policies))
 
 
+def test_a_local_cluster_is_one_of_its_own_whoever_elses_runs_on_the_machine(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str | None] = []
+
+    def init(address: str | None, **_: object) -> None:
+        asked.append(address)
+        raise ConnectionError("it does not start")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(ConfigError, match="it does not start"):
+        sweep(scenario, random_tables(1), ray_address="local")
+    assert asked == ["local"], "Ray takes None for any cluster that it finds"
+
+
 def test_a_comparison_is_paired(scenario: Scenario):
     found = compare(scenario, {"plain": load_policy("none"), "again": load_policy("none"), **random_tables(1)})
     again = found.set_index("policy").loc["again"]
