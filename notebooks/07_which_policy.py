@@ -35,7 +35,7 @@ from tltlab.sim.tuning.regimes import regimes
 
 root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
 found = {regime.name: regime for regime in regimes(root / "traces", rl_steps=2)}
-chosen = [found[name] for name in ("tiny", "h100-smoke", "MoE")]
+chosen = [found[name] for name in ("tiny", "h100-smoke", "gcd-small")]
 
 # %% [markdown]
 # ## The contest
