@@ -36,6 +36,8 @@ from .validate import Part, check_columns, conform
 
 _STRING_BYTES = 16
 """Of one string in memory: its offset and about a dozen characters."""
+_ROWS_AT_ONCE = 1 << 14
+"""Of which RL steps they are is read of about so many rows in one go."""
 
 
 def check_parquet(path: Path) -> None:
@@ -56,11 +58,29 @@ def check_parquet(path: Path) -> None:
         raise OSError(errno.EFBIG, f"it has {most:,} rows, and at most {MOST_ROWS:,} are read", str(path))
 
 
-class MemoryTable:
-    """A conformed table in memory, sorted (stably) by RL step.
+class Table(ABC):
+    """The rows of some RL steps of a table.
 
     `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has.
     """
+
+    rl_steps: Ints
+    rows_per_step: Ints
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_per_step.sum())
+
+    @abstractmethod
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
+
+    @abstractmethod
+    def select(self, rl_steps: Sequence[int]) -> Self: ...
+
+
+class MemoryTable(Table):
+    """A conformed table in memory."""
 
     def __init__(self, table: pa.Table):
         steps = table["rl_step"].to_numpy()
@@ -69,52 +89,29 @@ class MemoryTable:
             table, steps = table.take(order), steps[order]
         self._table = table
         self.rl_steps, self._bounds = _runs(steps)
-
-    @property
-    def rows_per_step(self) -> Ints:
-        return np.diff(self._bounds)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._table)
+        self.rows_per_step = np.diff(self._bounds)
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        """The rows of some RL steps, ascending (None: all)."""
         if rl_steps is None:
             return self._table
         at = np.flatnonzero(np.isin(self.rl_steps, rl_steps))
         # RL steps that lie side by side are one slice: a column keeps few chunks.
         runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []
-        starts, ends = [self._bounds[run[0]] for run in runs], [self._bounds[run[-1] + 1] for run in runs]
-        slices = [self._table.slice(start, end - start) for start, end in zip(starts, ends, strict=True)]
-        return pa.concat_tables(slices) if slices else self._table.slice(0, 0)
+        bounds = [(self._bounds[run[0]], self._bounds[run[-1] + 1]) for run in runs]
+        return pa.concat_tables([self._table[:0], *(self._table[start:end] for start, end in bounds)])
 
     def select(self, rl_steps: Sequence[int]) -> MemoryTable:
         return MemoryTable(self.load(rl_steps))
 
 
-class StoredTable(ABC):
-    """A table that is not in memory, or the rows of some RL steps in it.
-
-    `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has; `row_bytes`
-    is what a row takes in memory, about.
-    """
+class StoredTable(Table):
+    """A table that is not in memory; `row_bytes` is what a row would take there, about."""
 
     name: str
-    rl_steps: Ints
-    rows_per_step: Ints
     row_bytes: float
 
-    @property
-    def num_rows(self) -> int:
-        return int(self.rows_per_step.sum())
-
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
         return MemoryTable(self.part(rl_steps).table).load(None)
-
-    @abstractmethod
-    def select(self, rl_steps: Sequence[int]) -> Self: ...
 
     @abstractmethod
     def part(self, rl_steps: Sequence[int] | None) -> Part:
@@ -126,8 +123,7 @@ class _Index:
     """Where the rows of a file are, without a number per row.
 
     Rows `bounds[i]` to `bounds[i + 1]` are of the RL step `rl_steps[i]`, which may come again later;
-    `group_bounds` are the first rows of the row groups and the number of rows; `row_bytes` is what a row takes in
-    memory.
+    `group_bounds` are the first rows of the row groups and the number of rows.
     """
 
     rl_steps: Ints
@@ -143,60 +139,68 @@ class FileTable(StoredTable):
     Any layout of row groups will do. Reading some RL steps takes the memory of their rows and of one row group.
     """
 
-    def __init__(self, name: str, path: Path, only: Sequence[int] | None = None, parent: FileTable | None = None):
+    def __init__(self, name: str, path: Path, index: _Index | None = None, runs: Ints | None = None):
+        """`runs` are the numbers of the index's runs of rows that count, None: all."""
         self.name, self.path = name, path
-        self._index: _Index = parent._index if parent else self._read_index()
-        self._picked: Ints = _chosen(self._index.rl_steps, only, among=parent._picked if parent else None)
+        self._index = self._read_index() if index is None else index
+        self._picked: Ints = np.arange(len(self._index.rl_steps)) if runs is None else runs
         counts = np.diff(self._index.bounds)[self._picked]
         self.rl_steps, at = np.unique(self._index.rl_steps[self._picked], return_inverse=True)
         self.rows_per_step = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
         self.row_bytes = self._index.row_bytes
 
     def select(self, rl_steps: Sequence[int]) -> FileTable:
-        return FileTable(self.name, self.path, rl_steps, self)
+        return FileTable(self.name, self.path, self._index, self._runs(rl_steps))
+
+    def _runs(self, rl_steps: Sequence[int] | None) -> Ints:
+        there = self._index.rl_steps[self._picked]
+        return self._picked if rl_steps is None else self._picked[np.isin(there, rl_steps)]
 
     def part(self, rl_steps: Sequence[int] | None) -> Part:
-        runs = _chosen(self._index.rl_steps, rl_steps, among=self._picked)
+        runs = self._runs(rl_steps)
         rows = _ranges(self._index.bounds[runs], self._index.bounds[runs + 1])
         bounds = self._index.group_bounds
         cuts = np.searchsorted(rows, bounds)
-        groups = np.flatnonzero(np.diff(cuts)).tolist()
+        groups = np.flatnonzero(np.diff(cuts))
+        partly = np.diff(cuts)[groups] < np.diff(bounds)[groups]
+        apart = np.flatnonzero(partly[1:] | partly[:-1]) + 1
         tables = []
-        for group in groups:
-            table = self._read(_columns(self.name), [group])
-            wanted = rows[cuts[group] : cuts[group + 1]] - bounds[group]
-            # A copy, not a slice: a slice would keep the whole row group.
-            tables.append(table if len(wanted) == len(table) else table.take(wanted))
-        table = pa.concat_tables(tables) if tables else self._read(_columns(self.name), [])
-        return conform(Part(name=self.name, file=str(self.path), table=table, rows=rows))
+        # The footer of a long trace is megabytes; it is parsed once.
+        with self._open(self._index.metadata) as file:
+            for some, cut in zip(np.split(groups, apart), np.split(partly, apart), strict=True):
+                table = self._read(file, TABLES[self.name].names, some.tolist())
+                if cut.any():
+                    # A copy, not a slice: a slice would keep the whole row group.
+                    table = table.take(rows[cuts[some[0]] : cuts[some[0] + 1]] - bounds[some[0]])
+                tables.append(table)
+        return conform(Part(name=self.name, file=str(self.path), table=pa.concat_tables(tables), rows=rows))
 
     def _read_index(self) -> _Index:
         with self._open(None) as file:
             check_columns(self.name, str(self.path), file.schema_arrow)
-            metadata = file.metadata
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        if any(group.num_rows > MOST_ROWS for group in groups):
-            raise TraceError(
-                f"{self.path}: a row group has {max(group.num_rows for group in groups):,} rows, and at most "
-                f"{MOST_ROWS:,} are read at once: write one for each RL step"
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            if (most := max((group.num_rows for group in groups), default=0)) > MOST_ROWS:
+                raise TraceError(
+                    f"{self.path}: a row group has {most:,} rows, and at most {MOST_ROWS:,} are read at once: write "
+                    "one for each RL step"
+                )
+            bounds = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
+            steps, starts = [np.arange(0)], [np.arange(0)]
+            together = np.flatnonzero(np.diff(bounds[1:] // _ROWS_AT_ONCE)) + 1
+            for some in np.split(np.arange(len(groups)), together) if groups else ():
+                table, first = self._read(file, ["rl_step"], some.tolist()), bounds[some[0]]
+                rows = np.arange(first, first + len(table))
+                found, inner = _runs(_rl_steps(Part(name=self.name, file=str(self.path), table=table, rows=rows)))
+                steps.append(found)
+                starts.append(inner[:-1] + first)
+            stored = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
+            return _Index(
+                rl_steps=np.concatenate(steps),
+                bounds=np.append(np.concatenate(starts), file.metadata.num_rows).astype(np.int64),
+                group_bounds=bounds,
+                row_bytes=max(stored, fixed_bytes(self.name)),
+                metadata=file.metadata,
             )
-        bounds = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
-        steps, starts = [np.arange(0)], [np.arange(0)]
-        for group, first in enumerate(bounds[:-1]):
-            table = self._read(["rl_step"], [group], metadata)
-            found, inner = _runs(_rl_steps(Part(
-                name=self.name, file=str(self.path), table=table, rows=np.arange(first, first + len(table))
-            )))  # fmt: skip
-            steps.append(found)
-            starts.append(inner[:-1] + first)
-        stored = sum(group.total_byte_size for group in groups) / max(1, metadata.num_rows)
-        return _Index(
-            rl_steps=np.concatenate(steps),
-            bounds=np.append(np.concatenate(starts), metadata.num_rows).astype(np.int64),
-            group_bounds=bounds,
-            row_bytes=max(stored, fixed_bytes(self.name)),
-            metadata=metadata,
-        )
 
     def _open(self, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
         if not self.path.is_file():
@@ -206,17 +210,15 @@ class FileTable(StoredTable):
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise TraceError(f"{self.path}: not a readable Parquet file (cut off?): {error}") from error
 
-    def _read(self, columns: list[str], groups: list[int], metadata: pq.FileMetaData | None = None) -> pa.Table:
-        # The footer of a long trace is megabytes; it is parsed once.
-        with self._open(metadata or self._index.metadata) as file:
-            columns = [column for column in columns if column in file.schema_arrow.names]
-            try:
-                return file.read_row_groups(groups, columns=columns)
-            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-                raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
+    def _read(self, file: pq.ParquetFile, columns: list[str], groups: list[int]) -> pa.Table:
+        there = file.schema_arrow.names
+        try:
+            return file.read_row_groups(groups, columns=[column for column in columns if column in there])
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+            raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
 
 
-class ReadTable:
+class ReadTable(Table):
     """Some RL steps of a stored table; what is selected of it shares the rows, read when one of them is first used."""
 
     def __init__(self, stored: StoredTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
@@ -225,20 +227,15 @@ class ReadTable:
         self._stored = stored
         self._memory = memory or cache(lambda: MemoryTable(stored.load(None)))
 
-    @property
-    def num_rows(self) -> int:
-        return int(self.rows_per_step.sum())
+    def _of(self, rl_steps: Sequence[int] | None) -> list[int]:
+        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
+        return list(chosen.tolist())
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        """The rows of some RL steps, ascending (None: all)."""
-        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
-        return self._memory().load(chosen.tolist())
+        return self._memory().load(self._of(rl_steps))
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
-        return ReadTable(self._stored, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist(), self._memory)
-
-
-Table = MemoryTable | StoredTable | ReadTable
+        return ReadTable(self._stored, self._of(rl_steps), self._memory)
 
 
 def seal(folder: Path) -> None:
@@ -320,21 +317,11 @@ def _runs(steps: Ints) -> tuple[Ints, Ints]:
     return steps[starts].astype(np.int64), np.append(starts, len(steps)).astype(np.int64)
 
 
-def _chosen(steps: Ints, only: Sequence[int] | None, among: Ints | None) -> Ints:
-    """The numbers of the runs whose RL step is one of `only` (None: any), of those in `among` (None: of all)."""
-    runs = np.arange(len(steps)) if among is None else among
-    return runs if only is None else runs[np.isin(steps[runs], only)]
-
-
 def _ranges(starts: Ints, ends: Ints) -> Ints:
     """All numbers of some ranges: [2, 7], [4, 8] is [2, 3, 7]."""
     counts = ends - starts
     offset = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) if len(counts) else starts
     return np.arange(int(counts.sum())) + offset
-
-
-def _columns(name: str) -> list[str]:
-    return [field.name for field in TABLES[name]]
 
 
 def fixed_bytes(name: str) -> float:
