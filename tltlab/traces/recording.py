@@ -76,26 +76,25 @@ class Chunk:
         except OSError as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
 
-    def load(self, name: str, columns: Sequence[str] | None = None) -> pa.Table | None:
-        """Its valid rows of a table, None where there are none. Raises TraceError for a damaged file."""
+    def tables(self, names: Iterable[str] = TABLES) -> dict[str, pa.Table]:
+        """Its valid rows of some tables, of those that it has rows of. Raises TraceError for a damaged file."""
+        found = {}
         try:
-            with pa.OSFile(str(self.path), "rb") as source:
-                at = pa.ipc.open_file(source).schema.get_field_index(name)
-                if at < 0:
-                    return None
-                only = pa.ipc.IpcReadOptions(included_fields=[at])
-                rows = pa.ipc.open_file(source, options=only).read_all().column(0).combine_chunks()
-            rows.validate(full=True)  # Arrow trusts a file, and an old one has no checksum
-            if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
-                raise ValueError(f"its column {name} has type {rows.type}, which holds no rows")
-            table = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
+            with pa.OSFile(str(self.path), "rb") as source, pa.ipc.open_file(source) as file:
+                # The chunk's one row has each table's rows as a list.
+                value = file.read_all()
+            for name in names:
+                if name in value.column_names:
+                    rows = value[name].combine_chunks()
+                    rows.validate(full=True)  # Arrow trusts a file, and an old one has no checksum
+                    if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
+                        raise ValueError(f"its column {name} has type {rows.type}, which holds no rows")
+                    found[name] = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
         except (OSError, ValueError, pa.ArrowException) as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
         if self.below is not None:
-            table = table.filter(pc.less(table["rl_step"], self.below))
-        if not len(table):
-            return None
-        return table if columns is None else table.select(columns)
+            found = {name: table.filter(pc.less(table["rl_step"], self.below)) for name, table in found.items()}
+        return {name: table for name, table in found.items() if len(table)}
 
 
 def chunks_of(folder: Path) -> list[Chunk]:
@@ -149,8 +148,7 @@ class RecordedTable(StoredTable):
     def part(self, rl_steps: Sequence[int] | None) -> Part:
         tables, numbers = [TABLES[self.name].empty_table()], [np.arange(0)]
         for number, chunk, rows, _, wanted in self._holding(self.rl_steps if rl_steps is None else rl_steps):
-            table = chunk.load(self.name)
-            if table is None:
+            if (table := chunk.tables([self.name]).get(self.name)) is None:
                 raise TraceError(f"{chunk.path}: its rows of {self.name} were taken back while they were read")
             # A copy, not a slice: a slice would keep the whole chunk.
             tables.append(table if len(wanted) == len(table) else table.take(pa.array(rows[wanted])))
@@ -166,22 +164,15 @@ def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[st
     whole, rows recorded twice, chunks that cannot be read. Else a damaged chunk is a TraceError. One chunk at a time is
     in memory, and all keys.
     """
-    chunks = chunks_of(folder)
-    if salvage:
-        chunks = readable(chunks, notes)
-    else:
-        for chunk in chunks:
-            chunk.check()
     pieces: dict[str, list[tuple[Chunk, Ints, Ints]]] = {name: [] for name in TABLES}
     keys: dict[str, list[pa.Table]] = {name: [] for name in UNIQUE}
     num_bytes = dict.fromkeys(TABLES, 0)
-    for chunk in chunks:
-        for name in TABLES:
-            if (table := chunk.load(name)) is not None:
-                pieces[name].append((chunk, np.arange(len(table)), table["rl_step"].to_numpy()))
-                num_bytes[name] += table.nbytes
-                if salvage and name in UNIQUE:
-                    keys[name].append(table.select(UNIQUE[name]))
+    for chunk, tables_there in read_chunks(chunks_of(folder), notes if salvage else None):
+        for name, table in tables_there.items():
+            pieces[name].append((chunk, np.arange(len(table)), table["rl_step"].to_numpy()))
+            num_bytes[name] += table.nbytes
+            if salvage and name in UNIQUE:
+                keys[name].append(table.select(UNIQUE[name]))
     masks = _salvaged({name: pa.concat_tables(found).to_pandas() for name, found in keys.items() if found}, notes)
     tables = {}
     for name, found in pieces.items():
@@ -195,18 +186,18 @@ def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[st
     return tables
 
 
-def readable(chunks: Iterable[Chunk], notes: list[str]) -> list[Chunk]:
-    """The chunks that can be read; a note for each of the others."""
-    good = []
+def read_chunks(chunks: Iterable[Chunk], notes: list[str] | None) -> Iterator[tuple[Chunk, dict[str, pa.Table]]]:
+    """Each chunk with its tables. One that cannot be read is left out with a note, without `notes` a TraceError."""
     for chunk in chunks:
         try:
             chunk.check()
-            for name in TABLES:
-                chunk.load(name)
-            good.append(chunk)
+            tables = chunk.tables()
         except TraceError:
+            if notes is None:
+                raise
             notes.append(f"chunk {chunk.number:06d} could not be read and was dropped")
-    return good
+        else:
+            yield chunk, tables
 
 
 def _salvaged(keys: Mapping[str, pd.DataFrame], notes: list[str]) -> dict[str, Flags]:

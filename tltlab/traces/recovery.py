@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow as pa
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.files import fsync_folder, lock, replace_durably
 
-from .recording import chunks_of, cut, new_recording, readable, recording_of, rows_in
+from .recording import chunks_of, cut, new_recording, read_chunks, recording_of, rows_in
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
 from .storage import refuse_foreign_target
 from .trace import Trace, locate, noted, read_one, recorded
@@ -35,22 +35,19 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     held = "nothing is recorded there"
     if folder.is_dir():
         with lock(folder):
-            notes: list[str] = []
+            there, notes = manifest, list[str]()
             try:
                 there = Manifest.read(folder / MANIFEST_FILE)
             except TraceError as damage:
-                # Its rows say nothing that is there but when it began and what was noted.
-                there, notes = (
-                    manifest,
-                    [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"],
-                )
+                # It said nothing that the run's own does not but when it began and what was noted.
+                notes = [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"]
             _check_same_run(folder, there, manifest)
-            good = readable(chunks_of(folder), notes)
-            missing = _missing(((name, chunk.load(name)) for chunk in good for name in _TELLING), rl_steps)
+            good = {chunk: _rl_steps(tables) for chunk, tables in read_chunks(chunks_of(folder), notes)}
+            missing = _missing(good.values(), rl_steps)
             if missing is None:
                 if notes := [*notes, *_elsewhere(there, manifest, rl_steps)]:
                     replace_durably(folder / MANIFEST_FILE, noted(there, notes).to_json().encode())
-                for chunk in set(chunks_of(folder)) - set(good):
+                for chunk in set(chunks_of(folder)) - good.keys():
                     os.rename(chunk.path, chunk.path.with_suffix(".tmp"))
                 return cut(folder, rl_steps)
         held = f"{folder} lacks RL step {missing}"
@@ -58,11 +55,11 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     if is_trace(path):
         trace = read_one(path)
         _check_same_run(path, trace.manifest, manifest)
-        missing = _missing(((name, part.arrow(name)) for part in trace.parts() for name in _TELLING), rl_steps)
+        missing = _missing((_rl_steps(_tables(part, _TELLING)) for part in trace.parts()), rl_steps)
         if missing is None:
             begun = trace.manifest.model_copy(update={"num_rl_steps": None})
             manifest = noted(begun, _elsewhere(begun, manifest, rl_steps))
-            chunks = _chunks(trace, rl_steps)
+            chunks = (_tables(part) for part in trace.iter_rl_steps() if part.rl_steps[0] < rl_steps)
         held = f"{path} lacks RL step {missing}"
     if rl_steps and not chunks:
         raise RunError(
@@ -83,20 +80,21 @@ _TELLING = (*REQUIRED_TABLES, "steps")
 """The tables that, where there are any rows of them, have rows of every RL step."""
 
 
-def _missing(tables: Iterable[tuple[str, pa.Table | None]], rl_steps: int) -> int | None:
-    """The first RL step before `rl_steps` that some table lacks."""
-    found: dict[str, set[int]] = {name: set() for name in REQUIRED_TABLES}
-    for name, table in tables:
-        if table is not None:
-            found.setdefault(name, set()).update(np.unique(table["rl_step"].to_numpy()).tolist())
-    return min((step for step in range(rl_steps) for steps in found.values() if step not in steps), default=None)
+def _rl_steps(tables: Mapping[str, pa.Table]) -> dict[str, set[int]]:
+    return {name: set(np.unique(tables[name]["rl_step"]).tolist()) for name in _TELLING if name in tables}
 
 
-def _chunks(trace: Trace, rl_steps: int) -> Iterator[Mapping[str, pa.Table]]:
-    for part in trace.iter_rl_steps():
-        if part.rl_steps[0] < rl_steps:
-            tables = {name: part.arrow(name) for name in TABLES}
-            yield {name: table for name, table in tables.items() if table is not None and len(table)}
+def _missing(pieces: Iterable[Mapping[str, set[int]]], rl_steps: int) -> int | None:
+    """The first RL step before `rl_steps` that some table lacks, of what `_rl_steps` says of each piece of a run."""
+    there: dict[str, set[int]] = {name: set() for name in REQUIRED_TABLES}
+    for piece in pieces:
+        for name, steps in piece.items():
+            there[name] = there.get(name, set()) | steps
+    return min((step for step in range(rl_steps) for steps in there.values() if step not in steps), default=None)
+
+
+def _tables(part: Trace, names: Iterable[str] = TABLES) -> dict[str, pa.Table]:
+    return {name: table for name in names if (table := part.arrow(name)) is not None and len(table)}
 
 
 def _check_same_run(place: Path, there: Manifest, now: Manifest) -> None:

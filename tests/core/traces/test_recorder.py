@@ -373,7 +373,7 @@ def test_a_chunk_that_is_written_again_takes_the_place_of_the_first(tmp_path):
             {"workload": pa.Table.from_pylist([row | {"turn": 0} for row in workload(step)], TABLES["workload"])},
         )
     (chunk,) = chunks_of(folder)
-    assert set(chunk.load("workload")["rl_step"].to_pylist()) == {1}
+    assert set(chunk.tables()["workload"]["rl_step"].to_pylist()) == {1}
 
 
 def test_repair_leaves_a_valid_trace_as_it_is(tmp_path):
