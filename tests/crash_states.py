@@ -197,7 +197,11 @@ def crashes(
     About `short` of them, evenly over time, unless TLTLAB_CRASH is set.
     """
     found: dict[Any, tuple[tuple[Any, Any], dict[str, bytes | None]]] = {}
-    for moment in range(told[0][0], disk.moment + 1):
+    # In between nothing happened.
+    eventful = {moment for moment, _ in (*disk.changes, *told)}
+    for content in disk.contents.values():
+        eventful.update(content.confirmed, (since for since, _ in content.versions or ()))
+    for moment in sorted(eventful - set(range(told[0][0]))):
         before = max(at for at, (since, _) in enumerate(told) if since <= moment)
         for state in disk.states(moment):
             key = before, tuple(sorted(state.items(), key=lambda item: item[0]))

@@ -23,8 +23,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-KEY = {"turn": 0}
 PLAIN_S, PER_REQUEST_S = 4e-3, 1e-4
+columns_of = cache(asdict)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class Run:
 
     def _worker(self, rng: np.random.Generator, rows: Any, step: int, worker: int, speculates: bool) -> float:
         total = self.responses * self.share(worker)
-        lengths = np.minimum(rng.geometric(1 / 40, total) + 10, 400)
+        lengths = np.minimum(rng.geometric(1 / 25, total) + 10, 400)
         left, context = lengths.copy(), np.full(total, self.prompt_tokens)
         now, iteration = 0.0, 0
         while (alive := left > 0).any():
@@ -90,7 +90,7 @@ class Run:
             prefilled = batch * self.prompt_tokens if prefill else 0
             took = (took + self.prefill_s * prefilled) * self.slowness(worker) * np.exp(rng.normal(0, self.noise))
             strategy = Strategy.chain(self.drafter, depth) if depth else NO_SPECULATION
-            chosen = {"rl_step": step, "worker": worker, "iteration": iteration, **asdict(strategy)}
+            chosen = {"rl_step": step, "worker": worker, "iteration": iteration, **columns_of(strategy)}
             rows["iterations"].append(
                 {**chosen, "t_start": now, "duration": took, "batch": batch, "num_waiting": self.waiting,
                  "context_tokens": int(context[alive].sum()), "prefill_tokens": prefilled, "num_drafted": batch * depth,
@@ -104,7 +104,7 @@ class Run:
             context[alive] += tokens
             now, iteration = now + took, iteration + 1
         for number, length in enumerate(lengths.tolist()):
-            key = {"rl_step": step, "prompt_id": f"w{worker}-{number}", "sample": 0, **KEY}
+            key = {"rl_step": step, "prompt_id": f"w{worker}-{number}", "sample": 0, "turn": 0}
             asked = {
                 "epoch": 0,
                 "prompt_tokens": self.prompt_tokens,
@@ -125,10 +125,6 @@ SOUND = Run()
 def recording(run: Run) -> Trace:
     """The trace of a run that several tests look at."""
     return run.trace()
-
-
-def findings(run: Any) -> tuple[Finding, ...]:
-    return diagnose(run).findings
 
 
 def look(name: str, run: Any) -> list[Finding]:
@@ -181,7 +177,7 @@ def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
 
 
 def test_what_goes_on_in_the_next_rl_step_was_not_aborted_and_dropping_the_old_is_found() -> None:
-    trace = Run(steps=4).trace()
+    trace = _small()
     half = trace.outcomes["rl_step"].isin([0, 1])
     cut = trace.outcomes.assign(finish_reason=trace.outcomes["finish_reason"].astype(object).mask(half, "abort"))
     # The same prompts in every RL step: each response goes on until the last.
@@ -199,7 +195,7 @@ def test_what_goes_on_in_the_next_rl_step_was_not_aborted_and_dropping_the_old_i
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sound_run_is_accused_of_nothing(seed: int) -> None:
-    assert not findings(Run(seed=seed).trace() if seed else recording(SOUND))
+    assert not diagnose(Run(seed=seed).trace() if seed else recording(SOUND)).findings
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -208,7 +204,7 @@ def test_chance_alone_is_no_fault(seed: int) -> None:
     rng = np.random.default_rng(seed)
     level = 0.6 + 0.1 * rng.random(16)
     run = Run(seed=seed, noise=0.3, accept=lambda step: float(level[step]))
-    assert not findings(run.trace())
+    assert not diagnose(run.trace()).findings
 
 
 def test_the_time_of_plain_decoding_is_that_of_a_plain_rollout_of_the_same_responses() -> None:
@@ -260,7 +256,7 @@ def test_requests_thrown_out_of_the_cache_are_prefilled_again() -> None:
 def test_a_bandit_with_one_arm_per_bucket_is_told_by_its_settings_and_by_its_decisions(tmp_path: Path) -> None:
     def run_under(*buckets: Bucket) -> Path:
         folder = tmp_path / str(len(buckets[0].strategies))
-        Run(steps=4, policy="beg-mab", reward=lambda d, b: 1.0).trace().write(folder / "trace")
+        Run(steps=4, responses=8, policy="beg-mab", reward=lambda d, b: 1.0).trace().write(folder / "trace")
         policy = Policy(selector=BegMabSpec(buckets=buckets)).model_dump(mode="json")
         entries = [{"rl_step": 0, "name": "beg-mab", "policy": policy}]
         (folder / "policies.json").write_text(json.dumps({"seed": 0, "policies": entries}))
@@ -292,7 +288,7 @@ def test_every_bandit_that_offends_is_told_not_the_last_one_alone(tmp_path: Path
     bucket = Bucket(min_batch=1, strategies=(Strategy.chain("ngram", 8),))
     policy = Policy(selector=BegMabSpec(buckets=(bucket,))).model_dump(mode="json")
     entries = [{"rl_step": s, "name": name, "policy": policy} for s, name in ((0, "beg-mab-a"), (2, "beg-mab-b"))]
-    trace = Run(steps=4, reward=lambda d, b: 1.0).trace()
+    trace = Run(steps=4, responses=8, reward=lambda d, b: 1.0).trace()
     trace.replace(steps=trace.steps.assign(policy=["beg-mab-a"] * 2 + ["beg-mab-b"] * 2)).write(tmp_path / "trace")
     (tmp_path / "policies.json").write_text(json.dumps({"policies": entries}))
     assert [f.where for f in look("one-arm-per-bucket", tmp_path)] == ["RL steps 0-1", "RL steps 2-3"]
@@ -311,19 +307,19 @@ def spot(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: int =
 
 
 def test_idle_time_in_pieces_and_training_that_breaks_off_are_told() -> None:
-    run = Run(steps=8)
-    whole = run.trace(spot_training=spot(8))
-    pieces = run.trace(spot_training=spot(8, setup_s=2.0, train_s=0.1, updates=0))
-    assert found_by("idle-fragmented", whole) == []
+    whole, pieces, killed = (
+        _small().replace(spot_training=periods)
+        for periods in (spot(8), spot(8, setup_s=2.0, train_s=0.1, updates=0), spot(8, ended="killed"))
+    )
+    assert found_by("idle-fragmented", whole) == found_by("training-fails", whole) == []
     assert found_by("idle-fragmented", pieces) == ["idle-fragmented"]
-    assert found_by("training-fails", whole) == []
-    assert found_by("training-fails", run.trace(spot_training=spot(8, ended="killed"))) == ["training-fails"]
+    assert found_by("training-fails", killed) == ["training-fails"]
 
 
 def test_training_periods_that_took_no_time_allow_no_answer_about_their_shares() -> None:
     nothing = spot(8, setup_s=0.0, train_s=0.0, updates=0)
     with pytest.raises(NotChecked, match="took no time"):
-        found_by("idle-fragmented", Run(steps=8).trace(spot_training=nothing))
+        found_by("idle-fragmented", _small().replace(spot_training=nothing))
 
 
 def test_a_check_that_fails_is_a_finding_of_its_own_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,13 +339,17 @@ def test_a_check_that_fails_is_a_finding_of_its_own_and_the_others_go_on(monkeyp
 
 
 @cache
-def _small(hardware: str = "2 CPU cores") -> Trace:
-    return Run(steps=4, responses=8, hardware=hardware).trace()
+def _small() -> Trace:
+    return Run(steps=4, responses=8).trace()
 
 
-def recorded(folder: Path, *, events: list[dict[str, Any]] | None = None, recipe: Any = None, **settings: str) -> Path:
-    """A RUN folder with a trace, events and what run.json resolved."""
-    _small(**settings).write(folder / "trace")
+def recorded(
+    folder: Path, *, trace: Trace | None = None, events: list[dict[str, Any]] | None = None, recipe: Any = None
+) -> Path:
+    """A RUN folder with events and what run.json resolved, as one that died before its trace was there."""
+    folder.mkdir(exist_ok=True)
+    if trace is not None:
+        trace.write(folder / "trace")
     if events is not None:
         (folder / "events.jsonl").write_text("".join(json.dumps({"rl_step": 1, **e}) + "\n" for e in events) + '{"torn')
     (folder / "run.json").write_text(json.dumps({"argv": [], "versions": {}, "recipe": recipe or {}}))
@@ -404,7 +404,7 @@ def test_the_pool_of_graphs_that_did_not_fit_is_predicted_where_the_model_is_kno
     recipe = {"model": str(model), "rollout": {"vllm": {"max_num_seqs": 64}}}
     run = recorded(tmp_path / "run", events=events, recipe=recipe)
     Policy(selector=EpsilonGreedySpec(strategies=(Strategy.chain("learned", 4),))).write(run / "policy.json")
-    assert "Prediction: the policy's graphs take" in findings(run)[0].evidence
+    assert "Prediction: the policy's graphs take" in diagnose(run).findings[0].evidence
 
 
 def test_the_canarys_verdicts_become_findings(tmp_path: Path) -> None:
@@ -430,10 +430,9 @@ def test_a_drafter_that_is_trained_for_nothing_is_told(event: str, code: str, tm
 
 
 def test_a_drafter_that_never_goes_into_service_is_told(tmp_path: Path) -> None:
-    served = recorded(tmp_path / "served", recipe={"drafter": {"schedule": {"kind": "always"}}})
+    served = recorded(tmp_path, trace=_small(), recipe={"drafter": {"schedule": {"kind": "always"}}})
     assert found_by("drafter-never-published", served) == []
-    trace = Run(steps=4).trace()
-    trace.replace(steps=trace.steps.assign(drafter_version=0)).write(served / "trace")
+    _small().replace(steps=_small().steps.assign(drafter_version=0)).write(served / "trace")
     assert found_by("drafter-never-published", served) == ["drafter-never-published"]
 
 
@@ -475,20 +474,18 @@ def test_rollouts_done_twice_tell_how_much_the_machine_varies(
 
 
 def test_an_interrupted_recording_is_told_and_what_can_be_is_still_checked(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "a", events=[{"event": "the run stopped: RunError: an actor died: x"}])
+    run = recorded(tmp_path, trace=_small(), events=[{"event": "the run stopped: RunError: an actor died: x"}])
     (run / "trace").rename(run / "trace.recording")
     told = diagnose(run)
     assert {f.code for f in told.findings} == {"interrupted", "actor-died"}
     assert "never finished" in dict(told.not_checked)["slower-than-plain"]
-    trace = Run(steps=3).trace()
-    noted = trace.manifest.model_copy(update={"notes": "repaired: the recording was interrupted"})
-    assert found_by("interrupted", trace.replace(manifest=noted)) == ["interrupted"]
-    assert found_by("interrupted", trace) == []
+    noted = _small().manifest.model_copy(update={"notes": "repaired: the recording was interrupted"})
+    assert found_by("interrupted", _small().replace(manifest=noted)) == ["interrupted"]
+    assert found_by("interrupted", _small()) == []
 
 
 def test_a_trace_of_lengths_alone_says_what_could_not_be_checked() -> None:
-    trace = Run(steps=3).trace()
-    told = diagnose(trace.replace(iterations=None, steps=None))
+    told = diagnose(_small().replace(iterations=None, steps=None))
     assert told.findings == ()
     missing = dict(told.not_checked)
     assert "iterations" in missing["slower-than-plain"]
@@ -506,7 +503,7 @@ def test_two_rl_steps_are_too_few_to_call_anything_good_that_needs_an_interval()
 def test_a_folder_without_a_run_and_a_damaged_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError):
         diagnose(tmp_path)
-    run = recorded(tmp_path / "run")
+    run = recorded(tmp_path / "run", trace=_small())
     (run / "trace" / "outcomes.parquet").write_bytes(b"not parquet")
     with pytest.raises(TraceError):
         diagnose(run)
@@ -514,7 +511,7 @@ def test_a_folder_without_a_run_and_a_damaged_trace_are_refused(tmp_path: Path) 
 
 def test_a_run_that_died_before_its_first_rl_step_is_still_a_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "the run stopped: MemoryError: out of memory"}) + "\n")
-    assert [f.code for f in findings(tmp_path)] == ["out-of-memory"]
+    assert [f.code for f in diagnose(tmp_path).findings] == ["out-of-memory"]
 
 
 def test_numbers_in_a_row_are_joined() -> None:

@@ -464,7 +464,7 @@ def test_options_that_do_not_go_with_the_format_are_refused(verl, options, says)
 texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(0, 3), texts, texts), min_size=1, max_size=20))
 def test_any_verl_dump_keeps_every_response_and_its_length(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dump")

@@ -423,8 +423,8 @@ def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
         save_figure(make(), tmp_path / "one.svg")
         save_figure(make(), tmp_path / "two.svg")
         assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-        save_figure(make(), tmp_path / "one.png")
-    save_figure(make(), tmp_path / "two.png")
+    for name in ("one", "two"):
+        save_figure(make(), tmp_path / f"{name}.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert data_uri(make(), most_svg_bytes=0).startswith("data:image/png;base64,")
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):

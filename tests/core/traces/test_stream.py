@@ -202,7 +202,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(rows=rows, group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
 def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
@@ -302,14 +302,14 @@ def peak_bytes(work):
 
 
 def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
-    """60 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
+    """40 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
     chunk, path = 1 << 19, tmp_path / "t"
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(stream, "GROUP_BYTES", chunk // 2)
 
     def work():
         if way == "write":
-            yield write(path, 60, 1024, 8, 0)
+            yield write(path, 40, 1024, 8, 0)
         elif way == "iterate":
             for one in read(path).iter_rl_steps():
                 yield one.workload, one.outcomes
