@@ -30,9 +30,6 @@ from .errors import ConfigError, InputError
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
 """Of a JSON file, which is read as a whole."""
-_BLOCK_BYTES = 1 << 20
-MOST_ROWS = 1 << 24
-"""Of a table that is read as a whole, or of a row group of one that is not."""
 PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
@@ -52,26 +49,21 @@ def parse_json(data: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def unsealed(data: str | bytes) -> Any:
-    """As `parse_json`, for files of ours: what is `sealed` is checked and comes without its seal. Raises ValueError."""
-    value = parse_json(data)
-    if isinstance(value, dict) and _SEAL in value:
-        seal = value.pop(_SEAL)
-        if seal != _seal_of(value):
-            raise ValueError(f"its {_SEAL} is that of another content: damaged, or changed by hand (then remove it)")
-    return value
-
-
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object that `unsealed` takes for damaged once a bit of its content is another.
 
     Its "sha256" is the SHA-256 of the rest as ASCII JSON, keys sorted, without spaces.
     """
-    return {**value, _SEAL: _seal_of(value)}
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return {**value, _SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _seal_of(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def unsealed(data: str | bytes) -> Any:
+    """As `parse_json`, for files of ours: what is `sealed` is checked and comes without its seal. Raises ValueError."""
+    value = parse_json(data)
+    if isinstance(value, dict) and _SEAL in value and value.pop(_SEAL) != sealed(value)[_SEAL]:
+        raise ValueError(f"its {_SEAL} is that of another content: damaged, or changed by hand (then remove it)")
+    return value
 
 
 def open_input(path: Path) -> BufferedReader:
@@ -93,22 +85,15 @@ def open_input(path: Path) -> BufferedReader:
 
 def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES, *, encoding: str = "utf-8", errors: str = "strict") -> str:
     """The text of a file, which is read as a whole. Raises OSError, also for more than `most_bytes`, and ValueError."""
-    with open_input(path) as file:
-        data = _read_at_most(file, most_bytes)
-    if data is None:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB, the most that is read", str(path))
-    return data.decode(encoding, errors)
-
-
-def _read_at_most(file: BufferedReader, most_bytes: int) -> bytes | None:
-    """The rest of a file, None where that is more. `read(n)` would ask for the memory of n bytes first."""
     blocks, left = [], most_bytes
-    while block := file.read(_BLOCK_BYTES):
-        left -= len(block)
-        if left < 0:
-            return None
-        blocks.append(block)
-    return b"".join(blocks)
+    with open_input(path) as file:
+        # In blocks: `read(n)` would ask for the memory of n bytes first.
+        while block := file.read(1 << 20):
+            left -= len(block)
+            if left < 0:
+                raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB, the most that is read", str(path))
+            blocks.append(block)
+    return b"".join(blocks).decode(encoding, errors)
 
 
 def lines_of(file: TextIO) -> Iterator[str]:
@@ -131,11 +116,14 @@ def read_json(path: Path) -> Any:
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is none to read: a killed run may leave anything."""
-    try:
-        value = read_json(path)
-    except ConfigError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return dict(_read_as(dict, path))
+
+
+def _read_as(kind: type, path: Path) -> Any:
+    with suppress(ConfigError):
+        if isinstance(value := read_json(path), kind):
+            return value
+    return kind()
 
 
 def write_file(path: Path, data: str | bytes) -> None:
@@ -235,13 +223,11 @@ class Hashing:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._sum = hashlib.sha256()
+        self.hexdigest = self._sum.hexdigest
 
     def write(self, data: Any) -> int:
         self._sum.update(data)
         return self._file.write(data)
-
-    def hexdigest(self) -> str:
-        return self._sum.hexdigest()
 
     def seekable(self) -> bool:
         return False
@@ -251,19 +237,17 @@ class Hashing:
 
 
 def replace_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file in one move and wait until it is on the disk. Raises OSError.
-
-    It is written beside `path` with the ending `.tmp`; after a kill that may be left.
-    """
+    """As `replaced_durably`, for what is there in one piece."""
     with replaced_durably(path) as file:
         file.write(data)
 
 
 @contextmanager
 def replaced_durably(path: Path, name: Callable[[str], str] | None = None) -> Iterator[Hashing]:
-    """As `replace_durably`, for what is written bit by bit: the file to write to, in place once the block ends.
+    """Write a file in one move and wait until it is on the disk: within, the file to write to. Raises OSError.
 
-    `name` makes of the SHA-256 of what was written the file's name, in place of `path`'s.
+    It is written beside `path` with the ending `.tmp`; after a kill that may be left. `name` makes of the SHA-256 of
+    what was written the file's name, in place of `path`'s.
     """
     new = path.with_suffix(".tmp")
     try:
@@ -299,12 +283,8 @@ def write_sum(path: Path, sha256: str) -> None:
 
 
 def written_sum(path: Path) -> str | None:
-    """The SHA-256 that a file had when it was written: None where `write_sum` said nothing, "" where that is damaged.
-
-    Raises OSError.
-    """
-    beside = path.with_name(path.name + SUM_SUFFIX)
-    if not beside.is_file():
+    """The SHA-256 that `write_sum` told: None where it told none, "" where that is damaged. Raises OSError."""
+    if not (beside := path.with_name(path.name + SUM_SUFFIX)).is_file():
         return None
     sha256, _, name = beside.read_text(encoding="utf-8", errors="replace").partition("  ")
     return sha256 if name == f"{path.name}\n" else ""
@@ -320,30 +300,24 @@ def make_folder(path: Path, *, durable: bool = True) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    """Wait until a file is on the disk; of a folder, the names in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+fsync_folder = fsync_file
 
 
 def fsync_tree(path: Path) -> None:
     """Wait until a file, or a folder with all that is in it, is on the disk; links are left out."""
     if path.is_symlink():
         return
-    if not path.is_dir():
-        fsync_file(path)
-        return
-    for item in path.iterdir():
+    for item in path.iterdir() if path.is_dir() else ():
         fsync_tree(item)
-    fsync_folder(path)
-
-
-def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_file(path)
 
 
 def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
@@ -379,15 +353,12 @@ def in_progress(folder: Path) -> bool:
     """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
     try:
         there = os.stat(folder / "lock")
-        ours = _held.get((os.getpid(), there.st_dev, there.st_ino))
-        if ours is not None and not ours.closed:
+        if (ours := _held.get((os.getpid(), there.st_dev, there.st_ino))) is not None and not ours.closed:
             return True
         with open(folder / "lock", "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False
 
 
@@ -426,7 +397,7 @@ def scratch_folder(name: str = "") -> Path:
 def leaves(*paths: Path) -> None:
     """This process's run leaves something at `paths` that is not in its scratch folder: swept once it has ended."""
     folder = scratch_folder()
-    write_json(folder / _ELSEWHERE, sorted({*map(str, paths), *_elsewhere(folder)}))
+    write_json(folder / _ELSEWHERE, sorted(map(str, {*paths, *_elsewhere(folder)})))
 
 
 def leaves_memory() -> None:
@@ -442,7 +413,7 @@ def leaves_memory() -> None:
     held = set().union(*(_held_memory(Path("/proc") / pid) for pid in family))
     with suppress(OSError, InputError):
         # Who has nothing there needs no folder that tells of it.
-        if paths := [path for path in _SHARED.iterdir() if path.lstat().st_ino in held and _left(path)]:
+        if paths := [path for path in filter(_left, _SHARED.iterdir()) if path.lstat().st_ino in held]:
             leaves(*paths)
 
 
@@ -464,7 +435,7 @@ def leftovers() -> list[Path]:
             there = folder.lstat()
             ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and (folder / "lock").is_file()
             if ours and _SCRATCH.fullmatch(folder.name) and not in_progress(folder):
-                found += [*(path for path in map(Path, _elsewhere(folder)) if _left(path)), folder]
+                found += [*filter(_left, _elsewhere(folder)), folder]
     return found
 
 
@@ -472,27 +443,26 @@ def sweep() -> list[Path]:
     """Remove `leftovers`, but what a process still uses; what was removed."""
     gone = []
     for path in leftovers():
-        if _SCRATCH.fullmatch(path.name):
-            # As long as something is left that it knows of, it is not forgotten.
-            if any(_left(Path(other)) for other in _elsewhere(path)):
-                continue
-        elif _in_use(path):
+        # A scratch folder is not forgotten as long as something is left that it knows of.
+        knows = _SCRATCH.fullmatch(path.name)
+        if any(map(_left, _elsewhere(path))) if knows else _in_use(path):
             continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                path.unlink()
+        _remove(path)
         gone.append(path)
     return gone
 
 
-def _elsewhere(folder: Path) -> list[str]:
-    try:
-        found = read_json(folder / _ELSEWHERE)
-    except ConfigError:
-        return []
-    return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _elsewhere(folder: Path) -> list[Path]:
+    """Where the run whose scratch folder this is leaves something, as `leaves` was told."""
+    return [Path(path) for path in _read_as(list, folder / _ELSEWHERE) if isinstance(path, str)]
 
 
 def _left(path: Path) -> bool:
@@ -520,11 +490,9 @@ def _end_scratch(pid: int) -> None:
         return
     folder, held = _scratch.pop(pid)
     # Python removes its semaphores at its end, which may come after this.
-    elsewhere = [path for path in map(Path, _elsewhere(folder)) if not path.name.startswith("sem.")]
-    if any(_left(path) for path in elsewhere):
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+    if any(_left(path) for path in _elsewhere(folder) if not path.name.startswith("sem.")):
+        for path in filter(Path.is_dir, folder.iterdir()):
+            _remove(path)
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     held.close()

@@ -14,10 +14,10 @@ import pyarrow as pa
 from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, MOST_ROWS, open_input, parse_json, read_text
+from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
 
 from .schema import Manifest
-from .storage import check_parquet
+from .storage import MOST_ROWS, check_parquet
 
 PROMPT_TOKENS = (
     "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",

@@ -62,9 +62,13 @@ def step_offsets(trace: Trace) -> dict[int, float]:
     if steps is not None and set(trace.rl_steps) <= set(steps["rl_step"]):
         known = dict(zip(steps["rl_step"], steps["t_start"], strict=True))
         return {step: float(known[step]) for step in trace.rl_steps}
-    durations = [duration or 0.0 for duration in metrics.rollout_s(trace).values()]
-    starts = np.concatenate([[0.0], np.cumsum(durations)])
-    return {step: float(start) for step, start in zip(trace.rl_steps, starts[:-1], strict=True)}
+    return _one_after_the_other({step: duration or 0.0 for step, duration in metrics.rollout_s(trace).items()})
+
+
+def _one_after_the_other(lasts_s: Mapping[int, float]) -> dict[int, float]:
+    """Starts of RL steps that last so long. Lasting 2 s and 3 s: {0: 0.0, 1: 2.0}."""
+    starts = np.cumsum([0.0, *lasts_s.values()])
+    return dict(zip(lasts_s, starts.tolist(), strict=False))
 
 
 def aligned_offsets(*traces: Trace, rollout_only: bool = False) -> dict[int, float]:
@@ -77,9 +81,7 @@ def aligned_offsets(*traces: Trace, rollout_only: bool = False) -> dict[int, flo
         for step in trace.rl_steps:
             end_s = float(lanes(trace, step, rollout_only=rollout_only)["end_s"].max())
             lasts[step] = max(lasts.get(step, 0.0), end_s)
-    steps = sorted(lasts)
-    starts = np.concatenate([[0.0], np.cumsum([lasts[step] for step in steps])])
-    return {step: float(start) for step, start in zip(steps, starts[:-1], strict=True)}
+    return _one_after_the_other(dict(sorted(lasts.items())))
 
 
 def median_step(trace: Trace, *others: Trace) -> int:
@@ -144,14 +146,9 @@ def _trainer(trace: Trace) -> pd.DataFrame:
         return nothing
     row = steps.iloc[0]
     now = _start_s(trace) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
-    kinds, starts, ends = [], [], []
-    for column, kind in _AFTER_ROLLOUT.items():
-        if pd.notna(row[column]) and row[column] > 0:
-            kinds.append(kind)
-            starts.append(now)
-            now += float(row[column])
-            ends.append(now)
-    return _segments(["trainer"] * len(kinds), kinds, starts, ends) if kinds else nothing
+    took = {kind: float(row[column]) for column, kind in _AFTER_ROLLOUT.items() if row[column] > 0}
+    times = np.cumsum([now, *took.values()])
+    return _segments("trainer", list(took), times[:-1], times[1:])
 
 
 def _start_s(trace: Trace) -> float:

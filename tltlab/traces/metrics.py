@@ -61,9 +61,8 @@ def num_tokens(trace: Trace) -> int:
 
 def tokens_per_s(trace: Trace) -> float | None:
     """Response tokens per second of rollout, sum L_r / sum D. 100 and 300 tokens in a rollout of 8 s: 50.0."""
-    steps = [step for step in _steps(trace) if step.rollout_s]
-    tokens = sum(int(step.outcomes["response_tokens"].sum()) for step in steps)
-    return _ratio(tokens, sum(step.rollout_s or 0.0 for step in steps))
+    known = [(step.rollout_s, int(step.outcomes["response_tokens"].sum())) for step in _steps(trace) if step.rollout_s]
+    return _ratio(sum(tokens for _, tokens in known), sum(seconds for seconds, _ in known))
 
 
 def bubble_fraction(trace: Trace, *, idle: bool = False) -> float | None:
@@ -258,13 +257,7 @@ def _steps_of_part(trace: Trace) -> Iterator[_Step]:
         start_s = 0.0 if pd.isna(start) else float(start)
         end = rows["t_finish"].max()
         duration = measured.get(rl_step, None if pd.isna(end) else float(end) - start_s)
-        yield _Step(
-            rl_step=rl_step,
-            outcomes=rows,
-            spans=spans.get(rl_step),
-            start_s=start_s,
-            rollout_s=duration,
-        )
+        yield _Step(rl_step=rl_step, outcomes=rows, spans=spans.get(rl_step), start_s=start_s, rollout_s=duration)
 
 
 def _tail(step: _Step) -> tuple[float, float] | None:

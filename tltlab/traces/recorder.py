@@ -125,12 +125,7 @@ class Recorder:
 
     @classmethod
     def reopen(
-        cls,
-        path: str | Path,
-        manifest: Manifest,
-        rl_steps: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        cls, path: str | Path, manifest: Manifest, rl_steps: int, *, clock: Callable[[], float] = time.perf_counter
     ) -> Self:
         """Go on recording the trace `path` of a run that ended or was killed, from RL step `rl_steps` on.
 

@@ -262,18 +262,10 @@ class Recorded:
     def overlaps(self, other: Recorded) -> bool:
         """Whether both were recorded at once, by engines of the same kind."""
         same = ("model", "engine", "kind", "source")
-        if (
-            not self.times
-            or not other.times
-            or any(getattr(self.manifest, n) != getattr(other.manifest, n) for n in same)
-        ):
+        if any(getattr(self.manifest, name) != getattr(other.manifest, name) for name in same):
             return False
-        (begun, ended), (begun_there, ended_there) = self._span, other._span
-        return begun <= ended_there and begun_there <= ended
-
-    @property
-    def _span(self) -> tuple[float, float]:
-        return self.created_s or 0.0, max(end for _, end in self.times.values())
+        ends = [max((end for _, end in part.times.values()), default=-np.inf) for part in (self, other)]
+        return (other.created_s or 0.0) <= ends[0] and (self.created_s or 0.0) <= ends[1]
 
 
 def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Table]]:
@@ -291,7 +283,6 @@ def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Tabl
             raise TraceError(f"{part.where} has {min(foreign)}, so it is a whole run's, not one engine's")
     placed = _placed(parts)
     samples, workers = _sample_offsets(parts, placed), 0
-    before: dict[tuple[str, int, int], int] = {}
     pieces: dict[str, list[pa.Table]] = {}
     for at, part in enumerate(parts):
         known = pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist()
@@ -299,7 +290,7 @@ def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Tabl
         workers += max(1, len(names))
         for name, table in part.tables.items():
             if name != "steps" and len(table):
-                pieces.setdefault(name, []).append(_moved(name, table, at, placed, samples, names, before))
+                pieces.setdefault(name, []).append(_moved(name, table, at, placed, samples, names))
     tables = {name: pa.concat_tables(found) for name, found in pieces.items()}
     tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
     if all("steps" in part.tables for part in parts):
@@ -360,48 +351,42 @@ def _sample_offsets(parts: Sequence[Recorded], placed: _Placed) -> pd.Series:
         whole = keys["rl_step"].map({step: number for (of, step), (number, _) in placed.items() if of == at})
         frames.append(keys.assign(part=at, whole=whole))
     rows = pd.concat(frames, ignore_index=True)
-    twice = rows.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
-    ambiguous = rows[
-        rows.set_index(["whole", "prompt_id"]).index.isin(rows[twice].set_index(["whole", "prompt_id"]).index)
-    ]
-    index = ["part", "rl_step", "prompt_id"]
+    rows["twice"] = rows.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
+    ambiguous = rows[rows.groupby(["whole", "prompt_id"])["twice"].transform("any")]
     sizes = ambiguous.groupby(["whole", "prompt_id", "part", "rl_step"])["sample"].max() + 1
-    offsets = sizes.groupby(["whole", "prompt_id"]).cumsum() - sizes
-    found: pd.Series = offsets.droplevel("whole").reorder_levels(index)
-    return found
+    offsets: pd.Series = sizes.groupby(["whole", "prompt_id"]).cumsum() - sizes
+    index: list[Any] = ["part", "rl_step", "prompt_id"]
+    return offsets.droplevel("whole").reorder_levels(index)
 
 
 def _moved(
-    name: str, table: pa.Table, at: int, placed: _Placed, samples: pd.Series, workers: Mapping[int, int],
-    before: dict[tuple[str, int, int], int],
-) -> pa.Table:  # fmt: skip
-    """A part's rows as rows of the whole; `before` counts the iterations that a worker's RL step has already."""
+    name: str, table: pa.Table, at: int, placed: _Placed, samples: pd.Series, workers: Mapping[int, int]
+) -> pa.Table:
+    """A part's rows as rows of the whole."""
     columns = {name: table[name] for name in table.column_names}
     steps = table["rl_step"].to_numpy()
     numbers, at_step = np.unique(steps, return_inverse=True)
     # Iterations may be of RL steps of which no response is whole.
-    whole = np.array([placed.get((at, step), (step, 0.0))[0] for step in numbers.tolist()])[at_step]
-    later_s = np.array([placed.get((at, step), (step, 0.0))[1] for step in numbers.tolist()])[at_step]
+    places = [placed.get((at, step), (step, 0.0)) for step in numbers.tolist()]
+    whole, later_s = (np.array([place[which] for place in places])[at_step] for which in (0, 1))
     columns["rl_step"] = pa.array(whole, pa.int32())
     for time_s in ("t_submit", "t_first_token", "t_finish", "t_start"):
         if time_s in columns:
             columns[time_s] = pc.add(columns[time_s], pa.array(later_s))
     if "worker" in columns:
         given = columns["worker"].to_pylist()
-        columns["worker"] = pa.array(
-            [None if w is None else workers.get(w, min(workers.values(), default=0)) for w in given], pa.int32()
-        )
+        first = min(workers.values(), default=0)
+        columns["worker"] = pa.array([None if w is None else workers.get(w, first) for w in given], pa.int32())
     if "sample" in columns and len(samples):
         keys = pd.MultiIndex.from_arrays([np.full(len(steps), at), steps, table["prompt_id"].to_pandas()])
         more = samples.reindex(keys).fillna(0).to_numpy(np.int64)
         columns["sample"] = pa.array(table["sample"].to_numpy() + more, pa.int32())
     if "iteration" in columns:
-        iterations = table["iteration"].to_numpy().astype(np.int64)
-        for step in numbers.tolist():
-            here = steps == step
-            key = (name, int(whole[here][0]), at)
-            iterations[here] += before.get(key, 0)
-            before[key] = int(iterations[here].max()) + 1
+        # RL steps of the part that are one of the whole count on.
+        iterations, before = table["iteration"].to_numpy().astype(np.int64), dict[int, int]()
+        for number, step in zip(places, numbers.tolist(), strict=True):
+            iterations[steps == step] += before.get(number[0], 0)
+            before[number[0]] = int(iterations[steps == step].max()) + 1
         columns["iteration"] = pa.array(iterations, pa.int32())
     return pa.table(columns, schema=TABLES[name])
 
@@ -483,6 +468,5 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
 
 def _as_one_value(table: pa.Table) -> pa.ListArray:
     """A table as one list of structs."""
-    rows = table.combine_chunks().to_struct_array()
-    rows = rows.combine_chunks() if isinstance(rows, pa.ChunkedArray) else rows
+    rows = pa.concat_arrays([batch.to_struct_array() for batch in table.combine_chunks().to_batches()])
     return pa.ListArray.from_arrays(pa.array([0, len(rows)], pa.int32()), rows)

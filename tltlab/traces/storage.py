@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 from tltlab.arrays import Ints
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import (
-    MOST_ROWS,
     fsync_file,
     fsync_tree,
     new_folder,
@@ -34,6 +33,8 @@ from tltlab.files import (
 from .schema import MANIFEST_FILE, SUFFIX, SUMS, TABLES, Manifest, is_trace
 from .validate import Part, check_columns, conform
 
+MOST_ROWS = 1 << 24
+"""Of a table that is read as a whole, or of a row group of one that is not."""
 _STRING_BYTES = 16
 """Of one string in memory: its offset and about a dozen characters."""
 _ROWS_AT_ONCE = 1 << 14

@@ -71,14 +71,17 @@ class StreamWriter:
             )
         try:
             for name, table in tables.items():
-                if name not in self._writers:
-                    self._writers[name] = _TableWriter(self._folder, name, self._stack)
-                self._writers[name].append(table.load(None))
+                self._writer(name).append(table.load(None))
         except OSError as error:
             self._failure = cannot_write(self.path, error)
             raise self._failure from error
         self._last = max([self._last, *steps])
         self.num_rl_steps += len(tables["workload"].rl_steps)
+
+    def _writer(self, name: str) -> _TableWriter:
+        if name not in self._writers:
+            self._writers[name] = _TableWriter(self._folder, name, self._stack)
+        return self._writers[name]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,11 +93,8 @@ class StreamWriter:
             if self._failure is not None:  # The caller went on, but part of an RL step may be missing.
                 raise self._failure
             try:
-                for name in REQUIRED_TABLES:
-                    if name not in self._writers:
-                        self._writers[name] = _TableWriter(self._folder, name, self._stack)
-                for writer in self._writers.values():
-                    writer.close()
+                for name in dict.fromkeys((*REQUIRED_TABLES, *self._writers)):
+                    self._writer(name).close()
                 manifest = self.manifest.model_copy(update={"num_rl_steps": self.num_rl_steps})
                 write_durably(self._folder / MANIFEST_FILE, manifest.to_json().encode())
                 self._stack.close()

@@ -43,6 +43,16 @@ CHUNK_BYTES = 64 << 20
 """Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
 
 
+class _Optional:
+    """A trace's table of this name; None where it has none."""
+
+    def __set_name__(self, owner: type[Trace], name: str) -> None:
+        self._name = name
+
+    def __get__(self, trace: Trace, owner: type[Trace]) -> pd.DataFrame | None:
+        return trace.table(self._name)
+
+
 class Trace:
     """A checked trace, in memory or lazily read from its folder; immutable.
 
@@ -107,33 +117,13 @@ class Trace:
     def outcomes(self) -> pd.DataFrame:
         return self._required("outcomes")
 
-    @property
-    def tokens(self) -> pd.DataFrame | None:
-        return self.table("tokens")
-
-    @property
-    def iterations(self) -> pd.DataFrame | None:
-        return self.table("iterations")
-
-    @property
-    def decisions(self) -> pd.DataFrame | None:
-        return self.table("decisions")
-
-    @property
-    def acceptance(self) -> pd.DataFrame | None:
-        return self.table("acceptance")
-
-    @property
-    def steps(self) -> pd.DataFrame | None:
-        return self.table("steps")
-
-    @property
-    def spans(self) -> pd.DataFrame | None:
-        return self.table("spans")
-
-    @property
-    def spot_training(self) -> pd.DataFrame | None:
-        return self.table("spot_training")
+    tokens = _Optional()
+    iterations = _Optional()
+    decisions = _Optional()
+    acceptance = _Optional()
+    steps = _Optional()
+    spans = _Optional()
+    spot_training = _Optional()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -170,7 +160,7 @@ class Trace:
 
         A trace in memory, or one that small, is its only part. All rows of all tables are in one part.
         """
-        chunks = list(_chunks(self._stored)) if self._stored else []
+        chunks = _chunks(_stored(self))
         if len(chunks) < 2:
             yield self
             return
@@ -189,10 +179,6 @@ class Trace:
         """The same with all tables read."""
         tables = {name: MemoryTable(table.load(None)) for name, table in self._tables.items()}
         return Trace(self.manifest, tables, self.rl_steps, self.path)
-
-    @property
-    def _stored(self) -> dict[str, StoredTable]:
-        return {name: table for name, table in self._tables.items() if isinstance(table, StoredTable)}
 
     def replace(self, *, manifest: Manifest | None = None, **tables: pd.DataFrame | pa.Table | None) -> Trace:
         """The same trace with some tables (None: without them) or the manifest replaced, checked anew."""
@@ -251,20 +237,19 @@ def read(path: TraceSource) -> Trace:
         raise TraceError(
             f"got {shown(path)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
         )
-    found = locate(path)
-    if found.is_dir() and not (found / MANIFEST_FILE).exists():
-        found = _only_run(found)
-    trace = read_one(found)
-    engines = _engines(found, trace) if trace.path is not None else [trace]
+    place = locate(path)
+    if place.is_dir() and not (place / MANIFEST_FILE).exists():
+        place = _only_run(place)
+    trace = read_one(place)
+    engines = _engines(place, trace) if trace.path is not None else [trace]
     return trace if len(engines) == 1 else together(engines)
 
 
 def together(traces: Sequence[Trace]) -> Trace:
     """One trace of what several engines of a run recorded, in memory: see `recording.put_together`."""
-    where = [str(trace.path or f"trace {at}") for at, trace in enumerate(traces)]
-    parts = [_recorded(name, trace) for name, trace in zip(where, traces, strict=True)]
+    parts = [_recorded(str(trace.path or f"trace {at}"), trace) for at, trace in enumerate(traces)]
     manifest, tables = put_together(parts)
-    _say(Path(where[0]).absolute(), f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
+    _say(Path(parts[0].where), (manifest.notes or "").rpartition("; ")[2])
     return Trace.from_tables(manifest, tables)
 
 
@@ -311,7 +296,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
-            _say(first.absolute(), f"{first}: not put together with {name}: {error}")
+            _say(first, f"not put together with {name}: {error}")
         else:
             parts[at] = _recorded(str(traces[at].path), traces[at])
     run, reached = {number}, [number]
@@ -323,17 +308,17 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
     return [traces[at] for at in sorted(run)] if min(run) == number else [trace]
 
 
-def read_one(found: Path) -> Trace:
+def read_one(place: Path) -> Trace:
     """Read and check the trace, recording or CSV that is at this very place, as `read` does."""
-    if found.name.endswith(SUFFIX) and (found / MANIFEST_FILE).exists():
+    if place.name.endswith(SUFFIX) and (place / MANIFEST_FILE).exists():
         try:
-            return _unfinished(found)
+            return _unfinished(place)
         except TraceError:
-            if found.exists():
+            if place.exists():
                 raise
             # It was closed meanwhile.
-            return read_one(found.with_name(found.name.removesuffix(SUFFIX)))
-    trace = _opened(found)
+            return read_one(place.with_name(place.name.removesuffix(SUFFIX)))
+    trace = _opened(place)
     _check(trace)
     return trace
 
@@ -350,7 +335,7 @@ def _unfinished(folder: Path) -> Trace:
         raise TraceError(f"{folder}: gone while it was read")
     how = "it is still being recorded" if goes_on else "the recording was interrupted"
     note = f"unfinished: {'; '.join([how, *notes])}"
-    _say(folder.absolute(), f"{folder}: {note}")
+    _say(folder, note)
     return trace.with_manifest(noted(trace.manifest, [note]))
 
 
@@ -374,21 +359,23 @@ def recorded(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
 
 def noted(manifest: Manifest, notes: list[str]) -> Manifest:
     """The same manifest with notes more."""
-    if not notes:
-        return manifest
-    return manifest.model_copy(update={"notes": "; ".join([*([manifest.notes] if manifest.notes else []), *notes])})
+    return manifest.model_copy(update={"notes": "; ".join(filter(None, [manifest.notes, *notes])) or None})
+
+
+def _say(where: Path, what: str | None) -> None:
+    """Say it of a place once in a process, however often a command reads the trace."""
+    _say_once(where.absolute(), f"{where}: {what}")
 
 
 @cache
-def _say(where: Path, line: str) -> None:
-    """Say it of a place once in a process, however often a command reads the trace."""
+def _say_once(place: Path, line: str) -> None:
     progress(line)
 
 
 def _check(trace: Trace) -> None:
     """Check values of stored tables, and how they fit together, some RL steps at a time."""
-    stored = trace._stored
-    for rl_steps in _chunks(stored) if stored else ():
+    stored = _stored(trace)
+    for rl_steps in _chunks(stored):
         check({name: table.part(rl_steps) for name, table in stored.items()})
 
 
@@ -403,7 +390,7 @@ def _opened(path: Path) -> Trace:
         from tltlab.importers.formats import import_dump
 
         trace = import_dump(path)
-        _say(path.absolute(), f"{path}: {trace.manifest.notes}")
+        _say(path, trace.manifest.notes)
         return trace
     if not path.is_dir():
         raise TraceError(f"{path}: no such folder; a trace is a folder")
@@ -475,15 +462,18 @@ def run_folder(trace: Path) -> Path:
     return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
 
 
-def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
+def _stored(trace: Trace) -> dict[str, StoredTable]:
+    return {name: table for name, table in trace._tables.items() if isinstance(table, StoredTable)}
+
+
+def _chunks(tables: Mapping[str, StoredTable]) -> list[list[int]]:
     """All RL steps of all tables, in runs whose rows take about CHUNK_BYTES."""
-    steps = np.unique(np.concatenate([table.rl_steps for table in tables.values()]))
+    steps = np.unique(np.concatenate([np.arange(0), *(table.rl_steps for table in tables.values())]))
     size = np.zeros(len(steps))
     for table in tables.values():
         size[np.searchsorted(steps, table.rl_steps)] += table.rows_per_step * table.row_bytes
     chunk = (np.cumsum(size) // CHUNK_BYTES).astype(np.int64)
-    for run in np.split(steps, np.flatnonzero(np.diff(chunk)) + 1):
-        yield run.tolist()
+    return [run.tolist() for run in np.split(steps, np.flatnonzero(np.diff(chunk)) + 1) if len(run)]
 
 
 def _steps_of(tables: Mapping[str, Table]) -> list[int]:

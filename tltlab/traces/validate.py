@@ -7,7 +7,7 @@ start with the RL step, so a trace can be checked some RL steps at a time. Every
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -111,9 +111,7 @@ def conform(part: Part) -> Part:
         if pa.types.is_string(field.type):
             _require_utf_8(part, field.name, column)
         columns.append(column)
-    return Part(
-        name=part.name, file=part.file, rows=part.rows, table=pa.table(columns, schema=TABLES[part.name])
-    )  # fmt: skip
+    return replace(part, table=pa.table(columns, schema=TABLES[part.name]))
 
 
 def check(parts: Mapping[str, Part]) -> None:
@@ -252,13 +250,10 @@ def _flat(column: pa.ChunkedArray) -> tuple[Ints, Any]:
 
 
 def _check_unique(part: Part, codes: Ints | None) -> None:
-    columns = UNIQUE.get(part.name)
-    if columns is None:
+    if (columns := UNIQUE.get(part.name)) is None:
         return
-    if columns != KEY:
-        rest = [c for c in columns if codes is None or c not in KEY]
-        codes = _combine([codes] if codes is not None else [], [part.table[c].to_pandas() for c in rest])
-    assert codes is not None
+    rest = [c for c in columns if codes is None or c not in KEY]
+    codes = _combine([codes] if codes is not None else [], [part.table[c].to_pandas() for c in rest])
     if (twice := pd.Series(codes).duplicated().to_numpy()).any():
         part.fault(columns[-1], int(np.argmax(twice)), f"this row is there twice: {', '.join(columns)} must be unique")
 
@@ -286,13 +281,10 @@ def key_codes(parts: list[Part]) -> dict[str, Ints]:
 
 def _combine(codes: list[Ints], columns: list[Any]) -> Ints:
     """Dense codes 0..n-1 of the rows' value combinations."""
-    combined: Ints | None = codes[0] if codes else None
-    for column in columns:
-        code = pd.factorize(column)[0].astype(np.int64)
-        if combined is not None:
-            code = pd.factorize(combined * (int(code.max(initial=0)) + 1) + code)[0].astype(np.int64)
-        combined = code
-    assert combined is not None
+    each: list[Ints] = [*codes, *(pd.factorize(column)[0].astype(np.int64) for column in columns)]
+    combined = each[0]
+    for code in each[1:]:
+        combined = pd.factorize(combined * (int(code.max(initial=0)) + 1) + code)[0].astype(np.int64)
     return combined
 
 
