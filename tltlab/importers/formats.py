@@ -24,7 +24,7 @@ from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, TraceSource, read
 
 from .metrics_log import is_metrics_log, records_of
-from .responses import Imported, group_size_of, tables_of_responses
+from .responses import group_size_of, tables_of_responses
 from .rows import Row, rows_of
 from .step_metrics import FIRST_OF, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter, TokenCounter
@@ -38,12 +38,8 @@ CHARS_PER_TOKEN = 3.6
 """English prose in BPE tokens: for texts without a tokenizer."""
 
 _CALLED = {
-    "verl": "verl rollout dump",
-    "trl": "TRL completions",
-    "vllm": "vLLM requests",
-    "csv": "CSV of lengths",
-    "metrics": "log of metrics",
-}
+    "verl": "verl rollout dump", "trl": "TRL completions", "vllm": "vLLM requests", "metrics": "log of metrics",
+}  # fmt: skip
 
 
 def import_dump(
@@ -85,32 +81,24 @@ def import_dump(
         if number is not None and number < 1:
             raise ConfigError(f"{what} is {number}, it must be at least 1")
     if form == "csv":
-        given_cap = {"max_response_tokens": max_response_tokens}
+        table = LengthTable.read(path, column)
         return Trace.from_tables(
-            *tables_from_csv(path, column=column, workers=workers, group_size=group_size, **given_cap)
+            *tables_from_csv(table, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens)
         )
     if form == "metrics":
-        steps, said = steps_of(records_of(path))
-        imported, assumed = tables_of_steps(
-            steps,
-            where=str(path),
-            responses=responses,
-            group_size=group_size,
-            max_response_tokens=max_response_tokens,
+        steps, notes = steps_of(records_of(path))
+        tables, assumed = tables_of_steps(
+            steps, where=str(path), responses=responses, group_size=group_size, max_response_tokens=max_response_tokens
         )
-        return _trace(path, form, imported, [*said, *assumed], workers, None)
+        return _trace(path, form, tables, [*notes, *assumed], workers, None)
     counter = NoTokenCounter() if tokens is None else tokens
-    found: Imported
-    if form == "verl":
-        found = read_verl(path, counter)
-    elif form == "trl":
-        found = read_trl(path, counter, reward_columns)
+    if form == "vllm":
+        dump = read_vllm(path, group_size or 1)
     else:
-        found = read_vllm(path, group_size or 1)
-    if not found.responses:
+        dump = read_verl(path, counter) if form == "verl" else read_trl(path, counter, reward_columns)
+    if not dump.responses:
         raise TraceError(f"{path}: no responses in it")
-    tables, notes = tables_of_responses(found, max_response_tokens)
-    return _trace(path, form, tables, notes, workers, found.model)
+    return _trace(path, form, *tables_of_responses(dump, max_response_tokens), workers, dump.model)
 
 
 Source = str | Path
@@ -153,7 +141,15 @@ def read_lengths(source: Source | TraceSource, column: str | None = None) -> Len
 
 
 def _notes(trace: Trace) -> tuple[str, ...]:
-    return tuple((trace.manifest.notes or "").split("; ")) if trace.manifest.notes else ()
+    return tuple(trace.manifest.notes.split("; ")) if trace.manifest.notes else ()
+
+
+_FIELDS: dict[str, tuple[Sequence[str], ...]] = {
+    "verl": (("input",), (), ("output",), ("score",)),
+    "trl": (("prompt",), (), ("completion",), ()),
+    "vllm": ((*PROMPT_IDS, "prompt"), ("input_lens", "usage"), ("output_lens", "usage"), ("reward",)),
+}
+"""By format: the fields of the prompt's name, of the two lengths beside their usual names, and of the reward."""
 
 
 def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -162,29 +158,19 @@ def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, .
         return {}, ()
     files = [path] if path.is_file() else (verl_files(path) if form == "verl" else trl_files(path))
     names = list(map(str, _first(files[0]).fields))
-    meant: dict[str, Sequence[str]] = {"rl_step": RL_STEPS, "prompt_tokens": PROMPT_TOKENS}
-    meant["response_tokens"] = RESPONSE_TOKENS
-    if form == "verl":
-        meant |= {"prompt_id": ("input",), "reward": ("score",)}
-        meant["response_tokens"] = (*RESPONSE_TOKENS, "output")
-    elif form == "trl":
-        meant |= {"prompt_id": ("prompt",), "response_tokens": (*RESPONSE_TOKENS, "completion")}
-    else:
-        meant |= {"prompt_id": (*PROMPT_IDS, "prompt"), "reward": ("reward",)}
-        meant |= {"prompt_tokens": (*PROMPT_TOKENS, "input_lens", "usage")}
-        meant |= {"response_tokens": (*RESPONSE_TOKENS, "output_lens", "usage")}
+    prompt_id, prompt_tokens, response_tokens, reward = _FIELDS[form]
+    meant: dict[str, Sequence[str]] = {
+        "rl_step": RL_STEPS, "prompt_tokens": (*PROMPT_TOKENS, *prompt_tokens),
+        "response_tokens": (*RESPONSE_TOKENS, *response_tokens), "prompt_id": prompt_id, "reward": reward,
+    }  # fmt: skip
     used = {ours: own for ours, asked in meant.items() if (own := next((n for n in asked if n in names), None))}
     return used, tuple(name for name in names if name not in used.values())
 
 
 def _trace(
-    path: Path,
-    form: Format,
-    tables: Mapping[str, pd.DataFrame],
-    notes: Sequence[str],
-    workers: int | None,
+    path: Path, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
     model: str | None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     name = path.resolve().name
     manifest = Manifest(
         kind="imported",
@@ -218,11 +204,11 @@ def guess(path: Path) -> Format:
         return "vllm" if first is not None and is_timed(first) else "csv"
     if path.suffix in (".tsv", ".tab"):
         return "csv"
-    if path.suffix == ".parquet":
-        return _of_record(_first(path))
     try:
         return _of_record(_first(path))
     except TraceError:
+        if path.suffix == ".parquet":
+            raise
         # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
         if is_metrics_log(path):
             return "metrics"

@@ -12,14 +12,9 @@ _STEEPEST = 700.0
 
 
 def max_entropy_lengths(
-    num: int,
-    *,
-    mean: float,
-    least: int | None = None,
-    most: int | None = None,
-    cut: float = 0.0,
+    num: int, *, mean: float, least: int | None = None, most: int | None = None, cut: float = 0.0,
     cap: int | None = None,
-) -> Ints:
+) -> Ints:  # fmt: skip
     """`num` lengths in tokens, ascending, whose sum is `mean` times `num`, rounded.
 
     Of all distributions on `least` (unknown: 1) .. `most` with this mean the one of maximum entropy is the exponential

@@ -163,18 +163,17 @@ def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Itera
     """A record of those fields that are known and have a value, where there are any."""
     values = {}
     for key, raw in fields.items():
-        name = plain_key(key)
-        value = None if name is None or isinstance(raw, bool) else number(str(raw))
-        if name is not None and value is not None:
+        name = None if isinstance(raw, bool) else plain_key(key)
+        if name is not None and (value := number(str(raw))) is not None:
             values[name] = value
     if values:
         yield Record(rl_step=rl_step, place=place, values=values)
 
 
 def _sample(text: str) -> tuple[tuple[str, str], float] | None:
-    found = _SAMPLE.match(text.strip())
-    value = None if found is None else number(found[3])
-    return None if found is None or value is None else ((found[1], found[2] or ""), value)
+    if (found := _SAMPLE.match(text.strip())) is None or (value := number(found[3])) is None:
+        return None
+    return (found[1], found[2] or ""), value
 
 
 def _of_counters(
@@ -184,32 +183,27 @@ def _of_counters(
 
     The longest response is the upper bound of its bucket. Counters that fell were those of an engine that restarted.
     """
-    grown = {series: value - before.get(series, 0.0) for series, value in scrape.items()}
-    grown = {series: scrape[series] if value < 0 else value for series, value in grown.items()}
+    grown = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
 
     def total(name: str, label: str = "") -> float:
         return sum(value for (series, labels), value in grown.items() if series == f"vllm:{name}" and label in labels)
 
-    requests = total("request_generation_tokens_count")
-    if not requests:
+    if not (requests := total("request_generation_tokens_count")):
         return
-    values = {
-        "vllm/num_requests": requests,
-        "vllm/mean_generation_tokens": total("request_generation_tokens_sum") / requests,
-    }
-    if total("request_prompt_tokens_count"):
-        values["vllm/mean_prompt_tokens"] = total("request_prompt_tokens_sum") / total("request_prompt_tokens_count")
+    mean = total("request_generation_tokens_sum") / requests
+    values = {"vllm/num_requests": requests, "vllm/mean_generation_tokens": mean}
+    if prompts := total("request_prompt_tokens_count"):
+        values["vllm/mean_prompt_tokens"] = total("request_prompt_tokens_sum") / prompts
     if ended := total("request_success_total"):
         values["vllm/cut_share"] = total("request_success_total", 'finished_reason="length"') / ended
-    if total("spec_decode_num_drafts_total"):
-        values["vllm/num_drafts"] = total("spec_decode_num_drafts_total")
+    if drafts := total("spec_decode_num_drafts_total"):
+        values["vllm/num_drafts"] = drafts
         values["vllm/num_accepted_tokens"] = total("spec_decode_num_accepted_tokens_total")
     below: dict[float, float] = {}
     for (series, labels), value in grown.items():
         if series == "vllm:request_generation_tokens_bucket" and (bound := re.search(r'le="([^"]+)"', labels)):
             below[float(bound[1])] = below.get(float(bound[1]), 0.0) + value
-    holding_all = [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]
-    if holding_all:
+    if holding_all := [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]:
         values["vllm/max_generation_tokens"] = min(holding_all)
     yield Record(rl_step=rl_step, place=place, values=values)
 
@@ -220,12 +214,11 @@ def _of_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Recor
     for row in rows:
         calls = {key: value for key, value in row.items() if key.startswith("profiling/")}
         if calls and all(key in calls or key.startswith("_") or key in STEPS for key in row):
-            for key, value in calls.items():
-                if isinstance(value, int | float):
-                    took[key] = took.get(key, 0.0) + value
-            continue
-        yield from _of_fields(place, {**row, **took})
-        took = {}
+            numbers = {key: value for key, value in calls.items() if isinstance(value, int | float)}
+            took |= {key: took.get(key, 0.0) + value for key, value in numbers.items()}
+        else:
+            yield from _of_fields(place, {**row, **took})
+            took = {}
 
 
 def _tensorboard(files: list[Path]) -> Iterator[Record]:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Ints
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import TraceError
 from tltlab.traces.csv import tables_of_lengths
 
 from .max_entropy import max_entropy_lengths
@@ -151,13 +151,10 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
         if record.rl_step is None:
             counted += 1
         rl_step = counted if record.rl_step is None else record.rl_step
-        old = steps.get(rl_step)
-        if old is not None and not old.values.keys().isdisjoint(record.values):
+        if rl_step in steps and not steps[rl_step].values.keys().isdisjoint(record.values):
             again.add(rl_step)
-            old = None
-        if old is None:
-            old = steps[rl_step] = StepMetrics(rl_step=rl_step, place=record.place)
-        old.values.update(record.values)
+            del steps[rl_step]
+        steps.setdefault(rl_step, StepMetrics(rl_step=rl_step, place=record.place)).values.update(record.values)
     notes = []
     if counted:
         notes.append("the log does not number its RL steps: they are counted from 1")
@@ -168,13 +165,9 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
 
 
 def tables_of_steps(
-    steps: list[StepMetrics],
-    *,
-    where: str,
-    responses: int | None = None,
-    group_size: int | None = None,
-    max_response_tokens: int | None = None,
-) -> tuple[dict[str, pd.DataFrame], list[str]]:
+    steps: list[StepMetrics], *, where: str, responses: int | None, group_size: int | None,
+    max_response_tokens: int | None,
+) -> tuple[dict[str, pd.DataFrame], list[str]]:  # fmt: skip
     """Workload, outcomes and steps of a log's RL steps, and what was assumed. Raises TraceError where there is nothing.
 
     Lengths are `max_entropy_lengths` of what is known; their order within an RL step is drawn, the same each time.
@@ -209,19 +202,16 @@ def tables_of_steps(
             continue
         kept.append(step)
         prompts = np.arange(num) // (group_size or 1)
-        frames.append(
-            pd.DataFrame(
-                {
-                    "rl_step": step.rl_step,
-                    "prompt_id": [f"s{step.rl_step}-p{prompt}" for prompt in prompts],
-                    "sample": np.arange(num) % (group_size or 1),
-                    "response_tokens": np.random.default_rng(step.rl_step).permutation(lengths),
-                    "prompt_tokens": max(0, round(step.get("prompt") or 0.0)),
-                    # In an average over batches, as TRL logs them, the longest is shorter than the cap.
-                    "longest": int(lengths[-1]) if (step.get("cut") or 0.0) > 0 else cap,
-                }
-            )
-        )
+        columns = {
+            "rl_step": step.rl_step,
+            "prompt_id": [f"s{step.rl_step}-p{prompt}" for prompt in prompts],
+            "sample": np.arange(num) % (group_size or 1),
+            "response_tokens": np.random.default_rng(step.rl_step).permutation(lengths),
+            "prompt_tokens": max(0, round(step.get("prompt") or 0.0)),
+            # In an average over batches, as TRL logs them, the longest is shorter than the cap.
+            "longest": int(lengths[-1]) if (step.get("cut") or 0.0) > 0 else cap,
+        }
+        frames.append(pd.DataFrame(columns))
     if not frames:
         raise TraceError(f"{where}: {'; '.join(notes)}")
     if any(step.get("prompt") is None for step in kept):
@@ -233,13 +223,8 @@ def tables_of_steps(
     rows = pd.concat(frames, ignore_index=True)
     known_cut = any((step.get("cut") or 0.0) > 0 for step in kept) or max_response_tokens is not None
     ended = (rows["response_tokens"] >= rows["longest"]) & known_cut
-    tables = tables_of_lengths(
-        rows[["rl_step", "prompt_id", "sample"]],
-        rows["response_tokens"].to_numpy(),
-        rows["prompt_tokens"].to_numpy(),
-        cap,
-        ended.to_numpy(),
-    )
+    lengths, prompt_tokens = rows["response_tokens"].to_numpy(), rows["prompt_tokens"].to_numpy()
+    tables = tables_of_lengths(rows[["rl_step", "prompt_id", "sample"]], lengths, prompt_tokens, cap, ended.to_numpy())
     return {**tables, "steps": _steps_table(kept)}, notes
 
 
@@ -247,8 +232,6 @@ def _counts(steps: list[StepMetrics], responses: int | None, notes: list[str]) -
     known = [step.num_responses for step in steps]
     usual = [num for num in known if num is not None]
     missing = len(known) - len(usual)
-    if responses is not None and responses < 1:
-        raise ConfigError(f"responses per RL step are {responses}, they must be at least 1")
     default = responses or (int(np.median(usual)) if usual else DEFAULT_RESPONSES)
     if missing:
         source = "as given" if responses else "as many as the others have" if usual else "a default: say --responses"
@@ -275,16 +258,9 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
     mean, most, least = step.get("mean"), step.get("most"), step.get("least")
     assert mean is not None
     cut = min(max(step.get("cut") or 0.0, 0.0), 1.0)
-    most_tokens = None if most is None else round(most)
-    end = cap if cut > 0 and most_tokens is None else most_tokens
-    return max_entropy_lengths(
-        num,
-        mean=max(mean, 1.0),
-        least=None if least is None else max(1, round(least)),
-        most=most_tokens,
-        cut=cut,
-        cap=end if end is not None else cap,
-    )
+    shortest, longest = None if least is None else max(1, round(least)), None if most is None else round(most)
+    end = cap if longest is None else longest
+    return max_entropy_lengths(num, mean=max(mean, 1.0), least=shortest, most=longest, cut=cut, cap=end)
 
 
 def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
