@@ -27,9 +27,8 @@ from .metrics_log import is_metrics_log, records_of
 from .responses import group_size_of, tables_of_responses
 from .rows import Row, rows_of
 from .step_metrics import FIRST_OF, plain_key, steps_of, tables_of_steps
+from .text_dumps import read_trl, read_verl, trl_files, verl_files
 from .token_counts import CharsPerToken, NoTokenCounter, TokenCounter
-from .trl import read_trl, trl_files
-from .verl import read_verl, verl_files
 from .vllm import is_request, is_timed, read_vllm
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
