@@ -38,9 +38,8 @@ def comparison_page(result: Mapping[str, Any], path: Path) -> Page:
     try:
         return _page(result, path)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: not as tltlab writes it ({type(error).__name__}: {error}); write it anew"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: not as tltlab writes it ({why}); write it anew") from error
 
 
 def _page(result: Mapping[str, Any], path: Path) -> Page:
@@ -48,20 +47,21 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
     if result.get("format") == "tltlab-policy":
         return _policy(result, result.get("provenance") or {}, path)
-    if isinstance(result.get("systems"), list) and isinstance(result.get("by_accept"), list):
+    lists = {key for key, value in result.items() if isinstance(value, list)}
+    if {"systems", "by_accept"} <= lists:
         return _what_if(result, path)
-    if isinstance(result.get("systems"), list):
+    if "systems" in lists:
         return _ratios(result, result["systems"], "system", "Systems compared", path)
-    if isinstance(result.get("candidates"), list):
+    if "candidates" in lists:
         return _ratios(result, result["candidates"], "name", "A tuned policy", path)
-    if isinstance(result.get("policies"), list) and all("measured_s" in row for row in result["policies"]):
+    if "policies" in lists and all("measured_s" in row for row in result["policies"]):
         return _measured(result, path)
-    if isinstance(result.get("policies"), list):
+    if "policies" in lists:
         return _ratios(result, result["policies"], "policy", "Policies compared", path)
-    if isinstance(result.get("steps"), list) and "median_error" in result:
+    if "steps" in lists and "median_error" in result:
         part = from_result(result, "As tltlab verify wrote it.")
         return Page(title="Predicted against measured", subtitle=path.name, key_figures=_errors(result), parts=(part,))
-    if isinstance(result.get("rows"), list) and "verdict" in result:
+    if "rows" in lists and "verdict" in result:
         return _experiment(result, path)
     raise ConfigError(
         f"{path}: no comparison; it has {', '.join(map(str, result)) or 'nothing'}, and a report is made of what "
@@ -78,11 +78,9 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
     verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
     blocks: list[Block] = [Text(text=SIMULATED)]
-    blocks.append(_ratio_picture(rows, labels, "ratio", f"rollout time over that of {baseline}", "Rollouts"))
-    if any(row.get("step_ratio") is not None for row in rows):
-        blocks.append(
-            _ratio_picture(rows, labels, "step_ratio", f"RL step time over that of {baseline}", "Whole RL steps")
-        )
+    for ratio, what, heading in (("ratio", "rollout", "Rollouts"), ("step_ratio", "RL step", "Whole RL steps")):
+        if ratio == "ratio" or any(row.get(ratio) is not None for row in rows):
+            blocks.append(_ratio_picture(rows, labels, ratio, f"{what} time over that of {baseline}", heading))
     shown = [_with_words(row) for row in rows]
     columns = {key: _COLUMNS[key]} | {k: v for k, v in _COLUMNS.items() if k not in ("system", "policy", "name")}
     caption = (
@@ -95,14 +93,10 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     notes = result.get("notes")
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Text(text=str(note)) for note in notes)))
-    parts.append(
-        _origin(
-            result,
-            {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup"},
-        )
-    )
-    ratio = best.get("step_ratio" if whole else "ratio")
-    keys = [("fastest", str(best[key])), ("its ratio", number(ratio, ".3f"))]
+    above = {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup"}
+    parts.append(_origin(result, above))
+    fastest = best.get("step_ratio" if whole else "ratio")
+    keys = [("fastest", str(best[key])), ("its ratio", number(fastest, ".3f"))]
     if tuned:
         keys = [("chosen", str(result.get("name", best[key]))), ("worth it", "yes" if result.get("worth_it") else "no")]
     steps = result.get("num_rl_steps")
@@ -186,15 +180,12 @@ def _verdict(best: Mapping[str, Any], name: str, baseline: str, *, whole: bool) 
 
 def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Part]:
     parts: list[Part] = []
-    about = [
-        (
-            str(row.get("title") or row["system"]),
-            "; ".join(map(str, row.get("assumptions") or ["nothing"]))
-            + f". Source: {row.get('source') or 'not told'}.",
-        )
-        for row in rows
-        if "system" in row
-    ]
+    about = []
+    for row in rows:
+        if "system" in row:
+            assumed = "; ".join(map(str, row.get("assumptions") or ["nothing"]))
+            title = str(row.get("title") or row["system"])
+            about.append((title, f"{assumed}. Source: {row.get('source') or 'not told'}."))
     if about:
         parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
     ends = result.get("ranges")
@@ -277,27 +268,21 @@ def _experiment(result: Mapping[str, Any], path: Path) -> Page:
     title = f"Experiment: {result.get('name', path.stem)}"
     origin = dict(result.get("settings") or {}) | {key: result.get(key) for key in ("command", "versions")}
     parts = (Section(title="Result", blocks=tuple(blocks)), _origin(origin, set()))
-    return Page(
-        title=title,
-        subtitle=str(result.get("question", "")),
-        key_figures=(),
-        parts=parts,
-        verdict=str(result["verdict"]),
-    )
+    question, verdict = str(result.get("question", "")), str(result["verdict"])
+    return Page(title=title, subtitle=question, key_figures=(), parts=parts, verdict=verdict)
 
 
 def _policy(result: Mapping[str, Any], provenance: Mapping[str, Any], path: Path) -> Page:
     """A policy file without candidates: the policy and where it came from."""
-    code = json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=2)
-    blocks = [Code(code=code, label="policy file")]
-    parts: list[Part] = [Section(title="The policy", blocks=tuple(blocks)), _origin(provenance, {"verdict"})]
+    code = Code(code=json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=2), label="policy file")
     reason = "a policy file does not list what it was chosen among: tltlab tune --json does"
-    parts.append(Absent(title="Comparison", reason=reason))
-    kind = str((result.get("selector") or {}).get("kind", "not told"))
+    parts = (
+        Section(title="The policy", blocks=(code,)), _origin(provenance, {"verdict"}),
+        Absent(title="Comparison", reason=reason),
+    )  # fmt: skip
+    figures = (("selector", str((result.get("selector") or {}).get("kind", "not told"))),)
     verdict = str(provenance.get("verdict", ""))
-    return Page(
-        title="A policy", subtitle=path.name, key_figures=(("selector", kind),), parts=tuple(parts), verdict=verdict
-    )
+    return Page(title="A policy", subtitle=path.name, key_figures=figures, parts=parts, verdict=verdict)
 
 
 def _origin(result: Mapping[str, Any], told_above: set[str]) -> Part:

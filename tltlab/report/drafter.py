@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from tltlab.calibration.idle_training import recorded_updates
@@ -13,6 +11,7 @@ from tltlab.traces.drafts import walked_drafts
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Part, Picture, Section, Table
+from .speculation import PER_DRAFT, Estimate, accept_length, banded
 
 
 def drafter_part(trace: Trace, elsewhere: str | None = None) -> Part:
@@ -23,8 +22,7 @@ def drafter_part(trace: Trace, elsewhere: str | None = None) -> Part:
     title = "The trained drafter"
     steps, training, acceptance = trace.steps, trace.spot_training, trace.acceptance
     blocks: list[Block] = []
-    known = steps is not None and steps["drafter_updates"].notna().any()
-    if known and steps is not None:
+    if steps is not None and steps["drafter_updates"].notna().any():
         rows = steps[steps["drafter_updates"].notna()]
         updates, age = int(rows["drafter_updates"].iloc[-1]), int(rows["drafter_age"].fillna(0).max())
         series = {"updates so far": (rows["rl_step"], rows["drafter_updates"])}
@@ -49,18 +47,11 @@ def _training_blocks(training: pd.DataFrame) -> list[Block]:
     rows = []
     for step, own in training.groupby("rl_step"):
         loss = own["loss"].dropna()
-        rows.append(
-            (
-                str(step),
-                str(len(own)),
-                f"{own['train_s'].sum():.2f}",
-                f"{own['setup_s'].sum():.2f}",
-                f"{own['yield_s'].max():.3f}",
-                str(updates[int(own["rl_step"].iloc[0])]),
-                f"{int(own['tokens'].sum()):,}",
-                "–" if loss.empty else f"{loss.iloc[-1]:.3f}",
-            )
-        )
+        rows.append((
+            str(step), str(len(own)), f"{own['train_s'].sum():.2f}", f"{own['setup_s'].sum():.2f}",
+            f"{own['yield_s'].max():.3f}", str(updates[int(own["rl_step"].iloc[0])]), f"{int(own['tokens'].sum()):,}",
+            "–" if loss.empty else f"{loss.iloc[-1]:.3f}",
+        ))  # fmt: skip
     columns = ("RL step", "periods", "training s", "set-up s", "longest yield s", "updates", "tokens", "loss")
     caption = "Training on idle workers: periods and their seconds over all workers; a group's update counts once."
     return [Table(caption=caption, columns=columns, rows=tuple(rows), summary="Training, RL step by RL step")]
@@ -72,42 +63,32 @@ def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
     depth = int(table["max_depth"].min())  # one for all, or a deeper drafter would look better than a newer one
     newest = table[table["drafter_updates"] == table.groupby("rl_step")["drafter_updates"].transform("max")]
     oldest = table[table["drafter_updates"] == table["drafter_updates"].min()]
-    series: dict[str, tuple[Any, Any]] = {}
-    bands: dict[str, tuple[Any, Any]] = {}
-    for name, own in (("in service", newest), ("as it was at first", oldest)):
-        by_step = [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
-        series[name] = ([step for step, _ in by_step], [value[0] for _, value in by_step])
-        bands[name] = ([value[1] for _, value in by_step], [value[2] for _, value in by_step])
+    series, bands = banded(
+        {
+            name: [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
+            for name, own in (("in service", newest), ("as it was at first", oldest))
+        }
+    )
     lengths = "; ".join(f"{name}: {y[0]:.2f} at first, {y[-1]:.2f} at last" for name, (_, y) in series.items())
-    figure = lines(series, bands=bands, xlabel="RL step", ylabel="tokens per draft", title="What training gave")
-    blocks: list[Block] = [
-        Picture.of(
-            figure,
-            alt=f"Tokens per draft of the drafter in service and of the first one, over RL steps. {lengths}.",
-            caption="What each would have had accepted on the same recorded responses, bonus token included. Bands: "
-            "95 % of resampled responses.",
-        )
-    ]
+    figure = lines(series, bands=bands, xlabel="RL step", ylabel=PER_DRAFT, title="What training gave")
+    alt = f"Tokens per draft of the drafter in service and of the first one, over RL steps. {lengths}."
+    caption = (
+        "What each would have had accepted on the same recorded responses, bonus token included. Bands: 95 % of "
+        "resampled responses."
+    )
+    blocks: list[Block] = [Picture.of(figure, alt=alt, caption=caption)]
     ages = _by_age(table, depth)
     if len(ages) > 1:
-        age, kept, low, high = (list(column) for column in zip(*ages, strict=True))
-        figure = lines(
-            {"kept": (age, kept)},
-            bands={"kept": (low, high)},
-            xlabel="age: RL steps since the drafter's last update",
-            ylabel="% of the newest's",
-            title="What age costs",
+        series, bands = banded({"kept": ages})
+        xlabel = "age: RL steps since the drafter's last update"
+        figure = lines(series, bands=bands, xlabel=xlabel, ylabel="% of the newest's", title="What age costs")
+        lengths = ", ".join(f"{share:.0f} % at age {age}" for age, (share, _, _) in ages)
+        caption = (
+            "Tokens per draft of older drafters over the newest one's on the same responses. An older one has seen an "
+            "older policy and has had fewer updates. Bands: 95 % of resampled RL steps, where there are at least three."
         )
-        lengths = ", ".join(f"{share:.0f} % at age {years}" for years, share in zip(age, kept, strict=True))
-        blocks.append(
-            Picture.of(
-                figure,
-                alt=f"Tokens per draft by the drafter's age, relative to the newest: {lengths}.",
-                caption="Tokens per draft of older drafters over the newest one's on the same responses. An older one "
-                "has seen an older policy and has had fewer updates. Bands: 95 % of resampled RL steps, where there "
-                "are at least three.",
-            )
-        )
+        alt = f"Tokens per draft by the drafter's age, relative to the newest: {lengths}."
+        blocks.append(Picture.of(figure, alt=alt, caption=caption))
     return blocks
 
 
@@ -118,14 +99,12 @@ def _by_response(rows: pd.DataFrame, depth: int) -> pd.DataFrame:
     return sums.rename(columns={"sum": "kept", "size": "drafts"})
 
 
-def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
-    """1 + kept / drafts with a 95 % interval from resampling responses."""
-    kept, drafts = rows["kept"].to_numpy(float), rows["drafts"].to_numpy(float)
-    low, high = resampled_ratio(kept, drafts, fewest=1)
-    return 1 + float(kept.sum() / drafts.sum()), 1 + low, 1 + high
+def _accept_length(rows: pd.DataFrame) -> Estimate:
+    """With an interval from resampling responses."""
+    return accept_length(rows["kept"].to_numpy(float), rows["drafts"].to_numpy(float), fewest=1)
 
 
-def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, float]]:
+def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, Estimate]]:
     """Age, accept length in percent of the newest drafter's on RL steps that have both, and its interval."""
     per_age = {}
     for _, own in table.groupby("drafter_age"):
@@ -138,5 +117,5 @@ def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, fl
         both = means[age].notna()
         a, b = means.loc[both, age].to_numpy(), newest[both].to_numpy()
         low, high = resampled_ratio(a, b)
-        rows.append((int(age), 100 * float(a.sum() / b.sum()), 100 * low, 100 * high))
+        rows.append((int(age), (100 * float(a.sum() / b.sum()), 100 * low, 100 * high)))
     return rows

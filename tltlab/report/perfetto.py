@@ -52,15 +52,13 @@ def to_perfetto(
     events: list[dict[str, Any]] = []
 
     def add(track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        event = {
-            "ph": "X",
-            "pid": process,
-            "tid": tracks.setdefault(track, len(tracks) + 1),
-            "name": name,
-            "cat": name.split(" ")[0],
-        }
+        tid, category = tracks.setdefault(track, len(tracks) + 1), name.split(" ")[0]
+        event = {"ph": "X", "pid": process, "tid": tid, "name": name, "cat": category}
         event |= {"ts": start_s * _US, "dur": (end_s - start_s) * _US}
         events.append(event | ({"args": args} if args else {}))
+
+    def named(tid: int, what: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "pid": process, "tid": tid, "name": what, "args": args}
 
     rollouts = {step: d for step, d in metrics.rollout_s(trace).items() if step in shift and d is not None}
     for step, duration in rollouts.items():
@@ -76,14 +74,11 @@ def to_perfetto(
         events += _counter(trace, step, shift[step], process)
     events += _arrows(segments, {step: shift[step] for step in rollouts}, tracks, process)
     used = {event["tid"] for event in events if event["ph"] == "X"}
-    names = [
-        _name(process, 0, "process_name", f"{trace.manifest.name or 'trace'} ({trace.manifest.kind})"),
-        {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}},
-    ]
+    whole = f"{trace.manifest.name or 'trace'} ({trace.manifest.kind})"
+    names = [named(0, "process_name", name=whole), named(0, "process_sort_index", sort_index=process)]
     for track, tid in tracks.items():
         if tid in used:
-            names += [_name(process, tid, "thread_name", track)]
-            names += [{"ph": "M", "pid": process, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}]
+            names += [named(tid, "thread_name", name=track), named(tid, "thread_sort_index", sort_index=tid)]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
 
 
@@ -149,7 +144,3 @@ def _counter(trace: Trace, step: int, shift_s: float, process: int) -> list[dict
         {"ph": "C", "pid": process, "name": name, "ts": (shift_s + time) * _US, "args": {"running": count}}
         for time, count in zip(times.tolist(), counts.tolist(), strict=True)
     ]
-
-
-def _name(process: int, tid: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": tid, "name": what, "args": {"name": name}}

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
 
+from tltlab.arrays import Ints
 from tltlab.charts import lines, shares
 from tltlab.errors import TltlabError
 from tltlab.traces import metrics
@@ -71,9 +74,8 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
         first, taken = captured[0], captured[0].get("num_bytes")
         memory = "" if taken is None else f", which took {taken / 2**30:.2f} GiB"
         num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
-        blocks.append(
-            Text(text=f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode}).")
-        )
+        told = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
+        blocks.append(Text(text=told))
     shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
     decoding = table[table["prefill_tokens"] == 0]
     tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()
@@ -101,65 +103,61 @@ def lengths_part(trace: Trace) -> Part:
     num = sum(row["num_responses"] for row in rows)
     if not num:
         return Absent(title="Response lengths", reason="the trace has no responses")
-    percentiles = dict(zip(PERCENTILES, metrics.length_percentiles(trace, PERCENTILES), strict=True))
+    percentiles = zip(PERCENTILES, metrics.length_percentiles(trace, PERCENTILES), strict=True)
     cut = sum(row["num_cut"] for row in rows) / num
     steps = trace.rl_steps
     third = max(1, len(steps) // 3)
     groups = {"all RL steps": steps}
     if len(steps) >= 6:
         groups = {f"RL steps {p[0]} to {p[-1]}": p for p in (steps[:third], steps[-third:])}
-    drawn = {name: _longer_than(trace.select(part)) for name, part in groups.items()}
-    quantiles = ", ".join(f"p{p} {number(v, ',.0f')}" if p < 100 else f"longest {number(v, ',.0f')}" for p, v in
-                     percentiles.items())  # fmt: skip
-    blocks: list[Block] = [
-        Picture.of(
-            lines(drawn, xlabel="tokens", ylabel="% still running", title="Responses longer than ..."),
-            alt=f"Share of responses longer than a number of tokens: {quantiles}.",
-            caption=f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}. The longest tenth of the "
-            f"responses has {number(_tokens_of_longest_tenth(trace), '.0%')} of all tokens.",
-        )
-    ]
+    drawn = {name: _lengths(trace.select(part)) for name, part in groups.items()}
+    quantiles = ", ".join(f"{'longest' if p == 100 else f'p{p}'} {number(v, ',.0f')}" for p, v in percentiles)
+    caption = (
+        f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}. The longest tenth of the responses has "
+        f"{number(_tokens_of_longest_tenth(trace), '.0%')} of all tokens."
+    )
+    alt = f"Share of responses longer than a number of tokens: {quantiles}."
+    blocks: list[Block] = [Picture.of(_longer_than(drawn), alt=alt, caption=caption)]
     if len(steps) > 1:
         over = {
             name: (steps, [row[key] for row in rows])
             for name, key in (("longest", "max_tokens"), ("95th percentile", "p95_tokens"), ("median", "p50_tokens"))
         }
-        blocks.append(
-            Picture.of(
-                lines(over, xlabel="RL step", ylabel="tokens", title="Lengths over the run"),
-                alt="Median, 95th percentile and longest response of each RL step.",
-                caption="How lengths changed while the model was trained."
-                if trace.manifest.kind != "simulated"
-                else "Lengths of each RL step.",
-            )
-        )
+        figure = lines(over, xlabel="RL step", ylabel="tokens", title="Lengths over the run")
+        trained = trace.manifest.kind != "simulated"
+        caption = "How lengths changed while the model was trained." if trained else "Lengths of each RL step."
+        alt = "Median, 95th percentile and longest response of each RL step."
+        blocks.append(Picture.of(figure, alt=alt, caption=caption))
     return Section(title="Response lengths", blocks=tuple(blocks))
+
+
+def _lengths(trace: Trace) -> Ints:
+    return np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
 
 
 def _tokens_of_longest_tenth(trace: Trace) -> float | None:
     """Share of response tokens in the longest tenth of the responses, at least one response."""
-    lengths = np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
+    lengths = _lengths(trace)
     longest = lengths[-max(1, round(len(lengths) / 10)) :]
     return float(longest.sum() / lengths.sum()) if lengths.sum() else None
 
 
-def _longer_than(trace: Trace) -> tuple[Any, Any]:
-    """Percent of responses longer than x, at so few x that they can be drawn."""
-    lengths = np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
-    at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
-    return at, 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
+def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
+    """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths by name."""
+    series = {}
+    for name, lengths in lengths_of.items():
+        at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
+        series[name] = at, 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
+    return lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
 
 
 def steps_part(trace: Trace) -> Part:
     """A row per RL step, and where its time went."""
     rows = steps_rows(trace)
     if all(row["rollout_s"] is None for row in rows):
-        return Absent(
-            title="RL steps", reason="the trace has no times: simulate it first (tltlab simulate TRACE --out)"
-        )
-    blocks: list[Block] = []
-    if len(rows) > 1:
-        blocks += _step_pictures(trace, rows)
+        reason = "the trace has no times: simulate it first (tltlab simulate TRACE --out)"
+        return Absent(title="RL steps", reason=reason)
+    blocks = _step_pictures(rows) if len(rows) > 1 else []
     columns = {
         "rl_step": ("RL step", "d"), "policy": ("policy", ""), "reward": ("reward", ".3f"),
         "num_responses": ("responses", ",d"), "num_tokens": ("tokens", ",d"), "rollout_s": ("rollout s", ".2f"),
@@ -184,67 +182,51 @@ def steps_part(trace: Trace) -> Part:
 
 def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     """What is known of each RL step: metrics and the trace's own `steps`; None where unknown."""
-    by_step: dict[int, dict[str, Any]] = {}
-    if trace.steps is not None:
-        steps = trace.steps.astype(object).where(trace.steps.notna(), None)
-        by_step = {int(row["rl_step"]): {str(k): v for k, v in row.items()} for row in steps.to_dict("records")}
+    by_step = {} if trace.steps is None else {row["rl_step"]: row for row in _known(trace.steps)}
     rows = []
     for row in metrics.per_step(trace):
-        recorded = by_step.get(row["rl_step"], {})
-        measured = row["rollout_s"]
-        rows.append(
-            row
-            | {key: recorded.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl")}
-            | {
-                "reward": recorded.get("reward_mean"),
-                "tokens_per_s": row["num_tokens"] / measured if measured else None,
-            }
-        )
+        recorded, measured = by_step.get(row["rl_step"], {}), row["rollout_s"]
+        row |= {key: recorded.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl")}
+        row |= {"reward": recorded.get("reward_mean")}
+        rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
     return rows
 
 
-def _step_pictures(trace: Trace, rows: list[dict[str, Any]]) -> list[Block]:
+def _known(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """A frame's rows, what is not known as None."""
+    values = frame.astype(object).where(frame.notna(), None)
+    return [{str(key): value for key, value in row.items()} for row in values.to_dict("records")]
+
+
+def _step_pictures(rows: list[dict[str, Any]]) -> list[Block]:
     steps = [row["rl_step"] for row in rows]
     blocks: list[Block] = []
     if all(row["reward"] is not None for row in rows):
         reward = [row["reward"] for row in rows]
-        blocks.append(
-            Picture.of(
-                lines({"reward": (steps, reward)}, xlabel="RL step", ylabel="mean reward", title="Reward"),
-                alt=f"Mean reward of each RL step, from {reward[0]:.3f} to {reward[-1]:.3f}.",
-                caption="Mean reward of the responses of each RL step.",
-            )
-        )
+        figure = lines({"reward": (steps, reward)}, xlabel="RL step", ylabel="mean reward", title="Reward")
+        alt = f"Mean reward of each RL step, from {reward[0]:.3f} to {reward[-1]:.3f}."
+        blocks.append(Picture.of(figure, alt=alt, caption="Mean reward of the responses of each RL step."))
     by_policy: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         at, seconds = by_policy.setdefault(row["policy"] or "rollout", ([], []))
         at.append(row["rl_step"])
         seconds.append(row["rollout_s"])
     title = "Rollout time" + (" by policy" if len(by_policy) > 1 else "")
-    blocks.append(
-        Picture.of(
-            lines(by_policy, xlabel="RL step", ylabel="seconds", title=title),
-            alt="Seconds of rollout in each RL step.",
-            caption="Seconds of rollout. Rows of different RL steps had different responses: compare policies on the "
-            "same ones (tltlab compare) before you trust a difference.",
-        )
+    figure = lines(by_policy, xlabel="RL step", ylabel="seconds", title=title)
+    caption = (
+        "Seconds of rollout. Rows of different RL steps had different responses: compare policies on the same ones "
+        "(tltlab compare) before you trust a difference."
     )
+    blocks.append(Picture.of(figure, alt="Seconds of rollout in each RL step.", caption=caption))
     parts = {name: np.array([row[key] or 0.0 for row in rows], float) for key, name in _STAGES.items()}
     whole = np.sum(list(parts.values()), axis=0)
     if (whole > parts["rollout"]).any() and (whole > 0).all():
         share = float((parts["rollout"] / whole).mean())
-        blocks.append(
-            Picture.of(
-                shares(
-                    steps,
-                    {n: p / whole for n, p in parts.items() if p.any()},
-                    xlabel="RL step",
-                    title="Where an RL step's time goes",
-                ),
-                alt=f"Shares of rollout, inference, reward, training and sync; rollout is {share:.0%} on average.",
-                caption=f"Rollout takes {share:.0%} of an RL step on average: no faster rollout saves more than that.",
-            )
-        )
+        drawn = {name: part / whole for name, part in parts.items() if part.any()}
+        figure = shares(steps, drawn, xlabel="RL step", title="Where an RL step's time goes")
+        alt = f"Shares of rollout, inference, reward, training and sync; rollout is {share:.0%} on average."
+        caption = f"Rollout takes {share:.0%} of an RL step on average: no faster rollout saves more than that."
+        blocks.append(Picture.of(figure, alt=alt, caption=caption))
     return blocks
 
 
@@ -254,25 +236,23 @@ def off_policy_part(trace: Trace) -> Part:
     steps = trace.steps
     if steps is None or not (steps["off_policy_share"] > 0).any():
         return Absent(title=title, reason="every RL step learnt from its own policy, or its trace does not tell")
-    values = steps.astype(object).where(steps.notna(), None)
-    rows = [{str(key): value for key, value in row.items()} for row in values.to_dict("records")]
     known = steps["length_bias"].dropna()
     told = "" if known.empty else (
         f" Responses trained on have {known.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "
         "are starved."
     )  # fmt: skip
     series = {"updates behind": (steps["rl_step"], steps["staleness"].astype(float))}
-    picture = Picture.of(
-        lines(series, xlabel="RL step", ylabel="updates", title="Age of the tokens trained on"),
-        alt=f"Mean updates behind in each RL step, {number(steps['staleness'].iloc[-1], '.2f')} at last.",
-        caption=f"Updates between the policy that drew a token and the one that learns from it, mean.{told}",
-    )
+    figure = lines(series, xlabel="RL step", ylabel="updates", title="Age of the tokens trained on")
+    alt = f"Mean updates behind in each RL step, {number(steps['staleness'].iloc[-1], '.2f')} at last."
+    caption = f"Updates between the policy that drew a token and the one that learns from it, mean.{told}"
+    picture = Picture.of(figure, alt=alt, caption=caption)
     columns = {
         "rl_step": ("RL step", "d"), "staleness": ("updates behind, mean", ".2f"),
         "off_policy_share": ("tokens of older policies", ".1%"), "dropped_groups": ("groups dropped so far", ".0f"),
         "length_bias": ("length trained on / generated, so far", ".3f"),
     }  # fmt: skip
-    table = records(rows, columns, caption="Of the tokens that each RL step trained on.", summary="RL step by RL step")
+    caption = "Of the tokens that each RL step trained on."
+    table = records(_known(steps), columns, caption=caption, summary="RL step by RL step")
     return Section(title=title, blocks=(picture, table))
 
 
@@ -313,10 +293,9 @@ def _timelines(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
 
 
 def _both_lengths(both: Mapping[str, Trace]) -> Part:
-    drawn = {name: _longer_than(trace) for name, trace in both.items() if trace.num_rows("outcomes")}
+    drawn = {name: _lengths(trace) for name, trace in both.items() if trace.num_rows("outcomes")}
     if not drawn:
         return Absent(title="Response lengths", reason="neither has responses")
-    figure = lines(drawn, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
-    longest = "; ".join(f"{name}: the longest has {at[-1]:,.0f} tokens" for name, (at, _) in drawn.items())
+    longest = "; ".join(f"{name}: the longest has {lengths[-1]:,.0f} tokens" for name, lengths in drawn.items())
     alt = f"Share of responses longer than a number of tokens. {longest}."
-    return Section(title="Response lengths", blocks=(Picture.of(figure, alt=alt, caption=f"{longest}."),))
+    return Section(title="Response lengths", blocks=(Picture.of(_longer_than(drawn), alt=alt, caption=f"{longest}."),))

@@ -128,12 +128,11 @@ class Runs:
 
     def comparison(self, first: str, second: str) -> str:
         """The page of two runs side by side. KeyError: no such run; raises TraceError for one that cannot be read."""
-        found = self.found()
-        paths = found[first], found[second]
-        stamp = _digest({"first": _stamp(paths[0]), "second": _stamp(paths[1])})
-        return self._kept(
-            f"{_link('compare', first)}&run={quote(second)}", stamp, lambda: compare_runs(*paths), live=False
-        )
+        runs = self.found()
+        paths = runs[first], runs[second]
+        stamp = _digest([_stamp(path) for path in paths])
+        address = f"{_link('compare', first)}&run={quote(second)}"
+        return self._kept(address, stamp, lambda: compare_runs(*paths), live=False)
 
     def _kept(self, address: str, stamp: str, make: Any, *, live: bool) -> str:
         with self._lock:  # one at a time: pages take a core each
@@ -161,13 +160,10 @@ def _state(path: Path) -> str:
 
 def _is_run(folder: Path) -> bool:
     trace = folder / "trace"
-    inside = (
-        trace.is_dir(),
-        recording_of(trace).is_dir(),
-        (folder / "run.json").is_file(),
-        (folder / RESULT).is_file(),
-    )
-    return any(inside) or ((folder / MANIFEST_FILE).is_file() and is_trace(folder))
+    if trace.is_dir() or recording_of(trace).is_dir():
+        return True
+    files = {name for name in ("run.json", RESULT, MANIFEST_FILE) if (folder / name).is_file()}
+    return bool(files - {MANIFEST_FILE}) or (bool(files) and is_trace(folder))
 
 
 def _part_of(folder: Path, inner: Path) -> bool:
@@ -233,10 +229,8 @@ def _page(path: Path) -> Page:
     try:
         return report(path, verify=False)
     except TltlabError as error:
-        run = run_folder(locate(path))
-        return Page(
-            title=path.name, subtitle=_state(path), key_figures=(), parts=(events_part(run),), verdict=str(error)
-        )
+        parts = (events_part(run_folder(locate(path))),)
+        return Page(title=path.name, subtitle=_state(path), key_figures=(), parts=parts, verdict=str(error))
 
 
 class Server(ThreadingHTTPServer):
@@ -250,9 +244,8 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot serve at port {port}: {error}; give another --port, or 0 for a free one"
-            ) from error
+            advice = "give another --port, or 0 for a free one"
+            raise ConfigError(f"cannot serve at port {port}: {error}; {advice}") from error
 
     def server_bind(self) -> None:
         # Without http.server's look-up of the host's name, which may wait for a network.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from tltlab.arrays import Floats
 from tltlab.charts import lines, shares
 from tltlab.stats import resampled_ratio
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Part, Picture, Section, Table, Text, number
 
+PER_DRAFT = "tokens per draft"
 _MOST_ARMS = 8
 _COLUMNS = 24
 _FEWEST_DRAFTS = 20
@@ -53,58 +56,59 @@ def acceptance_part(trace: Trace) -> Part:
         strategy=strategy_names(table),
         bin=batch_bins(table["batch"]),
     )
-    series: dict[str, tuple[Any, Any]] = {}
-    bands: dict[str, tuple[Any, Any]] = {}
-    for name, own in table.groupby("drafter", sort=True):
-        by_bin = [
-            (at, _accept_length(rows)) for at, rows in own.groupby("bin") if rows["drafts"].sum() >= _FEWEST_DRAFTS
-        ]
-        if by_bin:
-            x = [at for at, _ in by_bin]
-            series[str(name)] = (x, [value[0] for _, value in by_bin])
-            bands[str(name)] = ([value[1] for _, value in by_bin], [value[2] for _, value in by_bin])
+    points = {
+        str(name): [(at, _accept_length(rows)) for at, rows in own.groupby("bin")
+                    if rows["drafts"].sum() >= _FEWEST_DRAFTS]
+        for name, own in table.groupby("drafter", sort=True)
+    }  # fmt: skip
+    series, bands = banded({name: of_drafter for name, of_drafter in points.items() if of_drafter})
     blocks: list[Block] = []
     if series:
         lengths = "; ".join(
             f"{name}: " + ", ".join(f"{number(v, '.2f')} from {at}" for at, v in zip(*xy, strict=True))
             for name, xy in series.items()
         )
-        blocks.append(
-            Picture.of(
-                lines(
-                    series,
-                    bands=bands,
-                    doubling=True,
-                    xlabel="running requests on the worker (bins of doubling width)",
-                    ylabel="tokens per draft",
-                    title="Accept length",
-                ),
-                alt=f"Accept length over running requests. {lengths}.",
-                caption="Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled "
-                "RL steps, where there are at least three. Small batches are the end of a rollout, whose requests are "
-                "other ones than those in the large batches.",
-            )
+        xlabel = "running requests on the worker (bins of doubling width)"
+        figure = lines(series, bands=bands, doubling=True, xlabel=xlabel, ylabel=PER_DRAFT, title="Accept length")
+        caption = (
+            "Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled RL steps, "
+            "where there are at least three. Small batches are the end of a rollout, whose requests are other ones "
+            "than those in the large batches."
         )
+        blocks.append(Picture.of(figure, alt=f"Accept length over running requests. {lengths}.", caption=caption))
     blocks.append(_by_strategy(table))
     return Section(title=title, blocks=tuple(blocks))
 
 
-def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
-    """1 + accepted / drafts with a 95 % interval from resampling RL steps; NaN ends below three RL steps."""
-    accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
-    low, high = resampled_ratio(accepted, drafts)
+Estimate = tuple[float, float, float]
+"""A value and the ends of its 95 % interval."""
+
+
+def banded(points: Mapping[str, Sequence[tuple[Any, Estimate]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The series and bands of `charts.lines` for points (x, estimate)."""
+    columns = {name: [*zip(*(estimate for _, estimate in of_line), strict=True)] for name, of_line in points.items()}
+    series = {name: ([x for x, _ in points[name]], list(value)) for name, (value, _, _) in columns.items()}
+    return series, {name: (list(low), list(high)) for name, (_, low, high) in columns.items()}
+
+
+def accept_length(accepted: Floats, drafts: Floats, **options: int) -> Estimate:
+    """1 + accepted / drafts, its interval from resampling (`resampled_ratio`)."""
+    low, high = resampled_ratio(accepted, drafts, **options)
     return 1 + float(accepted.sum() / drafts.sum()), 1 + low, 1 + high
+
+
+def _accept_length(rows: pd.DataFrame) -> Estimate:
+    """NaN ends below three RL steps."""
+    return accept_length(*rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T)
 
 
 def _by_strategy(table: pd.DataFrame) -> Table:
     rows = []
     for name, own in table.groupby("strategy", sort=True):
         value, low, high = _accept_length(own)
-        kept = own["num_accepted"].sum() / own["num_drafted"].sum()
+        kept, drafts = own["num_accepted"].sum() / own["num_drafted"].sum(), int(own["drafts"].sum())
         interval = "–" if np.isnan(low) else f"{low:.2f} to {high:.2f}"
-        rows.append(
-            (str(name), f"{len(own):,}", f"{int(own['drafts'].sum()):,}", f"{value:.2f}", interval, f"{kept:.1%}")
-        )
+        rows.append((str(name), f"{len(own):,}", f"{drafts:,}", f"{value:.2f}", interval, f"{kept:.1%}"))
     return Table(
         caption="By strategy, over all batches. Each was chosen for other batches and RL steps: this is "
         "no comparison of strategies.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from tltlab.arrays import Floats, Ints
 from tltlab.charts import FORMATS, Chart, Reading, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import metrics
@@ -102,8 +104,8 @@ def _time_label(rl_step: int | Literal["all"], *, aligned: bool, rollout_only: b
         return "seconds since the start of the RL step"
     if rollout_only:
         return "seconds of rollout" + (", each RL step starting at the same place in both" if aligned else "")
-    return (
-        "seconds, each RL step starting at the same place in both" if aligned else "seconds since the start of the run"
+    return "seconds" + (
+        ", each RL step starting at the same place in both" if aligned else " since the start of the run"
     )
 
 
@@ -171,14 +173,18 @@ def _digits(end_s: float) -> int:
     return max(0, 3 - int(np.floor(np.log10(max(end_s, 1e-9)))))
 
 
+def _running(trace: Trace, offsets: Offsets) -> Iterator[tuple[int, Floats, Ints]]:
+    """Each RL step in the picture: when how many requests run; not of iterations without request times."""
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        with suppress(TraceError):
+            times, counts = metrics.running_requests(trace, step)
+            yield step, times, counts
+
+
 def _read_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> list[Reading]:
     """How many requests run when, at so few times that they can be told apart."""
     at, texts = [np.empty(0)], []
-    for step in [step for step in trace.rl_steps if step in offsets]:
-        try:
-            times, counts = metrics.running_requests(trace, step)
-        except TraceError:
-            continue
+    for step, times, counts in _running(trace, offsets):
         place = (times / max(end_s, 1e-9) * _MOST_STOPS / 4).astype(int)
         shown = np.flatnonzero(np.diff(place, append=place[-1] + 1))  # the last of those in one place
         at.append(times[shown] + offsets[step])
@@ -207,12 +213,8 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
 
 
 def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
-    for step in [step for step in trace.rl_steps if step in offsets]:
+    for step, times, counts in _running(trace, offsets):
         shift = offsets[step]
-        try:
-            times, counts = metrics.running_requests(trace, step)
-        except TraceError:
-            continue  # iterations without request times: there are lanes, but no curve
         axes.fill_between(times + shift, counts, step="post", color="#7fb8de", alpha=0.35, linewidth=0)
         axes.step(times + shift, counts, where="post", color="#1f5f99", linewidth=1.2)
         if (tail := metrics.tail_window(trace, step)) is not None and tail[1] > tail[0]:

@@ -18,15 +18,7 @@ from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
 from .page import Absent, Page, Part, Section, Table, Text, number, write_page
 from .responses import responses_part
-from .rollout import (
-    graphs_part,
-    lengths_part,
-    off_policy_part,
-    side_by_side_parts,
-    steps_part,
-    steps_rows,
-    timeline_part,
-)
+from .rollout import graphs_part, lengths_part, off_policy_part, side_by_side_parts, steps_part, timeline_part
 from .speculation import acceptance_part, arms_part
 from .verify import verify_part
 
@@ -81,27 +73,16 @@ def run_page(source: Path, *, verify: bool) -> Page:
     run = run_folder(folder)
     summary, run_json = _summary(run), read_object(run / "run.json")
     parts = (
-        timeline_part(trace),
-        lengths_part(trace),
-        steps_part(trace),
-        off_policy_part(trace),
-        acceptance_part(trace),
-        arms_part(trace),
-        graphs_part(trace, read_object(run / "graphs.json")),
-        responses_part(trace, run, run_json.get("recipe")),
-        drafter_part(trace, _drafter_run(run, summary)),
-        verify_part(run, trace, summary, compute=verify),
-        findings_part(run),
-        events_part(run),
+        timeline_part(trace), lengths_part(trace), steps_part(trace), off_policy_part(trace), acceptance_part(trace),
+        arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
+        responses_part(trace, run, run_json.get("recipe")), drafter_part(trace, _drafter_run(run, summary)),
+        verify_part(run, trace, summary, compute=verify), findings_part(run), events_part(run),
         origin_part(run, trace, run_json),
-    )
+    )  # fmt: skip
     return Page(
-        title=_title(source, trace),
-        subtitle=_subtitle(trace),
-        key_figures=key_figures(trace),
-        parts=parts,
-        verdict=verdict(trace),
-    )
+        title=f"Run {trace.manifest.name or source.resolve().stem}", subtitle=_subtitle(trace),
+        key_figures=key_figures(trace), parts=parts, verdict=verdict(trace),
+    )  # fmt: skip
 
 
 def verdict(trace: Trace) -> str:
@@ -115,10 +96,17 @@ def verdict(trace: Trace) -> str:
         )
     if (accept := metrics.mean_accept_length(trace)) is not None:
         sentences.append(f"Speculative iterations gave {accept:.2f} tokens per request.")
-    rewards = [row["reward"] for row in steps_rows(trace) if row["reward"] is not None]
-    if len(rewards) > 1:
+    if len(rewards := _rewards(trace)) > 1:
         sentences.append(f"The mean reward went from {rewards[0]:.3f} to {rewards[-1]:.3f}.")
     return " ".join(sentences)
+
+
+def _rewards(trace: Trace) -> list[float]:
+    steps = trace.steps
+    if steps is None:
+        return []
+    rewards: list[float] = steps.loc[steps["rl_step"].isin(trace.rl_steps), "reward_mean"].dropna().tolist()
+    return rewards
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Page:
@@ -171,10 +159,6 @@ def _summary(run: Path) -> dict[str, Any]:
     return inner | read_object(run / "summary.json")
 
 
-def _title(source: Path, trace: Trace) -> str:
-    return f"Run {trace.manifest.name or source.resolve().stem}"
-
-
 def _subtitle(trace: Trace) -> str:
     manifest = trace.manifest
     kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
@@ -184,7 +168,7 @@ def _subtitle(trace: Trace) -> str:
 
 def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
     """Names and values of what a run comes to, without those that are unknown."""
-    rewards = [row["reward"] for row in steps_rows(trace) if row["reward"] is not None]
+    rewards = _rewards(trace)
     reward = "–" if not rewards else f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
     figures = (
         ("RL steps", f"{len(trace.rl_steps)}"),
