@@ -139,24 +139,14 @@ def _rewards(evidence: RunEvidence) -> pd.DataFrame:
 
 def _scores(bucket: pd.DataFrame) -> pd.DataFrame | None:
     """Decisions of one bucket with what they `got`, and what the `best` and a `blind` pick of arm would have."""
-    find, judge = bucket.iloc[::2], bucket.iloc[1::2]
-    found = _means(find)
-    means = _means(judge)
-    arms = found.index.intersection(means.index)
+    judge = bucket.iloc[1::2]
+    first, means = _means(bucket.iloc[::2]), _means(judge)
+    arms = first.index.intersection(means.index)
     if len(arms) < 2:
         return None
-    best = str(found[arms].idxmax())
-    judged = judge[judge["arm"].isin(arms)]
-    return pd.DataFrame(
-        {
-            "rl_step": judged["rl_step"],
-            "arm": judged["arm"],
-            "best_arm": best,
-            "got": judged["relative"],
-            "best": float(means[best]),
-            "blind": float(means[arms].mean()),
-        }
-    )
+    best = str(first[arms].idxmax())
+    judged = judge.loc[judge["arm"].isin(arms), ["rl_step", "arm", "relative"]].rename(columns={"relative": "got"})
+    return judged.assign(best_arm=best, best=float(means[best]), blind=float(means[arms].mean()))
 
 
 def _means(rows: pd.DataFrame) -> pd.Series:

