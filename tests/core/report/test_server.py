@@ -10,7 +10,6 @@ import sys
 import threading
 from urllib.parse import urlsplit
 
-import pandas as pd
 import pytest
 
 from tltlab.cli.app import main
@@ -22,16 +21,14 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
+from ...traces_of_lengths import of_lengths
+
 HOSTILE = "<script>alert(1)</script>"
 
 
-def tables(step: int, lengths: list[int]) -> dict[str, pd.DataFrame]:
-    keys = {"rl_step": step, "prompt_id": "p", "sample": range(len(lengths)), "turn": 0}
-    workload = pd.DataFrame({**keys, "epoch": 0, "prompt_tokens": 5, "max_response_tokens": 100, "policy_version": 0})
-    return {
-        "workload": workload,
-        "outcomes": pd.DataFrame({**keys, "response_tokens": lengths, "finish_reason": "stop"}),
-    }
+def lengths(*tokens: int, name: str | None = None) -> Trace:
+    trace = of_lengths(tokens, max_response_tokens=100)
+    return trace.with_manifest(Manifest(kind="imported", name=name))
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +36,12 @@ def folder(tmp_path_factory):
     """Two runs, one in the other, a trace with a hostile name, a folder that is neither, and links that lead out."""
     folder = tmp_path_factory.mktemp("runs")
     for path, lr in (("a", 0.1), ("a/inner", 0.2)):
-        Trace.from_tables(Manifest(kind="imported", name=HOSTILE), tables(0, [3, 40, 100])).write(
-            folder / path / "trace"
-        )
+        lengths(3, 40, 100, name=HOSTILE).write(folder / path / "trace")
         write_json(folder / path / "run.json", {"recipe": {"train": {"lr": lr, "steps": 3}}})
-    Trace.from_tables(Manifest(kind="imported"), tables(0, [7])).write(folder / "deep" / "b & c")
+    lengths(7).write(folder / "deep" / "b & c")
     (folder / "notes").mkdir()
     outside = tmp_path_factory.mktemp("outside")
-    Trace.from_tables(Manifest(kind="imported"), tables(0, [7])).write(outside / "secret")
+    lengths(7).write(outside / "secret")
     (folder / "link").symlink_to(outside)
     return folder
 
@@ -142,8 +137,8 @@ def test_a_run_is_followed_while_it_is_recorded(tmp_path):
     with Recorder(tmp_path / "run" / "trace", Manifest(kind="recorded")) as recorder:
         for step in range(2):
             before = runs.state("run")
-            for name, table in tables(step, [3, 4]).items():
-                recorder.append(name, table.to_dict("records"))
+            for name in ("workload", "outcomes"):
+                recorder.append(name, [row | {"rl_step": step} for row in lengths(3, 4).arrow(name).to_pylist()])
             recorder.flush()
             stamp = runs.state("run")
             assert stamp != before

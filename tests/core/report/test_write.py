@@ -32,6 +32,8 @@ from tltlab.report.write import report
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
+from ...traces_of_lengths import of_lengths
+
 TINY = Path(__file__).parents[3] / "traces" / "tiny"
 
 
@@ -75,14 +77,8 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     told, table = part.blocks
     assert "Captured by each of 2 engines: 1 full and 0 piecewise graphs, which took 1.00 GiB" in told.text
     assert isinstance(table, Table)
-    assert table.columns == (
-        "draft depth",
-        "iterations",
-        "one full graph",
-        "piecewise",
-        "no graph",
-        "padding of decoding",
-    )
+    columns = ("draft depth", "iterations", "one full graph", "piecewise", "no graph", "padding of decoding")
+    assert table.columns == columns
     assert {row[0]: row[2:] for row in table.rows}["plain"] == ("0.0%", "100.0%", "0.0%", "50.0%")
     assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
 
@@ -229,12 +225,9 @@ def test_a_long_response_is_shown_from_both_ends_in_its_own_words(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     (tmp_path / "model").mkdir()
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    key = {"rl_step": 0, "prompt_id": "p", "sample": [0], "turn": 0}
-    workload = pd.DataFrame({**key, "epoch": 0, "prompt_tokens": 1, "max_response_tokens": 999, "policy_version": 0})
-    outcomes = pd.DataFrame({**key, "response_tokens": [600], "finish_reason": "stop"})
+    key = {"rl_step": 0, "prompt_id": "p0", "sample": [0], "turn": 0}
     tokens = pd.DataFrame({**key, "prompt_token_ids": [[1]], "token_ids": [[0] * 599 + [1]]})
-    tables = {"workload": workload, "outcomes": outcomes, "tokens": tokens}
-    part = responses_part(Trace.from_tables(Manifest(kind="recorded"), tables), tmp_path, None)
+    part = responses_part(of_lengths([600]).replace(tokens=tokens), tmp_path, None)
     (told,) = (block for block in part.blocks if isinstance(block, Response))
     head, gap, tail = (piece.text for piece in told.pieces)
     assert head == " ".join("a" * 400)
@@ -244,11 +237,7 @@ def test_a_long_response_is_shown_from_both_ends_in_its_own_words(tmp_path):
 
 
 def test_lengths_alone_make_a_page(tmp_path):
-    keys = {"rl_step": 0, "prompt_id": ["a", "a", "b"], "sample": [0, 1, 0]}
-    workload = pd.DataFrame({**keys, "epoch": 0, "prompt_tokens": 5, "max_response_tokens": 100, "policy_version": 0})
-    outcomes = pd.DataFrame({**keys, "response_tokens": [3, 40, 100], "finish_reason": ["stop", "stop", "length"]})
-    Trace.from_tables(Manifest(kind="imported"), {"workload": workload, "outcomes": outcomes}).write(tmp_path / "bare")
-    made = report(tmp_path / "bare")
+    made = report(of_lengths([3, 40, 100]).write(tmp_path / "bare"))
     assert "Response lengths" in [section.title for section in made.sections]
     reasons = {part.title: part.reason for part in made.absent}
     assert "no iterations.parquet" in reasons["Accept length by batch"]

@@ -110,18 +110,14 @@ def test_a_program_that_exits_can_still_close(tmp_path):
     assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4]
 
 
-def test_unknown_values_may_be_left_out_and_turn_is_zero(tmp_path):
-    finished(tmp_path / "t")
-    trace = read(tmp_path / "t")
-    assert trace.outcomes["reward"].isna().all()
-    assert (trace.outcomes["turn"] == 0).all()
-
-
-def test_rows_may_be_any_mappings(tmp_path):
+def test_rows_may_be_any_mappings_without_what_is_unknown_and_turn_is_zero(tmp_path):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         recorder.append("workload", [MappingProxyType(row) for row in workload(0)])
         recorder.append("outcomes", outcomes(0))
-    assert read(tmp_path / "t").workload["prompt_id"].tolist() == ["p0", "p1", "p2", "p3"]
+    trace = read(tmp_path / "t")
+    assert trace.workload["prompt_id"].tolist() == ["p0", "p1", "p2", "p3"]
+    assert trace.outcomes["reward"].isna().all()
+    assert (trace.outcomes["turn"] == 0).all()
 
 
 def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
@@ -202,7 +198,7 @@ def test_an_exception_in_the_run_leaves_a_recording_to_repair(tmp_path):
 @pytest.mark.parametrize(
     ("name", "folder"), [("run", "."), ("run/trace", "."), ("run/trace.recording", "."), (".", "run")]
 )
-def test_what_was_interrupted_is_read_as_it_is_and_says_so(tmp_path, monkeypatch, capsys, name, folder):
+def test_what_was_interrupted_is_read_as_it_is_and_repaired_by_any_name(tmp_path, monkeypatch, capsys, name, folder):
     (tmp_path / "run").mkdir()
     interrupted(
         tmp_path / "run" / "trace",
@@ -224,6 +220,7 @@ def test_what_was_interrupted_is_read_as_it_is_and_says_so(tmp_path, monkeypatch
     assert {path: path.read_bytes() for path in (tmp_path / "run" / "trace.recording").iterdir()} == before
     written = repair(name, tmp_path / "other")
     assert all(written.arrow(table).equals(trace.arrow(table)) for table in trace.names)
+    assert repair(name).path.resolve() == tmp_path / "run" / "trace"
 
 
 def test_a_recording_in_progress_is_read_and_goes_on(tmp_path):
@@ -367,38 +364,20 @@ def test_a_chunk_that_is_written_again_takes_the_place_of_the_first(tmp_path):
     folder = tmp_path / "t.recording"
     new_recording(folder, MANIFEST)
     for step in (0, 1):
-        write_chunk(
-            folder,
-            0,
-            {"workload": pa.Table.from_pylist([row | {"turn": 0} for row in workload(step)], TABLES["workload"])},
-        )
+        rows = pa.Table.from_pylist([row | {"turn": 0} for row in workload(step)], TABLES["workload"])
+        write_chunk(folder, 0, {"workload": rows})
     (chunk,) = chunks_of(folder)
     assert set(chunk.tables()["workload"]["rl_step"].to_pylist()) == {1}
 
 
-def test_repair_leaves_a_valid_trace_as_it_is(tmp_path):
+def test_repair_leaves_a_valid_trace_as_it_is_and_refuses_a_damaged_one(tmp_path):
     finished(tmp_path / "t")
     before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     assert repair(tmp_path / "t").manifest.notes is None
     assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
-
-
-def test_repair_refuses_a_damaged_trace(tmp_path):
-    finished(tmp_path / "t")
-    path = tmp_path / "t" / "outcomes.parquet"
-    path.write_bytes(path.read_bytes()[:-20])
+    (tmp_path / "t" / "outcomes.parquet").write_bytes(before["outcomes.parquet"][:-20])
     with pytest.raises(TraceError, match=r"outcomes.parquet"):
         repair(tmp_path / "t")
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"), [("run", "."), ("run/trace", "."), ("run/trace.recording", "."), (".", "run")]
-)
-def test_repair_takes_the_run_the_trace_the_recording_or_the_folder_it_is_in(tmp_path, monkeypatch, name, folder):
-    (tmp_path / "run").mkdir()
-    interrupted(tmp_path / "run" / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
-    monkeypatch.chdir(tmp_path / folder)
-    assert repair(name).path.resolve() == tmp_path / "run" / "trace"
 
 
 def test_a_snapshot_is_the_trace_so_far(tmp_path):

@@ -35,16 +35,20 @@ def rl_step(number, responses=4, *, seed=0):
     return workload, outcomes
 
 
-def written(path, num_rl_steps, responses=4):
+def write_steps(path, *steps):
     with StreamWriter(path, MANIFEST) as writer:
-        for number in range(num_rl_steps):
-            writer.append(*rl_step(number, responses))
+        for step in steps:
+            writer.append(*step)
     return path
 
 
-def whole(num_rl_steps, responses=4):
+def written(path, num_rl_steps):
+    return write_steps(path, *map(rl_step, range(num_rl_steps)))
+
+
+def whole(num_rl_steps):
     """The same trace, made in memory in one piece."""
-    steps = [rl_step(number, responses) for number in range(num_rl_steps)]
+    steps = [rl_step(number) for number in range(num_rl_steps)]
     workload, outcomes = (pd.concat(frames, ignore_index=True) for frames in zip(*steps, strict=True))
     return Trace.from_tables(MANIFEST, {"workload": workload, "outcomes": outcomes})
 
@@ -90,8 +94,7 @@ def test_what_repeats_is_stored_once(tmp_path):
     key = pd.DataFrame({"rl_step": 0, "prompt_id": name, "sample": i})
     workload = key.assign(epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=0)
     outcomes = key.assign(response_tokens=1, finish_reason="stop")
-    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(workload, outcomes)
+    write_steps(tmp_path / "t", (workload, outcomes))
     column = pq.ParquetFile(tmp_path / "t" / "outcomes.parquet").metadata.row_group(0).column(1)
     assert column.path_in_schema == "prompt_id"
     assert column.total_uncompressed_size < 1000
@@ -101,8 +104,7 @@ def test_dictionary_arrays_are_texts(tmp_path):
     workload, outcomes = (pa.Table.from_pandas(frame, preserve_index=False) for frame in rl_step(0))
     at = outcomes.column_names.index("prompt_id")
     encoded = outcomes.set_column(at, "prompt_id", outcomes["prompt_id"].dictionary_encode())
-    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(workload, encoded)
+    write_steps(tmp_path / "t", (workload, encoded))
     assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
 
 
@@ -115,9 +117,7 @@ def test_optional_tables_may_come_with_some_rl_steps(tmp_path):
 
 
 def test_a_trace_without_rl_steps_is_one(tmp_path):
-    with StreamWriter(tmp_path / "t", MANIFEST):
-        pass
-    trace = read(tmp_path / "t")
+    trace = read(write_steps(tmp_path / "t"))
     assert (trace.rl_steps, trace.manifest.num_rl_steps) == ([], 0)
     assert list(trace.iter_rl_steps()) == []
     assert count(trace)["num_tokens"] == 0
@@ -125,16 +125,8 @@ def test_a_trace_without_rl_steps_is_one(tmp_path):
 
 def test_several_rl_steps_at_once(tmp_path):
     trace = whole(3)
-    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(trace.workload, trace.outcomes)
-        writer.append(*rl_step(7))
+    write_steps(tmp_path / "t", (trace.workload, trace.outcomes), rl_step(7))
     assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
-
-
-def write_steps(path, *steps):
-    with StreamWriter(path, MANIFEST) as writer:
-        for step in steps:
-            writer.append(*step)
 
 
 @pytest.mark.parametrize("number", [2, 3])
