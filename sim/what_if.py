@@ -248,7 +248,7 @@ class WhatIf:
         """Times as fast by acceptance, where it is not known; and the systems' rollouts."""
         from matplotlib.figure import Figure
 
-        from tltlab.charts import draw_bars
+        from tltlab.charts import bars
 
         known = [s for s in self.speed_ups if s.accept is not None]
         figure = Figure(figsize=(7.2, 5.4 if known else 2.4), layout="constrained")
@@ -258,9 +258,9 @@ class WhatIf:
             self._plot_speed_ups(above, known)
         frame = self.to_frame()
         title = f"Systems on {self.setting} (simulated)" if not known else "Systems (simulated)"
-        draw_bars(below, frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
-                  (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's", title=title,
-                  reference=1.0)  # fmt: skip
+        bars(frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
+             (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's", title=title,
+             reference=1.0, axes=below)  # fmt: skip
         return figure
 
     def _plot_speed_ups(self, above: Axes, known: Sequence[SpeedUp]) -> None:

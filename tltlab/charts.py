@@ -106,28 +106,15 @@ def bars(
     xlabel: str,
     title: str,
     reference: float | None = None,
+    axes: Axes | None = None,
 ) -> Figure:
     """Horizontal bars, the first on top; `low` and `high` are the ends of an interval around each, in `values`' unit.
 
     None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
+    They are drawn into a panel of another figure where `axes` is given.
     """
-    figure = Chart(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained")
-    draw_bars(figure.subplots(), labels, values, low, high, xlabel=xlabel, title=title, reference=reference)
-    return figure
-
-
-def draw_bars(
-    axes: Axes,
-    labels: Sequence[str],
-    values: Values,
-    low: Values | None = None,
-    high: Values | None = None,
-    *,
-    xlabel: str,
-    title: str,
-    reference: float | None = None,
-) -> None:
-    """The same into a panel of a figure."""
+    if axes is None:
+        axes = Chart(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained").subplots()
     y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
     least = most = np.full(len(size), np.nan)
@@ -145,6 +132,9 @@ def draw_bars(
     finish(axes, xlabel=xlabel, title=title, grid="x")
     told = [_told(*row) for row in zip(size, least, most, strict=True)]
     _keep(axes, [f"{name}\n{xlabel}: {value or '–'}" for name, value in zip(labels, told, strict=True)], y=y)
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    return figure
 
 
 def lines(

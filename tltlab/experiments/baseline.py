@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.charts import COLORS, draw_bars
+from tltlab.charts import COLORS, bars
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import RooflineCosts
@@ -256,7 +256,7 @@ def _picture(frame: pd.DataFrame) -> Figure:
 
 def _bars(axes: Axes, rows: pd.DataFrame, labels: Sequence[str], title: str, paper: tuple[float, float] | None) -> None:
     size, low, high = (rows[name].to_numpy(np.float64) for name in ("speedup", "low", "high"))
-    draw_bars(axes, labels, size, low, high, xlabel="times as fast (95 % intervals)", title=title, reference=1.0)
+    bars(labels, size, low, high, xlabel="times as fast (95 % intervals)", title=title, reference=1.0, axes=axes)
     if paper is not None:
         axes.axvspan(*paper, color=COLORS[1], alpha=0.25, linewidth=0, label="the paper, TLT over VeRL")
         axes.legend(fontsize=8, frameon=False, loc="lower right")
