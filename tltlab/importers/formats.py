@@ -171,16 +171,11 @@ def _trace(
     model: str | None,
 ) -> Trace:  # fmt: skip
     name = path.resolve().name
+    cap = int(tables["workload"]["max_response_tokens"].max())
     manifest = Manifest(
-        kind="imported",
-        name=name.split(".")[0],
-        source=f"{_CALLED[form]} {name}",
-        model=model,
-        num_workers=workers,
-        max_response_tokens=int(tables["workload"]["max_response_tokens"].max()),
-        group_size=group_size_of(tables["workload"]),
-        notes="; ".join(notes) or None,
-    )
+        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}", model=model, num_workers=workers,
+        max_response_tokens=cap, group_size=group_size_of(tables["workload"]), notes="; ".join(notes) or None,
+    )  # fmt: skip
     return Trace.from_tables(manifest, tables)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tltlab.traces.csv import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
 
@@ -45,13 +44,12 @@ def read_vllm(path: Path, group_size: int = 1) -> Imported:
     model: str | None = None
     for record in rows_of(path):
         if is_bench_result(record):
-            requests, own_step = list(_requests_of_result(record)), num_results
+            requests, own_step, first = list(_requests_of_result(record)), num_results, 0
             num_results += 1
-            said = record.fields.get("model_id")
-            model = said if isinstance(said, str) else model
+            model = name if isinstance(name := record.fields.get("model_id"), str) else model
         else:
-            requests, own_step = [_flat(record)], 0
-        for number, row in enumerate(requests, start=0 if is_bench_result(record) else len(responses)):
+            requests, own_step, first = [_flat(record)], 0, len(responses)
+        for number, row in enumerate(requests, start=first):
             responses.append(_response(row, own_step, None if group_size == 1 else number // group_size, number))
             num_failed += responses[-1].finish_reason == "abort"
             num_untimed += responses[-1].t_submit is None
@@ -83,11 +81,7 @@ def is_timed(row: Row) -> bool:
 
 
 def _requests_of_result(result: Row) -> Iterator[Row]:
-    lists: dict[str, list[Any]] = {}
-    for name in BENCH_LISTS:
-        values = result.fields.get(name)
-        if isinstance(values, list):
-            lists[name] = values
+    lists = {name: values for name in BENCH_LISTS if isinstance(values := result.fields.get(name), list)}
     for name in ("input_lens", "output_lens"):
         if name not in lists:
             result.fault(name, "it is not there: run the benchmark with --save-detailed")

@@ -127,18 +127,15 @@ def tables_from_csv(
     group = 1 if group_size is None else group_size
     if group < 1 or (workers is not None and workers < 1):
         raise ConfigError(f"got group size {group} and {workers} workers; both must be at least 1")
-    known = {
-        name: table.whole(own, at_least=0).to_numpy()
-        for name, own in columns.items()
-        if name not in ("response_tokens", "prompt_id")
-    }
+    whole = [name for name in columns if name not in ("response_tokens", "prompt_id")]
+    known = {name: table.whole(columns[name], at_least=0).to_numpy() for name in whole}
     key = pd.DataFrame({"rl_step": known.get("rl_step", np.zeros(len(frame), int))})
     groups = key.assign(group=key.groupby("rl_step").cumcount() // group).groupby(["rl_step", "group"], sort=False)
     own_ids = [f"p{i}" for i in groups.ngroup()]
     key["prompt_id"] = frame[columns["prompt_id"]].to_numpy() if "prompt_id" in columns else own_ids
     key["sample"] = known.get("sample", key.groupby(["rl_step", "prompt_id"], sort=False).cumcount())
     prompt_tokens = known.get("prompt_tokens", 0)
-    cut = lengths.to_numpy() == max_response_tokens if max_response_tokens is not None else np.zeros(len(frame), bool)
+    cut = (lengths == max_response_tokens).to_numpy()
     notes = [table.note()] if frame.shape[1] > 1 else []
     if max_response_tokens is None:
         notes.append(f"the cap is unknown: the longest response ({cap} tokens) is taken for it, all count as finished")
@@ -149,14 +146,9 @@ def tables_from_csv(
         which = "the last group" if len(incomplete) == 1 else f"the last group of {len(incomplete)} RL steps"
         notes.append(f"{which} is incomplete: {incomplete.iloc[0]} of {group} samples")
     manifest = Manifest(
-        kind="imported",
-        name=table.name.split(".")[0],
-        source=table.name,
-        num_workers=workers,
-        max_response_tokens=cap,
-        group_size=group_size,
-        notes="; ".join(notes) or None,
-    )
+        kind="imported", name=table.name.split(".")[0], source=table.name, num_workers=workers,
+        max_response_tokens=cap, group_size=group_size, notes="; ".join(notes) or None,
+    )  # fmt: skip
     return manifest, tables_of_lengths(key, lengths.to_numpy(), np.asarray(prompt_tokens), cap, cut)
 
 
@@ -324,8 +316,7 @@ def _columns(where: str, frame: pd.DataFrame, lengths: str | None) -> dict[str, 
         left = [str(name) for name in frame.columns if name not in columns.values()]
         numeric = [name for name in left if pd.to_numeric(frame[name], errors="coerce").notna().all()]
         # What a column holds that is no number is said with its line.
-        called = numeric[0] if len(numeric) == 1 else left[0] if len(left) == 1 else None
-        if called is None:
+        if (called := next((some[0] for some in (numeric, left) if len(some) == 1), None)) is None:
             raise TraceError(f"{where}: cannot tell which column holds the lengths; name one with --column: {names}")
     return {"response_tokens": called} | columns
 

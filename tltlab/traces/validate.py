@@ -157,17 +157,14 @@ def check_values(part: Part) -> None:
         part.require((chance > 0) & (chance <= 1), "propensity", "got {}, it must be a probability above 0")
     if part.name == "acceptance":
         lengths, values = _flat(part.table["accept_if_drafted"])
-        over = values > np.repeat(part.numpy("max_depth"), lengths)
-        if over.any():
-            at = int(np.argmax(over))
-            row = _row_of(at, lengths)
+        if (over := values > np.repeat(part.numpy("max_depth"), lengths)).any():
+            row, value = _row_of(over, lengths), values[over][0]
             depth = part.table["max_depth"][row].as_py()
-            part.fault("accept_if_drafted", row, f"got {values[at]}, more than max_depth {depth}")
+            part.fault("accept_if_drafted", row, f"got {value}, more than max_depth {depth}")
     if part.name == "spot_training":
         lengths, chances = _flat(part.table["accept"])
         if (wrong := (chances < -_ROUNDING) | (chances > 1 + _ROUNDING)).any():
-            at = int(np.argmax(wrong))
-            part.fault("accept", _row_of(at, lengths), f"got {chances[at]}, it must be a probability")
+            part.fault("accept", _row_of(wrong, lengths), f"got {chances[wrong][0]}, it must be a probability")
 
 
 def _can_hold(got: pa.DataType, want: pa.DataType) -> bool:
@@ -229,7 +226,7 @@ def _check_column(part: Part, field: pa.Field) -> None:
             ok |= pc.is_null(column).to_numpy()
     if not ok.all():
         at = int(np.argmin(ok))
-        row = at if lengths is None else _row_of(at, lengths)
+        row = at if lengths is None else _row_of(~ok, lengths)
         part.fault(field.name, row, f"got {column[at].as_py()!r}, {rule}")
 
 
@@ -239,14 +236,14 @@ def _flat_column(column: pa.ChunkedArray) -> tuple[Ints, pa.ChunkedArray]:
     return lengths, pc.list_flatten(column)
 
 
-def _row_of(at: int, lengths: Ints) -> int:
-    """The list that holds element `at` of lists of these lengths laid end to end."""
-    return int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-
-
 def _flat(column: pa.ChunkedArray) -> tuple[Ints, Any]:
     lengths, values = _flat_column(column)
     return lengths, values.to_numpy()
+
+
+def _row_of(wrong: Flags, lengths: Ints) -> int:
+    """The list that holds the first wrong element of lists of these lengths laid end to end."""
+    return int(np.searchsorted(np.cumsum(lengths), np.argmax(wrong), side="right"))
 
 
 def _check_unique(part: Part, codes: Ints | None) -> None:
