@@ -63,13 +63,10 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path):
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
-def test_what_json_does_not_know_is_not_half_written(tmp_path: Path):
+def test_what_json_does_not_know_is_not_half_written_and_others_may_read_what_it_knows(tmp_path: Path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_others_may_read_a_file_as_they_may_any_that_we_write(tmp_path: Path):
     write_json(tmp_path / "a.json", [1])
     (tmp_path / "b.json").write_text(json.dumps([1]))
     assert (tmp_path / "a.json").stat().st_mode == (tmp_path / "b.json").stat().st_mode
@@ -307,7 +304,7 @@ def test_a_process_without_shared_memory_makes_no_folder_to_tell_of_it(temporary
 
 
 WITHOUT = """
-import os, signal, sys, tempfile
+import os, sys, tempfile
 from tltlab.files import leaves_memory
 
 tempfile.tempdir = sys.argv[1]

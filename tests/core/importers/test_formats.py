@@ -106,10 +106,7 @@ def test_a_verl_dump_is_a_trace(verl):
     manifest = trace.manifest
     assert (manifest.kind, manifest.source, manifest.num_workers) == ("imported", "verl rollout dump rollout_data", 4)
     assert (manifest.group_size, manifest.max_response_tokens, manifest.num_rl_steps) == (2, 4, 2)
-
-
-def test_the_same_input_is_the_same_prompt_in_every_step(verl):
-    workload = import_dump(verl, tokens=WORDS).workload
+    # The same input is the same prompt in every step.
     first, second = workload["prompt_id"].iloc[0], workload["prompt_id"].iloc[1]
     assert workload["prompt_id"].tolist() == [first, second, first, second, second, second]
     assert "é" not in second
@@ -192,17 +189,14 @@ def test_bytes_that_are_no_text_and_empty_files_are_refused(tmp_path):
 # TRL
 
 
-def test_trl_completions_are_a_trace(trl):
+def test_trl_completions_are_a_trace_and_those_logged_again_are_read_once(trl):
     trace = import_dump(trl, tokens=WORDS)
     assert trace.rl_steps == [1, 3]
     assert trace.outcomes["response_tokens"].tolist() == [3, 1, 1, 1]
     assert trace.workload["prompt_tokens"].tolist() == [2, 2, 2, 1]
     assert trace.outcomes["sample"].tolist() == [0, 1, 0, 0]
     assert trace.manifest.group_size is None
-
-
-def test_completions_that_trl_logs_again_are_read_once(trl):
-    notes = import_dump(trl, tokens=WORDS).manifest.notes
+    notes = trace.manifest.notes
     assert "1 logged steps repeat the completions of the step before and are left out" in notes
 
 
@@ -411,25 +405,18 @@ def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path: Path):
     frame = pd.DataFrame({"step": STEPS, "num_tokens": LENGTHS, "reward": 0.5})
     frame.to_parquet(tmp_path / "a.parquet")
     for source in (tmp_path / "a.parquet", frame, np.reshape(LENGTHS, (2, 2))):
-        assert read(source).outcomes.groupby("rl_step")["response_tokens"].apply(list).tolist() == [
-            [310, 4096],
-            [95, 120],
-        ]
-    for source in (LENGTHS, np.array(LENGTHS), pd.Series(LENGTHS), tuple(LENGTHS)):
-        assert read(source).outcomes["response_tokens"].tolist() == LENGTHS
+        by_step = read(source).outcomes.groupby("rl_step")["response_tokens"].apply(list).tolist()
+        assert by_step == [[310, 4096], [95, 120]]
     (tmp_path / "a.json").write_text(json.dumps(LENGTHS))
-    assert read(tmp_path / "a.json").outcomes["response_tokens"].tolist() == LENGTHS
     (tmp_path / "a.txt").write_text("310\n4096\n95\n120\n")
-    assert read(tmp_path / "a.txt").outcomes["response_tokens"].tolist() == LENGTHS
+    alone = (LENGTHS, np.array(LENGTHS), pd.Series(LENGTHS), tuple(LENGTHS))
+    for source in (*alone, tmp_path / "a.json", tmp_path / "a.txt"):
+        assert read(source).outcomes["response_tokens"].tolist() == LENGTHS
 
 
 def test_lengths_that_are_none_are_named_with_their_place():
-    for source, told in (
-        ([3, 0], "line 1: got '0'"),
-        ([1.5], "got '1.5'"),
-        (np.zeros((2, 2, 2)), "got shape"),
-        ([], "got \\[\\]"),
-    ):
+    cases = (([3, 0], "line 1: got '0'"), ([1.5], "got '1.5'"), (np.zeros((2, 2, 2)), "got shape"), ([], r"got \[\]"))
+    for source, told in cases:
         with pytest.raises(TraceError, match=told):
             read(source)
 

@@ -183,16 +183,12 @@ def test_each_worker_has_its_bubble_share_and_their_mean_is_the_traces():
     assert [text.get_text() for text in strip.texts] == ["75 %", "50 %", "25 %", "0 %"]
 
 
-def test_the_title_names_the_policy_where_there_is_one():
+def test_the_title_names_the_trace_and_the_policy_where_they_have_a_name():
     steps = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.0, 2.0], "policy_version": 0, "policy": ["none", "tuned"]})
     trace = recorded(num_steps=2, steps=steps)
     titles = [timeline(trace, rl_step=which).axes[0].get_title(loc="left") for which in (1, "all")]
     assert [title.split(":")[0] for title in titles] == ["small (recorded, tuned)", "small (recorded)"]
-
-
-def test_a_trace_without_a_name_is_called_what_it_is():
-    trace = recorded()
-    trace = trace.replace(manifest=trace.manifest.model_copy(update={"name": None}))
+    trace = recorded(name=None)
     assert timeline(trace).axes[0].get_title(loc="left").startswith("recorded: RL step")
 
 
@@ -258,10 +254,8 @@ def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
 def test_two_traces_in_a_perfetto_file_are_two_processes(tmp_path):
     path = write_perfetto(tmp_path / "new" / "t.json", recorded(), recorded(name="other"))
     events = json.loads(path.read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
-        "small (recorded)",
-        "other (recorded)",
-    ]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["small (recorded)", "other (recorded)"]
     assert {e["pid"] for e in events} == {1, 2}
 
 

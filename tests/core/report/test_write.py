@@ -245,7 +245,7 @@ def test_lengths_alone_make_a_page(tmp_path):
     assert "has no times" in reasons["RL steps"]
 
 
-def test_accept_length_by_strategy_is_one_plus_accepted_over_drafts():
+def test_accept_length_is_one_plus_accepted_over_drafts_by_strategies_named_shortly():
     trace = read(TINY)
     part = acceptance_part(trace)
     assert isinstance(part, Section)
@@ -257,9 +257,6 @@ def test_accept_length_by_strategy_is_one_plus_accepted_over_drafts():
         told = next(row for row in table.rows if row[0] == name)
         assert told[2] == f"{drafts:,}"
         assert told[3] == f"{1 + own['num_accepted'].sum() / drafts:.2f}"
-
-
-def test_strategies_are_named_shortly():
     table = pd.DataFrame({"drafter": ["none", "ngram", "learned"], "draft_depth": [0, 4, 8], "top_k": [0, 1, 4],
                           "tokens_to_verify": [1, 5, 32]})  # fmt: skip
     assert strategy_names(table).tolist() == ["none", "ngram:4", "learned (8, 4, 32)"]

@@ -23,18 +23,13 @@ MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", grou
 def rows(step, attempt=0):
     """An RL step's rows; `attempt` shows in them, so that rows of one that was given up are told apart."""
     key = [{"rl_step": step, "prompt_id": f"p{i}", "sample": 0} for i in range(3)]
+    asked = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": step}
+    made = {"finish_reason": "stop", "worker": 0, "t_submit": 0.0, "t_finish": 1.0}
+    ids = [step] * (1 + attempt)
     return {
-        "workload": [
-            k | {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": step} for k in key
-        ],
-        "outcomes": [
-            k | {"response_tokens": 1 + attempt, "finish_reason": "stop", "worker": 0, "t_submit": 0.0, "t_finish": 1.0}
-            for k in key
-        ],
-        "tokens": [
-            k | {"prompt_token_ids": [1], "token_ids": [step] * (1 + attempt), "token_versions": [step] * (1 + attempt)}
-            for k in key
-        ],
+        "workload": [k | asked for k in key],
+        "outcomes": [k | made | {"response_tokens": 1 + attempt} for k in key],
+        "tokens": [k | {"prompt_token_ids": [1], "token_ids": ids, "token_versions": ids} for k in key],
         "steps": [{"rl_step": step, "t_start": float(step), "policy_version": step}],
     }
 
