@@ -142,14 +142,8 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
         yield line
         return
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+    after = (MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(TextColumn(what), BarColumn(), *after, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=total)
 
         def advance(part: str) -> None:

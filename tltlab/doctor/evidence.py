@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -254,29 +255,20 @@ def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
 
 def _lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The objects of a JSON-lines file; a torn last line is left out."""
-    if not path.is_file():
-        return ()
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return tuple(found)
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            values.append(parse_json(line))
+    return tuple(value for value in values if isinstance(value, dict))
 
 
 def _logs(run: Path) -> dict[str, str]:
     """The ends of the run's log files."""
     found = {}
     for path in sorted([*run.glob("*.log"), *run.glob("logs/*.log")]):
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-                found[path.name] = file.read().decode(errors="replace")
-        except OSError:
-            continue
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            found[path.name] = file.read().decode(errors="replace")
     return found
 
 

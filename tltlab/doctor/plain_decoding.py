@@ -133,9 +133,8 @@ def against_plain(evidence: RunEvidence, rows: pd.DataFrame) -> Interval | None:
 def _bands(evidence: RunEvidence, rows: pd.DataFrame) -> dict[int, Interval]:
     """`_against_plain` by batch, in bands from each power of 2 to below the next."""
     bands = 2 ** np.log2(rows["batch"].clip(lower=1)).astype(int)
-    found = {int(least): against_plain(evidence, own) for least, own in rows.groupby(bands)}
-    known = {least: interval for least, interval in sorted(found.items()) if interval is not None}
-    if not known:
+    intervals = {int(least): against_plain(evidence, own) for least, own in rows.groupby(bands)}
+    if not (known := {least: interval for least, interval in sorted(intervals.items()) if interval is not None}):
         raise NotChecked(f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
     return known
 

@@ -26,15 +26,13 @@ def findings_part(run: Path) -> Part:
     except TltlabError as error:
         return Absent(title=title, reason=str(error))
     checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
-    blocks: list[Block] = []
+    blocks: list[Block] = [Text(text="None of the known failure signatures was found.")]
     if diagnosis.findings:
         rows = []
         for one in diagnosis.findings:
             where = f" ({one.where})" if one.where else ""
             rows.append((f"{one.severity}: {one.title}{where}", f"{one.evidence} {one.advice}".strip()))
-        blocks.append(Items(rows=tuple(rows)))
-    else:
-        blocks.append(Text(text="None of the known failure signatures was found."))
+        blocks = [Items(rows=tuple(rows))]
     good = "; ".join(check.good for check in diagnosis.good)
     blocks.append(Text(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
     if diagnosis.not_checked:
@@ -87,10 +85,8 @@ def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Part:
     facts += [(name, version) for name, version in versions_of(run_json).items()]
     blocks: list[Block] = [Facts(rows=tuple((name, str(value)) for name, value in facts if value not in (None, "")))]
     blocks += repeat_blocks(run_json.get("argv"), "The run has no run.json: the command that made it is not known.")
-    for name, value in (
-        ("The whole recipe", run_json.get("recipe")),
-        ("The policy file", read_object(run / "policy.json")),
-    ):
+    files = {"The whole recipe": run_json.get("recipe"), "The policy file": read_object(run / "policy.json")}
+    for name, value in files.items():
         if value:
             blocks.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
     return Section(title="Where it comes from", blocks=tuple(blocks))
@@ -104,11 +100,10 @@ def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
 
 def repeat_blocks(argv: Any, unknown: str) -> list[Block]:
     """The command to repeat something, as a shell takes it; the sentence `unknown` where it is not known."""
-    if isinstance(argv, str) and argv:
-        return [Text(text="To repeat it:"), Code(code=argv, label="command to repeat")]
-    if isinstance(argv, Sequence) and argv:
-        return [Text(text="To repeat it:"), Code(code=command_line([str(a) for a in argv]), label="command to repeat")]
-    return [Text(text=unknown)]
+    if not argv or not isinstance(argv, Sequence):
+        return [Text(text=unknown)]
+    code = argv if isinstance(argv, str) else command_line([str(word) for word in argv])
+    return [Text(text="To repeat it:"), Code(code=code, label="command to repeat")]
 
 
 def command_line(argv: Sequence[str]) -> str:

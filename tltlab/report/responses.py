@@ -100,10 +100,8 @@ def _decoder(run: Path, recipe: Any) -> tuple[Callable[[Sequence[int]], str], st
             return FolderTokenizer(folder).decode, "special tokens are shown"
         except ConfigError as error:
             why = str(error) if (folder / "tokenizer.json").is_file() else ""
-    return (
-        lambda ids: " ".join(map(str, ids)) + " ",
-        f"token ids are shown, for there is no tokenizer here {why}".strip(),
-    )
+    told = f"token ids are shown, for there is no tokenizer here {why}".strip()
+    return lambda ids: " ".join(map(str, ids)) + " ", told
 
 
 def _pieces(
@@ -130,11 +128,10 @@ def _pieces(
         # What a token says depends on those before it: spaces, and letters that several of them make.
         before, through = decode(ids[first:begin]).rstrip("\ufffd"), decode(ids[first:end])
         text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])
-        number_of = int(origin[begin])
-        if number_of:
-            row = rows[number_of - 1]
-            title = f"{row['drafter']}: {row['accepted']} of up to {row['reach']} drafted tokens were kept"
-            pieces.append(Piece(text=text, drafter=drafters[str(row["drafter"])] % 4 + 1, title=title))
-        else:
+        if not origin[begin]:
             pieces.append(Piece(text=text, title=refused.get(begin, "")))
+            continue
+        row = rows[int(origin[begin]) - 1]
+        title = f"{row['drafter']}: {row['accepted']} of up to {row['reach']} drafted tokens were kept"
+        pieces.append(Piece(text=text, drafter=drafters[str(row["drafter"])] % 4 + 1, title=title))
     return tuple(pieces)
