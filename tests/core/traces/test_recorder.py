@@ -334,7 +334,7 @@ def test_no_single_bit_of_a_recording_flips_unseen(tmp_path):
         files = {file: file.read_bytes() for file in sorted(folder.iterdir()) if file.stat().st_size}
         assert {file.suffix for file in files} == {".arrow", ".json"}
         draw = random.Random(11)
-        for _ in range(int(os.environ.get("TLTLAB_FLIPS", 60))):
+        for _ in range(int(os.environ.get("TLTLAB_FLIPS", 40))):
             file = draw.choice(list(files))
             data, bit = bytearray(files[file]), draw.randrange(8 * len(files[file]))
             data[bit // 8] ^= 1 << bit % 8

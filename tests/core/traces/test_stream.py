@@ -294,14 +294,14 @@ def peak_bytes(work):
 
 
 def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
-    """40 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
+    """28 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
     chunk, path = 1 << 19, tmp_path / "t"
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(stream, "GROUP_BYTES", chunk // 2)
 
     def work():
         if way == "write":
-            yield write(path, 40, 1024, 8, 0)
+            yield write(path, 28, 1024, 8, 0)
         elif way == "iterate":
             for one in read(path).iter_rl_steps():
                 yield one.workload, one.outcomes

@@ -310,7 +310,7 @@ def test_no_single_bit_of_a_trace_flips_unseen(folder, tmp_path):
     written, passed = read(folder), 0
     files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
     draw = random.Random(7)
-    flips = int(os.environ.get("TLTLAB_FLIPS", 60))
+    flips = int(os.environ.get("TLTLAB_FLIPS", 40))
     for _ in range(flips):
         file = draw.choice(list(files))
         data, bit = bytearray(files[file]), draw.randrange(8 * len(files[file]))
