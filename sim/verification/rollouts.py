@@ -9,9 +9,10 @@ fitted to earlier steps, with lengths drawn from theirs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tltlab.policies.policy import Policy
 from tltlab.sim.engine.requests import Prefix, requests_by_step
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import Scenario
+from tltlab.stats import finite
 from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace, read
@@ -135,23 +137,20 @@ def verify(
         raise ConfigError(f"{run}: no RL step was asked for")
     table = pd.DataFrame(rows)
     bias, spread = repeats(trace)
-    errors = table["error"].abs()
     at_step_time = (table["predicted_s"] * table["step_time_ratio"] / table["measured_s"] - 1).abs()
-    foreseen = table[table["forecast_s"].notna()]
+    foreseen, scaled = table[table["forecast_s"].notna()], table[table["scaled_error"].notna()]
     within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
-    forecast_errors = (foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs()
-    scaled = table[table["scaled_error"].notna()]
     return Verification(
         rows=table,
-        scaled_median_error=float(scaled["scaled_error"].abs().median()) if len(scaled) else None,
-        scaled_worst_error=float(scaled["scaled_error"].abs().max()) if len(scaled) else None,
-        scaled_raw_median_error=float(scaled["error"].abs().median()) if len(scaled) else None,
-        scaled_steps=len(scaled),
-        median_error=float(errors.median()),
-        worst_error=float(errors.max()),
+        median_error=float(table["error"].abs().median()),
+        worst_error=float(table["error"].abs().max()),
         median_error_at_step_time=float(at_step_time.median()),
-        forecast_median_error=float(forecast_errors.median()) if len(foreseen) else None,
-        forecast_coverage=float(within.mean()) if len(foreseen) else None,
+        scaled_median_error=finite(scaled["scaled_error"].abs().median()),
+        scaled_worst_error=finite(scaled["scaled_error"].abs().max()),
+        scaled_raw_median_error=finite(scaled["error"].abs().median()),
+        scaled_steps=len(scaled),
+        forecast_median_error=finite((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median()),
+        forecast_coverage=finite(within.mean()),
         repeat_spread=spread,
         repeat_bias=bias,
     )
@@ -205,7 +204,8 @@ class _Prediction:
     def row(self, force: InForce, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
         trace, spot = self.trace, self.spot
-        fit_on, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
+        seen, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
+        fit_on = seen.rl_steps
         # Only a policy that learns or draws lots has a past that matters.
         since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
         spans = [s for s in trace.rl_steps if since <= s <= step]
@@ -220,7 +220,7 @@ class _Prediction:
         plain = (this_step.iterations["draft_depth"] == 0) & (this_step.iterations["prefill_tokens"] == 0)
         num_plain, ratio = int(plain.sum()), float("nan")
         if num_plain >= FEWEST_PLAIN:
-            ratio = _speed(times[plain], trace.select(fit_on), fitted)
+            ratio = _speed(times[plain], seen, fitted)
         scaled_s = makespan_s * ratio + beside_s
         busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
@@ -265,16 +265,15 @@ class _Prediction:
         prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
         return "kept" if abs(prefilled - kept) <= abs(prefilled - whole) else "recomputed"
 
-    def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[list[int], Calibration]:
-        """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
+    def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[Trace, Calibration]:
+        """The nearest candidates and a calibration on them; as many more as it takes to see what the policy needs."""
         by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
         speculates = any(s.speculates for s in policy.strategies)
         for size in range(min(self.window, len(by_distance)), len(by_distance) + 1):
-            chosen = sorted(by_distance[:size])
-            trace = self.trace.select(chosen)
+            trace = self.trace.select(by_distance[:size])
             fitted = _of_one_shape(calibrate(trace).without_noise(), trace, policy)
             if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
-                return chosen, self._as_remembered(fitted, trace, policy, step)
+                return trace, self._as_remembered(fitted, trace, policy, step)
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
         )
@@ -327,18 +326,17 @@ class _Prediction:
         if len(earlier) < 2:
             return unknown
         try:
-            fit_on, fitted = self._fitted(earlier, force.policy, step)
+            history, fitted = self._fitted(earlier, force.policy, step)
         except ConfigError:
             return unknown
+        fit_on = history.rl_steps
         beside_s = overhead_s(trace, fit_on)
         rng = np.random.default_rng([self.seed, step])
-        history, accepted = trace.select(fit_on), self.spot.acceptance(fitted.acceptance, step, fit_on, earlier)
+        drawn = islice(drawn_lengths(trace.select([step]), history, rng), FORECASTS)
+        accepted = self.spot.acceptance(fitted.acceptance, step, fit_on, earlier)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
-        makespans = [
-            self._simulate(drawn_lengths(trace.select([step]), history, rng), afresh, fitted, accepted, k).makespan_s
-            for k in range(FORECASTS)
-        ]
+        makespans = [self._simulate(one, afresh, fitted, accepted, k).makespan_s for k, one in enumerate(drawn)]
         low, high = np.percentile(makespans, INTERVAL)
         return float(np.median(makespans)) + beside_s, float(low) + beside_s, float(high) + beside_s
 
@@ -412,20 +410,21 @@ def tools_as_engines_saw(trace: Trace) -> Trace:
     return trace.replace(outcomes=outcomes.assign(tool_s=seen))
 
 
-def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trace:
-    """The step's workload with response lengths of whole groups drawn from history, each cut at the request's cap."""
-    groups = [g["response_tokens"].to_numpy() for _, g in history.outcomes.groupby(["rl_step", "prompt_id"])]
-    order = step.outcomes.groupby("prompt_id", sort=False).ngroup().to_numpy()
-    drawn = np.empty(len(order), np.int64)
-    for group in np.unique(order):
-        rows = np.flatnonzero(order == group)
-        drawn[rows] = rng.choice(groups[rng.integers(len(groups))], size=len(rows), replace=True)
-    caps = step.workload.merge(step.outcomes, how="right", on=["rl_step", "prompt_id", "sample", "turn"])
-    most = caps["max_response_tokens"].to_numpy()
-    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "worker", "tool_s"]].assign(
-        response_tokens=np.clip(drawn, 1, most), finish_reason=np.where(drawn >= most, "length", "stop")
-    )
-    return Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
+def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Iterator[Trace]:
+    """The step again and again, with response lengths of whole groups drawn from history, each cut at its cap."""
+    groups = [group.to_numpy() for _, group in history.outcomes.groupby(["rl_step", "prompt_id"])["response_tokens"]]
+    rows = step.outcomes[[*KEY, "worker", "tool_s"]]
+    of = rows.groupby("prompt_id", sort=False).ngroup().to_numpy()
+    places = [np.flatnonzero(of == group) for group in np.unique(of)]
+    caps = step.workload.merge(rows[list(KEY)], how="right", on=list(KEY))["max_response_tokens"].to_numpy()
+    while True:
+        drawn = np.empty(len(rows), np.int64)
+        for place in places:
+            drawn[place] = rng.choice(groups[rng.integers(len(groups))], size=len(place), replace=True)
+        outcomes = rows.assign(
+            response_tokens=np.clip(drawn, 1, caps), finish_reason=np.where(drawn >= caps, "length", "stop")
+        )
+        yield Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
 
 
 def text(verification: Verification) -> str:

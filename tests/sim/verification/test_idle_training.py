@@ -20,6 +20,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 
 from ...spot_rows import frame, spot_rows
+from .recorded import record
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3)))
 QUICK = SpotTraining(
@@ -36,12 +37,10 @@ TRAINED = tuple(step % 3 != 2 for step in range(STEPS))
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A RUN whose rollouts are simulations with the drafter's true state, each followed by planted training rows."""
-    out = tmp_path_factory.mktemp("run")
     source = log_normal(prompts=8, group_size=4, rl_steps=STEPS, median=250, sigma=0.8, cap=1500, workers=WORKERS)
     truth = FreshAcceptance(base=GeometricAcceptance(alpha=0.8), freshness=FADES)
     rng = np.random.default_rng(0)
-    tables: dict[str, list] = {}
-    steps, training, acceptance = [], [], []
+    simulations, steps, training, acceptance = [], [], [], []
     age, updates = 0, 0
     published: list[tuple[int, int]] = [(0, 0)]
     for step in source.rl_steps:
@@ -55,8 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             seed=step,
             record_iterations=True,
         ).trace
-        for name in ("workload", "outcomes", "steps", "spans", "iterations"):
-            tables.setdefault(name, []).append(made.table(name))
+        simulations.append(made)
         steps.append({"rl_step": step, "drafter_age": age, "drafter_updates": updates})
         for response in made.outcomes.head(12).itertuples():
             for since, done in published[-3:]:
@@ -76,18 +74,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         age, updates = (0 if gained else age + 1), updates + gained
         if gained:
             published.append((step + 1, updates))
-    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
-    known = joined["steps"].drop(columns=["drafter_age", "drafter_updates"]).merge(pd.DataFrame(steps), on="rl_step")
-    manifest = source.manifest.model_copy(update={"kind": "recorded"})
-    Trace.from_tables(
-        manifest,
-        joined
-        | {"steps": known.assign(policy="chain"), "acceptance": pd.DataFrame(acceptance)}
-        | {"spot_training": frame(training)},
-    ).write(out / "trace")
-    policies = [{"rl_step": 0, "name": "chain", "policy": CHAIN.model_dump(mode="json")}]
-    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
-    return out
+    known = pd.concat([made.steps for made in simulations]).drop(columns=["drafter_age", "drafter_updates"])
+    return record(
+        tmp_path_factory.mktemp("run"), simulations, CHAIN, steps=known.merge(pd.DataFrame(steps), on="rl_step"),
+        acceptance=pd.DataFrame(acceptance), spot_training=frame(training),
+    )  # fmt: skip
 
 
 def copied(run: Path, folder: Path, **tables: pd.DataFrame | None) -> Path:

@@ -10,10 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
-import tltlab
 from tltlab.bench.simulator import COSTS
 from tltlab.cli.app import main
 from tltlab.cli.verify import verify as command
@@ -21,48 +19,27 @@ from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate, log_normal
 from tltlab.lengths.model import REGIMES
-from tltlab.policies.policy import Activation, FixedSpec, LengthAwareBudgetSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, LengthAwareBudgetSpec, Policy
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
+from .recorded import record
+
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
+SAMPLED = {"costs": COSTS, "acceptance": "geometric:0.6", "mode": "sampled", "record_iterations": True}
 GCD = Path(__file__).parents[3] / "traces" / "gcd-small"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A RUN whose recording is a simulation, plain and speculative RL steps in turn: costs and acceptance are known."""
-    out = tmp_path_factory.mktemp("run")
-    source = log_normal(prompts=10, group_size=4, rl_steps=6, median=300, sigma=0.7, cap=2000, workers=2)
-    tables: dict[str, list] = {}
-    policies = []
-    for step in source.rl_steps:
-        policy = CHAIN if step % 2 else load_policy("none")
-        policies.append(
-            {"rl_step": step, "name": "ours" if step % 2 else "none", "policy": policy.model_dump(mode="json")}
-        )
-        made = simulate(
-            source.select([step]),
-            policy,
-            costs=COSTS,
-            acceptance="geometric:0.6",
-            mode="sampled",
-            seed=step,
-            record_iterations=True,
-        ).trace
-        for name in ("workload", "outcomes", "steps", "spans", "iterations"):
-            tables.setdefault(name, []).append(made.table(name))
-    steps = pd.concat(tables.pop("steps"), ignore_index=True).assign(
-        policy=["none" if s % 2 == 0 else "ours" for s in source.rl_steps]
-    )
-    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
-    manifest = source.manifest.model_copy(update={"kind": "recorded"})
-    tltlab.Trace.from_tables(manifest, joined | {"steps": steps}).write(out / "trace")
-    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
-    return out
+    source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
+    policies = {step: CHAIN if step % 2 else "none" for step in source.rl_steps}
+    made = [simulate(source.select([step]), policy, seed=step, **SAMPLED).trace for step, policy in policies.items()]
+    return record(tmp_path_factory.mktemp("run"), made, policies)
 
 
 def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path):
@@ -81,9 +58,7 @@ def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=3, median=100, sigma=0.7, cap=400, workers=2)
     few = COSTS.model_copy(update={"max_num_seqs": 5})
     made = simulate(source, "none", costs=few, record_iterations=True).trace
-    manifest = source.manifest.model_copy(update={"kind": "recorded"})
-    made.replace(manifest=manifest).write(tmp_path / "trace")
-    found = verify(tmp_path / "trace", samples=1)
+    found = verify(record(tmp_path, made, "none"), samples=1)
     assert made.iterations is not None
     assert made.iterations["batch"].max() == 5
     assert found.rows["error"].abs().max() < 0.01
@@ -93,18 +68,8 @@ def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=4, median=100, sigma=0.7, cap=400, workers=2)
     budget = LengthAwareBudgetSpec(base_s=4e-3, token_s=2e-4)
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 6)), budget=budget)
-    made = simulate(
-        source, policy, costs=COSTS, acceptance="geometric:0.7", mode="sampled", record_iterations=True
-    ).trace
-    assert made.steps is not None
-    recorded = made.replace(
-        manifest=source.manifest.model_copy(update={"kind": "recorded"}), steps=made.steps.assign(policy="ours")
-    )
-    recorded.write(tmp_path / "trace")
-    policies = [{"rl_step": 0, "name": "ours", "policy": policy.model_dump(mode="json")}]
-    (tmp_path / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
-    found = verify(tmp_path, samples=2)
-    assert found.median_error < 0.09
+    made = simulate(source, policy, **SAMPLED | {"acceptance": "geometric:0.7"}).trace
+    assert verify(record(tmp_path, made, policy), samples=2).median_error < 0.09
 
 
 def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompts_were_as_new(tmp_path: Path):
@@ -117,22 +82,10 @@ def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompt
             selector=FixedSpec(strategy=Strategy.chain("suffix", 4)), drafters={"suffix": SYSTEM_DRAFTERS[name]}
         )
         made = [
-            simulate(
-                source.select(steps), policy, costs=COSTS, acceptance=f"geometric:{kept}", mode="sampled",
-                record_iterations=True,
-            ).trace
+            simulate(source.select(steps), policy, **SAMPLED | {"acceptance": f"geometric:{kept}"}).trace
             for steps, kept in (([0, 1, 2], 0.1), ([3, 4, 5], 0.8))
-        ]  # fmt: skip
-        tables = {
-            table: pd.concat([part.table(table) for part in made], ignore_index=True)
-            for table in ("workload", "outcomes", "steps", "iterations")
-        }
-        tables["steps"] = tables["steps"].assign(policy="ours")
-        manifest = source.manifest.model_copy(update={"kind": "recorded"})
-        tltlab.Trace.from_tables(manifest, tables).write(tmp_path / name / "trace")
-        policies = [{"rl_step": 0, "name": "ours", "policy": policy.model_dump(mode="json")}]
-        (tmp_path / name / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
-        worst[name] = verify(tmp_path / name, rl_steps=[0, 5], samples=2).worst_error
+        ]
+        worst[name] = verify(record(tmp_path / name, made, policy), rl_steps=[0, 5], samples=2).worst_error
     # A tree of the group alone starts anew in every RL step: whatever made them differ, it was not their prompts.
     assert worst["das"] < 0.1 < worst["seer"]
 
@@ -141,37 +94,28 @@ def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_wa
     tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
     lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
     source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
-    manifest, found = source.manifest.model_copy(update={"kind": "recorded"}), {}
+    found = {}
     for prefix in ("kept", "recomputed"):
         made = simulate(source, "none", costs=COSTS, prefix=prefix, record_iterations=True).trace
         # Of a tool that answered at once, and requests that the engine took long to take.
         outcomes = made.outcomes.assign(tool_s=made.outcomes["tool_s"].where(made.outcomes["turn"] == 0, 1e-6))
-        made.replace(manifest=manifest, outcomes=outcomes).write(tmp_path / prefix / "trace")
-        found[prefix] = verify(tmp_path / prefix, samples=1)
+        found[prefix] = verify(record(tmp_path / prefix, made, "none", outcomes=outcomes), samples=1)
         assert found[prefix].rows["error"].abs().max() < 0.03, prefix
     assert found["kept"].rows["measured_s"].sum() < found["recomputed"].rows["measured_s"].sum()
 
 
 def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_iterations(tmp_path: Path):
     slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
-    source = log_normal(prompts=10, group_size=4, rl_steps=6, median=300, sigma=0.7, cap=2000, workers=2)
+    source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
     late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
-    how = {"costs": COSTS, "acceptance": "geometric:0.6", "mode": "sampled", "record_iterations": True}
-    made = simulate(source, late, **how).trace
-    tables = {name: made.table(name) for name in ("workload", "outcomes", "steps", "iterations")}
-    iterations, steps = tables["iterations"], tables["steps"]
+    made = simulate(source, late, **SAMPLED).trace
+    iterations, steps = made.iterations, made.steps
     assert iterations is not None
     assert steps is not None
     for rows, names in ((iterations, ("duration", "draft_duration", "t_start")), (steps, ("rollout_s",))):
         for name in names:
             rows[name] = rows[name] * rows["rl_step"].map(slowness)
-    out = tmp_path / "run"
-    manifest = source.manifest.model_copy(update={"kind": "recorded"})
-    tltlab.Trace.from_tables(manifest, tables | {"steps": steps.assign(policy="late")}).write(out / "trace")
-    policies = [{"rl_step": 0, "name": "late", "policy": late.model_dump(mode="json")}]
-    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
-
-    found = verify(out, rl_steps=[1, 2, 4])
+    found = verify(record(tmp_path, made, late, iterations=iterations, steps=steps), rl_steps=[1, 2, 4])
     rows = found.rows.set_index("rl_step")
     assert rows["plain_time_ratio"].tolist() == pytest.approx([1.0, 1.6, 0.8], rel=0.1)
     assert rows.loc[2, "error"] < -0.25
@@ -206,22 +150,11 @@ def test_a_forecast_needs_history_and_spans_an_interval(run: Path):
 
 
 def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: Path):
-    (run / "repeats.json").write_text(
-        json.dumps(
-            {
-                "repeats": [
-                    {"rl_step": 0, "rollout_s": 1.0, "repeat_s": 0.9, "same_tokens": True},
-                    {"rl_step": 2, "rollout_s": 1.0, "repeat_s": 0.93, "same_tokens": True},
-                    {"rl_step": 4, "rollout_s": 1.0, "repeat_s": 0.81, "same_tokens": True},
-                    {"rl_step": 5, "rollout_s": 1.0, "repeat_s": 9.0, "same_tokens": False},
-                ]
-            }
-        )
-    )
-    try:
-        found = verify(run, rl_steps=[0])
-    finally:
-        (run / "repeats.json").unlink()
+    twice = [(0, 0.9, True), (2, 0.93, True), (4, 0.81, True), (5, 9.0, False)]
+    rows = [{"rl_step": s, "rollout_s": 1.0, "repeat_s": repeat_s, "same_tokens": same} for s, repeat_s, same in twice]
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "repeats.json").write_text(json.dumps({"repeats": rows}))
+    found = verify(tmp_path / "run", rl_steps=[0])
     assert found.repeat_bias == pytest.approx(-0.1)
     assert found.repeat_spread == pytest.approx(0.03 / 0.9)
     assert "second run" in text(found)
@@ -230,16 +163,16 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
 def test_drawn_lengths_come_from_history_and_respect_the_cap():
     trace = read(GCD)
     step, history = trace.select([5]), trace.select([0, 1])
-    drawn = drawn_lengths(step, history, np.random.default_rng(0)).outcomes
+    drawn = next(drawn_lengths(step, history, np.random.default_rng(0))).outcomes
     assert set(drawn["response_tokens"]) <= set(history.outcomes["response_tokens"])
     assert len(drawn) == len(step.outcomes)
 
 
 def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys: pytest.CaptureFixture[str]):
-    command(GCD, rl_steps="3:5", samples=1, as_json=True)
+    command(GCD, rl_steps="4:5", samples=1, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {"median_error", "worst_error", "repeat_spread", "steps"} <= found.keys()
-    assert [row["rl_step"] for row in found["steps"]] == [3, 4]
+    assert [row["rl_step"] for row in found["steps"]] == [4]
     # Two engines on a shared machine: what is asked here is that the prediction is of the right size.
     assert found["worst_error"] < 0.5
 
@@ -269,11 +202,10 @@ def test_nearest_steps_are_the_neighbours():
     ],
 )
 def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str, text: str, complaint: str):
-    read(run / "trace").write(tmp_path / "trace")
-    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
-    (tmp_path / file).write_text(text)
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / file).write_text(text)
     with pytest.raises(ConfigError, match=complaint):
-        verify(tmp_path, rl_steps=[2], samples=1)
+        verify(tmp_path / "run", rl_steps=[2], samples=1)
 
 
 def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(run, tmp_path, monkeypatch):
@@ -342,19 +274,19 @@ class Mine(Selector):
 
 
 @pytest.fixture
-def foreign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Makes a RUN whose policies.json names a class; the current folder has the module `own_policy`."""
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a small RUN whose policies.json names a class; the current folder has the module `own_policy`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_policy", raising=False)
     (tmp_path / "own_policy.py").write_text(OWN)
 
     def make(path: str) -> Path:
-        shutil.copytree(run, tmp_path / "run", dirs_exist_ok=True)
-        told = json.loads((run / "policies.json").read_text())
-        for entry in told["policies"][1::2]:
-            entry["policy"]["selector"] = {"kind": "custom", "path": path, "args": {}}
-        (tmp_path / "run" / "policies.json").write_text(json.dumps(told))
-        return tmp_path / "run"
+        source = log_normal(prompts=3, group_size=2, rl_steps=4, median=40, cap=100, workers=1)
+        path_of_run = record(tmp_path / "run", simulate(source, CHAIN, **SAMPLED).trace, CHAIN)
+        told = json.loads((path_of_run / "policies.json").read_text())
+        told["policies"][0]["policy"]["selector"] = {"kind": "custom", "path": path, "args": {}}
+        (path_of_run / "policies.json").write_text(json.dumps(told))
+        return path_of_run
 
     return make
 
