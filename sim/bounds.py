@@ -283,14 +283,12 @@ def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:
         point = (float(x[i]), float(y[i]))
         if point[0] <= corners[-1][0]:
             continue
-        while len(corners) > 1 and _above(corners[-2], corners[-1], point):
+        # A corner goes that lies on or above the line from the one before it to this point.
+        while len(corners) > 1:
+            (x0, y0), (x1, y1) = corners[-2:]
+            if (y1 - y0) * (point[0] - x0) < (point[1] - y0) * (x1 - x0):
+                break
             corners.pop()
         corners.append(point)
     xs, ys = zip(*corners, strict=True)
     return np.array(xs), np.array(ys)
-
-
-def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether `middle` lies on or above the line from `first` to `last`."""
-    rise = (last[1] - first[1]) * (middle[0] - first[0])
-    return (middle[1] - first[1]) * (last[0] - first[0]) >= rise

@@ -85,18 +85,13 @@ class SimulationConfig:
     tool_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ConfigError(f"no mode named {self.mode!r}; there are {', '.join(get_args(Mode))}")
-        if self.decision_block < 1:
-            raise ConfigError(f"decision_block must be at least 1, got {self.decision_block}")
+        for name, kinds in (("mode", get_args(Mode)), ("prefix", get_args(Prefix))):
+            if (kind := getattr(self, name)) not in kinds:
+                raise ConfigError(f"no {name} named {kind!r}; there are {', '.join(kinds)}")
+        at_least(1, decision_block=self.decision_block, max_tools=self.max_tools)
+        at_least(0, seed=self.seed)
         if not 0 <= self.acceptance_spread <= 5:
             raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must be at least 0, got {self.seed}")
-        if self.prefix not in get_args(Prefix):
-            raise ConfigError(f"no prefix named {self.prefix!r}; there are {', '.join(get_args(Prefix))}")
-        if self.max_tools is not None and self.max_tools < 1:
-            raise ConfigError(f"max_tools must be at least 1, got {self.max_tools}")
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
 
@@ -111,8 +106,7 @@ class SimulationConfig:
         workers = trace.manifest.num_workers if self.workers is None else self.workers
         if workers is None:
             raise ConfigError("the trace's manifest has no num_workers: say how many to simulate with --workers")
-        if workers < 1:
-            raise ConfigError(f"workers must be at least 1, got {workers}")
+        at_least(1, workers=workers)
         return workers
 
     def find_costs(self, trace: Trace) -> tuple[CostModel, str]:
@@ -137,13 +131,24 @@ class SimulationConfig:
             return TraceAcceptance(table), "the trace's own"
         if self.acceptance is None and (beside := beside_trace(trace, "acceptance.json")):
             return load_acceptance(beside), str(beside)
-        measured = _measured_acceptance(trace)
-        if measured is None and self.acceptance is not None:
+        rows = trace.arrow("iterations")
+        if rows is not None and pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
+            measured, _ = fit_acceptance(rows.to_pandas())
+            if measured is not None:
+                return measured, f"measured in the trace's iterations ({', '.join(measured.drafters)})"
+        if self.acceptance is not None:
             raise ConfigError(
                 "acceptance 'trace': the trace has no acceptance.parquet, and no iteration of it speculated; annotate "
                 "it or name a model"
             )
-        return measured or (None, None)
+        return None, None
+
+
+def at_least(least: int, **values: int | None) -> None:
+    """ConfigError for the first of these numbers that is smaller."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 def check_keywords(given: Iterable[str], known: Sequence[str], function: Callable[..., Any]) -> None:
@@ -154,17 +159,6 @@ def check_keywords(given: Iterable[str], known: Sequence[str], function: Callabl
             words = sorted({*known, *own} - {"self", "cls", "config"})
             near = did_you_mean(name, words)
             raise ConfigError(f"{function.__qualname__} has no keyword {name!r}{near}; there are {', '.join(words)}")
-
-
-def _measured_acceptance(trace: Trace) -> tuple[Acceptance, str] | None:
-    """What the recorded iterations accepted, by batch; None where none of them speculated."""
-    rows = trace.arrow("iterations")
-    if rows is None or not pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
-        return None
-    model, _ = fit_acceptance(rows.to_pandas())
-    if model is None:
-        return None
-    return model, f"measured in the trace's iterations ({', '.join(model.drafters)})"
 
 
 def load_spot_training(source: SpotTraining | Source) -> SpotTraining:

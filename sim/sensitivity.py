@@ -6,7 +6,7 @@ the number touches are simulated again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -133,16 +133,15 @@ def over_ranges(
             if changed:
                 ends.append((number.name, factor, changed))
     measured = iter(measure([variant for _, _, changed in ends for variant in changed.values()]))
-    return [_end(name, factor, list(changed), measured, seconds) for name, factor, changed in ends]
-
-
-def _end(
-    name: str, factor: float, changed: Sequence[str], measured: Iterator[float], seconds: Mapping[str, float]
-) -> dict[str, Any]:
-    there = dict(seconds) | {system: next(measured) for system in changed}
-    pairs = list(combinations(range(len(there)), 2))
-    tau = kendall_tau(list(seconds.values()), [there[system] for system in seconds], pairs) if pairs else None
-    order = sorted(there, key=lambda system: there[system])
-    return {
-        "number": name, "factor": factor, "seconds": there, "order": order, "changed": changed, "kendall_tau": tau,
-    }  # fmt: skip
+    pairs = list(combinations(range(len(seconds)), 2))
+    rows = []
+    for name, factor, changed in ends:
+        there = dict(seconds) | {system: next(measured) for system in changed}
+        tau = kendall_tau(list(seconds.values()), list(there.values()), pairs) if pairs else None
+        rows.append(
+            {
+                "number": name, "factor": factor, "seconds": there, "order": sorted(there, key=there.__getitem__),
+                "changed": list(changed), "kendall_tau": tau,
+            }
+        )  # fmt: skip
+    return rows

@@ -21,7 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.stats import paired_ratio
 from tltlab.traces.trace import TraceSource
 
-from .config import SimulationConfig
+from .config import SimulationConfig, at_least
 from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def sweep(
 
     >>> sweep("traces/tiny", "none,beg-mab").makespan_s.tolist()  # doctest: +SKIP
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    at_least(1, jobs=jobs)
     scenario, policies = _scenario(scenario), named_policies(policies)
     names = list(policies)
     # The table rows are for writing traces: workers need not receive them.
@@ -118,8 +117,7 @@ def compare(
     baseline = names[0] if baseline is None else baseline
     if baseline not in policies:
         raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names)}")
-    if repeats < 1:
-        raise ConfigError(f"repeats must be at least 1, got {repeats}")
+    at_least(1, repeats=repeats)
     strategies = tuple(dict.fromkeys(s for policy in policies.values() for s in policy.strategies))
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
     tables = [sweep(one, policies, jobs=jobs, ray_address=ray_address) for one in seeded]

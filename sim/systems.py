@@ -288,19 +288,15 @@ class _Outcome:
 def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
     run = simulate_system(trace, bound, config, **placed)
     rollouts, stale = run.result.rollouts, run.result.asynchronous
-    worker_s = [run.result.scenario.workers * r.makespan_s for r in rollouts]
-
-    def sums(values: Sequence[float]) -> Floats:
-        return np.array(values, np.float64)
-
+    worker_s = np.array([run.result.scenario.workers * r.makespan_s for r in rollouts])
     return _Outcome(
-        makespan_s=sums([r.makespan_s for r in rollouts]),
+        makespan_s=np.array([r.makespan_s for r in rollouts]),
         step_s=None if run.whole is None else run.whole.steps["step_s"].to_numpy(np.float64),
-        idle_s=sums([max(0.0, all_s - r.busy_s) for r, all_s in zip(rollouts, worker_s, strict=True)]),
-        worker_s=sums(worker_s),
-        trained_tokens=sums([r.requests.rows["response_tokens"].sum() for r in rollouts]),
-        old_tokens=sums([r.old_tokens for r in rollouts]),
-        wasted_tokens=sums([r.wasted_tokens for r in rollouts]),
+        idle_s=np.maximum(0.0, worker_s - [r.busy_s for r in rollouts]),
+        worker_s=worker_s,
+        trained_tokens=np.array([r.requests.rows["response_tokens"].sum() for r in rollouts], np.float64),
+        old_tokens=np.array([r.old_tokens for r in rollouts]),
+        wasted_tokens=np.array([r.wasted_tokens for r in rollouts]),
         length_bias=1.0 if stale is None else stale["length_bias"] or 1.0,
         mean_accept_length=run.result.mean_accept_length,
     )

@@ -8,6 +8,8 @@ from typing import Protocol
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 
+from .config import at_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
@@ -44,7 +46,7 @@ class Colocated:
     max_staleness = 0
 
     def __post_init__(self) -> None:
-        _at_least_one("gpus_per_worker", self.gpus_per_worker)
+        at_least(1, gpus_per_worker=self.gpus_per_worker)
 
     def pools(self, num_workers: int, stages: StageCosts) -> Pools:
         num_gpus = num_workers * self.gpus_per_worker
@@ -72,9 +74,7 @@ class Separate:
     name = "separate"
 
     def __post_init__(self) -> None:
-        _at_least_one("gpus_per_worker", self.gpus_per_worker)
-        if self.train_gpus is not None:
-            _at_least_one("train_gpus", self.train_gpus)
+        at_least(1, gpus_per_worker=self.gpus_per_worker, train_gpus=self.train_gpus)
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness {self.max_staleness}: give 0 (synchronous), 1 (one step off) or more")
 
@@ -100,8 +100,3 @@ def load_topology(name: str, *, gpus_per_worker: int = 1, max_staleness: int = 0
             "colocated GPUs train themselves and never overlap: train_gpus and max_staleness need separate"
         )
     return Colocated(gpus_per_worker=gpus_per_worker)
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -166,19 +166,18 @@ class WhatIf:
         if chosen.accept is None:
             condition = "with as many drafted tokens accepted as were recorded"
         else:
-            condition = (
-                f"if a drafted token is accepted {chosen.accept:.0%} of the time once those before it were"
-            ).replace("%", " %")
+            chance = f"{100 * chosen.accept:.0f} %"
+            condition = f"if a drafted token is accepted {chance} of the time once those before it were"
         if chosen.rollout.estimate < 1.005:
             head = f"Speculation would not make the rollout faster {condition}"
         else:
             step = "" if chosen.rl_step is None else f", the RL step {_times(chosen.rl_step)}"
             head = f"Speculation would make the rollout {_times(chosen.rollout)} as fast{step}, {condition}"
-        beside = ", ".join(f"at {s.accept:.0%} {s.rollout.estimate:.2f}x".replace("%", " %") for s in others)
+        beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in others)
         sure = ""
         if self.speedup_error is not None and self.drafting and any(row.strategy.speculates for row in self.drafting):
-            sure = f" Nine in ten such speed-ups are off by less than {self.speedup_error:.0%}".replace("%", " %")
-            sure += ", as far as costs are at fault."
+            most = f"{100 * self.speedup_error:.0f} %"
+            sure = f" Nine in ten such speed-ups are off by less than {most}, as far as costs are at fault."
         return f"{head}{f'; {beside}' if beside else ''}.{sure} {self.limited_by}"
 
     @property
@@ -191,14 +190,14 @@ class WhatIf:
             limits.append("drafting costs more than it saves at every batch size")
         elif self.crowded_share > 0.05 and not rows[-1].strategy.speculates:
             limits.append(
-                f"for {self.crowded_share:.0%} of their time workers run more than {drafts_to} requests, where "
-                "drafting does not pay".replace("%", " %")
+                f"for {100 * self.crowded_share:.0f} % of their time workers run more than {drafts_to} requests, where "
+                "drafting does not pay"
             )
         if self.rollout_share is not None:
             most = 1.0 / max(1.0 - self.rollout_share, 1e-9)
             limits.append(
-                f"the rollout is {self.rollout_share:.0%} of the RL step, so that no rollout could make it more than "
-                f"{most:.1f}x as fast".replace("%", " %", 1)
+                f"the rollout is {100 * self.rollout_share:.0f} % of the RL step, so that no rollout could make it "
+                f"more than {most:.1f}x as fast"
             )
         if not limits:
             limits.append("how many drafted tokens are accepted")
@@ -227,10 +226,9 @@ class WhatIf:
             "distance": self.distance,
             "evidence": self.evidence,
             "accept": self.chosen.accept,
-            "speedup": {"rollout": _interval(rollout), "rl_step": None if rl_step is None else _interval(rl_step)},
+            "speedup": {"rollout": _interval(rollout), "rl_step": _interval(rl_step)},
             "by_accept": [
-                {"accept": s.accept, "rollout": _interval(s.rollout)}
-                | {"rl_step": None if s.rl_step is None else _interval(s.rl_step)}
+                {"accept": s.accept, "rollout": _interval(s.rollout), "rl_step": _interval(s.rl_step)}
                 for s in self.speed_ups
             ],
             "makespan_s": self.plain_s,
@@ -270,8 +268,8 @@ class WhatIf:
             points = [(s.accept, interval) for s in known if (interval := getattr(s, name)) is not None]
             if points:
                 x, y = zip(*((accept, interval.estimate) for accept, interval in points), strict=True)
-                above.plot(x, y, color=COLORS[i], linestyle=DASHES[i], marker="o", markersize=4,
-                           label=name.replace("rl_step", "RL step"))  # fmt: skip
+                label = name.replace("rl_step", "RL step")
+                above.plot(x, y, color=COLORS[i], linestyle=DASHES[i], marker="o", markersize=4, label=label)
                 ends = [(interval.low, interval.high) for _, interval in points]
                 above.fill_between(x, *np.transpose(ends), color=COLORS[i], alpha=0.18, linewidth=0)
         above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
@@ -465,7 +463,8 @@ def _times(interval: Interval) -> str:
     return f"{interval.estimate:.2f}x [{interval.low:.2f}, {most}]"
 
 
-def _interval(interval: Interval) -> dict[str, float | None]:
+def _interval(interval: Interval | None) -> dict[str, float | None] | None:
     """For JSON, which knows neither NaN nor infinity."""
-    ends = {"low": interval.low, "high": interval.high}
-    return {"mean": interval.estimate} | {name: finite(end) for name, end in ends.items()}
+    if interval is None:
+        return None
+    return {"mean": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}

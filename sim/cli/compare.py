@@ -75,9 +75,7 @@ def compare(
         typer.Option(help="Iterations between decisions. [default: 1; systems on long responses: their cap / 256]"),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
-    ray_address: Annotated[
-        str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
-    ] = None,
+    ray_address: options.RayAddress = None,
     seed: options.Seed = 0,
     prefix: options.Prefix = "kept",
     max_tools: options.MaxTools = None,
@@ -139,11 +137,12 @@ def compare(
         else:
             rows = compare_systems(source, asked, config, **given)
         attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
-        result = {"systems": system_rows(rows), "figures": "simulated"}
-        result |= {key: rows.attrs[key] for key in attributes}
-        result |= {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
         outside = _outside(Scenario.of(source, config), named_policies("none"))
-        result |= {"outside_calibration": outside}
+        result = {
+            "systems": system_rows(rows), "figures": "simulated", **{key: rows.attrs[key] for key in attributes},
+            "acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages,
+            "outside_calibration": outside,
+        }  # fmt: skip
         text = "\n".join([system_table(rows), *believed(rows.attrs["evidence"], outside)])
         if search:
             result |= {key: rows.attrs[key] for key in ("searched", "chosen_on")}
@@ -151,16 +150,11 @@ def compare(
         if claims:
             text += f"\n\n{claim_table(rows)}"
             text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment open-questions"
-    result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {
-        "num_repeats": repeats,
-        "mode": mode,
-        "seed": seed,
-        "decision_block": decision_block,
-        "prefix_caching": prefix_caching,
-        "acceptance_spread": acceptance_spread,
-        **made_by("numpy", "scipy", "simpy"),
-    }
+        "trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance,
+        "num_repeats": repeats, "mode": mode, "seed": seed, "decision_block": decision_block,
+        "prefix_caching": prefix_caching, "acceptance_spread": acceptance_spread, **made_by("numpy", "scipy", "simpy"),
+    }  # fmt: skip
     if out is not None:
         write_json(out, result)
     if prefix_caching:
@@ -232,22 +226,16 @@ def system_table(comparison: pd.DataFrame) -> str:
     notes: dict[str, list[str]] = {}
     for row in comparison.to_dict("records"):
         name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
-        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        cells = [name, f"{row['makespan_s']:.4g}", _speed_up(row["ratio"]), f"{row['ratio']:.3f}"]
-        cells += [_interval(row, "ratio"), f"{row['tokens_per_s_ratio']:.2f}x", regret, accept]
-        if whole:
-            cells += [f"{row['step_s']:.4g}", _speed_up(row["step_ratio"]), f"{row['step_ratio']:.3f}"]
-            cells.append(_interval(row, "step_ratio"))
+        cells = [name, *_times(row, "makespan_s", "ratio"), f"{row['tokens_per_s_ratio']:.2f}x", _regret(row), accept]
+        cells += _times(row, "step_s", "step_ratio") if whole else []
         if "rank_least" in row:
-            cells.append(_span(int(row["rank_least"]), int(row["rank_most"])))
+            least, most = int(row["rank_least"]), int(row["rank_most"])
+            cells.append(str(least) if least == most else f"{least}-{most}")
         rows.append(cells)
-        for note in row["stand_ins"]:
-            notes.setdefault(f"* {note}", []).append(row["system"])
-        for note in row["defaults"]:
-            notes.setdefault(f"+ {note}", []).append(row["system"])
-        if not row["lossless"]:
-            notes.setdefault("not lossless", []).append(row["system"])
+        marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
+        for note in [*marked, *([] if row["lossless"] else ["not lossless"])]:
+            notes.setdefault(note, []).append(row["system"])
     lines = [table(columns, rows)]
     lines.append(
         f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios, "
@@ -288,24 +276,20 @@ def claim_table(comparison: pd.DataFrame) -> str:
     )
 
 
-def _span(least: int, most: int) -> str:
-    return str(least) if least == most else f"{least}-{most}"
-
-
-def _interval(row: dict[Any, Any], name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return "one RL step only" if pd.isna(low) else f"[{low:.3f}, {high:.3f}]"
-
-
 def policy_table(comparison: pd.DataFrame) -> str:
     """The comparison of policies for people."""
-    rows = []
-    for row in comparison.to_dict("records"):
-        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
-        cells = [row["policy"], f"{row['makespan_s']:.4g}", _speed_up(row["ratio"]), f"{row['ratio']:.3f}"]
-        rows.append((*cells, _interval(row, "ratio"), regret))
+    records = comparison.to_dict("records")
+    rows = [[row["policy"], *_times(row, "makespan_s", "ratio"), _regret(row)] for row in records]
     return table(["policy", "makespan s", "speed-up", "ratio", "95 % interval", "regret"], rows)
 
 
-def _speed_up(ratio: float) -> str:
-    return f"{1 / ratio:.2f}x" if ratio > 0 else ""
+def _times(row: dict[Any, Any], seconds: str, ratio: str) -> list[str]:
+    """Seconds, times as fast, and the ratio with its interval."""
+    low, high = row[f"{ratio}_low"], row[f"{ratio}_high"]
+    interval = "one RL step only" if pd.isna(low) else f"[{low:.3f}, {high:.3f}]"
+    speed_up = f"{1 / row[ratio]:.2f}x" if row[ratio] > 0 else ""
+    return [f"{row[seconds]:.4g}", speed_up, f"{row[ratio]:.3f}", interval]
+
+
+def _regret(row: dict[Any, Any]) -> str:
+    return "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"

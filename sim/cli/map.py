@@ -13,6 +13,8 @@ from tltlab.costs.profiles import parse_dtype
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
 
+from .options import words
+
 _FAST_CONTEXTS, _FAST_LOADS = "32K", "8,128"
 
 
@@ -57,13 +59,13 @@ def map_families(
     contexts = contexts or (_FAST_CONTEXTS if fast else "16K,32K,128K")
     loads = loads or (_FAST_LOADS if fast else "8,32,128")
     known: tuple[Schedule, ...] = get_args(Schedule)
-    asked = _words(schedules)
+    asked = words(schedules)
     if unknown := [name for name in asked if name not in known]:
         raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(known)}")
     grid = Grid(
-        models=_words(models), weights=[parse_dtype(word) for word in _words(weights)],
-        schedules=[one for one in known if one in asked], contexts=[_tokens(word) for word in _words(contexts)],
-        loads=[_whole(word, "--loads") for word in _words(loads)], gpu=gpu, workers=workers, regime=regime,
+        models=words(models), weights=[parse_dtype(word) for word in words(weights)],
+        schedules=[one for one in known if one in asked], contexts=[_tokens(word) for word in words(contexts)],
+        loads=[_whole(word, "--loads") for word in words(loads)], gpu=gpu, workers=workers, regime=regime,
         rl_steps=rl_steps, seed=seed,
     )  # fmt: skip
     found = survey(grid, jobs=jobs, say=progress)
@@ -83,10 +85,6 @@ def map_families(
     ]
     lines += [f"wrote {path}" for path in (csv, plot, out) if path is not None]
     emit(result, as_json=as_json, text="\n".join([*lines, f"simulated in {found.wall_s:.0f} s"]))
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _tokens(word: str) -> int:

@@ -36,4 +36,12 @@ MaxTools = Annotated[int | None, typer.Option(help="Tools that may run at once; 
 ToolSeconds = Annotated[
     float | None, typer.Option(help="Seconds of a tool between turns where the trace does not know. [default: refuse]")
 ]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
+
+
+def words(given: str | None) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(word.strip() for word in (given or "").split(",") if word.strip())

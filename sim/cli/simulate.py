@@ -145,18 +145,15 @@ def simulate(
             gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(stages), topology=placed)
-    summary, shown = result.summary, [table(result.summary)]
-    if system is not None:
-        summary = summary | {"system": system, "assumptions": list(assumptions)}
-    if whole is not None:
-        summary = summary | whole_steps(whole)
-        shown.append(stage_table(summary))
+    own = {} if system is None else {"system": system, "assumptions": list(assumptions)}
+    summary = result.summary | own | ({} if whole is None else whole_steps(whole))
     if out is not None:
         (whole or result).trace.write(out)
-    acceptance_used = result.scenario.acceptance
-    if spot_training is not None and (acceptance_used is None or acceptance_used.trained_drafter is None):
-        shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
-    emit(summary, as_json=as_json, text="\n".join([*shown, *(f"assumed            {note}" for note in assumptions)]))
+    lines, model = summary_lines(summary), result.scenario.acceptance
+    if spot_training is not None and (model is None or model.trained_drafter is None):
+        lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
+    lines += [("assumed", note) for note in assumptions]
+    emit(summary, as_json=as_json, text="\n".join(f"{label:<18} {words}" for label, words in lines))
 
 
 def likely_drafter(model: Acceptance | None, costs: str | None) -> str:
@@ -207,78 +204,54 @@ def refuse_to_replace_a_recording(out: Path | None) -> None:
         )
 
 
-def stale_line(stale: dict[str, Any]) -> str:
-    """What an asynchronous run trains on, for people."""
-    bias = "unknown" if stale["length_bias"] is None else f"{stale['length_bias']:.3f}"
-    return (
-        f"trained, generated {stale['mean_length_trained']:.4g} of {stale['mean_length_generated']:.4g} tokens: bias "
-        f"{bias}; {stale['staleness_mean']:.2f} updates old, {stale['staleness_max']} at most, "
-        f"{stale['dropped_share']:.1%} dropped"
-    )
-
-
-def turns_line(turns: dict[str, Any]) -> str:
-    """Responses of several turns, for people."""
-    waited = f", {turns['tool_wait_s']:.4g} s waiting for one" if turns["tool_wait_s"] else ""
-    return (
-        f"turns              {turns['turns_per_response']:.2f} per response, {turns['tool_s']:.4g} s at tools{waited}, "
-        f"{turns['prefilled_tokens'] / max(1, turns['prompt_tokens']):.1%} of prompt tokens prefilled"
-    )
-
-
-def spot_line(spot: dict[str, Any]) -> str:
-    """What idle workers trained, for people."""
-    return (
-        f"spot training      {spot['updates']} updates in {spot['used_share']:.1%} of {spot['idle_worker_s']:.4g} idle "
-        f"worker seconds, {spot['checkpoints']} checkpoints"
-    )
-
-
-def stage_table(summary: dict[str, Any]) -> str:
-    """What stages add, for people."""
-    share = summary["rollout_share"]
-    stages = ", ".join(f"{name.removesuffix('_s')} {seconds:.4g} s" for name, seconds in summary["stages"].items())
-    return "\n".join(
-        [
-            f"RL step            {summary['step_s']:.4g} s ({summary['topology']}, {summary['num_gpus']} GPUs)",
-            f"stages             {stages}",
-            f"rollout share      {'unknown' if share is None else format(share, '.1%')}",
-            f"idle GPUs          {summary['idle_gpu_fraction'] or 0.0:.1%} of GPU time",
-        ]
-    )
-
-
-def table(summary: dict[str, Any]) -> str:
-    """The summary for people, one figure a line."""
+def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary for people: a label and a figure in words each."""
 
     def shown(key: str, form: str) -> str:
         return "unknown" if summary[key] is None else format(summary[key], form)
 
-    num_steps = len(summary["makespan_s_per_step"])
-    outside = told_outside(summary["outside_calibration"])
     between = ""
     if summary["makespan_interval_s"] is not None:
         low, high = summary["makespan_interval_s"]
         between = f", 90 %: {low:.4g} to {high:.4g} s"
+    once = ", a group's prompt once on each worker" if summary["prefix_caching"] else ""
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
-    return "\n".join(
-        [
-            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps){between}",
-            f"costs              {summary['evidence']['says']}",
-            f"lower bound        {shown('lower_bound_s', '.4g')} s, any use of the policy's strategies "
-            f"(regret {shown('regret', '.1%')})",
-            f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
-            f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
-            f"prefilled          {summary['prefilled_tokens']} tokens"
-            + (", a group's prompt once on each worker" if summary["prefix_caching"] else ""),
-            f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
-            f"tail               {shown('tail_fraction', '.1%')} of the rollout",
-            f"accept length      {accept}",
-            f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
-            f"simulated in       {shown('wall_s', '.3g')} s",
-            *([f"extrapolated       {outside}"] if outside else []),
-            *([stale_line(stale)] if (stale := summary["asynchronous"]) else []),
-            *([turns_line(turns)] if (turns := summary["multi_turn"]) else []),
-            *([spot_line(spot)] if (spot := summary["spot_training"]) else []),
+    steps = len(summary["makespan_s_per_step"])
+    bound = f"{shown('lower_bound_s', '.4g')} s, any use of the policy's strategies (regret {shown('regret', '.1%')})"
+    lines = [
+        ("makespan", f"{shown('makespan_s', '.4g')} s (mean of {steps} RL steps){between}"),
+        ("costs", summary["evidence"]["says"]),
+        ("lower bound", bound),
+        ("throughput", f"{shown('tokens_per_s', '.4g')} tokens/s"),
+        ("responses, tokens", f"{summary['num_responses']}, {summary['num_tokens']}"),
+        ("prefilled", f"{summary['prefilled_tokens']} tokens{once}"),
+        ("idle workers", f"{shown('bubble_fraction', '.1%')} of worker time"),
+        ("tail", f"{shown('tail_fraction', '.1%')} of the rollout"),
+        ("accept length", accept),
+        ("costs, acceptance", f"{summary['costs']}; {summary['acceptance'] or 'none needed'}"),
+        ("simulated in", f"{shown('wall_s', '.3g')} s"),
+    ]
+    if outside := told_outside(summary["outside_calibration"]):
+        lines.append(("extrapolated", outside))
+    if stale := summary["asynchronous"]:
+        bias = "unknown" if stale["length_bias"] is None else f"{stale['length_bias']:.3f}"
+        means = f"{stale['mean_length_trained']:.4g} of {stale['mean_length_generated']:.4g} tokens: bias {bias}"
+        ages = f"{stale['staleness_mean']:.2f} updates old, {stale['staleness_max']} at most"
+        lines.append(("trained, generated", f"{means}; {ages}, {stale['dropped_share']:.1%} dropped"))
+    if turns := summary["multi_turn"]:
+        waited = f", {turns['tool_wait_s']:.4g} s waiting for one" if turns["tool_wait_s"] else ""
+        prefilled = f"{turns['prefilled_tokens'] / max(1, turns['prompt_tokens']):.1%} of prompt tokens prefilled"
+        away = f"{turns['turns_per_response']:.2f} per response, {turns['tool_s']:.4g} s at tools{waited}"
+        lines.append(("turns", f"{away}, {prefilled}"))
+    if spot := summary["spot_training"]:
+        idle = f"{spot['used_share']:.1%} of {spot['idle_worker_s']:.4g} idle worker seconds"
+        lines.append(("spot training", f"{spot['updates']} updates in {idle}, {spot['checkpoints']} checkpoints"))
+    if "step_s" in summary:
+        each = (f"{name.removesuffix('_s')} {seconds:.4g} s" for name, seconds in summary["stages"].items())
+        lines += [
+            ("RL step", f"{summary['step_s']:.4g} s ({summary['topology']}, {summary['num_gpus']} GPUs)"),
+            ("stages", ", ".join(each)),
+            ("rollout share", shown("rollout_share", ".1%")),
+            ("idle GPUs", f"{summary['idle_gpu_fraction'] or 0.0:.1%} of GPU time"),
         ]
-    )
+    return lines

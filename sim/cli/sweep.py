@@ -40,9 +40,7 @@ def sweep(
     decision_block: options.DecisionBlock = 1,
     seed: options.Seed = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the points.")] = 1,
-    ray_address: Annotated[
-        str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
-    ] = None,
+    ray_address: options.RayAddress = None,
     out: Annotated[
         Path | None, typer.Option(help="Write .csv, .json, or .png or .svg (a heat map); an interrupted sweep goes on.")
     ] = None,
@@ -67,8 +65,8 @@ def sweep(
         raise ConfigError("--model is what runs on --gpus: give those too")
     axes = Axes(
         workers=_numbers("--workers", workers), caps=_numbers("--caps", caps),
-        group_sizes=_numbers("--group-sizes", group_sizes), gpus=_words(gpus), acceptance=_words(acceptance),
-        model=model or MODEL,
+        group_sizes=_numbers("--group-sizes", group_sizes), gpus=options.words(gpus),
+        acceptance=options.words(acceptance), model=model or MODEL,
     )  # fmt: skip
     source = read(trace)
     config = SimulationConfig(
@@ -84,12 +82,10 @@ def sweep(
         progress(f"{grid.resumed} points were done before")
     rows = json_rows(grid.frame)
     result: dict[str, Any] = {
-        "points": rows,
-        "axes": {name: list(getattr(axes, name)) for name in axes.names},
-        "figures": "simulated",
-    }
-    result |= {"trace": source.manifest.name or str(trace), "resumed": grid.resumed, "seed": seed}
-    result |= made_by("numpy", "scipy", "simpy")
+        "points": rows, "axes": {name: list(getattr(axes, name)) for name in axes.names}, "figures": "simulated",
+        "trace": source.manifest.name or str(trace), "resumed": grid.resumed, "seed": seed,
+        **made_by("numpy", "scipy", "simpy"),
+    }  # fmt: skip
     if out is not None:
         if out.suffix == ".csv":
             write_file(out, grid.frame.to_csv(index=False))
@@ -115,10 +111,6 @@ def sweep(
 def _interval(row: dict[str, Any]) -> str:
     low, high = row["speed_up_low"], row["speed_up_high"]
     return "one RL step only" if low is None else f"[{low:.2f}, {high:.2f}]"
-
-
-def _words(given: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (given or "").split(",") if word.strip())
 
 
 def _numbers(option: str, given: str | None) -> tuple[int, ...]:

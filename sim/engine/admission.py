@@ -21,7 +21,7 @@ from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.planning.dispatch import group_estimate, may_start
 
 from .random_numbers import request_seeds, uniforms
-from .requests import Requests, Turns, of_responses
+from .requests import Requests, of_responses, turns_of
 
 MOST_ITERATIONS = 64
 """Iterations after which a worker looks whether the step has ended or something new may begin."""
@@ -187,8 +187,8 @@ class Stream:
         self, k: int, jobs: list[Job], most_running: float, most_begun: float, num_groups: int, num_responses: int
     ) -> Round:
         step, several = self.steps[k], any(one.turns is not None for one in self.steps)
-        first_of: list[int] = []
         job_of: list[Job] = []
+        first_of: list[int] = []
         turn_of: list[int] = []
         done_at: list[int] = []
         made_of: list[int] = []
@@ -218,7 +218,7 @@ class Stream:
             max_response_tokens=[source.max_response_tokens[i] for source, i in each],
             response_tokens=[source.response_tokens[i] - made for (source, i), made in zip(each, made_of, strict=True)],
             recorded_worker=[None] * len(job_of),
-            turns=_turns_of(each, after, set(first_of), first_of) if several else None,
+            turns=turns_of(each, after, first_of, set(first_of)) if several else None,
         )
         return Round(
             requests=requests, jobs=jobs, first_of=first_of, job_of=job_of, turn_of=turn_of, done_at=done_at,
@@ -278,19 +278,6 @@ class Stream:
             left = []
         self._open = left
         return trained
-
-
-def _turns_of(each: Sequence[tuple[Requests, int]], after: list[int], begins: set[int], first: list[int]) -> Turns:
-    """Those of a round: where a response goes on, no tool is to be waited for, and nothing is in the cache."""
-    known = [None if n in begins else source.turns for n, (source, _) in enumerate(each)]
-    return Turns(
-        after=after,
-        tool_s=[0.0 if turns is None else turns.tool_s[i] for turns, (_, i) in zip(known, each, strict=True)],
-        cached_tokens=[
-            0 if turns is None else turns.cached_tokens[i] for turns, (_, i) in zip(known, each, strict=True)
-        ],
-        first=first,
-    )
 
 
 class RequestFeed(Protocol):

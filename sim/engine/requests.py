@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -348,38 +348,42 @@ def _taken_over(requests: Requests, keep: float, luck: Floats) -> Requests:
 
 def of_responses(step: Requests, responses: Sequence[tuple[Requests, Sequence[int], Key]]) -> Requests:
     """An RL step of responses from anywhere: where each is from, the requests of its turns there, and its new key."""
-    flat = [(n, i) for n, (_, chain, _) in enumerate(responses) for i in chain]
+    each = [(source, i) for source, chain, _ in responses for i in chain]
+    keys = [(step.rl_step, key[1], key[2], source.keys[i][3]) for source, chain, key in responses for i in chain]
     places: dict[int, list[int]] = {}
-    for at, (n, _) in enumerate(flat):
-        places.setdefault(id(responses[n][0]), []).append(at)
-    parts = [
-        responses[flat[there[0]][0]][0].rows.iloc[[flat[at][1] for at in there]].set_axis(there)
-        for there in places.values()
-    ]
-    sources, names = [responses[n][0] for n, _ in flat], [responses[n][2] for n, _ in flat]
-    keys = [(step.rl_step, key[1], key[2], s.keys[i][3]) for key, s, (_, i) in zip(names, sources, flat, strict=True)]
+    for at, (source, _) in enumerate(each):
+        places.setdefault(id(source), []).append(at)
+    parts = [each[there[0]][0].rows.iloc[[each[at][1] for at in there]].set_axis(there) for there in places.values()]
     rows = (pd.concat(parts).sort_index() if parts else step.rows.iloc[:0]).assign(
         rl_step=step.rl_step, prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys]
     )
     turns = None
-    if any(source.turns is not None for source in sources):
+    if any(source.turns is not None for source, _ in each):
         ends = np.cumsum([len(chain) for _, chain, _ in responses]).tolist()
-        each = [(source.turns, i) for source, (_, i) in zip(sources, flat, strict=True)]
-        turns = Turns(
-            after=[-1 if at + 1 == ends[n] else at + 1 for at, (n, _) in enumerate(flat)],
-            tool_s=[0.0 if t is None else t.tool_s[i] for t, i in each],
-            cached_tokens=[0 if t is None else t.cached_tokens[i] for t, i in each],
-            first=[0, *ends[:-1]],
-        )
+        last = set(ends)
+        turns = turns_of(each, [-1 if at in last else at for at in range(1, len(each) + 1)], [0, *ends[:-1]])
     return replace(
         step,
         keys=keys,
-        prompt_tokens=[source.prompt_tokens[i] for source, (_, i) in zip(sources, flat, strict=True)],
-        max_response_tokens=[source.max_response_tokens[i] for source, (_, i) in zip(sources, flat, strict=True)],
-        response_tokens=[source.response_tokens[i] for source, (_, i) in zip(sources, flat, strict=True)],
-        recorded_worker=[None] * len(flat),
+        prompt_tokens=[source.prompt_tokens[i] for source, i in each],
+        max_response_tokens=[source.max_response_tokens[i] for source, i in each],
+        response_tokens=[source.response_tokens[i] for source, i in each],
+        recorded_worker=[None] * len(each),
         rows=rows.reset_index(drop=True),
         turns=turns,
+    )
+
+
+def turns_of(
+    each: Sequence[tuple[Requests, int]], after: list[int], first: list[int], going_on: Collection[int] = ()
+) -> Turns:
+    """Turns of requests from anywhere; before those `going_on` no tool runs, and nothing of them is in the cache."""
+    there = [(None if at in going_on else source.turns, i) for at, (source, i) in enumerate(each)]
+    return Turns(
+        after=after,
+        tool_s=[0.0 if turns is None else turns.tool_s[i] for turns, i in there],
+        cached_tokens=[0 if turns is None else turns.cached_tokens[i] for turns, i in there],
+        first=first,
     )
 
 

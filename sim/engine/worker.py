@@ -41,19 +41,16 @@ _ROUNDING = 1e-9
 
 
 class IdleUse(Protocol):
-    """What idle workers do while others still run; called at the virtual time at which it happens."""
+    """What idle workers do while others still run; called at the virtual time at which it happens.
 
-    def rollout_started(self, num_workers: int, now: float) -> None:
-        """A rollout begins."""
+    A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
+    to do in this rollout; all workers are done.
+    """
 
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
-        """A worker that is about to be idle has finished responses of these lengths."""
-
-    def worker_idle(self, worker: int, now: float) -> None:
-        """A worker has nothing left to do in this rollout."""
-
-    def rollout_ended(self, now: float) -> None:
-        """All workers are done."""
+    def rollout_started(self, num_workers: int, now: float) -> None: ...
+    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
+    def worker_idle(self, worker: int, now: float) -> None: ...
+    def rollout_ended(self, now: float) -> None: ...
 
 
 class LeaveIdle:
@@ -443,8 +440,7 @@ class Worker:
     def _response_tokens(self) -> list[int]:
         """Of the responses that this worker began, all turns together."""
         if self.tools is None:
-            found: list[int] = self.requests.lengths[self.queue].tolist()
-            return found
+            return list(self.requests.lengths[self.queue].tolist())
         lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 

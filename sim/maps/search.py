@@ -14,7 +14,7 @@ import pandas as pd
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import SharedBuffer, System
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim.config import SimulationConfig
+from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.systems import compare_systems
 from tltlab.traces.trace import Trace, TraceSource, read
 
@@ -62,8 +62,7 @@ def search_systems(
     compositions, `attrs["chosen_on"]` has the RL steps that chose. `options` are those of `compare_systems`. Costs
     O(compositions x responses). Raises ConfigError for fewer than two RL steps.
     """
-    if finalists < 1:
-        raise ConfigError(f"finalists must be at least 1, got {finalists}")
+    at_least(1, finalists=finalists)
     source: Trace = read(trace)
     rl_steps: Sequence[int] = sorted(source.rl_steps if config.rl_steps is None else config.rl_steps)
     if len(rl_steps) < 2:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from tltlab.costs.evidence import interval
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import LEARNED_DEFAULT, TEXT_DEFAULT, BoundSystem, bind
-from tltlab.sim.config import SimulationConfig
+from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.sensitivity import RANGES, ScaledChances
 from tltlab.sim.systems import simulate_system
 from tltlab.stats import Interval, interval_json, paired_ratio
@@ -215,8 +215,7 @@ def survey(grid: Grid = Grid(), *, jobs: int = 1, say: Callable[[str], None] = l
 
     >>> survey(Grid(contexts=(32768,), loads=(64,))).verdict  # doctest: +SKIP
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    at_least(1, jobs=jobs)
     started = time.perf_counter()
     points = list(grid.points())
     say(f"{len(points)} points, {len(FAMILIES)} families")
@@ -240,15 +239,16 @@ def _found(grid: Grid, point: Point) -> Found:
     return Found(
         point=point, gains=gains, engine=evidence.engine, gpus=grid.workers * costs.tensor_parallel,
         distance=evidence.distance, beyond=tuple(beyond),
-        says=evidence.says(speculates=speculating, beyond=beyond), step_s=float(plain.step_s.mean()),
-        rollout_share=float(plain.rollout_s.sum() / plain.step_s.sum()),
+        says=evidence.says(speculates=speculating, beyond=beyond), step_s=float(plain.step.mean()),
+        rollout_share=float(plain.rollout.sum() / plain.step.sum()),
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seconds:
-    step_s: Floats
-    rollout_s: Floats
+class _Seconds(NamedTuple):
+    """Of the RL steps that count."""
+
+    step: Floats
+    rollout: Floats
 
 
 class _At:
@@ -281,14 +281,14 @@ class _At:
         self.depths |= {s.draft_depth for s in run.bound.policy.strategies if s.speculates}
         rollout_s = np.array([rollout.makespan_s for rollout in run.result.rollouts])
         step_s = run.whole.steps["step_s"].to_numpy(np.float64)
-        return _Seconds(step_s=step_s[WARM_UP_STEPS:], rollout_s=rollout_s[WARM_UP_STEPS:])
+        return _Seconds(step_s[WARM_UP_STEPS:], rollout_s[WARM_UP_STEPS:])
 
     def gain(self, family: str, plain: _Seconds) -> Gain:
         bound = self.bound(family)
         seconds = self.measure(family, bound)
         rng = np.random.default_rng(self.config.seed)
-        step = paired_ratio(plain.step_s, seconds.step_s, rng=rng)
-        rollout = paired_ratio(plain.rollout_s, seconds.rollout_s, rng=rng)
+        step = paired_ratio(plain.step, seconds.step, rng=rng)
+        rollout = paired_ratio(plain.rollout, seconds.rollout, rng=rng)
         evidence = self.costs.evidence
         assert evidence is not None
         if not bound.policy.strategies or not any(s.speculates for s in bound.policy.strategies):
@@ -299,7 +299,7 @@ class _At:
         low, high = interval(step.low, error), interval(step.high, error)
         believed = None if low is None or high is None else (low[0], high[1])
         least = [
-            float(plain.step_s.sum() / self.measure(family, changed[0]).step_s.sum())
+            float(plain.step.sum() / self.measure(family, changed[0]).step.sum())
             for number in RANGES[:2]
             if (changed := number.change((bound, self.costs), number.ends[0])) is not None
         ]
@@ -313,7 +313,7 @@ def break_even(grid: Grid, point: Point, family: str, *, within: float = 0.02) -
     O(log(1 / within)) simulations.
     """
     at = _At(grid, point, grid.costs(point))
-    plain_s, bound = float(at.measure("off").step_s.sum()), at.bound(family)
+    plain_s, bound = float(at.measure("off").step.sum()), at.bound(family)
     drafters = tuple(sorted({s.drafter for s in bound.policy.strategies if s.speculates}))
     if not drafters or bound.acceptance is None:
         return None
@@ -321,7 +321,7 @@ def break_even(grid: Grid, point: Point, family: str, *, within: float = 0.02) -
     def pays(factor: float) -> bool:
         assert bound.acceptance is not None
         changed = replace(bound, acceptance=ScaledChances(bound.acceptance, drafters, factor))
-        return float(at.measure(family, changed).step_s.sum()) < plain_s
+        return float(at.measure(family, changed).step.sum()) < plain_s
 
     low, high = 0.0, 2.0
     if pays(low) or not pays(high):

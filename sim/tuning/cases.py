@@ -17,7 +17,7 @@ from tltlab.stats import Interval, paired_interval, student_margin
 from tltlab.strategy import Strategy
 
 from .misspecification import OffCosts, corners, off
-from .oracle import Expected, OraclePolicy
+from .oracle import OraclePolicy
 
 ORACLE = "oracle"
 ENOUGH_STEPS = 10
@@ -59,10 +59,6 @@ class TuningCase:
                 contexts[batch] += context
         steps = len(self.scenario.steps)
         return {b: (times[b] / steps, contexts[b] / times[b]) for b in sorted(times)}
-
-    def expected(self, strategies: Sequence[Strategy]) -> Expected:
-        """What these strategies cost and bring here."""
-        return Expected(self.scenario, strategies)
 
 
 Makespans = Mapping[str, list[Floats]]

@@ -16,7 +16,7 @@ from joblib import Parallel, delayed
 from tltlab.acceptance.load import load_acceptance
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import parse_json
-from tltlab.sim.config import SimulationConfig
+from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
 from tltlab.sim.sweep import backend, makespans, ratio_columns
 from tltlab.sim.what_if import MODEL, Machine
@@ -137,8 +137,7 @@ def sweep_grid(
     ended, with more values of an axis too, and another one is refused. `done` hears of each point.
     Raises ConfigError, before anything is simulated, for what cannot be.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    at_least(1, jobs=jobs)
     chosen = {BASELINE: named_policies(BASELINE)[BASELINE]} | named_policies(policies)
     points = axes.points()
     widest = trace.workload.groupby(["rl_step", "prompt_id"]).size().max()

@@ -31,7 +31,6 @@ class Expected:
     def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
         model = None if scenario.acceptance is None else scenario.acceptance.in_state({})
-        self.acceptance = model
         self._regimes = Regimes(self.strategies, scenario.costs, model)
         self._means: dict[Strategy, float] = {}
         if model is None or model.varies_by != "nothing":

@@ -6,7 +6,7 @@ when a drafter learns or a machine slows down. Recorded traces come with the cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
@@ -56,32 +57,30 @@ class PolicyRegime:
         depths = range(1, MAX_DEPTH + 1)
         return (NO_SPECULATION, *(Strategy.chain(name, depth) for name in self.drafters for depth in depths))
 
+    def _rollouts(self, policy: PolicyLike | None, seed: int) -> Iterator[SimulatedRollout]:
+        """Of all phases under one policy; None is the per-iteration oracle, which knows each phase's truth."""
+        lasting = None if policy is None else LastingPolicy(policy, self.phases[0].workers)
+        for phase in self.phases:
+            seeded = replace(phase, seed=seed)
+            yield from seeded.rollouts(lasting or OraclePolicy(seeded, self.strategies))
+
     def seconds(self, policy: PolicyLike, seed: int) -> Floats:
         """Makespan of each RL step; the selectors live through all of them."""
-        lasting = LastingPolicy(policy, self.phases[0].workers)
-        rollouts = [r for phase in self.phases for r in replace(phase, seed=seed).rollouts(lasting)]
-        return np.array([rollout.makespan_s for rollout in rollouts])
+        return np.array([rollout.makespan_s for rollout in self._rollouts(policy, seed)])
+
+    def oracle_seconds(self, seed: int) -> Floats:
+        """Makespan of each RL step under the per-iteration oracle."""
+        return np.array([rollout.makespan_s for rollout in self._rollouts(None, seed)])
 
     def seconds_by_part(self, policy: PolicyLike | None, seed: int) -> dict[str, float]:
         """Seconds of decoding on all workers by `PARTS` of the rollouts; None is the per-iteration oracle."""
-        lasting = None if policy is None else LastingPolicy(policy, self.phases[0].workers)
-        found = dict.fromkeys(PARTS, 0.0)
-        for phase in self.phases:
-            seeded = replace(phase, seed=seed)
-            for rollout in seeded.rollouts(lasting or OraclePolicy(seeded, self.strategies)):
-                for columns in (log.columns for log in rollout.logs if len(log.columns)):
-                    running = columns.batch / columns.batch.max()
-                    for (name, above), (_, most) in zip(PARTS.items(), [("", 1.0), *PARTS.items()], strict=False):
-                        found[name] += float(columns.seconds[(running > above) & (running <= most)].sum())
-        return found
-
-    def oracle_seconds(self, seed: int) -> Floats:
-        """Makespan of each RL step under the per-iteration oracle, which knows each phase's truth."""
-        parts = []
-        for phase in self.phases:
-            seeded = replace(phase, seed=seed)
-            parts += [r.makespan_s for r in seeded.rollouts(OraclePolicy(seeded, self.strategies))]
-        return np.array(parts)
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for rollout in self._rollouts(policy, seed):
+            for columns in (log.columns for log in rollout.logs if len(log.columns)):
+                running = columns.batch / columns.batch.max()
+                for (name, above), (_, most) in zip(PARTS.items(), [("", 1.0), *PARTS.items()], strict=False):
+                    seconds[name] += float(columns.seconds[(running > above) & (running <= most)].sum())
+        return seconds
 
 
 @dataclass
@@ -246,9 +245,6 @@ _GENERATED: tuple[_Make, ...] = (
 
 def best_fixed(regime: PolicyRegime, seeds: Sequence[int]) -> tuple[Strategy, Mapping[int, Floats]]:
     """The strategy that takes least time when it is used throughout, known only in hindsight, and its seconds."""
-    found: dict[Strategy, dict[int, Floats]] = {
-        strategy: {seed: regime.seconds(load_policy(strategy), seed) for seed in seeds}
-        for strategy in regime.strategies
-    }
-    best = min(found, key=lambda strategy: sum(float(row.sum()) for row in found[strategy].values()))
-    return best, found[best]
+    seconds = {s: {seed: regime.seconds(load_policy(s), seed) for seed in seeds} for s in regime.strategies}
+    best = min(seconds, key=lambda strategy: sum(float(row.sum()) for row in seconds[strategy].values()))
+    return best, seconds[best]

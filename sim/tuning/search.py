@@ -16,6 +16,7 @@ from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Po
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .cases import TuningCase
+from .oracle import Expected
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -57,7 +58,7 @@ class Prices:
         most = max(max(t, default=1) for t in times)
         seconds: dict[tuple[Strategy, int], float] = {}
         for case, batches in zip(cases, times, strict=True):
-            expected, near = case.expected(strategies), (1, 0.0)
+            expected, near = Expected(case.scenario, strategies), (1, 0.0)
             for b in range(1, most + 1):
                 weight, context = batches.get(b, (0.0, near[1] * b / near[0]))
                 near = (b, context)
@@ -119,11 +120,10 @@ def tables(prices: Sequence[Prices], max_buckets: int, graphs: GraphMemory | Non
     """Exact tables of two rows or more for each of the prices, those of 1 to `max_buckets` rows."""
     specs = {p.table(k, graphs) for p in prices for k in range(1, max_buckets + 1)}
     of_several_rows = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
-    return {f"table {_row_text(spec)}": Policy(selector=spec) for spec in of_several_rows}
-
-
-def _row_text(spec: TableSpec) -> str:
-    return " ".join(f"{row.min_batch}+:{row.strategy}" for row in spec.rows)
+    return {
+        " ".join(["table", *(f"{row.min_batch}+:{row.strategy}" for row in spec.rows)]): Policy(selector=spec)
+        for spec in of_several_rows
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

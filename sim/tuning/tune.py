@@ -20,7 +20,7 @@ import pandas as pd
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.config import SimulationConfig
+from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import Strategy
@@ -138,9 +138,8 @@ class TuneConfig(SimulationConfig):
             raise ConfigError(f"depths count drafted tokens, 0 or more, got {', '.join(map(str, self.depths))}")
         if not any(self.depths):
             raise ConfigError("no depth above 0 given: name depths to try, such as 1,2,4,8")
-        for name, least in (("trials", 0), ("repeats", 1), ("max_buckets", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        at_least(0, trials=self.trials)
+        at_least(1, repeats=self.repeats, max_buckets=self.max_buckets)
         if self.cost_error is not None and not 0.0 <= self.cost_error < 1.0:
             raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {self.cost_error:g}")
         if self.cost_error is not None and not self.robust:
@@ -289,7 +288,10 @@ def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], confi
 
 
 def _case(trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig) -> TuningCase:
-    placement = config.placement or _placement(trace, config.workers)
+    """With the recorded placement, where nobody asks for another one and the trace knows it of these workers."""
+    same = config.workers in (None, trace.manifest.num_workers)
+    has_workers = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
+    placement = config.placement or ("recorded" if same and has_workers else "contiguous")
     scenario = Scenario.of(trace, config, rl_steps=rl_steps, placement=placement)
     return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 
@@ -301,21 +303,21 @@ def _with_errors(cases: Sequence[TuningCase], config: TuneConfig) -> TuningCases
 
 def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
     """Chains that costs and acceptance of all cases cover, and notes on the others."""
-    models = [case.scenario.acceptance for case in cases]
-    if any(model is None for model in models):
+    models = [model for case in cases if (model := case.scenario.acceptance) is not None]
+    if len(models) < len(cases):
         raise ConfigError(
             "nothing is known about acceptance: the trace has neither acceptance.parquet nor acceptance.json nor "
             "iterations that speculated; give --acceptance geometric:ALPHA or a fitted file"
         )
     drafters = config.drafters
     if drafters is None:
-        named = [set(model.drafters) for model in models if model is not None and model.drafters]
+        named = [set(model.drafters) for model in models if model.drafters]
         drafters = sorted(set.intersection(*named)) if named else ["ngram"]
     covered, notes = [], []
     for strategy in (Strategy.chain(drafter, depth) for drafter in drafters for depth in config.depths if depth):
         try:
-            for case in cases:
-                regimes = Regimes([strategy], case.scenario.costs, case.expected([]).acceptance)
+            for case, model in zip(cases, models, strict=True):
+                regimes = Regimes([strategy], case.scenario.costs, model.in_state({}))
                 regimes.up_to(max(map(len, case.scenario.steps), default=1))
             covered.append(strategy)
         except ConfigError as error:
@@ -378,9 +380,3 @@ def _split(trace: Trace, judge_steps: Sequence[int] | None) -> tuple[list[int], 
             f"them leaves {len(rest)} to tune on, and both need one"
         )
     return rest, held
-
-
-def _placement(trace: Trace, workers: int | None) -> str:
-    same = workers in (None, trace.manifest.num_workers)
-    has_workers = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
-    return "recorded" if same and has_workers else "contiguous"

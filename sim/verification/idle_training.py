@@ -111,7 +111,8 @@ class SpotRun:
         if self._rows is None:
             return {}
         results = [result for result in simulated if result is not None]
-        most = self._most(step)
+        declined = self._rows[(self._rows["ended"] == "declined") & (self._rows["rl_step"] != step)]
+        most = max((self.updates[int(other)] for other in declined["rl_step"]), default=math.inf)
         wanted = float(np.mean([r.trained.updates for r in results])) if results else float("nan")
         used = float(np.mean([r.used_share for r in results])) if results else float("nan")
         allowed = min(1.0, most / wanted) if wanted > 0 else 1.0
@@ -128,12 +129,6 @@ class SpotRun:
             "used_share": trained_s / idle_s if idle_s > 0 else 0.0,
             "predicted_used_share": used * allowed,
         }
-
-    def _most(self, step: int) -> float:
-        """Updates after which workers stopped by themselves in other RL steps; infinite where none did."""
-        assert self._rows is not None
-        declined = self._rows[(self._rows["ended"] == "declined") & (self._rows["rl_step"] != step)]
-        return max((self.updates[int(other)] for other in declined["rl_step"]), default=math.inf)
 
     @cached_property
     def _rows(self) -> pd.DataFrame | None:

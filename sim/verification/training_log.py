@@ -100,17 +100,17 @@ class StepColumns:
         rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in known.index]
         return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, what=what)
 
-    def estimator(self, rows: pd.DataFrame) -> StageEstimator:
-        """With as many terms as these RL steps bear and need."""
-        chosen, best = StageEstimator(self.terms[0]), math.inf
-        for terms in self.terms:
+    def fit(self, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
+        """A fit with as many terms as these RL steps bear and need, and its relative errors of each left out."""
+        best = StageEstimator(self.terms[0])
+        error = _left_out(best, rows)
+        for terms in self.terms[1:]:
             if len(rows) < STEPS_PER_TERM * len(terms):
                 break
-            estimator = StageEstimator(terms)
-            error = float(np.mean(np.abs(_left_out(estimator, rows))))
-            if error < WORTH * best:
-                chosen, best = estimator, error
-        return chosen
+            further = _left_out(StageEstimator(terms), rows)
+            if np.mean(np.abs(further)) < WORTH * np.mean(np.abs(error)):
+                best, error = StageEstimator(terms), further
+        return best.fit(rows), error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +170,8 @@ class LogFit:
 def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) -> LogFit:
     """Fit what the rollout times of a log identify; `costs` (a preset, a profile, a file) give the shape."""
     columns = StepColumns.of(trace, costs, workers)
-    estimator = columns.estimator(columns.rows).fit(columns.rows)
+    estimator, error = columns.fit(columns.rows)
     terms = {name: estimator.terms_.get(name, 0.0) for name in columns.terms[-1]}
-    error = _left_out(estimator, columns.rows)
     rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
     notes = [
         f"fitted to the {columns.what} times of {len(rows)} RL steps; lengths within an RL step are as the log tells "
@@ -296,9 +295,9 @@ def verify_log(
     made: list[dict[str, float]] = []
     for at in range(FEWEST, len(columns.rows)):
         earlier, now = columns.rows.iloc[max(0, at - window) : at], columns.rows.iloc[[at]]
-        estimator = columns.estimator(earlier).fit(earlier)
+        estimator, error = columns.fit(earlier)
         past = [row["error"] for row in made[-window:]]
-        _, most = most_errors(np.concatenate([_left_out(estimator, earlier), past]))
+        _, most = most_errors(np.concatenate([error, past]))
         measured_s, predicted_s = float(now["measured_s"].iloc[0]), float(estimator.predict(now)[0])
         span = interval(predicted_s, most)
         assert span is not None

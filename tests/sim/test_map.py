@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from tltlab.bench.simulator import COSTS
-from tltlab.cli.app import main
 from tltlab.costs.profiles import nearest_engine, profiles
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -31,6 +30,8 @@ from tltlab.sim.maps.grid import WARM_UP_STEPS, beyond_measured, scheduled
 from tltlab.sim.maps.survey import Gain
 from tltlab.sim.systems import compare_systems, simulate_system
 from tltlab.stats import Interval, paired_ratio
+
+from .workloads import typed
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 SMALL = Grid(models=["Qwen3-32B"], weights=["bf16"], contexts=[4096], loads=[4], workers=2, rl_steps=2)
@@ -174,12 +175,10 @@ def test_the_command_prints_a_table_and_writes_csv_json_and_a_picture(
     options = (
         "--models Qwen3-30B-A3B --weights fp8 --schedules synchronous --contexts 2K --loads 4 --workers 2 --rl-steps 2"
     )
-    with pytest.raises(SystemExit) as ended:
-        main(["map", *options.replace("one step off", "").split(), "--csv", str(files[0]), "--plot", str(files[1]),
-              "--out", str(files[2]), "--json"])  # fmt: skip
-    assert ended.value.code == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == json.loads(files[2].read_text())
+    written = ("--csv", files[0], "--plot", files[1], "--out", files[2], "--json")
+    code, shown, _ = typed(capsys, "map", *options.split(), *written)
+    told = json.loads(shown)
+    assert (code, told) == (0, json.loads(files[2].read_text()))
     (point,) = told["points"]
     assert (point["kind"], point["context"], point["load"]) == ("MoE", 2048, 4)
     rows = pd.read_csv(files[0])
@@ -192,10 +191,8 @@ def test_the_command_prints_a_table_and_writes_csv_json_and_a_picture(
     "options", ["--contexts many", "--schedules later", "--weights fp3", "--plot map.pdf", "--loads 1.5"]
 )
 def test_what_cannot_be_mapped_is_refused_in_one_sentence(options: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["map", *options.split()])
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    code, _, said = typed(capsys, "map", *options.split())
+    assert (code, len(said.strip().splitlines())) == (2, 1)
 
 
 def test_points_have_names_and_kinds():
@@ -227,10 +224,9 @@ def test_a_search_needs_rl_steps_to_judge_on():
 
 def test_the_command_searches(capsys: pytest.CaptureFixture[str]):
     options = "--search --rl-steps 0:2 --no-ranges --decision-block 32 --json"
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", str(TINY), *options.split()])
-    assert ended.value.code == 0
-    told = json.loads(capsys.readouterr().out)
+    code, shown, _ = typed(capsys, "compare", TINY, *options.split())
+    told = json.loads(shown)
+    assert code == 0
     assert told["chosen_on"] == [0]
     assert told["num_rl_steps"] == 1
     assert len(told["systems"]) == 6

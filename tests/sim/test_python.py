@@ -10,10 +10,11 @@ import pytest
 
 import tltlab
 from tltlab import NO_SPECULATION, ConfigError, Selector, Strategy
-from tltlab.cli.app import main
 from tltlab.testing import check_selector
 
-LENGTHS = [120] * 60 + [3000] * 4
+from .workloads import typed
+
+LENGTHS = [60] * 30 + [1500] * 2
 SETTINGS = {"workers": 2, "costs": "cpu-small", "acceptance": "geometric:0.7"}
 
 
@@ -54,28 +55,24 @@ class LateName(Late):
 def test_a_policy_is_a_name_a_class_an_instance_a_spec_or_a_list_of_them(tmp_path: Path):
     tltlab.load_policy("table").write(tmp_path / "mine.json")
     spec = {"kind": "fixed", "strategy": {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}}
-    given = [
-        "none",
-        Halving,
-        Drawing(np.random.default_rng(0)),
-        spec,
-        tmp_path / "mine.json",
-        Strategy.chain("ngram", 4),
-    ]
+    drawing, file, chain = Drawing(np.random.default_rng(0)), tmp_path / "mine.json", Strategy.chain("ngram", 4)
+    own = {"kind": "table", "rows": [{"min_batch": 1, "strategy": chain}, {"min_batch": 9, "strategy": NO_SPECULATION}]}
+    given = ["none", Halving, drawing, spec, file, chain, Halving(), own, tltlab.load_policy(Halving)]
+    given.append(f"{__name__}:Halving")
     alone = [tltlab.simulate(LENGTHS, policy, **SETTINGS).makespan_s for policy in given]
     assert alone[3] == alone[5]
-    assert alone[1] == alone[2] < alone[0]
-    rows = tltlab.compare(LENGTHS, given, **SETTINGS)
-    assert sorted(rows["makespan_s"]) == pytest.approx(sorted(alone), rel=1e-12)
-    named = tltlab.compare(LENGTHS, dict(zip("abcdef", given, strict=True)), **SETTINGS)
-    assert dict(zip(named["policy"], named["makespan_s"], strict=True)) == pytest.approx(
-        dict(zip("abcdef", alone, strict=True))
-    )
+    assert len({alone[at] for at in (1, 2, 6, 8, 9)}) == 1
+    assert alone[7] == pytest.approx(alone[1], rel=1e-12)
+    assert alone[1] < alone[0]
+    rows = tltlab.compare(LENGTHS, given[:6], **SETTINGS)
+    assert sorted(rows["makespan_s"]) == pytest.approx(sorted(alone[:6]), rel=1e-12)
+    named = tltlab.compare(LENGTHS, dict(zip("abcdefghij", given, strict=True)), **SETTINGS)
+    expected = dict(zip("abcdefghij", alone, strict=True))
+    assert dict(zip(named["policy"], named["makespan_s"], strict=True)) == pytest.approx(expected)
 
 
-def test_a_trace_is_an_object_a_path_a_frame_or_an_array(tmp_path: Path):
+def test_a_trace_is_an_object_a_frame_or_an_array():
     frame = pd.DataFrame({"length": LENGTHS})
-    frame.to_csv(tmp_path / "lengths.csv")
     sources = [LENGTHS, np.array(LENGTHS), frame, frame["length"], tltlab.read(frame)]
     assert len({tltlab.simulate(source, Halving, **SETTINGS).makespan_s for source in sources}) == 1
 
@@ -90,7 +87,7 @@ def test_results_are_short_in_text_and_tables_in_a_notebook():
     rows = tltlab.compare(LENGTHS, ["none", Halving], **SETTINGS)
     assert type(rows.to_frame()) is pd.DataFrame
     assert [label.get_text() for label in rows.plot().axes[0].get_yticklabels()] == ["Halving", "none"]
-    tuned = tltlab.tune(np.array([LENGTHS] * 4), trials=0, **SETTINGS)
+    tuned = tltlab.tune(np.array([[30] * 12 + [200] * 2] * 4), trials=0, repeats=1, depths=(2,), **SETTINGS)
     assert repr(tuned).startswith(f"<TuneResult {tuned.name}: ")
     assert tuned.to_frame()["name"].tolist() == [row.name for row in tuned.candidates]
     assert tuned.plot().axes
@@ -143,7 +140,7 @@ def test_what_a_policy_raises_is_one_line_on_the_command_line(tmp_path: Path, ca
         "from tltlab import NO_SPECULATION, Selector\nclass Mine(Selector):\n    strategies = (NO_SPECULATION,)\n"
         "    def choose(self, state):\n        return self.strategies[state.wating]\n"
     )
-    with pytest.raises(SystemExit, match="2"):
-        main(["simulate", "lengths.csv", "--workers", "2", "--policy", "misspelt:Mine"])
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tltlab:")]
+    code, _, said = typed(capsys, "simulate", "lengths.csv", "--workers", 2, "--policy", "misspelt:Mine")
+    assert code == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("tltlab:")]
     assert line.endswith("did you mean 'waiting'? (misspelt.py, line 5)")

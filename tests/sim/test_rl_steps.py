@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.costs.stages import (
-    STAGES,
-    InferenceCosts,
-    RewardCosts,
-    StageCosts,
-    SyncCosts,
-    TrainCosts,
-    served_s,
-)
+from tltlab.costs.stages import STAGES, InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.rl_steps import RunResult, run_steps, summary
@@ -26,6 +18,8 @@ from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
 from tltlab.traces.trace import read
+
+from .workloads import HALF
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 STAGES_OF_TWO = StageCosts(
@@ -179,11 +173,6 @@ def test_one_step_off_it_streams_what_the_update_before_leaves_time_for():
     assert result.gpu_s["held_gpu_s"].sum() == pytest.approx(result.num_gpus * result.run_s)
 
 
-def test_gpus_that_all_generate_cannot_train_meanwhile():
-    with pytest.raises(ConfigError, match="take the topology separate"):
-        run_steps(rollouts([1.0]), STREAM, streamed=True)
-
-
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=8), st.floats(0, 20))
 def test_one_server_takes_work_as_it_arrives(work, free_s):
     arrive, takes = np.array(work).T
@@ -221,21 +210,14 @@ costs = st.builds(
 topologies = st.sampled_from([Colocated(), Separate(), OVERLAP])
 
 
+@HALF
 @given(runs, costs)
 def test_a_colocated_step_is_the_sum_of_its_stages(ends, stages):
     steps = run_steps(rollouts(*ends), stages).steps
     assert steps["step_s"].to_numpy() == pytest.approx(steps[["rollout_s", *STAGES]].sum(axis=1).to_numpy())
 
 
-@given(runs, costs, topologies)
-def test_an_rl_step_takes_at_least_as_long_as_each_of_its_stages(ends, stages, topology):
-    steps = run_steps(rollouts(*ends), stages, topology=topology).steps
-    longest = steps[["rollout_s", *STAGES]].max(axis=1)
-    assert (steps["latency_s"] >= longest * (1 - 1e-9)).all()
-    if topology.max_staleness == 0:
-        assert (steps["step_s"] >= longest * (1 - 1e-9)).all()
-
-
+@HALF
 @given(runs, costs)
 def test_overlap_is_the_closed_form_and_never_slower_than_waiting(ends, stages):
     result = run_steps(rollouts(*ends), stages, topology=OVERLAP)
@@ -247,30 +229,31 @@ def test_overlap_is_the_closed_form_and_never_slower_than_waiting(ends, stages):
     assert result.run_s <= run_steps(rollouts(*ends), stages, topology=Separate()).run_s * (1 + 1e-9)
 
 
+@HALF
 @given(runs, costs, topologies)
-def test_a_run_is_never_shorter_than_the_work_of_either_side(ends, stages, topology):
+def test_neither_an_rl_step_nor_a_run_is_shorter_than_its_work(ends, stages, topology):
     result = run_steps(rollouts(*ends), stages, topology=topology)
-    total = result.steps[["rollout_s", *STAGES]].sum()
+    steps, total = result.steps, result.steps[["rollout_s", *STAGES]].sum()
+    longest = steps[["rollout_s", *STAGES]].max(axis=1)
+    assert (steps["latency_s"] >= longest * (1 - 1e-9)).all()
+    if topology.max_staleness == 0:
+        assert (steps["step_s"] >= longest * (1 - 1e-9)).all()
     trained_s = total["inference_s"] + total["reward_s"] + total["train_s"]
     assert result.run_s >= (max(total["rollout_s"], trained_s) + total["sync_s"]) * (1 - 1e-9)
 
 
+@HALF
 @given(runs, costs, topologies)
-def test_every_gpu_second_is_accounted_for(ends, stages, topology):
+def test_every_gpu_second_is_accounted_for_and_weights_are_no_staler_than_allowed(ends, stages, topology):
     result = run_steps(rollouts(*ends), stages, topology=topology)
     assert result.gpu_s["held_gpu_s"].sum() == pytest.approx(result.num_gpus * result.run_s)
     assert (result.gpu_s["idle_gpu_s"] <= result.gpu_s["held_gpu_s"] * (1 + 1e-9)).all()
     assert 0 <= result.idle_gpu_fraction <= 1
+    lag = np.arange(len(result.steps)) - result.steps["policy_version"].to_numpy()
+    assert 0 <= lag.min() <= lag.max() <= topology.max_staleness
 
 
-@given(runs, costs, topologies)
-def test_weights_are_never_staler_than_allowed(ends, stages, topology):
-    steps = run_steps(rollouts(*ends), stages, topology=topology).steps
-    lag = np.arange(len(steps)) - steps["policy_version"].to_numpy()
-    assert lag.min() >= 0
-    assert lag.max() <= topology.max_staleness
-
-
+@HALF
 @given(runs, costs, topologies)
 def test_lanes_are_busy_or_idle_and_never_two_things(ends, stages, topology):
     result = run_steps(rollouts(*ends), stages, topology=topology)
@@ -286,6 +269,7 @@ def test_lanes_are_busy_or_idle_and_never_two_things(ends, stages, topology):
         assert trainer["duration"].sum() == pytest.approx(result.run_s)
 
 
+@HALF
 @given(runs, costs, topologies)
 def test_the_same_run_gives_the_same_result(ends, stages, topology):
     first, again = (run_steps(rollouts(*ends), stages, topology=topology) for _ in range(2))
@@ -342,31 +326,28 @@ def test_a_topology_of_ones_own():
     assert result.num_gpus == 2
 
 
-@pytest.mark.parametrize(
-    ("simulated", "message"),
-    [(rollouts(), "no rollout"), (rollouts([]), "no workers")],
-)
-def test_a_run_without_rollouts_or_workers_is_refused(simulated, message):
-    with pytest.raises(ConfigError, match=message):
-        run_steps(simulated, STAGES_OF_TWO)
-
-
-def test_an_rl_step_without_responses_is_refused():
+def without_responses() -> SimpleNamespace:
     simulated = rollouts([1.0])
     simulated.rollouts[0].requests.rows = simulated.rollouts[0].requests.rows.iloc[:0]
-    with pytest.raises(ConfigError, match="without responses"):
-        run_steps(simulated, STAGES_OF_TWO)
+    return simulated
 
 
-def test_a_stage_of_unknown_cost_is_named():
-    with pytest.raises(ConfigError, match="do not know reward"):
-        run_steps(rollouts([1.0]), STAGES_OF_TWO.model_copy(update={"reward": None}))
-
-
-@pytest.mark.parametrize("topology", [Colocated(gpus_per_worker=3), Separate(train_gpus=4)])
-def test_costs_for_other_gpus_are_refused(topology):
-    with pytest.raises(ConfigError, match="for 8 GPUs"):
-        run_steps(rollouts([1.0]), StageCosts(num_gpus=8), topology=topology)
+@pytest.mark.parametrize(
+    ("simulated", "stages", "options", "message"),
+    [
+        (rollouts(), STAGES_OF_TWO, {}, "no rollout"),
+        (rollouts([]), STAGES_OF_TWO, {}, "no workers"),
+        (without_responses(), STAGES_OF_TWO, {}, "without responses"),
+        (rollouts([1.0]), STAGES_OF_TWO.model_copy(update={"reward": None}), {}, "do not know reward"),
+        (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Colocated(gpus_per_worker=3)}, "for 8 GPUs"),
+        (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Separate(train_gpus=4)}, "for 8 GPUs"),
+        # GPUs that all generate cannot train meanwhile.
+        (rollouts([1.0]), STREAM, {"streamed": True}, "take the topology separate"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(simulated, stages, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run_steps(simulated, stages, **options)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
 from tltlab.report.timeline import timeline
-from tltlab.sim.scenario import AnyPolicy, OwnPolicy, Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import simulate
 from tltlab.sim.sweep import compare, sweep
 from tltlab.sim.systems import compare_systems
@@ -26,8 +26,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
-CHAIN = {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
-PLAIN = {"drafter": "none", "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1}
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +85,6 @@ class Halving(Selector):
 
     def choose(self, state: StepState) -> Strategy:
         return self.strategies[state.batch <= self.border]
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Halving,
-        Halving(8),
-        {"kind": "table", "rows": [{"min_batch": 1, "strategy": CHAIN}, {"min_batch": 9, "strategy": PLAIN}]},
-        load_policy(Halving),
-        f"{__name__}:Halving",
-    ],
-    ids=["class", "instance", "dict", "policy", "path"],
-)
-def test_a_policy_is_given_in_any_form(scenario: Scenario, policy: AnyPolicy):
-    expected = scenario.rollouts(OwnPolicy(Halving))[0].makespan_s
-    found = compare(scenario, {"plain": "none", "own": policy}).set_index("policy")["makespan_s"]
-    assert sweep(scenario, [policy])["makespan_s"][0] == expected < found["plain"]
 
 
 def test_workers_get_copies_of_a_selector(scenario: Scenario):

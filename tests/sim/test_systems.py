@@ -14,7 +14,6 @@ import tltlab
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
-from tltlab.cli import app as cli
 from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
@@ -28,12 +27,15 @@ from tltlab.sim.placement import place
 from tltlab.sim.systems import compare_systems, on_gpus, simulate_system
 from tltlab.traces.trace import Trace
 
+from .workloads import typed, with_positions
+
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 STAGES = StageCosts(
     num_gpus=4, inference=InferenceCosts(per_token_s=1e-4), reward=RewardCosts(base_s=0.5),
     train=TrainCosts(per_token_s=3e-4, per_update_s=0.1), sync=SyncCosts(base_s=0.25),
 )  # fmt: skip
 GPU = {"costs": "h100-qwen2.5-32b-tp4", "decision_block": 16}
+ALIKE = {"costs": COSTS, "acceptance": "geometric:0.7", "decision_block": 8}
 KEYS = {
     "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "interval", "regret", "lossless", "assumptions",
     "source", "stand_ins",
@@ -42,12 +44,12 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return log_normal(prompts=4, group_size=8, rl_steps=3, median=200, cap=1000, workers=4)
+    return log_normal(prompts=4, group_size=8, rl_steps=3, median=120, cap=600, workers=4)
 
 
 @pytest.fixture(scope="module")
 def found(trace: Trace) -> pd.DataFrame:
-    return compare_systems(trace, costs=COSTS, acceptance="geometric:0.7", stages=STAGES).set_index("system")
+    return compare_systems(trace, stages=STAGES, **ALIKE).set_index("system")
 
 
 def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFrame):
@@ -59,9 +61,8 @@ def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFr
     for name, system in plain.items():
         bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
         workers = 2 if name == "open-r1" else 4
-        alone = simulate(
-            trace, bound.policy, costs=COSTS, acceptance=bound.acceptance, workers=workers, admission=system.admission
-        )
+        how = ALIKE | {"acceptance": bound.acceptance, "workers": workers, "admission": system.admission}
+        alone = simulate(trace, bound.policy, **how)
         assert found.loc[name, "makespan_s"] == pytest.approx(alone.makespan_s, rel=1e-12)
         accept = found.loc[name, "mean_accept_length"]
         assert accept == pytest.approx(alone.summary["mean_accept_length"]) if accept == accept else "r" in name
@@ -101,17 +102,16 @@ def test_claims_stand_beside_figures_of_their_own_kind(found: pd.DataFrame):
     tlt = found.loc["tlt"]
     assert tlt["claim"]["speed_up"] == pytest.approx(1 / tlt["step_ratio"])
     assert tlt["claim"]["interval"] == pytest.approx((1 / tlt["step_ratio_high"], 1 / tlt["step_ratio_low"]))
-    assert "8 responses to a worker here, 256 there; a cap of 1000 tokens here" in tlt["claim"]["difference"]
+    assert "8 responses to a worker here, 256 there; a cap of 600 tokens here" in tlt["claim"]["difference"]
     assert found.loc["seer", "claim"]["speed_up"] == found.loc["seer", "tokens_per_s_ratio"]
     assert found.loc["das", "claim"]["speed_up"] == pytest.approx(1 / found.loc["das", "ratio"])
 
 
-def test_fused_stages_shorten_the_rl_step_and_not_the_rollout(found: pd.DataFrame):
+def test_fused_stages_shorten_the_rl_step_and_not_the_rollout(trace: Trace, found: pd.DataFrame):
     fused, plain = found.loc["rlhfuse"], found.loc["verl"]
     assert fused["makespan_s"] == plain["makespan_s"]
     assert fused["step_s"] < plain["step_s"]
-    tokens = sum(sum(step.response_tokens) for step in requests_by_step(log_normal(
-        prompts=4, group_size=8, rl_steps=3, median=200, cap=1000, workers=4)))  # fmt: skip
+    tokens = int(trace.outcomes["response_tokens"].sum())
     # At most the log-probs of all tokens are saved.
     assert plain["step_s"] - fused["step_s"] < 1e-4 * (tokens / 3 + 32 * 400)
 
@@ -133,18 +133,15 @@ def test_whole_rl_steps_differ_by_who_has_which_gpus(trace: Trace, found: pd.Dat
 
 def test_stage_costs_for_other_gpus_are_refused(trace: Trace):
     with pytest.raises(ConfigError, match="for 8 GPUs, but 4 workers of 1 are 4"):
-        compare_systems(
-            trace, "open-r1", costs=COSTS, stages=STAGES.model_copy(update={"num_gpus": 8}), workers=4,
-        )  # fmt: skip
+        compare_systems(trace, "open-r1", costs=COSTS, stages=STAGES.model_copy(update={"num_gpus": 8}), workers=4)
 
 
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
 @pytest.mark.parametrize("model_free", [None, "seer-siblings"])
 def test_no_system_beats_the_clairvoyant_bound(trace: Trace, mode: str, model_free: str | None):
     table = compare_systems(
-        trace, costs=COSTS, acceptance="geometric:0.7", model_free_acceptance=model_free, mode=mode, decision_block=8,
-        rl_steps=[0], ranges=False,
-    ).set_index("system")  # fmt: skip
+        trace, model_free_acceptance=model_free, mode=mode, rl_steps=[0], ranges=False, **ALIKE
+    ).set_index("system")
     without = {name for name, system in SYSTEMS.items() if system.budget is not None or not system.same_work}
     assert set(table.index[table["regret"].isna()]) == without
     table = table.drop(list(without))
@@ -167,7 +164,7 @@ def test_a_system_can_be_sent_to_another_process():
 
 
 def test_repeats_share_their_luck_and_are_averaged(trace: Trace):
-    some = {"costs": COSTS, "acceptance": "geometric:0.7", "mode": "sampled", "decision_block": 8}
+    some = ALIKE | {"mode": "sampled"}
     both = compare_systems(trace, "verl,das", repeats=2, seed=5, **some).set_index("system")
     each = [compare_systems(trace, "verl,das", seed=s, **some).set_index("system")["makespan_s"] for s in (5, 6)]
     assert both["makespan_s"].to_numpy() == pytest.approx(((each[0] + each[1]) / 2)[both.index].to_numpy())
@@ -235,12 +232,8 @@ def test_a_missing_acceptance_takes_a_marked_default_and_its_range_is_shown(trac
     some = {"acceptance": "tlt-qwen2.5-32b", "rl_steps": [0, 1, 2], **GPU}
     table = compare_systems(trace, "verl,tlt,tlt-base,das", **some)
     rows = table.set_index("system")
-    assert [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    marked = [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")]
+    assert marked == [False, False, True, True]
     assert "seer-siblings" in rows.loc["das", "defaults"][0]
     given = compare_systems(trace, "das", model_free_acceptance="seer-siblings", **some)
     assert rows.loc["das", "makespan_s"] == given.loc[0, "makespan_s"]
@@ -267,22 +260,17 @@ def test_costs_of_speculation_are_varied_even_where_nothing_was_assumed(trace: T
 
 
 def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
-    rows = trace.outcomes[["rl_step", "prompt_id", "sample", "turn", "response_tokens"]]
-    table = pd.DataFrame(
-        [
-            (*key, "suffix", 0, 8, np.full(tokens, 2, np.uint8))
-            for *key, tokens in rows.itertuples(index=False, name=None)
-        ],
-        columns=["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"],
-    )  # fmt: skip
-    some = {"costs": COSTS, "rl_steps": [0], "ranges": False}
-    whole = compare_systems(trace.replace(acceptance=table), **some)
+    replayed = with_positions(trace, [[2] * n for n in trace.outcomes["response_tokens"]], "suffix")
+    some = {"costs": COSTS, "rl_steps": [0], "ranges": False, "decision_block": 8}
+    whole = compare_systems(replayed, **some)
     assert set(whole["system"]) == set(SYSTEMS)
     das = whole.set_index("system").loc["das"]
     assert das["defaults"] == ("acceptance of all responses alike, fitted to those of acceptance.parquet that have it",)
     assert das["mean_accept_length"] <= 3.0
     assert whole.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
     assert (whole["regret"].dropna() >= 0).all()
+    table = replayed.acceptance
+    assert table is not None
     part = compare_systems(trace.replace(acceptance=table.iloc[1:]), "vllm-dynamic,tlt,das", **some)
     assert part.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
     assert all("that have it" in part.set_index("system").loc[name, "defaults"][0] for name in ("tlt", "das"))
@@ -303,7 +291,7 @@ def test_responses_of_an_earlier_epoch_leave_the_rest_to_generate(trace: Trace):
 def test_truncation_and_regrouping_keep_the_number_of_responses(trace: Trace):
     step = requests_by_step(trace)[0]
     short = changed(step, Truncated(share=0.25), 0)
-    assert short.response_tokens == [min(n, 250) for n in step.response_tokens]
+    assert short.response_tokens == [min(n, 150) for n in step.response_tokens]
     wide = changed(step, Regrouped(factor=2), 0)
     assert len(wide) == len(step)
     assert len(set(wide.keys)) == len(step)
@@ -333,17 +321,10 @@ def test_one_worker_cannot_be_split(trace: Trace):
     assert rows.loc["open-r1", "makespan_s"] == rows.loc["verl", "makespan_s"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main([*argv])
-    shown = capsys.readouterr()
-    return int(end.value.code or 0), shown.out, shown.err
-
-
 def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "systems.json"
-    argv = ["compare", str(TINY), "--systems", "all", "--stages", "cpu-small", "--out", str(out), "--json"]
-    code, shown, _ = run(capsys, *argv, "--rl-steps", "0:2")
+    options = ("--systems", "all", "--stages", "cpu-small", "--rl-steps", "0:2", "--no-ranges")
+    code, shown, _ = typed(capsys, "compare", TINY, *options, "--out", out, "--json")
     result = json.loads(shown)
     assert code == 0
     assert json.loads(out.read_text()) == result
@@ -363,18 +344,18 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys: pytest
 
 
 def test_one_rl_step_has_a_ratio_and_no_interval(capsys: pytest.CaptureFixture[str]):
-    _, shown, _ = run(capsys, "compare", str(TINY), "--systems", "verl,tlt-base", "--rl-steps", "0:1", "--json")
+    _, shown, _ = typed(capsys, "compare", str(TINY), "--systems", "verl,tlt-base", "--rl-steps", "0:1", "--json")
     assert [row["interval"] for row in json.loads(shown)["systems"]] == [None, None]
 
 
 def test_the_table_says_what_takes_whose_place_and_what_was_assumed(capsys: pytest.CaptureFixture[str]):
-    _, shown, _ = run(capsys, "compare", str(TINY), "--systems", "verl,das,seer,open-r1")
+    _, shown, _ = typed(capsys, "compare", str(TINY), "--systems", "verl,das,seer,open-r1")
     assert "das*" in shown
     assert "drafter 'suffix' is not known: 'ngram' takes its place (das, " in shown
     assert "open-r1 generates on 1 of them" in shown
     assert "simulated on 2 workers" in shown
     argv = ["--acceptance", "tlt-qwen2.5-32b", "--costs", "h100-qwen2.5-7b", "--systems", "verl,das"]
-    _, shown, _ = run(capsys, "compare", str(TINY), *argv)
+    _, shown, _ = typed(capsys, "compare", str(TINY), *argv)
     assert "das+" in shown
     assert "the default seer-siblings is taken (das)" in shown
     assert "what speculation adds to an iteration x 1.3: fastest" in shown
@@ -402,19 +383,19 @@ def test_the_table_says_what_takes_whose_place_and_what_was_assumed(capsys: pyte
 )
 def test_what_does_not_fit_together_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]):
     command, *options = argv
-    code, shown, said = run(capsys, command, str(TINY), *options)
+    code, shown, said = typed(capsys, command, str(TINY), *options)
     assert code == 2
     assert not shown
     assert len(said.splitlines()) == 1
 
 
 def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    plain = json.loads(run(capsys, "simulate", str(TINY), "--policy", "none", "--json")[1])
-    verl = json.loads(run(capsys, "simulate", str(TINY), "--system", "verl", "--json")[1])
+    plain = json.loads(typed(capsys, "simulate", str(TINY), "--policy", "none", "--json")[1])
+    verl = json.loads(typed(capsys, "simulate", str(TINY), "--system", "verl", "--json")[1])
     assert set(verl) - set(plain) == {"system", "assumptions"}
     assert {key: verl[key] for key in plain if key != "wall_s"} == {k: v for k, v in plain.items() if k != "wall_s"}
     argv = ["--system", "open-r1", "--stages", "cpu-small", "--out", str(tmp_path / "sim"), "--json"]
-    split = json.loads(run(capsys, "simulate", str(TINY), *argv)[1])
+    split = json.loads(typed(capsys, "simulate", str(TINY), *argv)[1])
     assert split["topology"] == "separate"
     assert split["num_gpus"] == 2
     assert tltlab.read(tmp_path / "sim").manifest.num_workers == 1
@@ -424,22 +405,22 @@ def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys: pytest.C
 def test_a_comparison_says_what_made_it_and_its_report_too(option, tmp_path, capsys):
     out = tmp_path / "compared.json"
     argv = ["compare", str(TINY), *option, "--costs", "cpu-small", "--out", str(out)]
-    run(capsys, *argv)
+    typed(capsys, *argv)
     written = json.loads(out.read_text())
     assert written["command"] == shlex.join(["tltlab", *argv])
     assert {"tltlab", "numpy", "simpy"} <= set(written["versions"])
     assert written["baseline"] == option[1].split(",")[0]
     assert (written["trace"], written["costs"]) == (tltlab.read(TINY).manifest.name, "cpu-small")
     page = tmp_path / "page.html"
-    assert run(capsys, "report", str(out), "--out", str(page))[0] == 0
+    assert typed(capsys, "report", str(out), "--out", str(page))[0] == 0
     assert html.escape(written["command"]) in page.read_text().replace("&#34;", "&quot;").replace("&#39;", "&#x27;")
 
 
 def test_the_command_shows_claims_beside_what_is_found(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["compare", str(TINY), "--systems", "verl,das", "--rl-steps", "0:2", "--no-ranges", "--claims"])
-    assert ended.value.code == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "arXiv 2511.13841" in line)
+    options = ("--systems", "verl,das", "--rl-steps", "0:2", "--no-ranges", "--claims")
+    code, shown, _ = typed(capsys, "compare", TINY, *options)
+    assert code == 0
+    (line,) = (line for line in shown.splitlines() if "arXiv 2511.13841" in line)
     assert line.startswith("das ")
     assert "1.33-2x" in line
     assert "a cap of 512 tokens here, 16384 there" in line

@@ -1,12 +1,21 @@
-"""Requests and costs that the simulator's tests share."""
+"""Requests, costs and ways to ask that the simulator's tests share."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
+import pytest
+from hypothesis import settings
 
+from tltlab.cli.app import main
 from tltlab.costs.base import LinearCosts
 from tltlab.sim.engine.requests import Requests
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
 
+FEW = settings(max_examples=settings.default.max_examples // 3)
+HALF = settings(max_examples=settings.default.max_examples // 2)
+"""For property tests whose examples take long."""
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
     draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
@@ -33,3 +42,17 @@ def requests_of(
         recorded_worker=[i % 2 for i in range(n)],
         rows=pd.DataFrame(),
     )
+
+
+def with_positions(trace: Trace, positions: Sequence[Sequence[int]], drafter: str = "ngram") -> Trace:
+    """The trace with what would have been accepted, of 8 drafted tokens, at each position of each response."""
+    table = trace.outcomes[list(KEY)].assign(drafter=drafter, drafter_age=0, max_depth=8)
+    return trace.replace(acceptance=table.assign(accept_if_drafted=[np.array(p, np.uint8) for p in positions]))
+
+
+def typed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main([str(arg) for arg in args])
+    return int(ended.value.code or 0), *capsys.readouterr()

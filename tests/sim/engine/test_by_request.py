@@ -23,7 +23,7 @@ from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.batch import FluidBatch
-from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.by_request import RateBatch, Rates
 from tltlab.sim.engine.drawn import SampledBatch
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
@@ -32,7 +32,7 @@ from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, requests_of
+from ..workloads import COSTS, HALF, requests_of
 from .slow_oracle import finish_times
 
 CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
@@ -60,11 +60,9 @@ def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
 def run(
     requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, costs: LinearCosts = COSTS, asks: int = 0
 ):
-    engine = RolloutSimulator(
-        costs=costs,
-        selectors=[Deep(chain, most, memoryless=not asks)],
-        decision_block=asks or 1,
-    ).prepare(nominal(chain, costs), rates)
+    selectors: list[Selector] = [Deep(chain, most, memoryless=not asks)]
+    engine = RolloutSimulator(costs=costs, selectors=selectors, decision_block=asks or 1)
+    engine.prepare(nominal(chain, costs), rates)
     return engine.rollout(requests, [list(range(len(requests)))])
 
 
@@ -115,6 +113,7 @@ def slowly(
     return finish_times(requests, queue, Deep(chain, most), walker.settling(costs, chain), costs, gain=walker)
 
 
+@HALF
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=10),
     st.sampled_from(CHAINS),
@@ -219,6 +218,14 @@ def test_what_finished_on_another_worker_helps_only_after_it_did() -> None:
     assert second.advance(regime, 1, np.inf).tokens > expected + 0.1
 
 
+def running(rates: Rates, lengths: list[int]) -> RateBatch:
+    """A batch of samples of four to a prompt, all admitted."""
+    batch = rates(requests_of(lengths, group=4))
+    for request in range(len(lengths)):
+        batch.admit(request, 0.0)
+    return batch
+
+
 class Fixed(DraftBudget):
     """Gives the i-th request `tokens[i]`."""
 
@@ -233,9 +240,7 @@ class Fixed(DraftBudget):
 def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
     chain = Strategy("ngram", 6, 1, 4)
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Fixed(0, 1, 5)], sampled=sampled)
-    batch = rates(requests_of([900, 900, 900], group=4))
-    for request in range(3):
-        batch.admit(request, 0.0)
+    batch = running(rates, [900, 900, 900])
     macro = batch.advance(nominal(chain).at(chain, 3), 1, np.inf)
     assert macro.gains[:, 0].tolist() == [1, 2, 6]
     cost = COSTS.iteration(Strategy.chain("ngram", 5), tokens_to_verify=3.0, drafter_loaded=True)
@@ -266,9 +271,7 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
     model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"spread": 1.5, "drift": 0.0})})
 
     def first_hundred(budget: DraftBudget) -> float:
-        batch = Rates(model=model, costs=COSTS, budgets=[budget])(requests_of([8000] * 24, group=4))
-        for request in range(24):
-            batch.admit(request, 0.0)
+        batch = running(Rates(model=model, costs=COSTS, budgets=[budget]), [8000] * 24)
         return sum(batch.advance(nominal(chain).at(chain, 24), 10, np.inf).tokens for _ in range(10))
 
     assert first_hundred(AcceptanceBudget()) > 1.05 * first_hundred(UniformBudget())
@@ -276,9 +279,7 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
 
 @pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
 def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -> None:
-    batch = Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)])(requests_of([50, 50], group=4))
-    batch.admit(0, 0.0)
-    batch.admit(1, 0.0)
+    batch = running(Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)]), [50, 50])
     with pytest.raises(ConfigError, match="the budget gave"):
         batch.advance(nominal(CHAINS[0]).at(CHAINS[0], 2), 1, np.inf)
 
@@ -286,8 +287,7 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -
 def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
     tree = Strategy("eagle", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
-    batch = Rates(model=model, costs=COSTS, budgets=[UniformBudget()])(requests_of([50], group=4))
-    batch.admit(0, 0.0)
+    batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
     regimes = Regimes((NO_SPECULATION, tree), COSTS, model)
     with pytest.raises(ConfigError, match="trees"):
         batch.advance(regimes.at(tree, 1), 1, np.inf)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.acceptance.load import (
@@ -34,8 +34,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from ...traces_of_lengths import of_lengths
+from ..workloads import FEW
 
-FEW = settings.default.max_examples // 3
 CAPACITY_TOKENS = st.integers(420, 2000)
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
 PRESETS = ("h100-qwen2.5-7b", "h100-qwen2.5-32b-tp4-table", "a100-qwen2.5-32b-tp4", "cpu-small")
@@ -160,7 +160,7 @@ def cases(
     )
 
 
-@settings(max_examples=FEW)
+@FEW
 @given(cases(modes=("fluid", "sampled")), POLICIES)
 def test_no_scenario_undercuts_its_bound(case: Case, policy: Policy):
     result = case.simulate(policy)
@@ -170,7 +170,7 @@ def test_no_scenario_undercuts_its_bound(case: Case, policy: Policy):
         assert bound_s <= rollout.makespan_s * (1 + 1e-9)
 
 
-@settings(max_examples=FEW)
+@FEW
 @given(cases(modes=("fluid", "sampled")), POLICIES)
 def test_spans_and_iterations_add_up_to_the_rollout(case: Case, policy: Policy):
     result = case.simulate(policy)
@@ -208,7 +208,7 @@ class AskedEveryTime:
         return selector
 
 
-@settings(max_examples=FEW)
+@FEW
 @given(cases(ALIKE), st.builds(Policy, selector=MEMORYLESS))
 def test_the_closed_form_is_the_engine_asked_at_every_iteration(case: Case, policy: Policy):
     scenario = case.scenario()
@@ -217,7 +217,7 @@ def test_the_closed_form_is_the_engine_asked_at_every_iteration(case: Case, poli
     assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
 
 
-@settings(max_examples=FEW)
+@FEW
 @given(cases(modes=("fluid", "sampled")), POLICIES)
 def test_the_same_scenario_gives_the_same_trace(case: Case, policy: Policy):
     first, second = case.simulate(policy).trace, case.simulate(policy).trace

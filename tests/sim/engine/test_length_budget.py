@@ -95,7 +95,7 @@ def test_drafting_by_length_beats_drafting_evenly_where_verifying_is_dear():
 
 
 def test_the_shipped_policy_runs_and_repeats_itself():
-    trace = tltlab.read(TRACES / "subset-sum-small")
+    trace = tltlab.read(TRACES / "tiny")
     runs = [simulate(trace, "das", acceptance="geometric:0.6", rl_steps=[0, 1]) for _ in range(2)]
     assert runs[0].summary["makespan_s_per_step"] == runs[1].summary["makespan_s_per_step"]
     assert runs[0].summary["regret"] is None, "the bound drafts for all alike"

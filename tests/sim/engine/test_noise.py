@@ -13,7 +13,7 @@ from tltlab.sim import Scenario, simulate
 from tltlab.sim.engine.random_numbers import NoiseDraws
 from tltlab.strategy import Strategy
 
-TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=300, cap=2000, workers=2)
+TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=150, cap=1000, workers=2)
 NOISE = IterationNoise(ratios=(0.5, 0.75, 1.0, 1.75), blocks=(Block(iterations=16, share=0.6),))
 NOISY = COSTS.model_copy(update={"noise": NOISE})
 OPTIONS = {"acceptance": "geometric:0.7", "mode": "sampled"}

@@ -17,6 +17,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ...traces_of_lengths import of_lengths
 from .. import workloads
+from ..workloads import HALF
 
 COSTS = workloads.COSTS.model_copy(update={"prefill_per_token_s": 1e-6, "far_token_s": 1e-5})
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4)))
@@ -33,6 +34,7 @@ LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=24)
 TERMS = [name for name in LinearCosts.model_fields if name.endswith("_s")]
 
 
+@HALF
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([load_policy("none"), CHAIN, TABLE]))
 def test_work_is_conserved(lengths: list[int], workers: int, policy: Policy):
     result = simulate(of_lengths(lengths, workers=workers), policy, costs=COSTS, acceptance="geometric:0.6")
@@ -47,6 +49,7 @@ def test_work_is_conserved(lengths: list[int], workers: int, policy: Policy):
     assert result.makespan_s == pytest.approx(max(busy))
 
 
+@HALF
 @given(LENGTHS, st.sampled_from(TERMS), st.floats(1e-5, 1e-2), st.sampled_from([load_policy("none"), CHAIN, TABLE]))
 def test_no_cost_term_makes_a_rollout_faster(lengths: list[int], term: str, more: float, policy: Policy):
     trace = of_lengths(lengths, workers=2)
@@ -72,6 +75,7 @@ def test_fluid_is_within_a_percent_of_the_mean_of_sampled_runs(policy: Policy):
     assert fluid == pytest.approx(np.mean(sampled), rel=0.01)
 
 
+@HALF
 @given(LENGTHS, st.lists(st.integers(1, 32), min_size=1, max_size=4))
 def test_makespan_is_the_sum_over_finishes(lengths: list[int], graph_sizes: list[int]):
     """T = sum over j of L_(j) (tau(j) - tau(j-1)): L_(j) the j-th longest, tau(j) an iteration's time at batch j."""
@@ -84,6 +88,7 @@ def test_makespan_is_the_sum_over_finishes(lengths: list[int], graph_sizes: list
     assert simulate(of_lengths(lengths, workers=1), "none", costs=costs).makespan_s == pytest.approx(expected)
 
 
+@HALF
 @given(LENGTHS, st.integers(1, 4))
 def test_three_ways_to_simulate_plain_decoding_agree(lengths: list[int], workers: int):
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=COSTS)

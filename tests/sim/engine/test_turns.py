@@ -10,8 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.cli.app import main
-from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import REGIMES
@@ -29,7 +27,7 @@ from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from ..workloads import FREE
+from ..workloads import COSTS, FREE, typed
 
 SECOND = FREE.model_copy(update={"base_s": 1.0})
 """An iteration takes a second, whatever runs."""
@@ -164,8 +162,8 @@ def test_times_of_tools_come_from_the_turns_times_or_are_assumed():
 
 @pytest.fixture(scope="module")
 def drawn() -> Trace:
-    """Four RL steps of 4 x 4 responses of three turns."""
-    model = REGIMES["base-rl"].with_changes(max_response_tokens=400, median=80.0)
+    """Two RL steps of 4 x 4 responses of three turns."""
+    model = REGIMES["base-rl"].with_changes(max_response_tokens=200, median=40.0)
     tools = ToolUse(turns=3, tool_s=0.5, observation_tokens=20)
     return generate(model, num_rl_steps=2, prompts_per_step=4, group_size=4, num_workers=2, tools=tools)
 
@@ -173,11 +171,7 @@ def drawn() -> Trace:
 @pytest.mark.parametrize("acceptance", ["constant:2", "geometric:0.6"])
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
 def test_no_policy_undercuts_the_bound_and_all_tokens_come(drawn: Trace, mode: str, acceptance: str):
-    costs = LinearCosts(
-        base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-        draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5, kv_capacity_tokens=1500,
-        max_num_batched_tokens=256,
-    )  # fmt: skip
+    costs = COSTS.model_copy(update={"kv_capacity_tokens": 1000, "max_num_batched_tokens": 256})
     for policy in ("none", "table", "beg-mab"):
         result = simulate(drawn, policy, costs=costs, mode=mode, acceptance=acceptance, max_tools=3)
         assert result.summary["regret"] >= -1e-9
@@ -191,11 +185,10 @@ def test_no_policy_undercuts_the_bound_and_all_tokens_come(drawn: Trace, mode: s
 def test_a_drawn_trace_is_simulated_and_compared_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    def run(*args: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(list(args))
-        assert not ended.value.code
-        return capsys.readouterr().out
+    def run(*args: object) -> str:
+        code, shown, _ = typed(capsys, *args)
+        assert code == 0
+        return shown
 
     out = str(tmp_path / "drawn")
     shape = ["--rl-steps", "2", "--prompts", "4", "--group-size", "2", "--cap", "300", "--median", "60"]

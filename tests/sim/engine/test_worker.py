@@ -15,6 +15,7 @@ from tltlab.acceptance.load import (
     BatchAcceptance,
     FittedDepth,
     GeometricAcceptance,
+    Settled,
     SpreadAcceptance,
     TraceAcceptance,
 )
@@ -35,7 +36,7 @@ from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, requests_of
+from ..workloads import COSTS, HALF, requests_of
 from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
@@ -91,13 +92,20 @@ def costs(draw: st.DrawFn) -> LinearCosts:
 def assert_agree(
     req: Requests,
     cost: CostModel,
-    regimes: Regimes,
+    acceptance: Settled | None,
     new_batch: Callable[[Requests], Any],
-    selector: Callable[[], Selector],
-    workers: int,
-    placement: str,
+    threshold: tuple[int, int, bool] | None,
+    *,
+    workers: int = 2,
+    placement: str = "contiguous",
     gain: Callable[..., float] = expected,
 ) -> None:
+    """Drafts by `Threshold`, of which None is plain decoding, take the time that the slow oracle says."""
+
+    def selector() -> Selector:
+        return Plain() if threshold is None else Threshold(*threshold)
+
+    regimes = Regimes(selector().strategies, cost, acceptance)
     engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
     queues = place(req, workers, placement)
     result = engine.rollout(req, queues)
@@ -111,17 +119,36 @@ def assert_agree(
     assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
 
 
+def by_batch(border: int) -> BatchAcceptance:
+    """Four in five drafts are kept whole up to a batch, one in five above."""
+    return BatchAcceptance(
+        bands=tuple(
+            Band(max_batch=end, drafters_by_depth={"ngram": {5: FittedDepth(accepted=kept_or_not(kept), drafted=5)}})
+            for end, kept in ((border, 0.8), (None, 0.2))
+        )
+    )
+
+
+def kept_or_not(kept: float) -> tuple[float, ...]:
+    return (1 - kept, 0, 0, 0, 0, kept)
+
+
+THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans())
+ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
+
+
+@HALF
 @given(requests(), costs(), st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
 def test_plain_decoding_takes_the_time_of_its_iterations(req, cost, workers, placement):
-    found = Regimes([NO_SPECULATION], cost, None)
-    assert_agree(req, cost, found, FluidBatch, lambda: Plain(), workers, placement)
+    assert_agree(req, cost, None, FluidBatch, None, workers=workers, placement=placement)
 
 
-@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 40))
-def test_prompts_that_ride_in_iterations_take_the_time_of_these(req, cost, alpha, deep, shallow, memoryless, budget):
+@HALF
+@given(requests(), costs(), ALPHAS, THRESHOLDS, st.integers(1, 40))
+def test_prompts_that_ride_in_iterations_take_the_time_of_these(req, cost, alpha, threshold, budget):
     riding = ROOFLINE.model_copy(update=cost.limits() | {"max_num_batched_tokens": budget})
-    found = Regimes((NO_SPECULATION, *CHAINS), riding, GeometricAcceptance(alpha=alpha))
-    assert_agree(req, riding, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "round_robin")
+    model = GeometricAcceptance(alpha=alpha)
+    assert_agree(req, riding, model, FluidBatch, threshold, placement="round_robin")
 
 
 class Plain(Selector):
@@ -132,56 +159,37 @@ class Plain(Selector):
         return NO_SPECULATION
 
 
-@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 3))
-def test_fluid_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, workers):
-    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
-    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin")
+@HALF
+@given(requests(), costs(), ALPHAS, THRESHOLDS, st.integers(1, 3))
+def test_fluid_speculation_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers):
+    model = GeometricAcceptance(alpha=alpha)
+    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement="round_robin")
 
 
-@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
-def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, seed):
-    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
+@HALF
+@given(requests(), costs(), ALPHAS, THRESHOLDS, SEEDS)
+def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, threshold, seed):
     seeds = request_seeds(seed, req.keys)
 
     def luck(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
         u = uniforms(seeds[[request]], np.array([num_speculative]), 1)[0, 0]
         return 1.0 if regime.cdf is None else 1.0 + float((regime.cdf <= u).sum())
 
-    assert_agree(
-        req,
-        cost,
-        found,
-        lambda r: SampledBatch(r, seed),
-        lambda: Threshold(deep, shallow, memoryless),
-        2,
-        "contiguous",
-        luck,
-    )
+    model = GeometricAcceptance(alpha=alpha)
+    assert_agree(req, cost, model, lambda r: SampledBatch(r, seed), threshold, gain=luck)
 
 
-@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 4))
-def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
-    req: Requests, cost: LinearCosts, deep: int, shallow: int, memoryless: bool, border: int
-) -> None:
-    deepest = max(chain.draft_depth for chain in CHAINS)
-
-    def band(end: int | None, kept: float) -> Band:
-        accepted = (1 - kept, *[0.0] * (deepest - 1), kept)
-        return Band(
-            max_batch=end, drafters_by_depth={"ngram": {deepest: FittedDepth(accepted=accepted, drafted=deepest)}}
-        )
-
-    acceptance = BatchAcceptance(bands=(band(border, 0.8), band(None, 0.2)))
-    found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
-    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous")
+@HALF
+@given(requests(), costs(), THRESHOLDS, st.integers(1, 4))
+def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(req, cost, threshold, border):
+    assert_agree(req, cost, by_batch(border), FluidBatch, threshold)
 
 
-@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
-def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterations(
-    req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, seed: int
-) -> None:
+@HALF
+@given(requests(), costs(), ALPHAS, THRESHOLDS, SEEDS)
+def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterations(req, cost, alpha, threshold, seed):
     model = SpreadAcceptance(base=GeometricAcceptance(alpha=alpha), spread=1.0)
-    found, levels = Regimes((NO_SPECULATION, *CHAINS), cost, model), model.levels("ngram", req.keys, seed)
+    levels = model.levels("ngram", req.keys, seed)
 
     def own(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
         if not regime.strategy.speculates:
@@ -189,49 +197,36 @@ def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterati
         level = levels[[request]]
         return 1.0 + float(model.survival(regime.strategy, level, level, level).sum())
 
-    batches = Rates(model=model, costs=cost, seed=seed)
-    assert_agree(req, cost, found, batches, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous", own)
+    assert_agree(req, cost, model, Rates(model=model, costs=cost, seed=seed), threshold, gain=own)
 
 
+@HALF
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
 def test_the_end_of_a_rollout_in_closed_form_is_that_of_its_iterations_also_where_acceptance_differs_by_batch(
     req: Requests, cost: LinearCosts, deep: int, shallow: int, border: int
 ) -> None:
-    bands = tuple(
-        Band(max_batch=end, drafters_by_depth={"ngram": {5: FittedDepth(accepted=(1 - p, 0, 0, 0, 0, p), drafted=5)}})
-        for end, p in ((border, 0.8), (None, 0.2))
-    )
-    model = SpreadAcceptance(base=BatchAcceptance(bands=bands), spread=0.7)
-    found = Regimes((NO_SPECULATION, *CHAINS), cost, model)
+    model = SpreadAcceptance(base=by_batch(border), spread=0.7)
+    regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
     made = []
     for memoryless in (True, False):
         selectors: list[Selector] = [Threshold(deep, shallow, memoryless)]
-        engine = RolloutSimulator(costs=cost, selectors=selectors).prepare(found, Rates(model=model, costs=cost))
+        engine = RolloutSimulator(costs=cost, selectors=selectors).prepare(regimes, Rates(model=model, costs=cost))
         made.append(engine.rollout(req, [list(range(len(req)))]))
     assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-9, abs=1e-12)
     assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)
 
 
-@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
-def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, deep, shallow, memoryless, seed):
+@HALF
+@given(requests(), costs(), THRESHOLDS, SEEDS)
+def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, threshold, seed):
     table = counterfactuals(req, seed)
     acceptance = TraceAcceptance(table)
-    found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
 
     def recorded(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
         positions = table["accept_if_drafted"][request]
         return 1.0 + min(regime.most, int(positions[int(generated)]))
 
-    assert_agree(
-        req,
-        cost,
-        found,
-        lambda r: ReplayBatch(r, acceptance),
-        lambda: Threshold(deep, shallow, memoryless),
-        2,
-        "contiguous",
-        recorded,
-    )
+    assert_agree(req, cost, acceptance, lambda r: ReplayBatch(r, acceptance), threshold, gain=recorded)
 
 
 def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
@@ -244,5 +239,5 @@ def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
 def test_a_long_rollout_agrees_too() -> None:
     trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
     req = requests_of(trace.outcomes["response_tokens"].tolist(), 128, cap=4000, group=4)
-    found = Regimes((NO_SPECULATION, *CHAINS), COSTS, GeometricAcceptance(alpha=0.7))
-    assert_agree(req, COSTS, found, FluidBatch, lambda: Threshold(2, 5, True), 2, "longest_first")
+    model = GeometricAcceptance(alpha=0.7)
+    assert_agree(req, COSTS, model, FluidBatch, (2, 5, True), placement="longest_first")

@@ -12,7 +12,6 @@ import pytest
 
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import GeometricAcceptance
-from tltlab.cli.app import main
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.experiments.simulated import drift as experiment
@@ -20,6 +19,8 @@ from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.advice import advise
 from tltlab.sim.tuning.drift import LEVELS, Drift, Surface, compared, drawn, play, regimes
+
+from ..workloads import typed
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -118,22 +119,15 @@ def test_the_verdict_tells_regimes_that_were_seen_from_those_that_were_not():
     assert "at worst 1.050 (drawn 2: odd)" in said
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["advise", *args])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
-
-
 def test_advise_tells_what_is_known_and_what_is_assumed(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = told(capsys, str(TRACES / "h100-smoke"), "--rl-steps", "10", "--seeds", "2", "--json")
+    code, out, _ = typed(capsys, "advise", str(TRACES / "h100-smoke"), "--rl-steps", "10", "--seeds", "2", "--json")
     assert code == 0
     found = json.loads(out)
     assert [row["name"] for row in found["schedules"]] == ["frozen", "idle time", "gated", "acceptance drops"]
     assert found["schedules"][0]["saved_s"]["estimate"] == 0.0
     assert any("spot_training.parquet" in line for line in found["known"])
     assert found["drafter"] == "learned"
-    code, out, _ = told(capsys, str(TRACES / "tiny"), "--rl-steps", "10", "--seeds", "2")
+    code, out, _ = typed(capsys, "advise", str(TRACES / "tiny"), "--rl-steps", "10", "--seeds", "2")
     assert code == 0
     assert "leave the drafter frozen" in out
     assert "the trace knows no learned drafter" in out.replace("\n", " ")
@@ -161,7 +155,7 @@ def test_a_file_of_freshness_is_the_drift_and_a_slowdown_may_be_said():
 )
 def test_bad_input_ends_with_a_sentence(args: list[str], words: str, capsys: pytest.CaptureFixture[str]):
     args = [str(TRACES / "tiny") if arg == "traces/tiny" else arg for arg in args]
-    code, out, err = told(capsys, *args)
+    code, out, err = typed(capsys, "advise", *args)
     assert (code, out) == (2, "")
     assert words in err
     assert "Traceback" not in err

@@ -13,7 +13,6 @@ import pytest
 
 from tltlab.acceptance.load import GeometricAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
-from tltlab.cli.app import main
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
@@ -29,11 +28,15 @@ from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
+from ..workloads import typed
+
 TINY = "traces/tiny"
-TRACE = log_normal(prompts=4, group_size=4, rl_steps=4, median=80, cap=400, workers=2)
+TRACE = log_normal(prompts=4, group_size=4, rl_steps=4, median=60, cap=250, workers=2)
+SHORT = log_normal(prompts=2, group_size=4, rl_steps=2, median=40, cap=120, workers=1)
 NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
 CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
 SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4)}
+WITHOUT_LUCK = SMALL | {"trials": 0, "repeats": 1}
 CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
 
 
@@ -104,7 +107,7 @@ def test_the_oracle_of_one_request_is_the_best_fixed_strategy():
 
 
 def test_where_speculation_never_pays_it_says_so_and_writes_the_simplest_policy():
-    found = tune(TRACE, **SMALL | {"acceptance": "geometric:0.02"})
+    found = tune(TRACE, **SMALL | {"acceptance": "geometric:0.02", "repeats": 1})
     assert not found.worth_it
     assert found.name == "none"
     assert found.verdict.startswith("not worth it")
@@ -119,7 +122,7 @@ def test_where_one_depth_is_right_at_every_batch_the_fixed_arm_is_taken():
 
 def test_where_the_batch_decides_tuning_is_worth_it():
     one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
-    found = tune(one, **SMALL | {"acceptance": "geometric:0.8", "costs": CROWDED, "trials": 0})
+    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": CROWDED})
     assert found.worth_it
     assert found.policy.provenance["interval"][1] < 1.0
     assert found.policy.selector.kind == "table" or found.policy.activation is not None
@@ -162,7 +165,7 @@ def test_a_worst_case_of_one_held_out_step_has_no_interval():
 
 
 def test_one_held_out_step_gives_no_interval_and_no_praise():
-    found = tune(TRACE, **SMALL, judge_steps=[3])
+    found = tune(TRACE, **WITHOUT_LUCK, judge_steps=[3])
     assert not found.worth_it
     assert "one RL step" in found.verdict
     assert all(row.ratio_low is None for row in found.candidates)
@@ -175,7 +178,7 @@ def test_the_result_does_not_depend_on_processes_and_repeats_itself(tuned: TuneR
 
 
 def test_the_shipped_settings_are_tried_first():
-    found = tune(TRACE, **SMALL | {"trials": 1})
+    found = tune(SHORT, **SMALL | {"trials": 1})
     settings = found.trials[0].settings
     assert (settings["epsilon"], settings["window"], settings["reward"]) == (0.1, 300, "relative")
     assert found.policy.provenance["trials"] == 1
@@ -202,7 +205,7 @@ def test_without_noise_never_exploring_wins_and_with_it_a_bandit_must_explore():
 
 def test_graph_memory_is_a_cap_on_every_policy():
     pool = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
-    options = SMALL | {"drafters": ["learned"], "trials": 2}
+    options = SMALL | {"drafters": ["learned"], "repeats": 1}
     free = tune(TRACE, **options)
     plain = pool.memory_bytes(plan_for(load_policy("none"), 16, sglang_sizes(16)))
     room = GraphMemory(pool=pool, cap_bytes=1.5 * plain, max_batch=16, sizes=sglang_sizes(16))
@@ -229,7 +232,7 @@ def test_batches_above_the_largest_captured_one_count_for_the_last_row():
 
 
 def test_robust_tuning_minimises_the_worst_case():
-    found = tune(TRACE, **SMALL | {"trials": 0}, robust=True, cost_error=0.3)
+    found = tune(TRACE, **WITHOUT_LUCK | {"depths": (4,)}, robust=True, cost_error=0.3)
     assert len(found.policy.provenance["cases"]) == 5
     best = min(found.searched, key=found.searched.__getitem__)
     case = TuningCase(
@@ -264,8 +267,7 @@ def test_costs_that_are_off_are_off_by_what_was_said():
 
 
 def test_several_traces_count_together():
-    other = log_normal(prompts=4, group_size=4, rl_steps=2, median=300, cap=900, workers=2)
-    found = tune([TRACE, other], **SMALL | {"trials": 0})
+    found = tune([TRACE, SHORT], **WITHOUT_LUCK)
     assert found.tuned_on == ((0, 2), (0,))
     assert len(found.policy.provenance["trace"]) == 2
 
@@ -304,25 +306,19 @@ def test_what_cannot_be_tuned_is_refused_with_a_sentence(trace: Trace, options: 
 
 def test_depths_that_acceptance_does_not_cover_are_left_out_with_a_note():
     fitted = load_acceptance("traces/tiny/acceptance.json")
-    found = tune(TRACE, **SMALL | {"acceptance": fitted, "depths": (4, 64), "trials": 0})
+    found = tune(TRACE, **SMALL | {"acceptance": fitted, "depths": (4, 64), "trials": 0, "repeats": 1})
     assert any("ngram:64 is left out" in note for note in found.notes)
     assert not any("ngram:64" in name for name in found.searched)
     assert "fixed ngram:4" in found.searched
 
 
-def _run(*words: str) -> int:
-    with pytest.raises(SystemExit) as done:
-        main(["tune", *words])
-    return int(done.value.code or 0)
-
-
 def test_the_command_writes_a_policy_that_the_simulator_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "policy.json"
-    assert _run(TINY, "--out", str(out), "--trials", "2", "--repeats", "1", "--json") == 0
-    printed = capsys.readouterr()
-    said = [line.split(":")[0] for line in printed.err.splitlines()]
+    code, shown, told = typed(capsys, "tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--json")
+    assert code == 0
+    said = [line.split(":")[0] for line in told.splitlines()]
     assert [line for line in said if line.startswith("trials")] == ["trials 1 of 2", "trials 2 of 2"]
-    told = json.loads(printed.out)
+    told = json.loads(shown)
     assert {"policy", "name", "worth_it", "verdict", "candidates", "buckets", "tuned_on", "judged_on", "trials",
             "wall_s"} <= set(told)  # fmt: skip
     assert {"name", "makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "regret_to_bound"} <= set(
@@ -334,25 +330,24 @@ def test_the_command_writes_a_policy_that_the_simulator_takes(tmp_path: Path, ca
 
 
 def test_the_command_refuses_before_it_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert _run(TINY, "--out", str(tmp_path)) == 2
-    assert "it is a folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert _run(TINY, "--out", str(tmp_path / "file" / "policy.json")) == 2
-    assert "tuning on" not in capsys.readouterr().err
-    assert _run(TINY, "--out", str(tmp_path / "p.json"), "--depths", "deep") == 2
-    assert _run(TINY, "--out", str(tmp_path / "p.json"), "--graph-memory", "4") == 2
-    assert not (tmp_path / "p.json").exists()
-    capsys.readouterr()
-    assert _run(TINY, "--out", str(tmp_path / "new" / "p.json"), "--judge", "9") == 2
-    assert "--judge 9" in capsys.readouterr().err
-    assert _run(TINY, "--out", str(tmp_path / "p.json"), "--graph-memory", "nan", "--graph-pool", "pool.json") == 2
-    assert "--graph-memory" in capsys.readouterr().err
+    new = ("--out", tmp_path / "new" / "p.json")
+    for options, said in (
+        (("--out", tmp_path), "it is a folder"),
+        (("--out", tmp_path / "file" / "policy.json"), "file"),
+        ((*new, "--depths", "deep"), "--depths"),
+        ((*new, "--graph-memory", 4), "--graph-pool"),
+        ((*new, "--judge", 9), "--judge 9"),
+        ((*new, "--graph-memory", "nan", "--graph-pool", "pool.json"), "--graph-memory"),
+    ):
+        code, _, told = typed(capsys, "tune", TINY, *options)
+        assert (code, said in told, "tuning on" in told) == (2, True, said == "--judge 9"), options
     assert not (tmp_path / "new").exists()
 
 
 def test_an_interrupted_tuning_goes_on_and_finds_what_it_would_have_found(tmp_path: Path):
     journal, settings = tmp_path / "new" / "policy.json.trials", SMALL | {"trials": 9, "repeats": 1, "depths": (4,)}
-    whole = tune(TRACE, **settings)
+    whole = tune(SHORT, **settings)
 
     def interrupted(trial: str) -> None:
         heard.append(trial)
@@ -361,7 +356,7 @@ def test_an_interrupted_tuning_goes_on_and_finds_what_it_would_have_found(tmp_pa
 
     heard: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        tune(TRACE, **settings, journal=journal, done=interrupted)
+        tune(SHORT, **settings, journal=journal, done=interrupted)
     with journal.open("a") as file:
         file.write('{"op_code": 8, "half')
     scored: list[int] = []
@@ -373,31 +368,28 @@ def test_an_interrupted_tuning_goes_on_and_finds_what_it_would_have_found(tmp_pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TuningCases, "makespans", counted)
-        resumed = tune(TRACE, **settings, journal=journal)
+        resumed = tune(SHORT, **settings, journal=journal)
         again, scored[:] = sum(scored), []
-        tune(TRACE, **settings)
+        tune(SHORT, **settings)
     assert resumed.trials == whole.trials
     assert resumed.candidates == whole.candidates
     assert 1 <= sum(scored) - again <= 6
     assert [trial.number for trial in sorted(whole.trials, key=lambda t: t.number)] == list(range(9))
     with pytest.raises(ConfigError, match="other traces, costs or settings"):
-        tune(TRACE, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
+        tune(SHORT, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
 
 
 def test_the_command_goes_on_when_it_is_told_to_and_draws_its_trials(tmp_path: Path, capsys):
     out, plot = tmp_path / "policy.json", tmp_path / "history.png"
     journal = tmp_path / "policy.json.trials"
-    args = ["tune", TINY, "--out", str(out), "--trials", "2", "--repeats", "1", "--depths", "4", "--max-buckets", "2"]
+    args = ("tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--depths", 4, "--max-buckets", 2)
     journal.touch()
-    for wrong, message in ((args, "--resume"), ([*args, "--resume", "--plot", "x.pdf"], ".png or .svg")):
-        with pytest.raises(SystemExit) as ended:
-            main(wrong)
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main([*args, "--resume", "--plot", str(plot)])
-    assert ended.value.code == 0
-    assert "2 bandits with luck" in capsys.readouterr().err
+    for options, message in (((), "--resume"), (("--resume", "--plot", "x.pdf"), ".png or .svg")):
+        code, _, told = typed(capsys, *args, *options)
+        assert (code, message in told) == (2, True)
+    code, _, told = typed(capsys, *args, "--resume", "--plot", plot)
+    assert code == 0
+    assert "2 bandits with luck" in told
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert load_policy(out).provenance["trials"] == 2
     assert not journal.exists()

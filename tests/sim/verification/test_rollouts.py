@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tltlab.bench.simulator import COSTS
-from tltlab.cli.app import main
 from tltlab.cli.verify import verify as command
 from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError
@@ -26,6 +25,7 @@ from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
+from ..workloads import typed
 from .recorded import record
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
@@ -289,12 +289,6 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         return path_of_run
 
     return make
-
-
-def typed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([str(arg) for arg in args])
-    return int(ended.value.code or 0), *capsys.readouterr()
 
 
 def test_a_class_that_a_run_names_is_imported_only_when_that_is_allowed(

@@ -82,12 +82,12 @@ def test_where_rollouts_have_no_time_whole_rl_steps_are_predicted(tmp_path: Path
     rows = [
         {f"completions/{name}": float(m[f"response_length/{of}"]) for of, name in keys.items()}
         | {"step": step, "step_time": m["timing_s/step"], "num_tokens": 1e5 * step}
-        for step, m in metrics_of.items()
+        for step, m in list(metrics_of.items())[:16]
     ]
     trace = read(write(tmp_path / "trl.jsonl", *map(json.dumps, rows)))
     found, later = fit_log(trace, workers=WORKERS), verify_log(trace, workers=WORKERS)
     assert found.median_error < 0.06 < found.constant_error
-    assert "whole RL step of 24 RL steps, each left out" in found.text()
+    assert "whole RL step of 16 RL steps, each left out" in found.text()
     assert any("no rollout has a time of its own" in note for note in found.costs.notes)
     assert later.json()["median_error"] < 0.05
     assert "whole RL steps from earlier RL steps" in later.text()
