@@ -97,8 +97,8 @@ class SimulationConfig:
 
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
-        known = [field.name for field in fields(self)]
-        check_keywords(settings, known, function)
+        names = [field.name for field in fields(self)]
+        check_keywords(settings, names, function)
         return replace(self, **settings)
 
     def num_workers(self, trace: Trace) -> int:
@@ -151,12 +151,12 @@ def at_least(least: int, **values: int | None) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
-def check_keywords(given: Iterable[str], known: Sequence[str], function: Callable[..., Any]) -> None:
-    """ConfigError for the first keyword that is not known; parameters of `function` are told with them."""
-    own = [p.name for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+def check_keywords(given: Iterable[str], names: Sequence[str], function: Callable[..., Any]) -> None:
+    """ConfigError for the first keyword that is none of these names; parameters of `function` are told with them."""
+    parameters = [p.name for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     for name in given:
-        if name not in known:
-            words = sorted({*known, *own} - {"self", "cls", "config"})
+        if name not in names:
+            words = sorted({*names, *parameters} - {"self", "cls", "config"})
             near = did_you_mean(name, words)
             raise ConfigError(f"{function.__qualname__} has no keyword {name!r}{near}; there are {', '.join(words)}")
 

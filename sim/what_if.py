@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,24 +96,31 @@ class Machine:
                 raise ConfigError(f"{num_gpus} GPUs are no whole number of workers of {tp} GPUs")
             sizes = [tp]
         fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
-        for size in sizes:
-            try:
-                costs = profile_costs(engine, device, shape, size)
-            except ConfigError as error:
-                fault = error
-                continue
-            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
-                named = f"{engine}:{size}x{device.name}:{shape.name}"
-                asked = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
-                return cls(
-                    name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
-                    costs_name=named, stages=asked.build(),
-                )  # fmt: skip
-        raise fault
+        costs = smallest_worker(lambda size: profile_costs(engine, device, shape, size), sizes, tokens, fault)
+        asked = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
+        return cls(
+            name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
+            costs_name=f"{engine}:{costs.tensor_parallel}x{device.name}:{shape.name}", stages=asked.build(),
+        )  # fmt: skip
 
     @property
     def workers(self) -> int:
         return self.num_gpus // self.costs.tensor_parallel
+
+
+def smallest_worker(
+    costs_on: Callable[[int], RooflineCosts], sizes: Iterable[int], tokens: int, fault: ConfigError
+) -> RooflineCosts:
+    """Costs on the first number of GPUs that holds the weights and a request of `tokens`, else the last fault."""
+    for size in sizes:
+        try:
+            costs = costs_on(size)
+        except ConfigError as error:
+            fault = error
+            continue
+        if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
+            return costs
+    raise fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,11 +354,11 @@ def what_if(
         say("recorded acceptance" if one is None else f"acceptance {one:.2f}", stages)
     chosen = next(s for s in speed_ups if s.accept == accept)
     # All is told relative to VeRL, which does not speculate.
-    found = find_systems(systems or _DEFAULT_SYSTEMS)
-    found = found if SYSTEMS["verl"] in found else (SYSTEMS["verl"], *found)
+    compared = find_systems(systems or _DEFAULT_SYSTEMS)
+    compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
     block = max(1, trace.num_rows("outcomes") // _RESPONSES_PER_BLOCK)
     table = compare_systems(
-        trace, found, replace(config, decision_block=block), beside=[(THE_VERDICT, chosen.policy)],
+        trace, compared, replace(config, decision_block=block), beside=[(THE_VERDICT, chosen.policy)],
         model_free_acceptance=GeometricAcceptance(alpha=min(MODEL_FREE, accept)) if accept is not None else None,
         stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
     )  # fmt: skip
@@ -380,8 +387,8 @@ def _config(
     """What is simulated: on the trace's own costs where there are some and nobody asks for others."""
     workload = trace.workload["prompt_tokens"].to_numpy() + trace.outcomes["response_tokens"].to_numpy()
     asked = any(option is not None for option in (gpus, model, engine, tp))
-    own = SimulationConfig().find_costs(trace)[1]
-    if not asked and trace.path is not None and "default" not in own and trace.manifest.num_workers is not None:
+    costs_name = SimulationConfig().find_costs(trace)[1]
+    if not asked and trace.path is not None and "default" not in costs_name and trace.manifest.num_workers is not None:
         return SimulationConfig(seed=seed), None
     machine = Machine.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
     return SimulationConfig(costs=machine.costs, workers=machine.workers, seed=seed), machine

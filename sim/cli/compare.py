@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.planning.systems import SYSTEMS, find_systems
+from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
@@ -123,9 +122,6 @@ def compare(
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
         from tltlab.sim.systems import compare_systems
 
-        asked = find_systems(systems)
-        if model_free_acceptance is not None:
-            load_acceptance(model_free_acceptance)
         given: dict[str, Any] = {
             "model_free_acceptance": model_free_acceptance, "stages": stages, "gpus_per_worker": gpus_per_worker,
             "repeats": repeats, "jobs": jobs, "ranges": ranges,
@@ -135,7 +131,7 @@ def compare(
 
             rows = search_systems(source, config, **given)
         else:
-            rows = compare_systems(source, asked, config, **given)
+            rows = compare_systems(source, systems, config, **given)
         attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
         outside = _outside(Scenario.of(source, config), named_policies("none"))
         result = {
@@ -268,8 +264,8 @@ def claim_table(comparison: pd.DataFrame) -> str:
         least, most = claim["least"], claim["most"]
         published = f"{least:g}x" if least == most else f"{least:g}-{most:g}x"
         ends = claim["interval"]
-        told = "" if ends is None else f"[{ends[0]:.2f}, {'?' if ends[1] is None else format(ends[1], '.2f')}]"
-        cells = [row["system"], claim["of"], published, f"{claim['speed_up']:.2f}x", told, claim["difference"]]
+        interval = "" if ends is None else f"[{ends[0]:.2f}, {'?' if ends[1] is None else format(ends[1], '.2f')}]"
+        cells = [row["system"], claim["of"], published, f"{claim['speed_up']:.2f}x", interval, claim["difference"]]
         rows.append([*cells, claim["source"]])
     return table(
         ["system", "speed-up of", "published", "here", "95 % interval", "difference", "source"], rows, words=True

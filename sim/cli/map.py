@@ -58,33 +58,33 @@ def map_families(
             raise ConfigError(f"{option} {path} is a folder: give the name of a file")
     contexts = contexts or (_FAST_CONTEXTS if fast else "16K,32K,128K")
     loads = loads or (_FAST_LOADS if fast else "8,32,128")
-    known: tuple[Schedule, ...] = get_args(Schedule)
+    every: tuple[Schedule, ...] = get_args(Schedule)
     asked = words(schedules)
-    if unknown := [name for name in asked if name not in known]:
-        raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(known)}")
+    if unknown := [name for name in asked if name not in every]:
+        raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(every)}")
     grid = Grid(
         models=words(models), weights=[parse_dtype(word) for word in words(weights)],
-        schedules=[one for one in known if one in asked], contexts=[_tokens(word) for word in words(contexts)],
+        schedules=[one for one in every if one in asked], contexts=[_tokens(word) for word in words(contexts)],
         loads=[_whole(word, "--loads") for word in words(loads)], gpu=gpu, workers=workers, regime=regime,
         rl_steps=rl_steps, seed=seed,
     )  # fmt: skip
-    found = survey(grid, jobs=jobs, say=progress)
-    result = found.json() | {"figures": "simulated", "seed": seed, **made_by("numpy", "scipy", "simpy")}
+    surveyed = survey(grid, jobs=jobs, say=progress)
+    result = surveyed.json() | {"figures": "simulated", "seed": seed, **made_by("numpy", "scipy", "simpy")}
     if csv is not None:
-        write_file(csv, found.to_frame().to_csv(index=False).encode())
+        write_file(csv, surveyed.to_frame().to_csv(index=False).encode())
     if plot is not None:
-        save_figure(found.plot(), plot)
+        save_figure(surveyed.plot(), plot)
     if out is not None:
         write_json(out, result)
     lines = [
-        found.verdict,
+        surveyed.verdict,
         "",
-        table(*table_rows(found.found)),
-        *turns_said(found.turns()),
+        table(*table_rows(surveyed.found)),
+        *turns_said(surveyed.turns()),
         *(f"assumed: {note}" for note in ASSUMPTIONS),
     ]
     lines += [f"wrote {path}" for path in (csv, plot, out) if path is not None]
-    emit(result, as_json=as_json, text="\n".join([*lines, f"simulated in {found.wall_s:.0f} s"]))
+    emit(result, as_json=as_json, text="\n".join([*lines, f"simulated in {surveyed.wall_s:.0f} s"]))
 
 
 def _tokens(word: str) -> int:

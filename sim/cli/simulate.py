@@ -145,8 +145,8 @@ def simulate(
             gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(stages), topology=placed)
-    own = {} if system is None else {"system": system, "assumptions": list(assumptions)}
-    summary = result.summary | own | ({} if whole is None else whole_steps(whole))
+    composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
+    summary = result.summary | composed | ({} if whole is None else whole_steps(whole))
     if out is not None:
         (whole or result).trace.write(out)
     lines, model = summary_lines(summary), result.scenario.acceptance

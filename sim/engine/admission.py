@@ -168,9 +168,9 @@ class Stream:
     def _drop(self, max_age: int) -> None:
         """Forget groups that would be too old if this step trained them."""
         young = [g for g in self._open if g.oldest is None or self.version - g.oldest <= max_age]
-        kept = set(map(id, young))
+        staying = set(map(id, young))
         for group in self._open:
-            if id(group) not in kept:
+            if id(group) not in staying:
                 self.num_dropped += sum(job.began for job in group.jobs)
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
         self._open = young
@@ -266,8 +266,8 @@ class Stream:
         trained = [job for group in complete for job in [job for job in group.jobs if job.done][: group.needed]]
         self.accepted += len(trained)
         left = [group for group in self._open if group not in complete]
-        kept = set(map(id, trained))
-        self.wasted_tokens += sum(job.generated for g in complete for job in g.jobs if id(job) not in kept)
+        used = set(map(id, trained))
+        self.wasted_tokens += sum(job.generated for g in complete for job in g.jobs if id(job) not in used)
         if self.admission.leftover == "restart":
             for group in left:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)

@@ -167,10 +167,10 @@ class Requests:
 
     def levels(self, model: ByRequest, drafter: str, seed: int) -> Floats:
         """The level that a model draws for each, drawn once as long as the model stays the same."""
-        known = self._levels.get((drafter, seed))
-        if known is None or known[0] is not model:
-            known = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
-        return known[1]
+        drawn = self._levels.get((drafter, seed))
+        if drawn is None or drawn[0] is not model:
+            drawn = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
+        return drawn[1]
 
     @cached_property
     def _levels(self) -> dict[tuple[str, int], tuple[ByRequest, Floats]]:
@@ -433,8 +433,8 @@ def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | Non
         before = at.get((*key[:3], key[3] - 1))
         if before is None:
             raise ConfigError(f"{name}: there is no turn {key[3] - 1} before it; turns are numbered 0, 1, 2 ...")
-        known = [columns["tool_s"][i], columns["t_submit"][i], columns["t_finish"][before]]
-        away, submitted, finished = (None if value is None or pd.isna(value) else float(value) for value in known)
+        times = [columns["tool_s"][i], columns["t_submit"][i], columns["t_finish"][before]]
+        away, submitted, finished = (None if value is None or pd.isna(value) else float(value) for value in times)
         if away is None and submitted is not None and finished is not None:
             away = submitted - finished
             if away < 0:

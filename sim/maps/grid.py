@@ -17,6 +17,7 @@ from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.composition import Rung, System
 from tltlab.planning.systems import SYSTEMS
+from tltlab.sim.what_if import smallest_worker
 from tltlab.traces.trace import Trace
 
 Schedule = Literal["synchronous", "one step off"]
@@ -143,15 +144,10 @@ class Grid:
         shape = model(point.model)
         engine = nearest_engine(self.gpu, shape.name, point.weights)
         fault = ConfigError(f"{point.name}: a response does not fit on 8 x {self.gpu}")
-        for tp in (1, 2, 4, 8):
-            try:
-                costs = profile_costs(engine, self.gpu, shape, tp, weights=point.weights)
-            except ConfigError as error:
-                fault = error
-                continue
-            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= point.context + 4096:
-                return costs
-        raise fault
+        return smallest_worker(
+            lambda tp: profile_costs(engine, self.gpu, shape, tp, weights=point.weights), (1, 2, 4, 8),
+            point.context + 4096, fault,
+        )  # fmt: skip
 
     def stages(self, point: Point, costs: RooflineCosts) -> StageCosts:
         """Log-probs, training and weight sync of all workers' GPUs, by FLOPs."""

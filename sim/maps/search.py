@@ -71,7 +71,7 @@ def search_systems(
     tried = list(compositions())
     first = compare_systems(source, tried, replace(config, rl_steps=chosen_on), **options | {"ranges": False})
     fastest = [name for name in first["system"] if name != "verl"][:finalists]
-    kept = [system for system in tried if system.name in ("verl", *fastest)]
-    found = compare_systems(source, kept, replace(config, rl_steps=judged_on), **options)
-    found.attrs |= {"searched": len(tried), "chosen_on": chosen_on}
-    return found
+    judged = [system for system in tried if system.name in ("verl", *fastest)]
+    table = compare_systems(source, judged, replace(config, rl_steps=judged_on), **options)
+    table.attrs |= {"searched": len(tried), "chosen_on": chosen_on}
+    return table

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Verdict = Literal["pays", "likely pays", "open", "does not pay"]
+TRIED = [name for name in FAMILIES if name != "off"]
 DECISIONS = 256
 """Decisions of a bandit in a response of the whole length."""
 
@@ -132,7 +133,7 @@ class Map:
     def verdict(self) -> str:
         """How often each family is the best, in a sentence."""
         known = [found for found in self.found if found.fault is None]
-        counts = {name: sum(found.best == name for found in known) for name in ("off", *_tried())}
+        counts = {name: sum(found.best == name for found in known) for name in ("off", *TRIED)}
         parts = [f"{name} at {count}" for name, count in sorted(counts.items(), key=lambda c: -c[1]) if count]
         surely = sum(found.sure == "pays" and found.best != "off" for found in known)
         return (
@@ -203,10 +204,6 @@ ASSUMPTIONS = (
 )
 
 
-def _tried() -> list[str]:
-    return [name for name in FAMILIES if name != "off"]
-
-
 def survey(grid: Grid = Grid(), *, jobs: int = 1, say: Callable[[str], None] = lambda message: None) -> Map:
     """Simulate the families at all points; `jobs` processes share them, which changes no number.
 
@@ -231,7 +228,7 @@ def _found(grid: Grid, point: Point) -> Found:
         return Found(point=point, gains={}, fault=str(error))
     at = _At(grid, point, costs)
     plain = at.measure("off")
-    gains = {name: at.gain(name, plain) for name in _tried()}
+    gains = {name: at.gain(name, plain) for name in TRIED}
     evidence = costs.evidence
     assert evidence is not None
     speculating = any(gain.least is not None for gain in gains.values())
@@ -350,7 +347,7 @@ def turns_said(turns: pd.DataFrame) -> list[str]:
 def table_rows(found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table for people: a point each, its best family first, then the others' RL steps."""
     columns = ["model", "weights", "schedule", "context", "load", "best", "RL step", "95 % interval", "sure", "costs"]
-    columns += _tried()
+    columns += TRIED
     rows = []
     for one in found:
         point = one.point
@@ -362,7 +359,7 @@ def table_rows(found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
         told = ["1.00x", "", "nothing pays"] if gain is None else [
             f"{gain.step.estimate:.2f}x", f"[{gain.step.low:.2f}, {gain.step.high:.2f}]", one.sure,
         ]  # fmt: skip
-        others = [f"{one.gains[name].step.estimate:.2f}x" for name in _tried()]
+        others = [f"{one.gains[name].step.estimate:.2f}x" for name in TRIED]
         costs = f"{one.distance}, beyond in {', '.join(one.beyond)}" if one.beyond else one.distance
         rows.append([*where, one.best, *told, costs, *others])
     return columns, rows

@@ -159,14 +159,14 @@ def _verdict(rows: pd.DataFrame, surface: Surface, updates: float) -> tuple[str,
         )
     idle, gated = saved(rows, "idle time"), saved(rows, "gated")
     best = "gated" if gated.estimate >= idle.estimate else "idle time"
-    found = gated if best == "gated" else idle
+    gain = gated if best == "gated" else idle
     other = idle if best == "gated" else gated
     way = "train the drafter with a gate" if best == "gated" else "train the drafter in all idle time"
     rest = f"{'without a gate' if best == 'gated' else 'with a gate'} it would be {other.estimate:+.3g} s"
-    size = f"{found.estimate:+.3g} s of {step_s:.4g} s per RL step, 95 % interval {found.low:+.3g} to {found.high:+.3g}"
-    if found.low > 0:
+    size = f"{gain.estimate:+.3g} s of {step_s:.4g} s per RL step, 95 % interval {gain.low:+.3g} to {gain.high:+.3g}"
+    if gain.low > 0:
         return f"simulated, {way}: it saves {size}; {rest}", best
-    why = "training takes more than it brings" if found.high < 0 else "training is not sure to save anything"
+    why = "training takes more than it brings" if gain.high < 0 else "training is not sure to save anything"
     return f"simulated, leave the drafter frozen: {why} ({size}; {rest})", "frozen"
 
 
@@ -228,13 +228,13 @@ def _rollouts(trace: Trace, drafter: str) -> list[tuple[TimedRollout, int]]:
         for rl_step, rows in mine.groupby("rl_step"):
             drafts = int(rows["batch"].sum())
             lengths[int(str(rl_step))] = (1.0 + float(rows["num_accepted"].sum()) / drafts, drafts)
-    found = []
+    rollouts = []
     for rl_step, rollout_s in zip(steps["rl_step"].tolist(), steps["rollout_s"].tolist(), strict=True):
         length, drafts = lengths.get(rl_step, (None, 0))
         took = rollout_s if rollout_s == rollout_s else 0.0
         row = TimedRollout(rl_step=rl_step, rollout_s=took, tokens=int(tokens.get(rl_step, 0)), accept_length=length)
-        found.append((row, drafts))
-    return found
+        rollouts.append((row, drafts))
+    return rollouts
 
 
 def _slowdown(trace: Trace, known: list[str], assumed: list[str]) -> float:
@@ -280,15 +280,15 @@ def _drift(
     for row, drafts in _rollouts(trace, drafter):
         schedule.rollout_done(row.rl_step, row.accept_length, drafts=drafts)
         schedule.trained(row.rl_step, done.get(row.rl_step, 0))
-    found = schedule.summary()
+    drift = schedule.summary()
     default = Freshness()
-    if not math.isnan(found.change):
-        known.append(f"drift: {found.sentence[0].lower()}{found.sentence[1:]}")
-        spread = (found.high - found.low) / 4.0
+    if not math.isnan(drift.change):
+        known.append(f"drift: {drift.sentence[0].lower()}{drift.sentence[1:]}")
+        spread = (drift.high - drift.low) / 4.0
         floor = 0.4
 
         def measured(rng: np.random.Generator) -> Drift:
-            change = min(float(rng.normal(found.change, spread)), -1e-6)
+            change = min(float(rng.normal(drift.change, spread)), -1e-6)
             top = float(surface.accept_length[-1])
             level = float(np.interp(top * (1.0 + change), surface.accept_length, surface.levels))
             steps = (1.0 - floor) / max(1.0 - level, 1e-9)

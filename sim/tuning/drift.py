@@ -101,17 +101,15 @@ class Surface:
             pairs = sum(float((c.num_iterations * c.batch)[c.speculates].sum()) for c in columns)
             gained = sum(float(c.tokens[c.speculates].sum()) for c in columns)
             accept.append(max(gained / pairs, 1.0) if pairs else math.nan)
-        known = np.array(accept)
-        if np.isnan(known).all():
+        lengths = np.array(accept)
+        if np.isnan(lengths).all():
             raise ConfigError("with these costs and this acceptance no draft pays at any batch: nothing to train for")
-        levels = np.array(LEVELS)
-        known = np.where(np.isnan(known), 1.0, known)
         return cls(
-            levels=levels,
+            levels=np.array(LEVELS),
             rollout_s=np.array(rollout_s),
             updates=np.array(updates, np.float64),
             delay_s=np.array(delay_s, np.float64),
-            accept_length=np.maximum.accumulate(known),
+            accept_length=np.maximum.accumulate(np.where(np.isnan(lengths), 1.0, lengths)),
             tokens=np.array([float(sum(step.response_tokens)) for step in scenario.steps]),
             idle_share=idle / held if held else 0.0,
             rest_s=rest_s,

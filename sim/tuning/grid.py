@@ -190,8 +190,8 @@ def _rows(
     for name, steps in seconds.items():
         # The ratio of plain decoding to the policy: its interval is that of the speed-up.
         columns = ratio_columns("speed_up", seconds[BASELINE], steps, config.seed)
-        known = {key: None if value != value else value for key, value in columns.items()}
-        rows.append({"policy": name, "makespan_s": float(steps.mean())} | known)
+        finite = {key: None if value != value else value for key, value in columns.items()}
+        rows.append({"policy": name, "makespan_s": float(steps.mean())} | finite)
     return rows
 
 

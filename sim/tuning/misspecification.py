@@ -65,8 +65,6 @@ def corners(error: float) -> dict[str, tuple[float, float, float]]:
 
     Where both kinds of iterations err alike nothing changes relative to plain decoding, so those corners are left out.
     """
-    if not 0.0 < error < 1.0:
-        raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {error:g}")
     ways = {"cheaper": 1.0 - error, "dearer": 1.0 + error}
     return {
         f"speculation {how} than thought, {word} accepted": (2.0 - factor, factor, accepted)

@@ -223,8 +223,8 @@ def tune(
             return {name: tuning.score(makespans[name], plain) for name in new}
 
         say(f"{config.trials} bandits with luck, {config.repeats} seeds each")
-        known = {name: f"{value:.9g}" for name, value in searched.items()}
-        identity = hashlib.sha256(repr([sorted(known.items()), seeds, config.max_buckets]).encode()).hexdigest()
+        fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
+        identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets]).encode()).hexdigest()
         trials = search(
             bandits, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
             identity=identity,

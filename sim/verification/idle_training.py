@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,22 +86,35 @@ class SpotRun:
         if base is None or table is None or iterations is None or not {*fit_on, step} <= self.states.keys():
             return base
         seen = table[table["rl_step"].isin([other for other in seen_steps if other != step])]
-        drafts = iterations[iterations["rl_step"].isin(fit_on) & (iterations["draft_depth"] > 0)]
-        for drafter in sorted(set(base.drafters) & set(seen["drafter"]) & set(drafts["drafter"])):
+        drafted = iterations.loc[iterations["rl_step"].isin(fit_on) & (iterations["draft_depth"] > 0), "drafter"]
+        for drafter in sorted(set(base.drafters) & set(seen["drafter"]) & set(drafted)):
             try:
                 fitted = fit_freshness(seen, drafter)
             except ConfigError:
                 continue
             state = self.states[step]
             level = {s: fitted.freshness.level(self.states[s].age, self.states[s].updates) for s in (*fit_on, step)}
-            ratios = {s: level[step] / level[s] for s in fit_on if level[s] > 0.0}
+            ratios = [(level[step] / level[s], self._drafted(drafter, s)) for s in fit_on if level[s] > 0.0]
             return FreshAcceptance(
-                base=rescaled(base, drafter, drafts[drafts["drafter"] == drafter], ratios),
+                base=rescaled(base, drafter, ratios),
                 drafter=drafter,
                 freshness=fitted.freshness,
                 measured=Measured(age=state.age, updates=state.updates),
             )
         return base
+
+    def _drafted(self, drafter: str, step: int) -> BatchAcceptance | None:
+        """What a drafter's drafts of one RL step say, fitted once; None where there are none."""
+        if (drafter, step) not in self._fits:
+            rows = self.trace.iterations
+            assert rows is not None
+            drafts = (rows["rl_step"] == step) & (rows["draft_depth"] > 0) & (rows["drafter"] == drafter)
+            self._fits[drafter, step] = fit_acceptance(rows[drafts])[0]
+        return self._fits[drafter, step]
+
+    @cached_property
+    def _fits(self) -> dict[tuple[str, int], BatchAcceptance | None]:
+        return {}
 
     def columns(self, step: int, simulated: Sequence[SpotResult | None]) -> dict[str, Any]:
         """What training adds to the row of an RL step; predictions are NaN where there is none.
@@ -155,13 +168,14 @@ class SpotRun:
         return ends.groupby(["rl_step", "worker"], as_index=False).max()
 
 
-def rescaled(base: BatchAcceptance, drafter: str, drafts: pd.DataFrame, ratios: Mapping[int, float]) -> BatchAcceptance:
+def rescaled(
+    base: BatchAcceptance, drafter: str, each: Sequence[tuple[float, BatchAcceptance | None]]
+) -> BatchAcceptance:
     """The base with a drafter's distributions pooled from RL steps after each one's chances were multiplied.
 
     Pooled first and multiplied then they would be too long: long drafts of a good drafter and short ones of a bad one
     are more tokens than as many of a drafter between them.
     """
-    each = [(ratio, fit_acceptance(drafts[drafts["rl_step"] == step])[0]) for step, ratio in ratios.items()]
     bands = []
     for at, band in enumerate(base.bands):
         pooled = {}

@@ -267,10 +267,9 @@ class _Prediction:
 
     def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[Trace, Calibration]:
         """The nearest candidates and a calibration on them; as many more as it takes to see what the policy needs."""
-        by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
         speculates = any(s.speculates for s in policy.strategies)
-        for size in range(min(self.window, len(by_distance)), len(by_distance) + 1):
-            trace = self.trace.select(by_distance[:size])
+        for size in range(min(self.window, len(candidates)), len(candidates) + 1):
+            trace = self.trace.select(nearest(candidates, step, size))
             fitted = _of_one_shape(calibrate(trace).without_noise(), trace, policy)
             if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
                 return trace, self._as_remembered(fitted, trace, policy, step)

@@ -76,19 +76,19 @@ class StepColumns:
         column, what = "rollout_s", "rollout"
         if steps[column].isna().all() and "step_s" in steps:
             column, what = "step_s", "whole RL step"
-        known = steps[steps[column] > 0].set_index("rl_step")
-        if len(known) < 3:
+        timed = steps[steps[column] > 0].set_index("rl_step")
+        if len(timed) < 3:
             raise ConfigError(
-                f"{trace.path or 'the log'}: {len(known)} RL steps say how long they or their rollout took "
+                f"{trace.path or 'the log'}: {len(timed)} RL steps say how long they or their rollout took "
                 "(timing_s/gen, step_time and the like); three are needed"
             )
-        accepted = known["accept_length"] if "accept_length" in known else pd.Series(np.nan, known.index)
+        accepted = timed["accept_length"] if "accept_length" in timed else pd.Series(np.nan, timed.index)
         accepted = accepted.astype(np.float64).fillna(1.0).clip(lower=1.0)
-        rows = pd.DataFrame({"rl_step": known.index, "measured_s": known[column].to_numpy(np.float64)})
+        rows = pd.DataFrame({"rl_step": timed.index, "measured_s": timed[column].to_numpy(np.float64)})
         rows["outside_s"] = 1.0
         num_workers = workers or trace.manifest.num_workers
         if costs is None:
-            lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[known.index]
+            lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[timed.index]
             rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
             rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
             return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted, what=what)
@@ -97,7 +97,7 @@ class StepColumns:
         shape = load_costs(costs)
         if isinstance(shape, ScaledCosts):
             raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
-        rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in known.index]
+        rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in timed.index]
         return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, what=what)
 
     def fit(self, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
@@ -197,19 +197,19 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     )
     if columns.shape is None and trace.manifest.num_workers is None and workers is None:
         notes.append("on how many engines it ran is not said: one is taken, give --workers")
-    told = {"evidence": evidence, "notes": tuple(notes)}
+    origin = {"evidence": evidence, "notes": tuple(notes)}
     made: LinearCosts | ScaledCosts
     if columns.shape is None:
         batch = math.ceil(trace.outcomes.groupby("rl_step").size().max() / columns.workers)
-        known: dict[str, Any] = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
+        coefficients: dict[str, Any] = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
         if speculated.any():
             drafting = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
-            known |= dict.fromkeys(drafting, 0.0)
-        known |= terms | told | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
-        made = LinearCosts(**known)
+            coefficients |= dict.fromkeys(drafting, 0.0)
+        coefficients |= terms | origin | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
+        made = LinearCosts(**coefficients)
     else:
         assert isinstance(columns.shape, LinearCosts | RooflineCosts | TableCosts)
-        made = ScaledCosts.at(terms["level"], columns.shape, terms["outside_s"]).model_copy(update=told)
+        made = ScaledCosts.at(terms["level"], columns.shape, terms["outside_s"]).model_copy(update=origin)
     accepted = columns.accept_length[speculated]
     return LogFit(
         costs=made,
@@ -269,17 +269,17 @@ class LogVerification:
             )
             for row in self.rows.to_dict("records")
         ]  # fmt: skip
-        found = self.json()
+        figures = self.json()
         columns = ["step", "measured s", "predicted s", "error", "90 %", "forecast s", "90 %"]
         return "\n".join(
             [
                 console.table(columns, rows),
                 "",
-                f"{self.what}s from earlier RL steps: median error {found['median_error']:.1%}, worst "
-                f"{found['worst_error']:.1%}, {found['coverage']:.0%} within their 90 % interval; by the earlier ones' "
-                f"median {found['constant_median_error']:.1%}",
-                f"forecast without their lengths: median error {found['forecast_median_error']:.1%}, "
-                f"{found['forecast_coverage']:.0%} within their 90 % interval",
+                f"{self.what}s from earlier RL steps: median error {figures['median_error']:.1%}, worst "
+                f"{figures['worst_error']:.1%}, {figures['coverage']:.0%} within their 90 % interval; by the earlier "
+                f"ones' median {figures['constant_median_error']:.1%}",
+                f"forecast without their lengths: median error {figures['forecast_median_error']:.1%}, "
+                f"{figures['forecast_coverage']:.0%} within their 90 % interval",
             ]
         )
 
@@ -336,9 +336,9 @@ def _simulated_s(trace: Trace, step: int, costs: CostModel, workers: int, accept
 
 def _left_out(estimator: StageEstimator | Constant, rows: pd.DataFrame) -> Floats:
     """Relative errors of RL steps, each predicted from the others."""
-    found = pd.Series(np.nan, rows.index)
+    predictions = pd.Series(np.nan, rows.index)
     for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
         if isinstance(predicted, ConfigError):
             raise predicted
-        found[fold.held.index] = predicted
-    return np.asarray(found / rows["measured_s"] - 1, np.float64)
+        predictions[fold.held.index] = predicted
+    return np.asarray(predictions / rows["measured_s"] - 1, np.float64)

@@ -18,20 +18,19 @@ def requests(lengths: list[int], prompts: list[int] | int = 10) -> Requests:
     return replace(made, recorded_worker=[None if i == 3 else w for i, w in enumerate(made.recorded_worker)])
 
 
-def test_contiguous_splits_the_workload_in_order():
-    assert place(requests([1] * 5), 2, "contiguous") == [[0, 1, 2], [3, 4]]
-
-
-def test_round_robin_deals_out():
-    assert place(requests([1] * 5), 2, "round_robin") == [[0, 2, 4], [1, 3]]
-
-
-def test_least_loaded_counts_prompts_and_caps_not_responses():
-    assert place(requests([90, 1, 1], [50, 10, 10]), 2, "least_loaded") == [[0], [1, 2]]
-
-
-def test_longest_first_is_lpt():
-    assert place(requests([3, 9, 5, 4]), 2, "longest_first") == [[1, 0], [2, 3]]
+@pytest.mark.parametrize(
+    ("placement", "lengths", "prompts", "queues"),
+    [
+        ("contiguous", [1] * 5, 10, [[0, 1, 2], [3, 4]]),
+        ("round_robin", [1] * 5, 10, [[0, 2, 4], [1, 3]]),
+        # By prompts and caps, not by responses.
+        ("least_loaded", [90, 1, 1], [50, 10, 10], [[0], [1, 2]]),
+        # Longest processing time first.
+        ("longest_first", [3, 9, 5, 4], 10, [[1, 0], [2, 3]]),
+    ],
+)
+def test_each_placement_splits_the_workload_in_its_way(placement, lengths, prompts, queues):
+    assert place(requests(lengths, prompts), 2, placement) == queues
 
 
 def test_recorded_needs_a_worker_for_each_response():

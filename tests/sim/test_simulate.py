@@ -354,20 +354,23 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        {"strategy": "4,1"},
-        {"strategy": "4,1,9", "acceptance": "constant:2"},
-        {"strategy": "4,1,5", "policy": "fixed"},
-        {"sd_threshold": 4, "policy": "beg-mab"},
-        {"sd_threshold": -1},
-        {"policy": "no-such-policy"},
-        {"rl_steps": "5:9"},
+        ({"strategy": "4,1"}, "three whole numbers"),
+        ({"strategy": "4,1,9", "acceptance": "constant:2"}, "has 5 tokens to verify"),
+        ({"strategy": "4,1,5", "policy": "fixed"}, "exclude each other"),
+        ({"sd_threshold": 4, "policy": "beg-mab"}, "its own activation"),
+        ({"sd_threshold": -1}, "counts requests"),
+        ({"policy": "no-such-policy"}, "no-such-policy"),
+        ({"rl_steps": "5:9"}, "none of these"),
+        ({"topology": "separate"}, "give --stages"),
+        ({"gpus_per_worker": 4}, "give --stages"),
+        ({"max_staleness": 1}, "give --stages"),
     ],
 )
-def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any]):
+def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any], message: str):
     folder = TRACE.write(tmp_path / "trace")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=message):
         command(trace=folder, **options)
 
 
@@ -470,12 +473,6 @@ def test_a_simulation_says_where_acceptance_was_never_measured():
     assert measured.summary["outside_calibration"] is None
     chain = simulate(TRACE, fixed(Strategy.chain("learned", 8)), costs=COSTS, acceptance=tree)
     assert chain.summary["outside_calibration"] == {"acceptance": 1.0}
-
-
-@pytest.mark.parametrize("options", [{"topology": "separate"}, {"gpus_per_worker": 4}, {"max_staleness": 1}])
-def test_placing_stages_needs_stages(tmp_path: Path, options: dict[str, Any]):
-    with pytest.raises(ConfigError, match="give --stages"):
-        command(TRACE.write(tmp_path / "trace"), **options)
 
 
 @pytest.mark.parametrize(("span", "share"), [((0, 1000), 3009 / 4000), ((2000, 10**6), 1990 / 4000)])

@@ -44,7 +44,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return log_normal(prompts=4, group_size=8, rl_steps=3, median=120, cap=600, workers=4)
+    return log_normal(prompts=4, group_size=8, rl_steps=2, median=120, cap=600, workers=4)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_fused_stages_shorten_the_rl_step_and_not_the_rollout(trace: Trace, foun
     assert fused["step_s"] < plain["step_s"]
     tokens = int(trace.outcomes["response_tokens"].sum())
     # At most the log-probs of all tokens are saved.
-    assert plain["step_s"] - fused["step_s"] < 1e-4 * (tokens / 3 + 32 * 400)
+    assert plain["step_s"] - fused["step_s"] < 1e-4 * (tokens / 2 + 32 * 400)
 
 
 def test_whole_rl_steps_differ_by_who_has_which_gpus(trace: Trace, found: pd.DataFrame):
@@ -229,7 +229,7 @@ def test_training_in_idle_time_is_worth_what_freshness_says():
 
 
 def test_a_missing_acceptance_takes_a_marked_default_and_its_range_is_shown(trace: Trace):
-    some = {"acceptance": "tlt-qwen2.5-32b", "rl_steps": [0, 1, 2], **GPU}
+    some = {"acceptance": "tlt-qwen2.5-32b", **GPU}
     table = compare_systems(trace, "verl,tlt,tlt-base,das", **some)
     rows = table.set_index("system")
     marked = [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")]
@@ -242,7 +242,7 @@ def test_a_missing_acceptance_takes_a_marked_default_and_its_range_is_shown(trac
     assert all(set(end["changed"]) == {"tlt-base", "das"} for end in text)
     low, high = (end["seconds"] for end in text)
     assert low["tlt-base"] > high["tlt-base"]
-    assert low["verl"] == high["verl"] == pytest.approx(compare_systems(trace, "verl", **some | {"rl_steps": [0, 1]})
+    assert low["verl"] == high["verl"] == pytest.approx(compare_systems(trace, "verl", **some)
                                                         .loc[0, "makespan_s"])  # fmt: skip
     assert (rows["ratio_least"] <= rows["ratio_most"]).all()
     assert rows.loc["verl", ["ratio_least", "ratio_most"]].tolist() == [1.0, 1.0]

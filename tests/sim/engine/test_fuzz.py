@@ -34,7 +34,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from ...traces_of_lengths import of_lengths
-from ..workloads import FEW
+from ..workloads import FEW, HALF
 
 CAPACITY_TOKENS = st.integers(420, 2000)
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
@@ -160,20 +160,14 @@ def cases(
     )
 
 
-@FEW
-@given(cases(modes=("fluid", "sampled")), POLICIES)
-def test_no_scenario_undercuts_its_bound(case: Case, policy: Policy):
-    result = case.simulate(policy)
+def stays_above_its_bound(result: SimResult) -> None:
     bounds_s = result.bounds_s()
     assert bounds_s is not None
     for rollout, bound_s in zip(result.rollouts, bounds_s, strict=True):
         assert bound_s <= rollout.makespan_s * (1 + 1e-9)
 
 
-@FEW
-@given(cases(modes=("fluid", "sampled")), POLICIES)
-def test_spans_and_iterations_add_up_to_the_rollout(case: Case, policy: Policy):
-    result = case.simulate(policy)
+def spans_and_iterations_add_up(case: Case, result: SimResult) -> None:
     trace, rollout = result.trace, result.rollouts[0]
     assert trace.spans is not None
     assert trace.iterations is not None
@@ -193,6 +187,23 @@ def test_spans_and_iterations_add_up_to_the_rollout(case: Case, policy: Policy):
     prefilled = sum(float(log.columns.prefill_tokens.sum()) for log in rollout.logs)
     if case.costs.kv_capacity_tokens is None:
         assert prefilled == pytest.approx(rollout.requests.prompts.sum())
+
+
+def is_the_same(one: Trace, other: Trace) -> None:
+    for name in ("outcomes", "spans", "iterations", "decisions"):
+        first, second = one.table(name), other.table(name)
+        assert first is not None
+        assert second is not None
+        assert first.equals(second), name
+
+
+@HALF
+@given(cases(modes=("fluid", "sampled")), POLICIES)
+def test_any_scenario_stays_above_its_bound_adds_up_and_repeats_itself(case: Case, policy: Policy):
+    result = case.simulate(policy)
+    stays_above_its_bound(result)
+    spans_and_iterations_add_up(case, result)
+    is_the_same(result.trace, case.simulate(policy).trace)
 
 
 class AskedEveryTime:
@@ -215,14 +226,3 @@ def test_the_closed_form_is_the_engine_asked_at_every_iteration(case: Case, poli
     (quick,), (slow,) = scenario.rollouts(policy), scenario.rollouts(AskedEveryTime(policy))
     assert quick.finish_s == pytest.approx(slow.finish_s, rel=1e-9)
     assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
-
-
-@FEW
-@given(cases(modes=("fluid", "sampled")), POLICIES)
-def test_the_same_scenario_gives_the_same_trace(case: Case, policy: Policy):
-    first, second = case.simulate(policy).trace, case.simulate(policy).trace
-    for name in ("outcomes", "spans", "iterations", "decisions"):
-        one, two = first.table(name), second.table(name)
-        assert one is not None
-        assert two is not None
-        assert one.equals(two), name

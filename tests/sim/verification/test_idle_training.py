@@ -108,7 +108,7 @@ def ends_of(trace: Trace) -> list[float]:
 
 @pytest.fixture(scope="module")
 def found(run: Path):
-    return verify(run, samples=3)
+    return verify(run, samples=2)
 
 
 def test_updates_and_idle_time_used_are_predicted_from_the_other_steps(found):

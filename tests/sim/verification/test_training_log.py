@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.sim.simulate import simulate
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import read
+from tltlab.traces.trace import Trace, read
 
 ENGINE = "vllm:H100:Llama-3.1-8B"
 NUM, CAP, WORKERS, LEVEL, OUTSIDE_S = 128, 4096, 4, 1.2, 5.0
@@ -59,6 +59,11 @@ def metrics_of() -> dict[int, dict[str, float]]:
 def write(path: Path, *lines: str) -> Path:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def trace_of(folder: Path, metrics: dict[int, dict[str, float]]) -> Trace:
+    """What is read of a console log of these RL steps."""
+    return read(write(folder / "x.log", *(console_line(step, row) for step, row in metrics.items())))
 
 
 @pytest.fixture
@@ -134,9 +139,9 @@ def test_later_rl_steps_are_predicted_from_earlier_ones_with_intervals_that_hold
 
 
 def test_what_comes_later_in_a_log_changes_no_prediction(tmp_path: Path, metrics_of):
-    lines = [console_line(s, m) for s, m in metrics_of.items()]
-    whole = verify_log(read(write(tmp_path / "a.log", *lines[:14])), workers=WORKERS).rows
-    part = verify_log(read(write(tmp_path / "b.log", *lines[:10])), workers=WORKERS).rows
+    whole, part = (
+        verify_log(trace_of(tmp_path, dict(list(metrics_of.items())[:last])), workers=WORKERS).rows for last in (14, 10)
+    )
     assert 0 < len(part) < len(whole)
     assert whole.iloc[: len(part)].equals(part)
 
@@ -156,11 +161,10 @@ def test_gaps_resumed_steps_and_missing_keys_are_borne(tmp_path: Path, metrics_o
 
 
 def test_too_little_of_a_log_is_refused_in_a_sentence(tmp_path: Path, metrics_of, log: Path):
-    lines = [console_line(s, metrics_of[s]) for s in (1, 2, 3, 4)]
     with pytest.raises(ConfigError, match="7 are needed"):
-        verify_log(read(write(tmp_path / "a.log", *lines)))
+        verify_log(trace_of(tmp_path, {step: metrics_of[step] for step in (1, 2, 3, 4)}))
     with pytest.raises(ConfigError, match="2 RL steps say how long"):
-        fit_log(read(write(tmp_path / "b.log", *lines[:2])))
+        fit_log(trace_of(tmp_path, {step: metrics_of[step] for step in (1, 2)}))
     with pytest.raises(ConfigError, match="give --workers"):
         fit_log(read(log), ENGINE)
     with pytest.raises(ConfigError, match="name a log's engine by --log-costs"):
@@ -171,40 +175,42 @@ def test_too_little_of_a_log_is_refused_in_a_sentence(tmp_path: Path, metrics_of
 
 def test_speculation_is_part_of_what_a_log_identifies(tmp_path: Path, metrics_of):
     spec = {s: m | {"spec_decode/mean_acceptance_length": 2.0 + s % 2} for s, m in metrics_of.items()}
-    found = fit_log(read(write(tmp_path / "x.log", *(console_line(s, m) for s, m in spec.items()))), workers=WORKERS)
+    found = fit_log(trace_of(tmp_path, spec), workers=WORKERS)
     assert found.accept_length == pytest.approx(2.5)
     assert found.accept_spread == pytest.approx(0.5)
     assert any("how deep was drafted" in note for note in found.notes)
 
 
-def drafting_from_13_on(metrics_of, path: Path, times: float) -> Path:
-    lines = []
-    for step, metrics in metrics_of.items():
-        told = {"spec_decode/mean_acceptance_length": 2.0, "timing_s/gen": times * metrics["timing_s/gen"]}
-        lines.append(console_line(step, metrics | (told if step > 12 else {})))
-    return write(path, *lines)
+def drafting_from_13_on(metrics_of, folder: Path, times: float) -> Trace:
+    drafting = {"spec_decode/mean_acceptance_length": 2.0}
+    return trace_of(
+        folder,
+        {
+            step: row | (drafting | {"timing_s/gen": times * row["timing_s/gen"]} if step > 12 else {})
+            for step, row in metrics_of.items()
+        },
+    )
 
 
 def test_the_doctor_says_what_a_log_shows(tmp_path: Path, metrics_of):
-    found = {f.code: f for f in diagnose(read(drafting_from_13_on(metrics_of, tmp_path / "a.log", 1.4))).findings}
+    found = {f.code: f for f in diagnose(drafting_from_13_on(metrics_of, tmp_path, 1.4)).findings}
     assert found["drafts-lose-time"].title == "Speculation is net negative"
     assert found["drafts-lose-time"].where == "RL steps 13-24"
     share = sum(m["timing_s/gen"] for m in metrics_of.values()) / sum(m["timing_s/step"] for m in metrics_of.values())
     assert found["rollout-share"].title.startswith("The rollout is ")
     assert 0.5 < share < 1
-    good = diagnose(read(drafting_from_13_on(metrics_of, tmp_path / "b.log", 0.7))).good
+    good = diagnose(drafting_from_13_on(metrics_of, tmp_path, 0.7)).good
     assert "drafts-lose-time" in {check.name for check in good}
 
 
 @pytest.mark.parametrize(("after", "is_found"), [(0.85, True), (1.1, False)])
 def test_a_drafter_that_is_worse_when_just_trained_is_found(tmp_path: Path, metrics_of, after: float, is_found: bool):
-    lines = []
+    rows = {}
     for step, metrics in metrics_of.items():
-        length = 3.0 - 0.01 * step
-        told = {"spec_decode/mean_acceptance_length": length * (after if step % 4 == 1 else 1.0)}
-        told |= {"timing_s/update_drafter": 2.0} if step % 4 == 0 else {}
-        lines.append(console_line(step, metrics | told))
-    found = {finding.code: finding for finding in diagnose(read(write(tmp_path / "x.log", *lines))).findings}
+        length = (3.0 - 0.01 * step) * (after if step % 4 == 1 else 1.0)
+        trained = {"timing_s/update_drafter": 2.0} if step % 4 == 0 else {}
+        rows[step] = metrics | {"spec_decode/mean_acceptance_length": length} | trained
+    found = {finding.code: finding for finding in diagnose(trace_of(tmp_path, rows)).findings}
     assert ("worse-when-just-trained" in found) == is_found
     if is_found:
         assert "5 times the accept length is -15.0%" in found["worse-when-just-trained"].evidence
