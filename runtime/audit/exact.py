@@ -103,6 +103,8 @@ class ExactModel:
             if not going:
                 break
             p, _ = probabilities(self.logits(prompt, [(*r, 0) for r in going])[:, -1], sampling)
-            for response, row in zip(going, p, strict=True):
-                response.append(int(rng.choice(len(row), p=row)))
+            cumulative = p.cumsum(-1)
+            drawn = (cumulative / cumulative[:, -1:] <= rng.random((len(going), 1))).sum(-1)
+            for response, token in zip(going, drawn.tolist(), strict=True):
+                response.append(token)
         return responses

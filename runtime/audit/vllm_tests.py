@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.engine.vllm import installed_vllm
+from tltlab.runtime.engine.vllm import do_not_wait_for_hub, installed_vllm
 
 TESTS = (
     "tests/v1/core/test_scheduler.py",
@@ -211,11 +211,12 @@ def outcomes_of(report: Path) -> dict[str, Outcome]:
 
 def pytest_configure() -> None:
     """As a plugin of pytest, in the process of a side: put ours in the place of vLLM's."""
-    from tltlab.runtime.engine.vllm.stock import do_not_wait_for_hub, in_place_of_vllms
-
     do_not_wait_for_hub()
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
+        # It imports torch, and more.
+        from tltlab.runtime.engine.vllm.stock import in_place_of_vllms
+
         in_place_of_vllms(with_policy=side == "policy")
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
@@ -40,6 +41,25 @@ def ours(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherw
             "tltlab raised %s; vLLM's %s goes on without", what_was_raised(error), type(owner).__name__
         )
         return otherwise
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put the decorated function in the place of vLLM's `owner.name`, which it gets as its first argument; once."""
+
+    def put(function: Callable[..., Any]) -> Callable[..., Any]:
+        stock = getattr(owner, name)
+        before: frozenset[str] = getattr(stock, "tltlab", frozenset())
+        if function.__qualname__ not in before:
+
+            @wraps(stock)
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return function(stock, *args, **kwargs)
+
+            method.tltlab = before | {function.__qualname__}  # type: ignore[attr-defined]
+            setattr(owner, name, method)
+        return function
+
+    return put
 
 
 @contextmanager
@@ -107,6 +127,13 @@ def keep_linear_weights() -> None:
 
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+def do_not_wait_for_hub() -> None:
+    """Have vLLM ask Hugging Face's hub once for a file that is not there: it waits for two seconds and asks again."""
+    from vllm.transformers_utils import repo_utils
+
+    repo_utils.with_retry.__defaults__ = (1, 0, ())
 
 
 def installed_vllm() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,8 +64,9 @@ class Captured:
 class NoCapture:
     """Nothing is captured. What a scheduler tells whoever captures; requests that come while it is `paused` are not."""
 
+    paused = False
+
     def __init__(self, captured: Captured | None = None) -> None:
-        self.paused = False
         self._before = captured or Captured()
 
     def enter(self, request_id: str, live: Live) -> None:
@@ -80,7 +82,7 @@ class NoCapture:
         """A request left the engine, after `landed` for its last iteration."""
 
     def idle(self) -> None:
-        """No request is left."""
+        """No request is left: what has left is handed over when this returns."""
 
     def stop(self) -> Captured:
         """Capture nothing more, and forget what running requests have; what it did."""
@@ -92,40 +94,28 @@ class NoCapture:
         return self._before
 
 
-class Capture(NoCapture):
+class Capture(NoCapture, ABC):
     """Captures each request that comes from now on and ends with "stop" or "length", by what a model runner has."""
-
-    def __init__(self, rows: RunnerCapture | RemoteCapture) -> None:
-        super().__init__()
-        self._rows = rows
 
     def enter(self, request_id: str, live: Live) -> None:
         if not self.paused:
-            self._rows.enter(request_id, live.prompt_id, len(live.prompt))
-
-    def scheduled(self, output: Any) -> None:
-        self._rows.scheduled(output)
-
-    def landed(self) -> None:
-        self._rows.land()
+            self.keep(request_id, live.prompt_id, len(live.prompt))
 
     def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
         whole = finish_reason in ("stop", "length")
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
-        self._rows.leave(request_id, live.key, len(live.prompt), text)
+        self.hand_over(request_id, live.key, len(live.prompt), text)
 
-    def idle(self) -> None:
-        self._rows.idle()
+    @abstractmethod
+    def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
+        """Keep the rows of this request from now on."""
 
-    def stop(self) -> Captured:
-        return self._rows.stop()
-
-    @property
-    def captured(self) -> Captured:
-        return self._rows.captured
+    @abstractmethod
+    def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
+        """Hand over the rows of a request, whose tokens are `text`, or forget them without."""
 
 
-class RunnerCapture:
+class RunnerCapture(Capture):
     """Takes rows from `runner`, in its process, and hands `sink` each request that has ended.
 
     `max_positions` is the engine's context in tokens, `max_tokens` the most an iteration computes. Running requests
@@ -169,25 +159,19 @@ class RunnerCapture:
         for name, args in told:
             getattr(self, name)(*args)
 
-    def enter(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
-        """Keep the rows of this request from now on."""
+    def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
         if self._on:
             self._store.open(request_id)
             self._prompts[request_id] = prompt_id, prompt_tokens
 
-    def scheduled(self, output: Any) -> None:
-        """Nothing: this is the runner's process."""
-
-    def land(self) -> None:
-        """The outcome of the oldest iteration that left is known."""
+    def landed(self) -> None:
         with self._stopwatch:
             try:
                 self._way.land(self._store)
             except Exception as error:
                 self._give_up("capturing hidden states", error)
 
-    def leave(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        """Hand over the rows of a request, whose tokens are `text`, or forget them without."""
+    def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
         with self._stopwatch:
             try:
                 self._way.settle(self._store)
@@ -199,10 +183,7 @@ class RunnerCapture:
                 self._give_up("capturing hidden states", error)
                 return
             if rows is not None and text is not None:
-                self._hand_over(key, prompt_tokens, text, rows)
-
-    def idle(self) -> None:
-        """Nothing: what has left was handed over."""
+                self._give_to_sink(key, prompt_tokens, text, rows)
 
     def _take(self) -> None:
         with self._stopwatch:
@@ -211,7 +192,7 @@ class RunnerCapture:
             except Exception as error:
                 self._give_up("capturing hidden states", error)
 
-    def _hand_over(self, key: Key, prompt_tokens: int, text: Tokens, rows: Rows) -> None:
+    def _give_to_sink(self, key: Key, prompt_tokens: int, text: Tokens, rows: Rows) -> None:
         # In inference mode, where a worker is when it hears of this, tensors would be no good for training.
         with torch.inference_mode(False):
             sequence = TrainingSequence(
@@ -244,7 +225,6 @@ class RunnerCapture:
         return generated if expected is None else generated + expected[1]
 
     def stop(self) -> Captured:
-        """Capture nothing more, and forget what running requests have; what it did."""
         self._on = False
         for name in ("execute_model", "sample_tokens"):
             self._runner.__dict__.pop(name, None)
@@ -255,7 +235,6 @@ class RunnerCapture:
 
     @property
     def captured(self) -> Captured:
-        """What it did so far."""
         return Captured(
             sequences=self._sequences,
             rows=self._rows,
@@ -267,7 +246,7 @@ class RunnerCapture:
         )
 
 
-class RemoteCapture:
+class RemoteCapture(Capture):
     """The `RunnerCapture` of rank 0, from the engine core's process, whose executor is `executor`.
 
     What it is told goes with the next iteration, and where there is none in a message of its own.
@@ -277,26 +256,21 @@ class RemoteCapture:
         self._executor = executor
         self._unsent: list[tuple[str, tuple[Any, ...]]] = []
 
-    def enter(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
-        """Keep the rows of this request from now on."""
-        self._unsent.append(("enter", (request_id, prompt_id, prompt_tokens)))
+    def keep(self, *args: Any) -> None:
+        self._unsent.append(("keep", args))
 
     def scheduled(self, output: Any) -> None:
-        """Send what was told so far along with this `SchedulerOutput`."""
         if self._unsent:
             setattr(output, _WORD, self._unsent)
             self._unsent = []
 
-    def land(self) -> None:
-        """The outcome of the oldest iteration that left is known."""
-        self._unsent.append(("land", ()))
+    def landed(self) -> None:
+        self._unsent.append(("landed", ()))
 
-    def leave(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        """Hand over the rows of a request, whose tokens are `text`, or forget them without."""
-        self._unsent.append(("leave", (request_id, key, prompt_tokens, text)))
+    def hand_over(self, *args: Any) -> None:
+        self._unsent.append(("hand_over", args))
 
     def idle(self) -> None:
-        """Have what has left handed over before this returns."""
         told, self._unsent = self._unsent, []
         try:
             self._ask("heed", told)
@@ -304,13 +278,11 @@ class RemoteCapture:
             logger.error("the process that captures hidden states does not answer: %s", " ".join(str(error).split()))
 
     def stop(self) -> Captured:
-        """Capture nothing more, and forget what running requests have; what it did."""
         self._unsent = []
         return cast(Captured, self._ask("stop"))
 
     @property
     def captured(self) -> Captured:
-        """What it did so far."""
         return cast(Captured, self._ask("captured"))
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -327,8 +299,7 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
     if sink is not None:
         executor.collective_rpc(_attach, args=(sink, max_bytes))
         worker = getattr(executor, "driver_worker", None)
-        rows = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _WORD)
-        scheduler.capture = Capture(rows)
+        scheduler.capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _WORD)
 
 
 def pause_capture(core: Any, paused: bool) -> bool:

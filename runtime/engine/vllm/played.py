@@ -33,7 +33,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.ledger import Stopwatch
 
-from .capture import Capture, RunnerCapture
+from .capture import RunnerCapture
 from .options import vllm_options
 from .scheduler import PolicyScheduler
 from .watch import WATCHED, record_only
@@ -480,5 +480,5 @@ def _capture(scheduler: Any) -> _Runner:
     runner = _Runner()
     rows = RunnerCapture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
     rows.attach()
-    scheduler.capture = Capture(rows)
+    scheduler.capture = rows
     return runner

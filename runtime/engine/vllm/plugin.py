@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial, wraps
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from tltlab.errors import ConfigError
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, ours
+from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours
 from .capabilities import missing
 from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
@@ -71,23 +71,14 @@ def follow_variables() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    stock = EngineArgs.create_engine_config
-    if hasattr(stock, "tltlab"):
-        return
-
-    @wraps(stock)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def make() -> Any:
-            return stock(self, *args, **kwargs)
-
+    @in_place_of(EngineArgs, "create_engine_config")
+    def create_engine_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        make = partial(stock, self, *args, **kwargs)
         if not any(os.environ.get(name) for name in VARIABLES):
             return make()
         # Several front ends of one server make the same configuration again for themselves.
         quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
         return _followed(self, make, (lambda _: None) if quiet else _say)
-
-    create_engine_config.tltlab = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
 
 
 def _say(line: str) -> None:
@@ -208,11 +199,13 @@ def is_registered() -> bool:
     return hasattr(EngineCore, "tltlab")
 
 
-def answer_for_the_policy() -> None:
+def attach() -> None:
     """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
 
     What it records is finished before the engine core goes, and workers that draft nothing are not asked for drafts.
+    vLLM's own schedulers are recorded where an engine's settings ask for that and for no policy (`record_only`).
     """
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     def tltlab(self: Any, message: bytes) -> bytes:
@@ -220,58 +213,40 @@ def answer_for_the_policy() -> None:
 
         return call_control(self, message)
 
-    if hasattr(EngineCore, "tltlab"):
-        return
     EngineCore.tltlab = tltlab
-    stock, stock_step = EngineCore.shutdown, EngineCore.post_step
 
-    def post_step(self: Any, model_executed: bool) -> None:
+    @in_place_of(EngineCore, "post_step")
+    def post_step(stock: Any, self: Any, model_executed: bool) -> None:
         # Asking takes a message to each rank and back.
         if not getattr(self.scheduler, "drafts_here_alone", False):
-            stock_step(self, model_executed)
+            stock(self, model_executed)
 
-    def shutdown(self: Any) -> None:
+    @in_place_of(EngineCore, "shutdown")
+    def shutdown(stock: Any, self: Any) -> None:
         # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
         scheduler: Any = getattr(self, "scheduler", None)
         if hasattr(scheduler, "close_recording"):
             ours(scheduler, scheduler.close_recording, otherwise=None)
         stock(self)
 
-    EngineCore.shutdown, EngineCore.post_step = shutdown, post_step
     # Of weights a scheduler hears nothing: frameworks have the workers load them by name, or the core set a version.
     for name in ("collective_rpc", "set_weight_version"):
         if hasattr(EngineCore, name):
-            setattr(EngineCore, name, _then_tell_of_weights(getattr(EngineCore, name)))
+            in_place_of(EngineCore, name)(_then_tell_of_weights)
 
-
-def _then_tell_of_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def method(self: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, asked, *args, **kwargs)
-        scheduler: Any = getattr(self, "scheduler", None)
-        if hasattr(scheduler, "new_weights"):
-            name = asked if isinstance(asked, str) else getattr(asked, "__name__", "")
-            ours(self, scheduler.new_weights, name if stock.__name__ == "collective_rpc" else None, otherwise=None)
-        return result
-
-    return method
-
-
-def record_where_asked() -> None:
-    """Have vLLM's own schedulers recorded where an engine's settings ask for that and for no policy (`record_only`)."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    if hasattr(Scheduler.__init__, "recorded_by_tltlab"):
-        return
-    start = Scheduler.__init__
-
-    @wraps(start)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
+    @in_place_of(Scheduler, "__init__")
+    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
         ours(self, _record_where_asked, self, otherwise=None)
 
-    __init__.recorded_by_tltlab = True  # type: ignore[attr-defined]
-    Scheduler.__init__ = __init__
+
+def _then_tell_of_weights(stock: Any, self: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(self, asked, *args, **kwargs)
+    scheduler: Any = getattr(self, "scheduler", None)
+    if hasattr(scheduler, "new_weights"):
+        name = asked if isinstance(asked, str) else getattr(asked, "__name__", "")
+        ours(self, scheduler.new_weights, name if stock.__name__ == "collective_rpc" else None, otherwise=None)
+    return result
 
 
 def _record_where_asked(scheduler: Any) -> None:
@@ -295,23 +270,16 @@ def wait_for_recordings() -> None:
     """
     from vllm.v1.engine.utils import CoreEngineProcManager
 
-    if hasattr(CoreEngineProcManager, "tltlab_grace_s"):
-        return
-    CoreEngineProcManager.tltlab_grace_s = 0.0
-    start, stop = CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown
+    @in_place_of(CoreEngineProcManager, "__init__")
+    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        records = ours(self, _asked, kwargs.get("vllm_config"), "record", otherwise=False)
+        self.tltlab_grace_s = GRACE_S if records else 0.0
+        stock(self, *args, **kwargs)
 
-    @wraps(start)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if ours(self, _asked, kwargs.get("vllm_config"), "record", otherwise=False):
-            self.tltlab_grace_s = GRACE_S
-        start(self, *args, **kwargs)
-
-    @wraps(stop)
-    def shutdown(self: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
+    @in_place_of(CoreEngineProcManager, "shutdown")
+    def shutdown(stock: Any, self: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
         grace_s = self.tltlab_grace_s
-        stop(self, max(timeout or 0.0, grace_s) if grace_s else timeout, *args, **kwargs)
-
-    CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
+        stock(self, max(timeout or 0.0, grace_s) if grace_s else timeout, *args, **kwargs)
 
 
 def show_metrics() -> None:
@@ -322,17 +290,10 @@ def show_metrics() -> None:
     """
     from vllm.v1.engine.core_client import AsyncMPClient
 
-    start = AsyncMPClient.__init__
-    if hasattr(start, "tltlab"):
-        return
-
-    @wraps(start)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
+    @in_place_of(AsyncMPClient, "__init__")
+    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
         ours(self, _show_metrics_of, self, otherwise=None)
-
-    __init__.tltlab = True  # type: ignore[attr-defined]
-    AsyncMPClient.__init__ = __init__
 
 
 def _show_metrics_of(client: Any) -> None:
@@ -457,35 +418,19 @@ def mend_top_k_of_nothing() -> None:
     """Let top-k-only sampling pass an iteration without draft tokens, where the stock build takes max() of nothing."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    stock = topk_topp_sampler.apply_top_k_only
-    if getattr(stock, "mended_by_tltlab", False):
-        return
-
-    def apply_top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    @in_place_of(topk_topp_sampler, "apply_top_k_only")
+    def apply_top_k_only(stock: Any, logits: torch.Tensor, k: torch.Tensor) -> Any:
         return logits if logits.shape[0] == 0 else stock(logits, k)
-
-    apply_top_k_only.mended_by_tltlab = True  # type: ignore[attr-defined]
-    topk_topp_sampler.apply_top_k_only = apply_top_k_only
-
-
-def _keep_captured_bytes() -> None:
-    for runner in model_runners():
-        keep_captured_bytes(runner)
-
-
-def _attach() -> None:
-    answer_for_the_policy()
-    record_where_asked()
 
 
 _CHANGES: Mapping[str, Callable[[], None]] = {
-    "policies": _attach,
+    "policies": attach,
     "weight updates": register_backend,
     "sound sampling on CPU": mend_speculative_sampling,
     "top-k of nothing on CPU": mend_top_k_of_nothing,
     "plain iterations": spare_speculation,
     "draft times": time_drafting,
-    "graph plans": _keep_captured_bytes,
+    "graph plans": lambda: keep_captured_bytes(*model_runners()),
     "traces of servers": wait_for_recordings,
     "metrics": show_metrics,
     "environment variables": follow_variables,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from . import ours
+from . import in_place_of, ours
 from .capabilities import missing
 
 if TYPE_CHECKING:
@@ -31,37 +30,28 @@ def spare_speculation() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
-    if hasattr(V1Runner.execute_model, "spared_by_tltlab"):
-        return
-    execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
-    propose_stock, draw_stock = V1Runner.propose_draft_token_ids, V1Runner._sample
+    arguments = signature(V1Runner.propose_draft_token_ids)
 
-    arguments = signature(propose_stock)
-
-    @wraps(execute_stock)
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    @in_place_of(V1Runner, "execute_model")
+    def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with _without_speculation(self, ours(self, _begins_plain, self, scheduler_output, otherwise=False)):
-            return execute_stock(self, scheduler_output, *args, **kwargs)
+            return stock(self, scheduler_output, *args, **kwargs)
 
-    @wraps(sample_stock)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @in_place_of(V1Runner, "sample_tokens")
+    def sample_tokens(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         with _without_speculation(self, ours(self, _ends_plain, self, otherwise=False)):
-            return sample_stock(self, *args, **kwargs)
+            return stock(self, *args, **kwargs)
 
-    @wraps(draw_stock)
-    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    @in_place_of(V1Runner, "_sample")
+    def sample(stock: Any, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         # Sampling by rejection draws more random numbers, also where there is nothing to reject.
         drafts = ours(self, _has_drafts, spec_decode_metadata, otherwise=True)
-        return draw_stock(self, logits, spec_decode_metadata if drafts else None)
+        return stock(self, logits, spec_decode_metadata if drafts else None)
 
-    @wraps(propose_stock)
-    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @in_place_of(V1Runner, "propose_draft_token_ids")
+    def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = ours(self, _at_rest, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None)
-        return propose_stock(self, *args, **kwargs) if drafts is None else drafts
-
-    execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
-    V1Runner.execute_model, V1Runner.sample_tokens = execute_model, sample_tokens
-    V1Runner.propose_draft_token_ids, V1Runner._sample = propose_draft_token_ids, _sample
+        return stock(self, *args, **kwargs) if drafts is None else drafts
 
 
 @contextmanager
@@ -249,11 +239,13 @@ def time_drafting() -> None:
     On CUDA the time is the device's, between two events. Under asynchronous scheduling drafts are not handed over.
     """
     V1Runner, V2Runner = model_runners()
-    if hasattr(V1Runner.take_draft_token_ids, "timed_by_tltlab"):
-        return
-    V1Runner.propose_draft_token_ids = _timed(V1Runner.propose_draft_token_ids)
+
+    @in_place_of(V1Runner, "propose_draft_token_ids")
+    def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _timed(self, stock, self, *args, **kwargs)
+
     for runner in (V1Runner, V2Runner):
-        runner.take_draft_token_ids = _with_time(runner.take_draft_token_ids)
+        in_place_of(runner, "take_draft_token_ids")(_take_with_time)
 
 
 class _Stopwatch:
@@ -286,39 +278,27 @@ class _Stopwatch:
         return seconds
 
 
-def _timed(function: Any, runner: Any = None) -> Any:
-    """The same with the stopwatch of `runner`, or of the object that it is a method of."""
-
-    @wraps(function)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        owner = args[0] if runner is None else runner
-        ours(owner, lambda: _stopwatch(owner).start(), otherwise=None)
-        result = function(*args, **kwargs)
-        ours(owner, lambda: _stopwatch(owner).stop(), otherwise=None)
-        return result
-
-    timed.timed_by_tltlab = True  # type: ignore[attr-defined]
-    return timed
+def _timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `draft` returns, timed by the stopwatch of `runner`."""
+    ours(runner, lambda: _stopwatch(runner).start(), otherwise=None)
+    result = draft(*args, **kwargs)
+    ours(runner, lambda: _stopwatch(runner).stop(), otherwise=None)
+    return result
 
 
-def _with_time(take: Any) -> Any:
-    @wraps(take)
-    def take_draft_token_ids(self: Any) -> Any:
-        ours(self, _time_speculator, self, otherwise=None)
-        drafts = take(self)
-        if drafts is not None:
-            ours(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()), otherwise=None)
-        return drafts
-
-    take_draft_token_ids.timed_by_tltlab = True  # type: ignore[attr-defined]
-    return take_draft_token_ids
+def _take_with_time(stock: Any, self: Any) -> Any:
+    ours(self, _time_speculator, self, otherwise=None)
+    drafts = stock(self)
+    if drafts is not None:
+        ours(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()), otherwise=None)
+    return drafts
 
 
 def _time_speculator(runner: Any) -> None:
     """The V2 runner's drafter is an object of its own; its first drafts pass untimed."""
     speculator = getattr(runner, "speculator", None)
-    if speculator is not None and not hasattr(speculator.propose, "timed_by_tltlab"):
-        speculator.propose = _timed(speculator.propose, runner)
+    if speculator is not None and not hasattr(speculator.propose, "tltlab"):
+        in_place_of(speculator, "propose")(lambda propose, *args, **more: _timed(runner, propose, *args, **more))
 
 
 def _stopwatch(runner: Any) -> _Stopwatch:
@@ -375,22 +355,18 @@ def kind_of(runtime_mode: str) -> Kind:
     return _KINDS[runtime_mode]
 
 
-def keep_captured_bytes(runner: Any) -> None:
-    """Have model runners of this class keep what their `capture_model` returns; call it before the engine starts.
+def keep_captured_bytes(*runners: Any) -> None:
+    """Have model runners of these classes keep what their `capture_model` returns; call it before the engine starts.
 
     vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
     """
-    capture = runner.capture_model
-    if hasattr(capture, "kept_by_tltlab"):
-        return
 
-    @wraps(capture)
-    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = self.tltlab_captured_bytes = capture(self, *args, **kwargs)
-        return taken
+    def capture_model(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tltlab_captured_bytes = stock(self, *args, **kwargs)
+        return self.tltlab_captured_bytes
 
-    kept.kept_by_tltlab = True  # type: ignore[attr-defined]
-    runner.capture_model = kept
+    for runner in runners:
+        in_place_of(runner, "capture_model")(capture_model)
 
 
 def captured_bytes(worker: Any) -> int | None:

@@ -210,13 +210,6 @@ class StockEngine:
         return [metrics[_DRAFTS].value, *accepted.values[: self.depth]]
 
 
-def do_not_wait_for_hub() -> None:
-    """Have vLLM ask Hugging Face's hub once for a file that is not there: it waits for two seconds and asks again."""
-    from vllm.transformers_utils import repo_utils
-
-    repo_utils.with_retry.__defaults__ = (1, 0, ())
-
-
 def in_place_of_vllms(*, with_policy: bool) -> None:
     """Load our plugin, and put our schedulers where vLLM's modules have theirs, for as long as this process lives.
 

@@ -12,7 +12,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.coordination.agent import Hold, TrainIn
@@ -46,7 +46,6 @@ def test_messages_arrive_as_they_were_sent(report, command):
     assert decode_command(encode(report)) is None
 
 
-@settings(max_examples=300)
 @given(message=REPORTS | TRAINS | STOPS, garbage=st.binary(max_size=40), at=st.integers(0, 200), bit=st.integers(0, 7))
 def test_no_bytes_make_the_decoder_fail(message, garbage, at, bit):
     decode_report(garbage), decode_command(garbage)
@@ -285,7 +284,7 @@ def test_heartbeats_go_on_while_the_main_thread_works(cluster):
     train(workers, 1, rl_step=0)
     heard, end = server.heard, time.monotonic() + 300.0
     # Two workers, a heartbeat of each every 0.1 s.
-    while server.heard < heard + 10:
+    while server.heard < heard + 4:
         assert time.monotonic() < end, "nothing is heard"
         sum(i * i for i in range(1000))
     assert workers[1].training
@@ -433,7 +432,7 @@ def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(p
     assert killed == []
 
 
-@pytest.mark.parametrize("processes", [5.0], indirect=True)
+@pytest.mark.parametrize("processes", [2.0], indirect=True)
 def test_the_rollout_waits_no_longer_than_the_bound_for_a_process_that_hangs(processes):
     server, workers, killed = processes
     os.kill(workers[2].process.pid, signal.SIGSTOP)

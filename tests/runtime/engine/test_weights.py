@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from tltlab.errors import RunError
 from tltlab.runtime.engine.weights import Bucket, Home, Mapped, Slots, TensorMeta
 
 KIB = 1 << 10
-READER = """
-import json, sys
-from tltlab.runtime.engine.weights import Bucket, Mapped
-mapped = Mapped()
-for line in sys.stdin:
-    bucket = Bucket(**json.loads(line))
-    found = [[name, str(t.dtype), list(t.shape), float(t.double().sum())] for name, t in mapped.tensors(bucket)]
-    print(json.dumps(found), flush=True)
-"""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -51,26 +41,35 @@ def slots() -> Iterator[Slots]:
     slots.close()
 
 
+def reads(pipe: Connection) -> None:
+    """Answers each bucket with what it finds in it."""
+    mapped = Mapped()
+    while (bucket := pipe.recv()) is not None:
+        pipe.send([described(name, tensor) for name, tensor in mapped.tensors(bucket)])
+
+
+def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
+
+
 def test_another_process_reads_every_tensor_as_it_was_while_the_next_bucket_is_filled(slots: Slots):
     weights = tensors()
-    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert reader.stdin is not None
-    assert reader.stdout is not None
-    found: list[list[object]] = []
-    numbers, unread = [], 0
+    pipe, end = multiprocessing.Pipe()
+    # Forked: a process that has yet to import torch takes seconds.
+    reader = multiprocessing.get_context("fork").Process(target=reads, args=(end,), daemon=True)
+    reader.start()
+    found: list[object] = []
+    numbers = []
     for bucket in slots.filled(weights.items()):
-        numbers.append((bucket.number, bucket.last))
         # One bucket behind: when the generator goes on, the one before the last is done and the last may be in use.
-        if unread:
-            found += json.loads(reader.stdout.readline())
-        reader.stdin.write(json.dumps(asdict(bucket)) + "\n")
-        reader.stdin.flush()
-        unread = 1
-    found += json.loads(reader.stdout.readline())
-    reader.stdin.close()
-    reader.wait(300)
-    expected = [[n, str(t.dtype), list(t.shape), float(t.detach().double().sum())] for n, t in weights.items()]
-    assert found == expected
+        if numbers:
+            found += pipe.recv()
+        numbers.append((bucket.number, bucket.last))
+        pipe.send(bucket)
+    found += pipe.recv()
+    pipe.send(None)
+    reader.join(300)
+    assert found == [described(name, tensor) for name, tensor in weights.items()]
     assert len(numbers) > 1
     assert numbers == [(n, n == len(numbers) - 1) for n in range(len(numbers))]
 

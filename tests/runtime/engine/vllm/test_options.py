@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -183,7 +183,4 @@ def test_only_the_adapter_imports_vllm():
     for path in (*runtime.rglob("*.py"), *bench.rglob("*.py")):
         if path.parent.name == "vllm":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not any(name.split(".")[0] == "vllm" for name in names), path.name
+        assert not re.search(r"^ *(import|from) vllm\b", path.read_text(), re.MULTILINE), path.name

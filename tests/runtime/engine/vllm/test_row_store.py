@@ -56,7 +56,7 @@ def store(pages: int) -> RowStore:
     return RowStore(pages * PAGE * WIDTH * 3 * 4, CONTEXT)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_a_request_gets_back_the_last_row_of_each_of_its_positions(data: st.DataObject):
     writer = Writer(store(10_000))
