@@ -11,6 +11,8 @@ import typer
 
 from tltlab.console import Json, emit, progress
 
+from .train_drafter import chances
+
 
 class Layout(StrEnum):
     speculators = "speculators"
@@ -73,11 +75,7 @@ def _text(report: dict[str, Any]) -> str:
         length, positions = report[name]["accept_length"], report[name]["positions"]["measured"]
         lines.append(
             f"  {name:8s} temperature {report[name]['temperature']:g}: accept length {length['measured']:.2f} in stock "
-            f"vLLM, {length['expected']:.2f} expected; kept, by draft position: {_chances(positions)}"
+            f"vLLM, {length['expected']:.2f} expected; kept, by draft position: {chances(positions)}"
         )
     lines.append(f"serve it with --speculative-config '{json_module.dumps(report['speculative_config'])}'")
     return "\n".join(lines)
-
-
-def _chances(positions: list[float | None]) -> str:
-    return " ".join("-" if chance is None else f"{chance:.2f}" for chance in positions)

@@ -99,10 +99,11 @@ def _text(report: dict[str, Any]) -> str:
             f"held out ({report['heldout_responses']} of {report['responses']} responses), before -> after:",
             f"  accept length  {before['accept_length']:.2f} -> {after['accept_length']:.2f}",
             f"  loss           {before['loss']:.3f} -> {after['loss']:.3f}",
-            f"  kept, by draft position: {_chances(before)} -> {_chances(after)}",
+            f"  kept, by draft position: {chances(before['positions'])} -> {chances(after['positions'])}",
         ]
     )
 
 
-def _chances(measured: dict[str, Any]) -> str:
-    return " ".join("-" if chance is None else f"{chance:.2f}" for chance in measured["positions"])
+def chances(positions: list[float | None]) -> str:
+    """How likely a draft's first token is kept, its second, ...; "-" where that is not known."""
+    return " ".join("-" if chance is None else f"{chance:.2f}" for chance in positions)

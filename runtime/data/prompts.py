@@ -57,22 +57,17 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
     list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
     missing, those there are.
     """
-    _check_chat(config, tokenizer)
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     lengths: list[int] = []
-    for number, (place, row) in enumerate(_rows(source, config, split or config.split)):
-        where = f"{source}: {place}"
-        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
-        answer = _answer(_column(row, config.answer_column, where))
-        prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
-        _check_unicode(prompt_id, "prompt_id", where)
-        if prompt_id in places:
-            raise ConfigError(f"{source}: prompt_id {prompt_id!r} is not unique: {places[prompt_id]} and {place}")
-        places[prompt_id] = place
-        lengths.append(len(token_ids))
-        if config.max_prompt_tokens is None or len(token_ids) <= config.max_prompt_tokens:
-            prompts.append(Prompt(prompt_id=prompt_id, text=text, answer=answer, token_ids=token_ids))
+    for place, prompt in _prompts(source, config, tokenizer, split or config.split):
+        if prompt.prompt_id in places:
+            first = places[prompt.prompt_id]
+            raise ConfigError(f"{source}: prompt_id {prompt.prompt_id!r} is not unique: {first} and {place}")
+        places[prompt.prompt_id] = place
+        lengths.append(len(prompt.token_ids))
+        if config.max_prompt_tokens is None or lengths[-1] <= config.max_prompt_tokens:
+            prompts.append(prompt)
     if not lengths:
         raise ConfigError(f"{source} has no rows")
     if not prompts:
@@ -81,6 +76,18 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
             f"{min(lengths)}: set data.max_prompt_tokens higher"
         )
     return PromptSet(prompts=prompts, num_dropped=len(lengths) - len(prompts))
+
+
+def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Iterator[tuple[str, Prompt]]:
+    """Each prompt with its place in the source."""
+    _check_chat(config, tokenizer)
+    for number, (place, row) in enumerate(_rows(source, config, split)):
+        where = f"{source}: {place}"
+        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
+        answer = _answer(_column(row, config.answer_column, where))
+        prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
+        _check_unicode(prompt_id, "prompt_id", where)
+        yield place, Prompt(prompt_id=prompt_id, text=text, answer=answer, token_ids=token_ids)
 
 
 def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
@@ -105,13 +112,8 @@ def first_prompt(source: str, config: DataConfig, tokenizer: Any) -> Prompt | No
     """
     if not _is_file(source):
         return None
-    _check_chat(config, tokenizer)
-    for place, row in _rows(source, config, config.split):
-        where = f"{source}: {place}"
-        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
-        answer = _answer(_column(row, config.answer_column, where))
-        return Prompt(prompt_id=str(row.get("prompt_id", 0)), text=text, answer=answer, token_ids=token_ids)
-    return None
+    _, prompt = next(_prompts(source, config, tokenizer, config.split), ("", None))
+    return prompt
 
 
 def num_rows(source: str) -> int | None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
+from tltlab.files import read_json, write_file
 from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import Text, TextConfig, load_target
@@ -90,8 +90,7 @@ def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: in
 def write_texts(path: Path, texts: Sequence[Text]) -> None:
     """Texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
     rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(rows) + "\n")
+    write_file(path, "\n".join(rows) + "\n")
 
 
 def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress, loss: LossConfig = LOSS) -> Path:
@@ -170,7 +169,6 @@ def recipe_of(
 
 def fixed_depth(path: Path, depth: int) -> Path:
     """A policy file: the learned drafter at one depth throughout."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
     return path
 
@@ -179,6 +177,5 @@ def adaptive_policy(path: Path, depth: int) -> Path:
     """A policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
     arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
     buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
-    path.parent.mkdir(parents=True, exist_ok=True)
     Policy(selector=BegMabSpec(buckets=buckets)).write(path)
     return path

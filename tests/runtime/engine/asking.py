@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -80,6 +80,20 @@ def settings() -> dict[str, Any]:
 def changed(since: dict[str, Any]) -> list[str]:
     now = settings()
     return [name for name in now if now[name] != since[name]]
+
+
+def scheduled(
+    *request_ids: str,
+    drafts: Mapping[str, Sequence[int]] | None = None,
+    waiting: int = 0,
+    context_tokens: int = 0,
+    prefill_tokens: int = 0,
+) -> Scheduled:
+    """An iteration of an engine that is only played."""
+    return Scheduled(
+        request_ids=list(request_ids), drafts=drafts or {}, waiting=waiting, context_tokens=context_tokens,
+        prefill_tokens=prefill_tokens, free_kv_tokens=100,
+    )  # fmt: skip
 
 
 def texts(rollout: Rollout) -> list[list[int]]:

@@ -37,11 +37,16 @@ def generate(engine: Engine, policy: Policy | None = LEARNED, **more: object) ->
     return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)  # type: ignore[arg-type]
 
 
+PLAIN: list[list[int]] = []
+
+
 @pytest.fixture
 def plain(engine: Engine) -> list[list[int]]:
-    found = texts(generate(engine, None))
-    engine.forget()
-    return found
+    """What is said without drafts, by every engine of these weights."""
+    if not PLAIN:
+        PLAIN.extend(texts(generate(engine, None)))
+        engine.forget()
+    return PLAIN
 
 
 def test_a_sound_drafter_is_found_fine(engine: Engine, plain: list[list[int]]):

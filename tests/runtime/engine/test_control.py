@@ -19,9 +19,10 @@ from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .asking import scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
 
@@ -116,14 +117,7 @@ class Played:
         control = self.control
         control.iteration_starts()
         drafts = {"r": self.draft} if self.draft else {}
-        what = Scheduled(
-            request_ids=["r"],
-            drafts=drafts,
-            waiting=0,
-            context_tokens=3 + len(self.output),
-            prefill_tokens=0 if self.output else 3,
-            free_kv_tokens=100,
-        )
+        what = scheduled("r", drafts=drafts, context_tokens=3 + len(self.output), prefill_tokens=3 * (not self.output))
         self.depths.append(control.scheduled(what))
         time.sleep(0.001)
         control.sampled(what, [kept + 1])
@@ -299,9 +293,7 @@ class Batch:
     def iterate(self) -> list[list[int]]:
         ids = list(self.outputs)
         self.control.iteration_starts()
-        what = Scheduled(
-            request_ids=ids, drafts={}, waiting=0, context_tokens=0, prefill_tokens=0, free_kv_tokens=100
-        )  # fmt: skip
+        what = scheduled(*ids)
         self.control.scheduled(what)
         self.control.sampled(what, [1] * len(ids))
         for output in self.outputs.values():

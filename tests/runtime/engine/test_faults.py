@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from .asking import groups_of_four as requests
 
 pytestmark = pytest.mark.engine
 SUFFIX = fixed("suffix", 6)
+ALONE: dict[Key, Sequence[int]] = {}
+"""What requests get that run one by one and are never preempted."""
 
 
 @pytest.fixture
@@ -50,12 +54,14 @@ def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(
     engine: Engine, policy: Policy, preempted: list[str]
 ):
     plenty = requests(12, 60)
-    engine.set_policy(None)
-    alone = {r.key: r.token_ids for one in plenty for r in engine.generate([one], rl_step=0, temperature=0.0).responses}
+    if not ALONE:
+        engine.set_policy(None)
+        alone = [engine.generate([one], rl_step=0, temperature=0.0).responses[0] for one in plenty]
+        ALONE.update({r.key: r.token_ids for r in alone})
     engine.set_policy(policy)
     rollout = engine.generate(plenty, rl_step=0, temperature=0.0)
     assert preempted, "the test needs preemption"
-    assert {r.key: r.token_ids for r in rollout.responses} == alone
+    assert {r.key: r.token_ids for r in rollout.responses} == ALONE
     assert accounted(rollout)
     assert engine.control.live == {}
 
@@ -79,9 +85,16 @@ def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engi
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 2
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_before_anything_runs(engine: Engine):
-    with pytest.raises(ConfigError, match="does not fit the engine's context of 96"):
-        engine.generate(requests(1, 5, prompt_tokens=CONTEXT), rl_step=0, temperature=0.9)
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        (requests(1, 5, prompt_tokens=CONTEXT), "does not fit the engine's context of 96"),
+        ([*requests(1, 5), *requests(1, 5)], "the same key"),
+    ],
+)
+def test_requests_that_cannot_be_told_apart_or_have_no_room_are_refused(engine: Engine, asked: list, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        engine.generate(asked, rl_step=0, temperature=0.9)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +118,6 @@ def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine)
         engine.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
     again = engine.generate(requests(2, 4), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
-
-
-def test_two_requests_of_one_key_are_refused(engine: Engine):
-    with pytest.raises(ConfigError, match="the same key"):
-        engine.generate([*requests(1, 5), *requests(1, 5)], rl_step=0, temperature=0.9)
 
 
 def test_a_policy_that_asks_for_more_than_the_engine_has_leaves_the_old_one_in_force(engine: Engine):
@@ -215,11 +223,22 @@ def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engi
         narrow.generate(requests(1, 2), rl_step=0, temperature=0.9)
 
 
-def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path):
+class Settled:
+    """A `vllm.LLM` as far as its configuration: more of it takes seconds to start."""
+
+    def __init__(self, scheduler_cls: str, weight_transfer_config: object, **args: Any) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        core = SimpleNamespace(shutdown=lambda: None)
+        self.llm_engine = SimpleNamespace(vllm_config=EngineArgs(**args).create_engine_config(), engine_core=core)
+
+
+def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         Engine(str(random_model), vllm_args={"pipeline_parallel_size": 2})
     with pytest.raises(ConfigError, match="data_parallel_size=2"):
         Engine(str(random_model), vllm_args={"data_parallel_size": 2})
+    monkeypatch.setattr("vllm.LLM", Settled)
     with pytest.raises(ConfigError, match="turns asynchronous scheduling off"):
         Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
 

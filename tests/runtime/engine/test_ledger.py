@@ -11,6 +11,8 @@ from tltlab.runtime.engine.ledger import NO_CHOICE, Choice, Iteration, Ledger, S
 from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .asking import scheduled
+
 KEY = (0, "p", 0, 0)
 
 
@@ -38,14 +40,7 @@ class Engine:
 
     def schedule(self, draft: int = 0) -> Scheduled:
         drafts = {"a": [9] * draft, "b": [9] * draft} if draft else {}
-        what = Scheduled(
-            request_ids=["b", "a"],
-            drafts=drafts,
-            waiting=3,
-            context_tokens=40,
-            prefill_tokens=0,
-            free_kv_tokens=64,
-        )
+        what = scheduled("b", "a", drafts=drafts, waiting=3, context_tokens=40)
         self.ledger.start()
         self.ledger.schedule(what)
         self.depth += 1
@@ -137,9 +132,7 @@ def test_time_in_which_nothing_ran_is_no_iterations():
 def test_an_iteration_nobody_chose_for_is_told_to_nobody():
     engine = Engine()
     engine.ledger.start()
-    what = Scheduled(
-        request_ids=["a"], drafts={}, waiting=0, context_tokens=1, prefill_tokens=0, free_kv_tokens=1
-    )  # fmt: skip
+    what = scheduled("a")
     assert engine.ledger.schedule(what) == NO_SPECULATION
     engine.ledger.sampled(engine.ledger.verified(what, [1]))
     engine.ledger.end()

@@ -12,8 +12,9 @@ from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.strategy import Strategy
+
+from .asking import scheduled
 
 KEY: Key = (0, "p", 0, 0)
 LEARNED = Strategy.chain("learned", 3)
@@ -56,9 +57,7 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
     for n in range(24):
         control.iteration_starts()
         drafts = {"r": draft} if draft else {}
-        what = Scheduled(
-            request_ids=["r"], drafts=drafts, waiting=0, context_tokens=9, prefill_tokens=0, free_kv_tokens=9
-        )
+        what = scheduled("r", drafts=drafts)
         depths.append(control.scheduled(what))
         if draft:
             makers.append(live.drafter)

@@ -15,9 +15,10 @@ import pytest
 
 from tltlab.runtime.engine.control import Control, Live
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.traces.trace import Trace, read
+
+from .asking import scheduled
 
 
 class Engine:
@@ -42,9 +43,7 @@ class Engine:
         """One iteration: each request gets a token."""
         lives: dict[str, Live] = self.control.live
         self.control.iteration_starts()
-        what = Scheduled(
-            request_ids=list(lives), drafts={}, waiting=0, context_tokens=1, prefill_tokens=0, free_kv_tokens=1
-        )
+        what = scheduled(*lives)
         self.control.scheduled(what)
         self.now += seconds
         for live in lives.values():

@@ -39,7 +39,7 @@ def engines(random_model: Path) -> Iterator[list[Engine]]:
         engine.close()
 
 
-def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 40, **more: Any) -> Rollout:
+def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 28, **more: Any) -> Rollout:
     asked = [
         request(f"p{n}", k, [1, 4 + n, 5], tokens + n, rl_step=rl_step, ignore_eos=False)
         for n in range(prompts)
@@ -92,7 +92,7 @@ def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> l
         if saved:
             engine.load_state_dict(engine.state_dict())
         engine.reseed([seed, rl_step, number])
-        rollouts.append(generate(engine, rl_step, tokens=30 + 5 * number))
+        rollouts.append(generate(engine, rl_step, tokens=20 + 5 * number))
     return rollouts
 
 
@@ -145,7 +145,7 @@ def test_a_replay_goes_on_within_an_rl_step_after_it_was_set_back(engines: list[
         if order == "state first":
             second.replay(decisions(once))
         second.reseed([5, 1, 2])
-        again = generate(second, 1, tokens=40)
+        again = generate(second, 1, tokens=30)
         assert choices(again) == choices(once[2])
         assert texts(again) == texts(once[2])
 

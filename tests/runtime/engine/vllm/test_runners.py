@@ -20,11 +20,15 @@ from ..asking import fixed, kept_and_refused, request, requests, switching
 pytestmark = pytest.mark.engine
 
 
+def executor_and_runner(engine: Engine) -> tuple[Any, Any]:
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    return executor, executor.driver_worker.worker.model_runner
+
+
 @pytest.fixture
 def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the engine called what only speculation needs, and how often its sampler alone."""
-    core = cramped.llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    executor, runner = executor_and_runner(cramped)
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str, label: str) -> None:
@@ -39,7 +43,7 @@ def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count(runner.rejection_sampler, "forward", "rejection sampler")
     count(runner, "propose_draft_token_ids", "proposer")
     count(runner, "_calc_spec_decode_metadata", "gathering")
-    count(core.model_executor, "take_draft_token_ids", "asking")
+    count(executor, "take_draft_token_ids", "asking")
     count(runner.sampler, "forward", "sampler")
     return counts
 
@@ -111,7 +115,7 @@ def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, f
 def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(
     attentive: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    runner = attentive.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    _, runner = executor_and_runner(attentive)
     passes = []
     forward = runner.drafter.model.forward
     monkeypatch.setattr(runner.drafter.model, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
@@ -125,7 +129,7 @@ def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(
     assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
 
 
-def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine):
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
     attentive.llm.reset_prefix_cache()
@@ -134,7 +138,7 @@ def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine, monk
 
 
 def test_it_catches_up_in_passes_that_it_has_room_for(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
-    runner = attentive.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    _, runner = executor_and_runner(attentive)
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0)
     monkeypatch.setattr(runner.drafter, "max_num_tokens", 50)
@@ -144,7 +148,7 @@ def test_it_catches_up_in_passes_that_it_has_room_for(attentive: Engine, monkeyp
 @pytest.fixture
 def runner(roomy: Engine) -> Iterator[Any]:
     """The roomy engine's, which is as it was afterwards."""
-    runner = roomy.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    _, runner = executor_and_runner(roomy)
     yield runner
     for name in ("tltlab_failed", "tltlab_rest", "tltlab_stopwatch"):
         vars(runner).pop(name, None)

@@ -46,7 +46,12 @@ def scheduled_by(
     settings: dict | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A scheduler for an engine like this one but for `changes`; `settings` are its `additional_config`."""
+    """A scheduler for an engine like this one but for `changes`; `settings` are its `additional_config`.
+
+    `cls` is one of ours by its name, or a class of vLLM's.
+    """
+    from tltlab.runtime.engine.vllm import scheduler
+
     core = engine.llm.llm_engine.engine_core.engine_core
     config = copy.copy(core.scheduler.vllm_config)
     for path, value in {"scheduler_config.async_scheduling": asynchronous, **(changes or {})}.items():
@@ -57,7 +62,7 @@ def scheduled_by(
         setattr(part, name, value)
     if settings is not None:
         config.additional_config = settings
-    return cls(
+    return (getattr(scheduler, cls) if isinstance(cls, str) else cls)(
         vllm_config=config,
         kv_cache_config=core.scheduler.kv_cache_config,
         structured_output_manager=core.structured_output_manager,
@@ -70,10 +75,8 @@ class Overlapped:
     """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
 
     def __init__(self, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> None:
-        from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler, policy_scheduler
-
-        self.scheduler = scheduled_by(policy_scheduler, engine)
-        assert isinstance(self.scheduler, AsyncPolicyScheduler)
+        self.scheduler = scheduled_by("policy_scheduler", engine)
+        assert type(self.scheduler).__name__ == "AsyncPolicyScheduler"
         assert self.scheduler.control.overlapped
         learned = LearnedSpec(method="draft_model", model="the/target")
         self.scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
@@ -229,10 +232,8 @@ def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine
 def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_down(engine: Engine):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler
-
     depths = []
-    for cls in (AsyncScheduler, AsyncPolicyScheduler):
+    for cls in (AsyncScheduler, "AsyncPolicyScheduler"):
         worker = Overlapped.of(scheduled_by(cls, engine, settings={}))
         worker.add("a", 40)
         worker.add("b", 40)
@@ -260,15 +261,11 @@ def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_d
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_scheduler_that_does_not_fit_the_engine_is_refused(engine: Engine, asynchronous: bool):
-    from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler, PolicyScheduler, policy_scheduler
-
-    fits, other = (AsyncPolicyScheduler, PolicyScheduler) if asynchronous else (PolicyScheduler, AsyncPolicyScheduler)
-    with pytest.raises(
-        ConfigError, match=rf"pass async_scheduling={not asynchronous}, or scheduler_cls=.*{fits.__name__}"
-    ):
+    other, fits = sorted(["AsyncPolicyScheduler", "PolicyScheduler"], reverse=asynchronous)
+    with pytest.raises(ConfigError, match=rf"pass async_scheduling={not asynchronous}, or scheduler_cls=.*\.{fits},"):
         scheduled_by(other, engine, asynchronous=asynchronous)
-    for cls in (fits, policy_scheduler):
-        assert type(scheduled_by(cls, engine, asynchronous=asynchronous)) is fits
+    for cls in (fits, "policy_scheduler"):
+        assert type(scheduled_by(cls, engine, asynchronous=asynchronous)).__name__ == fits
 
 
 def attached(*strategies: Strategy, depth: int = 4, selector: Any = None) -> dict[str, Any]:
@@ -312,23 +309,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_an_engine_cannot_run_is_refused_with_what_to_pass(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, case: str
 ):
-    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
-
     monkeypatch.setenv("RANK", "1")
     changes, settings, sentence = REFUSED[case]
     with pytest.raises(ConfigError, match=sentence):
-        scheduled_by(policy_scheduler, engine, asynchronous=False, settings=settings, changes=changes)
+        scheduled_by("policy_scheduler", engine, asynchronous=False, settings=settings, changes=changes)
 
 
 def test_model_free_drafts_are_refused_where_drafts_stay_on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     from vllm import envs
 
-    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
-
     # vLLM keeps what its variables were when an engine started.
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        scheduled_by(policy_scheduler, engine, asynchronous=False, settings=BY_TEXT)
+        scheduled_by("policy_scheduler", engine, asynchronous=False, settings=BY_TEXT)
 
 
 def test_without_our_plugin_or_its_mend_nothing_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -336,11 +329,11 @@ def test_without_our_plugin_or_its_mend_nothing_starts(engine: Engine, monkeypat
     from tltlab.runtime.engine.vllm.plugin import unmended_sampling
 
     with unmended_sampling(), pytest.raises(ConfigError, match="leave speculative_config out"):
-        scheduled_by(scheduler.PolicyScheduler, engine, asynchronous=False, settings={})
+        scheduled_by("PolicyScheduler", engine, asynchronous=False, settings={})
     monkeypatch.setattr(scheduler, "is_registered", lambda: False)
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(ConfigError, match="VLLM_PLUGINS=other leaves it out; pass VLLM_PLUGINS=other,tltlab"):
-        scheduled_by(scheduler.PolicyScheduler, engine, asynchronous=False, settings={})
+        scheduled_by("PolicyScheduler", engine, asynchronous=False, settings={})
 
 
 def test_without_a_policy_pipelines_replicas_and_canvases_are_vllms_own(
@@ -349,14 +342,12 @@ def test_without_a_policy_pipelines_replicas_and_canvases_are_vllms_own(
     from vllm.config import DiffusionConfig
     from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 
-    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
-
     monkeypatch.setenv("RANK", "3")
     for changes in ({"parallel_config.pipeline_parallel_size": 2}, {"parallel_config.data_parallel_size": 2}, RANKS):
-        scheduler = scheduled_by(policy_scheduler, engine, asynchronous=False, settings={}, changes=changes)
+        scheduler = scheduled_by("policy_scheduler", engine, asynchronous=False, settings={}, changes=changes)
         assert not scheduler.control.steers
     record = {"tltlab": {"record": str(tmp_path / "trace")}}
-    second = scheduled_by(policy_scheduler, engine, asynchronous=False, settings=record, changes=RANKS)
+    second = scheduled_by("policy_scheduler", engine, asynchronous=False, settings=record, changes=RANKS)
     assert second.watch.recording is None
     canvases = {
         "model_config.is_diffusion": True,
@@ -364,7 +355,7 @@ def test_without_a_policy_pipelines_replicas_and_canvases_are_vllms_own(
         "diffusion_config": DiffusionConfig(canvas_length=4),
     }
     for asynchronous, stock in ((True, DiffusionAsyncScheduler), (False, DiffusionScheduler)):
-        over = scheduled_by(policy_scheduler, engine, asynchronous=asynchronous, settings={}, changes=canvases)
+        over = scheduled_by("policy_scheduler", engine, asynchronous=asynchronous, settings={}, changes=canvases)
         assert isinstance(over, stock)
 
 
@@ -410,11 +401,9 @@ def test_whatever_of_ours_raises_is_said_once_and_the_engine_goes_on_without_dra
 ):
     from vllm.v1.outputs import DraftTokenIds
 
-    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
-
     if part == ("control.drafts" if asynchronous else "control.allot"):
         pytest.skip("not called")
-    scheduler = scheduled_by(policy_scheduler, engine, asynchronous=asynchronous)
+    scheduler = scheduled_by("policy_scheduler", engine, asynchronous=asynchronous)
     worker = Overlapped.of(scheduler)
     learned = LearnedSpec(method="draft_model", model="the/target")
     scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
@@ -453,12 +442,10 @@ def test_whatever_of_ours_raises_is_said_once_and_the_engine_goes_on_without_dra
 def test_a_recording_that_vanishes_beside_a_policy_is_said_once_and_the_policy_goes_on(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
-
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     recorded = {"tltlab": BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}}
-    worker = Overlapped.of(scheduled_by(policy_scheduler, engine, settings=recorded))
+    worker = Overlapped.of(scheduled_by("policy_scheduler", engine, settings=recorded))
     recording = worker.scheduler.watch.recording
     shutil.rmtree(tmp_path / "trace.recording")
     number, deadline = 0, time.monotonic() + 300
