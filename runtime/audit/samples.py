@@ -49,7 +49,7 @@ class Auditor:
             engine.remember(prompt, responses)
         if case.composition == "greedy":
             return self._greedy(case, engine)
-        total = Answers(answers=[], num_drafted=0, num_accepted=0)
+        rounds_answered: list[Answers] = []
         for number, requests in enumerate(rounds(case, engine.max_num_seqs, self.num_samples)):
             update = None
             if case.composition == "updates":
@@ -57,14 +57,14 @@ class Auditor:
             elif case.composition == "updates while running":
                 engine.update_weights(self.weights[0])
                 update = lambda: engine.update_weights(self.weights[1])  # noqa: E731
-            answered = engine.ask(requests, update=update)
-            total = Answers(
-                answers=total.answers + answered.answers,
-                num_drafted=total.num_drafted + answered.num_drafted,
-                num_accepted=total.num_accepted + answered.num_accepted,
-            )
+            rounds_answered.append(engine.ask(requests, update=update))
         if case.composition.startswith("updates"):
             engine.update_weights(self.weights[0])
+        total = Answers(
+            answers=[answer for each in rounds_answered for answer in each.answers],
+            num_drafted=sum(each.num_drafted for each in rounds_answered),
+            num_accepted=sum(each.num_accepted for each in rounds_answered),
+        )
         return self._judged(case, total)
 
     def _judged(self, case: Case, sampled: Answers) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -150,9 +150,7 @@ def run_vllm_tests(
         "tests": list(tests),
         "counts": {side: _tally(results) for side, results in outcomes.items()},
         "seconds": seconds,
-        "differences": [
-            {name: getattr(difference, name) for name in Difference.__dataclass_fields__} for difference in found
-        ],
+        "differences": [asdict(difference) for difference in found],
     }
 
 

@@ -5,10 +5,11 @@ What does not decode is nobody's message and is dropped: `tltlab.coordination` r
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import dataclasses
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from tltlab.coordination.messages import StopTraining, Train, WorkerReport
 
@@ -17,45 +18,27 @@ MAX_BYTES = 1 << 16
 
 _VERSION = 1
 
-T = TypeVar("T")
-
 # Far above any clock in milliseconds, and far enough below 2 ** 64 that counting on from it still encodes.
 Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-class _Report(Struct, frozen=True, kw_only=True, tag="report", forbid_unknown_fields=True):
-    version: Literal[1]
-    worker: Number
-    seq: Number
-    rl_step: Annotated[int, Meta(ge=-1, le=1 << 53)]
-    busy: bool
-    term: Number | None
-    acked: Number
-    incarnation: Number
+def _struct(tag: str, message: type, **types: Any) -> Any:
+    """The message's fields as they travel: numbers unless `types` says otherwise."""
+    names = [field.name for field in dataclasses.fields(message)]
+    fields = [("version", Literal[1]), *((name, types.get(name, Number)) for name in names)]
+    return msgspec.defstruct(tag, fields, tag=tag, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
-class _Train(Struct, frozen=True, kw_only=True, tag="train", forbid_unknown_fields=True):
-    version: Literal[1]
-    worker: Number
-    seq: Number
-    term: Number
-    group: Number
-    rl_step: Number
-    leader: Number
-    members: Annotated[tuple[Number, ...], Meta(min_length=1)]
-    incarnation: Number
-
-
-class _Stop(Struct, frozen=True, kw_only=True, tag="stop", forbid_unknown_fields=True):
-    version: Literal[1]
-    worker: Number
-    seq: Number
-    term: Number
-
-
+_STRUCTS = {
+    WorkerReport: _struct(
+        "report", WorkerReport, rl_step=Annotated[int, Meta(ge=-1, le=1 << 53)], busy=bool, term=Number | None
+    ),
+    Train: _struct("train", Train, members=Annotated[tuple[Number, ...], Meta(min_length=1)]),
+    StopTraining: _struct("stop", StopTraining),
+}
 _encoder = msgspec.msgpack.Encoder()
-_reports = msgspec.msgpack.Decoder(_Report)
-_commands = msgspec.msgpack.Decoder(_Train | _Stop)
+_reports = msgspec.msgpack.Decoder(_STRUCTS[WorkerReport])
+_commands = msgspec.msgpack.Decoder(_STRUCTS[Train] | _STRUCTS[StopTraining])
 
 
 def encode(message: WorkerReport | Train | StopTraining) -> bytes:
@@ -66,33 +49,26 @@ def encode(message: WorkerReport | Train | StopTraining) -> bytes:
     >>> decode_report(encode(StopTraining(worker=3, seq=17, term=2))) is None
     True
     """
-    kind = {WorkerReport: _Report, Train: _Train, StopTraining: _Stop}[type(message)]
     fields = {name: getattr(message, name) for name in message.__slots__}
-    return _encoder.encode(kind(version=_VERSION, **fields))
+    return _encoder.encode(_STRUCTS[type(message)](version=_VERSION, **fields))
 
 
 def decode_report(data: bytes) -> WorkerReport | None:
     """The report, or None where this is none: garbled, too long, of another kind or version."""
-    found = _decode(_reports, data)
-    return None if found is None else WorkerReport(**_fields(found))
+    return cast(WorkerReport | None, _decode(_reports, data))
 
 
 def decode_command(data: bytes) -> Train | StopTraining | None:
     """The command, or None where this is none."""
-    found = _decode(_commands, data)
-    if found is None:
-        return None
-    return Train(**_fields(found)) if isinstance(found, _Train) else StopTraining(**_fields(found))
+    return cast(Train | StopTraining | None, _decode(_commands, data))
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T | None:
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
     if len(data) > MAX_BYTES:
         return None
     try:
-        return decoder.decode(data)
+        struct = decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def _fields(found: Struct) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in found.__struct_fields__ if name != "version"}
+    message = next(message for message, of_it in _STRUCTS.items() if type(struct) is of_it)
+    return message(**{name: getattr(struct, name) for name in struct.__struct_fields__ if name != "version"})

@@ -12,8 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import numpy as np
 
@@ -74,43 +75,35 @@ def _room(live: Live) -> int:
 class _Running(Sequence[Live]):
     """The requests of an iteration, looked up when a policy first reads them: most never do."""
 
-    __slots__ = ("_ids", "_live", "_read")
-
     def __init__(self, ids: Sequence[str], live: Mapping[str, Live]) -> None:
         self._ids, self._live = ids, live
-        self._read: list[Live] | None = None
 
+    @cached_property
     def _requests(self) -> list[Live]:
-        if self._read is None:
-            self._read = [self._live[i] for i in self._ids if i in self._live]
-        return self._read
+        return [self._live[i] for i in self._ids if i in self._live]
 
     def __len__(self) -> int:
-        return len(self._requests())
+        return len(self._requests)
 
-    @overload
-    def __getitem__(self, index: int) -> Live: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Live]: ...
-    def __getitem__(self, index: int | slice) -> Live | list[Live]:
-        return self._requests()[index]
+    def __getitem__(self, index: Any) -> Any:
+        return self._requests[index]
 
     def __iter__(self) -> Iterator[Live]:
-        return iter(self._requests())
+        return iter(self._requests)
 
 
 class Control:
     """Asks a policy once per engine iteration, shares out its drafts, and has the outcome told to it.
 
     Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
-    opens a rollout, `end` closes it and returns its rows; see `Ledger`, also for `overlapped`. An iteration calls
-    `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but
-    requests are looked at one by one only where there are drafts or the policy reads them. Unless it `steers`,
-    because the engine was given a policy, `watched` stands for `scheduled` and the engine drafts as it pleases.
-    `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
+    opens a rollout, `end` closes it and returns its rows (`Ledger`). An iteration calls `iteration_starts`,
+    `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but requests are looked
+    at one by one only where there are drafts or the policy reads them. Unless it `steers`, because the engine was given
+    a policy, `watched` stands for `scheduled`. `inside` runs while the ledger is kept, `seat.deciding` while the policy
+    decides.
 
-    A policy that raises, whatever it is doing, is logged once and asked no more: the engine decodes plainly, and
-    `failure` has the sentence until another policy is set. A `tally` counts iterations for `metrics`.
+    A policy that raises is logged once and asked no more: the engine decodes plainly, and `failure` has the sentence
+    until another policy is set. A `tally` counts iterations for `metrics`.
     """
 
     def __init__(
@@ -367,10 +360,10 @@ class Control:
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
     ) -> list[list[int]]:
-        """What each request is to verify next, [] where nothing is drafted.
+        """What each request is to verify next, [] where nothing is drafted, as for those that are gone or have no token
+        yet.
 
-        `learned` are the workers' drafts, made in `learned_s` seconds, or empty where they made none. Requests that are
-        gone or have not generated yet get nothing.
+        `learned` are the workers' drafts, made in `learned_s` seconds, or empty where they made none.
         """
         since_s, late_s = self.ledger.clock(), 0.0
         strategy = self.ledger.in_force.strategy

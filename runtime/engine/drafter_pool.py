@@ -37,9 +37,9 @@ class DrafterReport:
     """How the drafters of an engine do; `dataclasses.asdict` of it is JSON.
 
     `drafter` is the learned one, "" where there is none: its `age` in RL steps and `updates`, whether the canary has
-    `trusted` it and whether it `serves` (it is trained, fresh and trusted), the chance that training `predicted` for
-    each draft position, given that the tokens before were kept, and the one `measured` since the last swap.
-    `positions` are the counts since then of every drafter, `verdicts` the canary's newest.
+    `trusted` it and whether it `serves` (it is trained, fresh and trusted), by draft position the chance of being kept,
+    given the tokens before, that training `predicted` and that was `measured` since the last swap. `positions` are the
+    counts since then of every drafter, `verdicts` the canary's newest.
     """
 
     drafter: str
@@ -98,9 +98,9 @@ class DrafterPool(Mapping[str, DrafterState]):
     A request is known from `open` to `close`. Its text reaches a model-free drafter when a strategy asks it (`feed`),
     and at the end: while it is not asked it costs nothing.
 
-    `drafters` are specs, or `Drafter` objects of one's own; without any there are `ngram` and `suffix`. At most one is
-    learned, and a canary watches it: while it is not trusted it does not serve. `max_depth` is the deepest draft the
-    engine was built for. Without `beside` only an engine's workers draft. ConfigError for what cannot be run together.
+    `drafters` are specs or `Drafter` objects, by default `ngram` and `suffix`. At most one is learned, and while the
+    canary does not trust it it does not serve. `max_depth` is the deepest draft the engine was built for. Without
+    `beside` only an engine's workers draft. ConfigError for what cannot be run together.
     """
 
     def __init__(
@@ -208,9 +208,9 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Show the drafters that `strategy` may ask what has been generated, all requests in the order they came.
 
         Returns the seconds that went into text of turns before `turn`, when nobody asked: a drafter that was not fed in
-        the last k turns has had k parts of it to take in, one of them this turn's. Each drafter gets one `extend` per
-        request that has grown, however long it was not asked, and puts in no more than a piece of the text: the rest
-        waits for the next turns, and until then the drafter does without it.
+        the last k turns has had k parts of it to take in. Each drafter gets one `extend` per request that has grown,
+        and puts in no more than a piece of the text: the rest waits for the next turns, and until then the drafter does
+        without it.
         """
         late_s = 0.0
         for name in self._asked(strategy.drafter):

@@ -52,10 +52,9 @@ class Engine:
 
     `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
     built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
-    another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
-    generators and draws from them. `graphs` are the CUDA graphs to capture, None for those of vLLM's own choice.
-    `vllm_args` have vLLM's own names and win over the defaults. Scheduling is synchronous unless they say otherwise,
-    whatever drafts: else a rollout could not be replayed or resumed bit by bit.
+    another process, and policies are given as `Policy`; without, it seeds this process's random generators and draws
+    from them. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have vLLM's own names
+    and win over the defaults, of which synchronous scheduling is one: else no rollout could be replayed bit by bit.
     """
 
     def __init__(
@@ -120,8 +119,8 @@ class Engine:
     def set_policy(self, policy: Policy | Selector | None, seed: Sequence[int] | None = None) -> None:
         """Choose by `policy` from the next iteration on, None for plain decoding.
 
-        A `Policy` is built afresh and draws from a generator seeded with `seed`; a `Selector` is used as it is.
-        ConfigError where it may ask for what the engine lacks; the policy before then stays in force.
+        A `Policy` is built afresh, with a generator seeded with `seed`; a `Selector` is used as it is. ConfigError
+        where it may ask for what the engine lacks; the policy before then stays in force.
         """
         for strategy in policy.strategies if policy is not None else ():
             self._pool.check(strategy)
@@ -136,9 +135,8 @@ class Engine:
             self.control.set_selector(policy)
 
     def warm_up(self, temperature: float) -> None:
-        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first.
-
-        Afterwards no policy is set.
+        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first; sets no
+        policy.
         """
         first = GenerationRequest(key=(-1, "warm-up", 0, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
         requests = [replace(first, key=(-1, "warm-up", n, 0)) for n in range(4)]
@@ -165,15 +163,15 @@ class Engine:
     def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
         """Hand `sink` each response of later rollouts that ends by itself, as soon as it ends; None for no more.
 
-        A `TrainingSequence` has the hidden states of the passes that generated it: the last layer's after the final
-        norm and, with an EAGLE-3 drafter, those that vLLM hands it, in the engine's dtype, on the host. It begins where
-        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come.
+        A `TrainingSequence` has the hidden states of the passes that generated it, in the engine's dtype, on the host:
+        the last layer's after the final norm and those that vLLM hands an EAGLE-3 drafter. It begins where a cached
+        prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come.
 
         Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory; when that is
-        full, those stay that are likely to be in the tail, and the others are counted in `captured`. With `own_process`
-        or tensor parallelism the sink is called in the process of the model's rank 0: it is pickled to get there, and
-        hears of a response with the next iteration, of a rollout's last ones before it ends. A sink that raises ends
-        the capture, not the rollout. ConfigError for a sink that cannot be pickled then.
+        full, those stay that are likely to be in the tail (`captured` counts the others). With `own_process` or tensor
+        parallelism the sink is pickled, called in the process of the model's rank 0, and hears of a response with the
+        next iteration. A sink that raises ends the capture, not the rollout. ConfigError for one that cannot be pickled
+        then.
         """
         adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
         self._captures = sink is not None
@@ -326,10 +324,8 @@ class Engine:
         self._call("remember", list(responses))
 
     def recall(self, responses: Iterable[Remembered]) -> None:
-        """Have the drafters in use remember these responses of earlier rollouts and no others; nothing may be running.
-
-        (key, prompt ids, response ids) each. What follows depends on nothing older. A drafter takes the time to index
-        them when their prompts come again.
+        """Have the drafters in use remember these, (key, prompt ids, response ids) each, and no others; nothing may be
+        running.
         """
         self._call("recall", list(responses))
 
@@ -342,19 +338,18 @@ class Engine:
         self._call("drafters.forget")
 
     def reseed(self, seed: Sequence[int]) -> None:
-        """From now on everything random in the engine, in all its processes, follows from `seed`: ints of at least 0.
+        """From now on everything random in the engine's processes follows from `seed`: ints of at least 0.
 
-        This process's global generators are seeded too where its core is here. A core in a process of its own begins
-        with the first request that reaches it, so which one draws what there still depends on the clock.
+        This process's global generators are seeded too where its core is here. A core in another process begins with
+        the first request that reaches it, so which one draws what there still depends on the clock.
         """
         self._call("reseed", [int(part) for part in seed])
 
     def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make the choices of `rows`, this worker's of a trace's `decisions`; after their last RL step the policy's.
 
-        Tokens come out the same where all else is: policy, seeds, requests, weights (a learned drafter's too) and what
-        drafters and budget knew. ConfigError where the policy never makes such choices; a rollout that runs otherwise
-        than the recorded one ends in a RunError.
+        Tokens come out the same where policy, seeds, requests, weights, and what drafters and budget knew are the same.
+        ConfigError where the policy never makes such choices; a rollout that runs otherwise ends in a RunError.
         """
         self._call("seat.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
@@ -368,8 +363,8 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, with nothing cached; nothing may be running.
 
-        The policy must be set and draft weights be loaded before. Suffix trees order equally frequent continuations by
-        how texts came: two engines go on alike once both, the one that gave the state included, have loaded it.
+        The policy must be set and draft weights be loaded before. Two engines go on alike once both have loaded it:
+        suffix trees order equally frequent continuations by how texts came.
         """
         self._call("load_state_dict", state)
         self.llm.reset_prefix_cache()

@@ -84,11 +84,11 @@ class GraphPlan:
     """What vLLM is told for one policy. `may_run` and `asked` are ascending.
 
     `may_run` is all that the policy may choose, `asked` what graphs are asked for. `drafters` are the policy's, of
-    which `networks` run on the device, and `drafts` is what vLLM's speculative_config says of them, as far as the
-    policy does. `notes` say what these settings leave to the policy's own scheduler, and what gets no full graph.
-    The engine is built for drafts of up to `deepest` tokens. Drafts of one iteration are `uneven` where they may differ
-    in length. With `any_lengths` one full graph serves requests of any lengths, which the V1 runner alone can.
-    `max_tokens` is the most an iteration may schedule, beyond which vLLM captures nothing.
+    which `networks` run on the device, and `drafts` is what vLLM's speculative_config says of them. `notes` say what
+    these settings leave to the policy's own scheduler, and what gets no full graph. The engine is built for drafts of
+    up to `deepest` tokens, `uneven` where those of one iteration may differ in length. With `any_lengths` one full
+    graph serves requests of any lengths, which the V1 runner alone can. `max_tokens` is the most an iteration may
+    schedule.
     """
 
     max_num_seqs: int
@@ -301,10 +301,9 @@ def plan_graphs(
     """Settings for `policy` in an engine of at most `max_batch` running requests.
 
     Graphs are asked for at vLLM's own batch sizes, or such as lie a ratio `spacing` apart; with `fill`, for the V2
-    runner, at more, until all that may run has a full graph. `plain` adds plain decoding at all of them: evaluations
-    decode so, and iterations for which nothing was drafted. `deepest` is by default the policy's deepest draft. For
-    `any_lengths`, which the V2 runner ignores, and `max_tokens` see `GraphPlan`. ConfigError for what vLLM cannot
-    draft, and for a policy that does not say what it may choose.
+    runner, at more, until all that may run has a full graph. `plain` adds plain decoding at all of them. `deepest` is
+    by default the policy's deepest draft. For `any_lengths`, which the V2 runner ignores, and `max_tokens` see
+    `GraphPlan`. ConfigError for what vLLM cannot draft, and for a policy that does not say what it may choose.
     """
     if max_batch < 1:
         raise ConfigError(f"max batch is {max_batch}: an engine runs at least one request")

@@ -1,8 +1,7 @@
 """The ledger of one engine's iterations: which choice each one verified, how long it took, what it kept.
 
 vLLM drafts at the end of iteration i what iteration i + 1 verifies. So the outcome of the choice made in iteration i is
-what iteration i + 1 verified, and its time is `duration[i+1] - draft_duration[i+1] + draft_duration[i]`. Nothing here
-knows vLLM or how a choice is made; the clock is an argument.
+what iteration i + 1 verified, and its time is `duration[i+1] - draft_duration[i+1] + draft_duration[i]`.
 """
 
 from __future__ import annotations
@@ -114,14 +113,12 @@ class Ledger:
 
     Per iteration: `start`, `schedule`, `choose` where somebody chooses, `verified`, `sampled`, and `drafted` where
     drafts are made beside the scheduler. An iteration lasts from its start to the next one's, the last before a pause
-    to its own end; text that drafters take in late does not count. With `overlapped` the engine schedules an iteration
-    before it knows the last one's outcome (asynchronous scheduling): durations then run from output to output, and
-    drafting time is unknown.
+    to its own end; text that drafters take in late does not count. With `overlapped` (asynchronous scheduling)
+    durations run from output to output, and drafting time is unknown.
 
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. `over` is
-    called with each iteration that has ended, in rollouts and outside of them. Times in rows are seconds since
-    `origin`, the moment of `begin`. `verified` takes O(batch), everything else O(1), and a rollout holds O(batch) per
-    iteration that verified drafts.
+    called with each iteration that has ended. Times in rows are seconds since `origin`, the moment of `begin`.
+    `verified` takes O(batch), everything else O(1), and a rollout holds O(batch) per iteration that verified drafts.
     """
 
     def __init__(

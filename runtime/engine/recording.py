@@ -68,8 +68,7 @@ class Grouping:
 
     `version` counts weight updates. What is heard of one while nothing else happens is one update, and what comes
     before the first request none. From the first on only updates end an RL step. Before, a session ends with an idle
-    gap that is longer than `GAP_S` and than `GAP_SHARE` of the session: a client that stalls for a moment goes on with
-    its batch.
+    gap that is longer than `GAP_S` and than `GAP_SHARE` of the session.
     """
 
     GAP_S: ClassVar[float] = 1.0
@@ -122,18 +121,15 @@ class LiveRecording:
     """Takes down what enters and leaves one engine, for a thread that writes it; a trace once closed.
 
     What happened is durable `flush_s` later at the latest, about a second later where the engine has fallen idle, and
-    earlier where more than `flush_bytes` wait. The engine never waits for the disk: where it does not keep up, so that
-    more than `most_bytes` wait, where it is full or the folder is gone, the recording says so once and has `ended`, and
-    what is durable stays. Methods called after the end do nothing; an error of ours they raise, and whoever calls them
-    is to `give_up`. ConfigError where a recording is at `path` already, or none can be made.
+    earlier where more than `flush_bytes` wait. The engine never waits for the disk: where more than `most_bytes` wait,
+    or the disk is full or the folder gone, the recording says so once and has `ended`, and what is durable stays.
+    Methods called after the end do nothing; after an error of ours the caller is to `give_up`. ConfigError where none
+    can be made.
 
-    A thread of its own owns the files: to it goes all that is to be written, in order. It closes at the latest when its
-    process ends; a process that is forked off has no part in it.
-
-    Requests that are under way when it closes are aborted ones. An RL step never begins again: what comes late has the
-    times of its own RL step and runs in the iterations of the newest. Rewards and log-probs are not known here and stay
-    null. Of prompts and keys `remembered` are remembered, the newest ones:
-    visits of others count from 0 again, and their keys are taken for used.
+    The thread closes it at the latest when its process ends; a process that is forked off has no part in it. Requests
+    that are under way then are aborted ones. An RL step never begins again: what comes late has the times of its own RL
+    step and runs in the iterations of the newest. Rewards and log-probs are not known here and stay null. Of prompts
+    and keys the newest `remembered` are: visits of others count from 0 again, and their keys are taken for used.
     """
 
     flush_s: ClassVar[float] = 5.0

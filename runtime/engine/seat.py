@@ -35,7 +35,7 @@ class PolicyFailed(RunError):
 
 
 def what_was_raised(error: Exception) -> str:
-    """Its name, what it says, and the file and line: the innermost that is not ours and in no library, if there is one.
+    """Its name, what it says, and the innermost file and line that is not ours and in no library, if there is one.
 
     For messages about errors that end nothing; it raises none itself, whatever the error is like.
     """
@@ -140,9 +140,9 @@ class Seat:
 class PolicyFile:
     """The file of the policy in force, for an engine that takes another one from it while requests run.
 
-    A thread looks at it each `every_s` seconds. What it holds is read there, once it has stood unchanged between two
-    looks, so that half of a file is not; the engine has it checked and put in force by `take`, between two iterations.
-    What cannot be read or run is refused: a sentence in the log, `changes` counts it, and what is in force goes on.
+    A thread looks at it each `every_s` seconds and reads it once it has stood unchanged between two looks, so that half
+    of a file is not read; `take` has it checked and put in force, between two iterations. What cannot be read or run is
+    refused: a sentence in the log, `changes` counts it, and what is in force goes on.
     """
 
     def __init__(self, path: str | Path, in_force: Policy, *, every_s: float = LOOK_S) -> None:

@@ -1,8 +1,8 @@
 """New weights on their way from trainers to engines: memory that both map, and the calls that go with it.
 
-There are three ways. On the host rank 0 fills a bucket of shared memory with whole tensors as they are gathered, while
-engines load the one before. "nccl" and "ipc" are vLLM's own backends between devices (`vllm.transfer`). A rank holds
-its shards, the tensor that is being gathered and the buckets; what is pickled says where tensors lie.
+On the host rank 0 fills a bucket of shared memory with whole tensors as they are gathered, while engines load the one
+before. "nccl" and "ipc" are vLLM's own backends between devices (`vllm.transfer`). A rank holds its shards, the tensor
+that is being gathered and the buckets; what is pickled says where tensors lie.
 """
 
 from __future__ import annotations

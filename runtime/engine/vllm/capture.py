@@ -1,10 +1,8 @@
 """The target's hidden states out of a live engine: every response that ends becomes a `TrainingSequence`.
 
-Both model runners keep what a forward pass left (`execute_model_state`) until they sample from it, whatever they draft
-with, if at all; that is where `RunnerCapture` takes rows. On CUDA they leave on a stream of their own, through pinned
-memory. `Capture` sits beside the scheduler and says which requests come and go. Under tensor parallelism, where each
-rank has whole hidden states, rank 0's runner takes them, in its own process; what it must know comes to it with the
-next iteration.
+Both model runners keep what a forward pass left (`execute_model_state`) until they sample from it; that is where
+`RunnerCapture` takes rows. On CUDA they leave on a stream of their own, through pinned memory. Under tensor parallelism
+rank 0's runner takes them, in its own process; what it must know comes to it with the next iteration.
 """
 
 from __future__ import annotations

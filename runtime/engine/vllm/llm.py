@@ -52,11 +52,10 @@ def start(
     """A `vllm.LLM` with the policy scheduler, and whether it takes drafts; ConfigError if it fails.
 
     `vllm_args` win over what is `planned` and over the defaults here; of `compilation_config` each setting by itself.
-    With `beside` drafts are made beside the scheduler too, which only the V1
-    model runner takes: others keep their own on the device. With a tensor_parallel_size above 1 the model runs in as
-    many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing. The
-    process's environment, `sys.path` and torch's settings of compilation are afterwards as before; vLLM's own modules
-    stay patched (`plugin`).
+    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a
+    tensor_parallel_size above 1 the model runs in as many processes below the engine core's. `enable_sleep_mode` is
+    ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
+    compilation are afterwards as before; vLLM's own modules stay patched (`plugin`).
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"

@@ -129,25 +129,21 @@ def vllm_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
 
-    `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine
-    is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
-    most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
-    `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
-    trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
-    within seconds; the engine's depth, drafters and graphs stay. A server's metrics compare with plain decoding by
+    `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine is built for
+    drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at most so many
+    requests at a time and captures the CUDA graphs of `graphs.plan_graphs`. Engines that share a run differ by
+    `worker`, and each data-parallel replica has a policy, drafters and a trace of its own. With `record` the engine
+    writes a trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while
+    requests run; the engine's depth, drafters and graphs stay. A server's metrics compare with plain decoding by
     `costs`, what `load_costs` takes, or as it was measured. ConfigError for what vLLM cannot run.
 
-    Each data-parallel replica has a policy, drafters and a trace of its own: what learns or searches earlier responses
-    knows those of its replica.
-
-    Without a policy the engine is only recorded: scheduler, speculation and all else stay what vLLM makes of the other
-    arguments (`watch.record_only`), and what speculation of its own kept is written down. Recording that fails ends
-    no engine.
+    Without a policy the engine is only recorded, what speculation of its own kept included: all else stays what vLLM
+    makes of the other arguments (`watch.record_only`), and recording that fails ends no engine.
 
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
-    made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
-    asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
-    before it knows the last iteration's tokens, and how long drafting takes is in no trace.
+    made from tokens that must be known. Otherwise drafts stay on the device, and vLLM schedules asynchronously where it
+    can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses before it knows the last
+    iteration's tokens, and how long drafting takes is in no trace.
 
     `for_` writes them as that program hands them on unharmed: NeMo-RL under `vllm_kwargs` and SkyRL under
     `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without any; verl under `engine_kwargs.vllm`,

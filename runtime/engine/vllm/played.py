@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,23 +436,11 @@ def _timed_call(function: Any, seconds: list[float]) -> Any:
     return call
 
 
-@dataclass(slots=True)
-class _State:
-    """What a forward pass leaves."""
-
-    hidden_states: Any
-    aux_hidden_states: None = None
-
-
 class _Runner:
     """The part of a model runner that hidden states are taken from."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.execute_model_state: Any = None
-        self.input_batch: Any = None
-        self.query_start_loc: Any = None
-        self.positions: Any = None
         self._computed: dict[str, int] = {}
 
     def execute_model(self) -> None:
@@ -467,12 +454,12 @@ class _Runner:
         starts = [self._computed.get(name, 0) for name in scheduled]
         counts = list(scheduled.values())
         self._computed.update({name: at + n for name, at, n in zip(scheduled, starts, counts, strict=True)})
-        total = sum(counts)
         positions = np.concatenate([np.arange(at, at + n) for at, n in zip(starts, counts, strict=True)])
         self.positions = torch.from_numpy(positions)
         self.input_batch = SimpleNamespace(num_reqs=len(scheduled), req_ids=list(scheduled))
         self.query_start_loc = SimpleNamespace(np=np.concatenate([[0], np.cumsum(counts)]))
-        self.execute_model_state = _State(torch.zeros(total, _HIDDEN))
+        states = torch.zeros(sum(counts), _HIDDEN)
+        self.execute_model_state = SimpleNamespace(hidden_states=states, aux_hidden_states=None)
 
 
 def _capture(scheduler: Any) -> _Runner:

@@ -1,10 +1,7 @@
 """What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
 
-Two defects of vLLM's CPU build are mended; a weight-transfer backend for trainers on the same machine is registered;
-drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can be asked about
-its policy, as it is where a server is asked for its metrics; and engines of programs that know nothing of tltlab are
-made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as the process
-lives. What a version of vLLM has no room for is left out (`capabilities`).
+`_CHANGES` lists what is changed in vLLM's own modules, for as long as the process lives. What a version of vLLM has no
+room for is left out (`capabilities`).
 """
 
 from __future__ import annotations
@@ -66,8 +63,8 @@ def register() -> None:
 def follow_variables() -> None:
     """Have `EngineArgs` make every engine's configuration as the environment says, and say so in a line.
 
-    `LLM`, `AsyncLLM` and `vllm serve` all go through it. What cannot be followed is left out and the line says why:
-    the policy alone, or all; it does not end the program, unless TLTLAB_OPTIONS has `strict`.
+    `LLM`, `AsyncLLM` and `vllm serve` all go through it. What cannot be followed is left out and the line says why: the
+    policy alone, or all; it ends the program only if TLTLAB_OPTIONS has `strict`.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -349,8 +346,7 @@ def mend_speculative_sampling() -> None:
 
     The C++ fallback of the CPU build (0.24 to 0.33) writes the expanded temperature, top-p and top-k into an int64
     copy, so the rejection sampler reads uninitialised memory: at temperature > 0 speculative tokens follow the wrong
-    distribution. The kernel is put in place when modules are imported, or, before 0.31, when a model runner is made,
-    so what is replaced is the function that calls it.
+    distribution. What is replaced is the function that calls the kernel, since that is put in place at various times.
     """
     from vllm.v1.sample import rejection_sampler
 

@@ -22,11 +22,10 @@ def spare_speculation() -> None:
     """Have the V1 runner run an iteration without drafts as an engine built without speculation does.
 
     vLLM else gathers the logits of no drafts, samples by rejection and proposes, in all a quarter of an iteration of a
-    small model, and runs a draft model's first pass, which keeps its KV cache up with the target's. Here a draft model
-    rests while no drafts are asked for, and catches up when they are. Where that cannot be, it goes on as in vLLM: with
-    EAGLE heads, whose inputs are hidden states that are gone, under asynchronous scheduling, and without a policy of
-    ours. Hybrid models (Mamba) keep their states by what is drafted. What is sampled there is the same whatever drafts.
-    Where anything of this raises, that runner is vLLM's own from then on.
+    small model, and runs a draft model's first pass. Here a draft model rests while no drafts are asked for, and
+    catches up when they are. It goes on as in vLLM with EAGLE heads, whose inputs are gone then, under asynchronous
+    scheduling, without a policy of ours and for hybrid models (Mamba), which keep their states by what is drafted. What
+    is sampled is the same whatever drafts. Where anything of this raises, that runner is vLLM's own from then on.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
