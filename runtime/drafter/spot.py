@@ -10,8 +10,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.coordinator.keys import ClientKeys, make_keys
-from tltlab.runtime.coordinator.log import Membership, PeriodRecord
-from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.coordinator.server import CoordinatorServer, Membership, PeriodRecord
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
