@@ -10,9 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.make_model import make_model as command
-from tltlab.runtime.models.make import NUM_HELDOUT_PROMPTS, NUM_TRAIN_PROMPTS, SIZES, Size, make_model, make_tokenizer
+from tltlab.runtime.models.make import (
+    NUM_HELDOUT_PROMPTS,
+    NUM_TRAIN_PROMPTS,
+    SIZES,
+    Size,
+    make_model,
+    make_tokenizer,
+    orthogonalise,
+)
 from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
-from tltlab.runtime.models.muon import orthogonalise
 from tltlab.runtime.models.tasks import TASKS
 
 SMALLEST = Size(hidden=64, layers=1, mlp=64, steps=25, tokens_per_batch=512, measured_prompts=2, samples_per_prompt=2)
