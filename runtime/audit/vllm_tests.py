@@ -104,18 +104,18 @@ def differences(
     ['passed']
     """
     stock = outcomes["stock"]
-    found = []
+    different = []
     for side, results in outcomes.items():
         for test in dict.fromkeys((*stock, *results)):
             before, after = (each.get(test, Outcome(result="missing")) for each in (stock, results))
             if before.result == after.result:
                 continue
-            known = (e for e in expected if side in e.sides and e.outcome == after.result and re.search(e.tests, test))
-            why = next((e.why for e in known), "")
-            found.append(
+            fits = (e for e in expected if side in e.sides and e.outcome == after.result and re.search(e.tests, test))
+            why = next((e.why for e in fits), "")
+            different.append(
                 Difference(side=side, test=test, stock=before.result, ours=after.result, why=why, message=after.message)
             )
-    return found
+    return different
 
 
 def run_vllm_tests(
@@ -143,14 +143,14 @@ def run_vllm_tests(
             outcomes[side] = _run(place, side, tests, limit_s)
             seconds[side] = time.perf_counter() - started
             progress(f"{name}: {_counts(outcomes[side])}, {seconds[side]:.0f} s")
-    found = differences(outcomes)
+    different = differences(outcomes)
     return {
-        "passed": all(difference.why for difference in found),
+        "passed": all(difference.why for difference in different),
         "vllm": installed_vllm(),
         "tests": list(tests),
         "counts": {side: _tally(results) for side, results in outcomes.items()},
         "seconds": seconds,
-        "differences": [asdict(difference) for difference in found],
+        "differences": [asdict(difference) for difference in different],
     }
 
 
@@ -185,26 +185,26 @@ def _run(place: Path, side: Side, tests: Sequence[str], limit_s: float) -> dict[
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RunError(f"{SIDES[side]}: vLLM's tests took more than {limit_s:.0f} s") from None
-    found = outcomes_of(report) if report.is_file() else {}
+    outcomes = outcomes_of(report) if report.is_file() else {}
     # Tests may all fail, as long as they do on every side; what pytest cannot even begin tells nothing of vLLM.
-    if ended.returncode not in (0, 1) or all(outcome.result == "error" for outcome in found.values()):
-        said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
-        error = next((line for line in reversed(said) if re.match(r"E? *\w*Error", line)), said[-1] if said else "")
+    if ended.returncode not in (0, 1) or all(outcome.result == "error" for outcome in outcomes.values()):
+        lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+        error = next((line for line in reversed(lines) if re.match(r"E? *\w*Error", line)), lines[-1] if lines else "")
         raise RunError(f"{SIDES[side]}: pytest could not run vLLM's tests; it says: {error[:300]}")
-    return found
+    return outcomes
 
 
 def outcomes_of(report: Path) -> dict[str, Outcome]:
     """How each test of a JUnit report came out, by "file::name"."""
-    found = {}
+    outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         result, message = "passed", ""
         for kind, name in (("error", "error"), ("failure", "failed"), ("skipped", "skipped")):
-            if (said := case.find(kind)) is not None:
-                result, message = name, (said.get("message") or "").strip().partition("\n")[0][:200]
+            if (element := case.find(kind)) is not None:
+                result, message = name, (element.get("message") or "").strip().partition("\n")[0][:200]
         where = case.get("file") or case.get("classname") or ""
-        found[f"{where}::{case.get('name')}"] = Outcome(result=result, message=message)
-    return found
+        outcomes[f"{where}::{case.get('name')}"] = Outcome(result=result, message=message)
+    return outcomes
 
 
 def pytest_configure() -> None:

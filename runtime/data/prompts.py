@@ -200,23 +200,23 @@ def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Ma
     loader = next((_LOADERS[suffix] for suffix in path.suffixes[-2:] if suffix in _LOADERS), None)
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(source)
-            if isinstance(found, datasets.DatasetDict):
-                if split not in found:
-                    raise ConfigError(f"dataset {source} has no split {split!r}; it has {', '.join(found)}")
-                found = found[split]
+            rows = datasets.load_from_disk(source)
+            if isinstance(rows, datasets.DatasetDict):
+                if split not in rows:
+                    raise ConfigError(f"dataset {source} has no split {split!r}; it has {', '.join(rows)}")
+                rows = rows[split]
         elif loader is not None and not path.is_dir():
             if not path.is_file():
                 raise ConfigError(f"cannot read {source}: there is no such file")
-            found = datasets.load_dataset(loader, data_files=source, split="train")
+            rows = datasets.load_dataset(loader, data_files=source, split="train")
         else:
-            found = datasets.load_dataset(source, subset, split=split)
+            rows = datasets.load_dataset(source, subset, split=split)
     except ConnectionError as error:
         raise ConfigError(_unreachable(source)) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         what = ", ".join([f"dataset {source}", *([f"subset {subset}"] if subset is not None else []), f"split {split}"])
         raise ConfigError(f"cannot load {what}: {' '.join(str(error).split())[:300]}") from error
-    yield from found
+    yield from rows
 
 
 def _unreachable(source: str) -> str:

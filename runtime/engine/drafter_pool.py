@@ -241,9 +241,9 @@ class DrafterPool(Mapping[str, DrafterState]):
             return self._propose(strategy.drafter, asked, learned)
         first, otherwise = spec.first, spec.otherwise
         lately = self._lately.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
-        found = self._drafter(first).propose_all(asked)
-        drafts = [(first, draft.tokens) for draft in found]
-        others = [n for n, (_, depth) in enumerate(asked) if not spec.choose(found[n], min(lately, depth))]
+        firsts = self._drafter(first).propose_all(asked)
+        drafts = [(first, draft.tokens) for draft in firsts]
+        others = [n for n, (_, depth) in enumerate(asked) if not spec.choose(firsts[n], min(lately, depth))]
         instead = self._propose(otherwise, [asked[n] for n in others], [learned[n] for n in others])
         for n, draft in zip(others, instead, strict=True):
             drafts[n] = draft
@@ -383,9 +383,9 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately.pop(self.learned, None)
         self._counts.clear()
         self.canary.expect(predicted, f"weights of {updates} updates were swapped in{self._when()}")
-        known, self._of_other_weights = self._of_other_weights, None
-        if known is not None and known["updates"] == updates:
-            self._recall(known)
+        state, self._of_other_weights = self._of_other_weights, None
+        if state is not None and state["updates"] == updates:
+            self._recall(state)
 
     def target_updated(self, version: str) -> None:
         """The target has new weights."""

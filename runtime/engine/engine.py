@@ -470,11 +470,11 @@ def capture_room(engines: int = 1) -> int:
 
 def _params(request: GenerationRequest, usual: Mapping[str, float]) -> Any:
     """The request's sampling settings for vLLM: its own, else the `usual` ones."""
-    own = {name: value for name in usual if (value := getattr(request, name)) is not None}
+    of_request = {name: value for name in usual if (value := getattr(request, name)) is not None}
     limits: dict[str, Any] = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
     if request.stop_token_ids:
         limits["stop_token_ids"] = list(request.stop_token_ids)
-    return adapter.sampling_params(request.key, **{**usual, **own}, **limits)
+    return adapter.sampling_params(request.key, **{**usual, **of_request}, **limits)
 
 
 def _response(

@@ -161,27 +161,27 @@ class GraphPlan:
 
     def refused(self) -> str | None:
         """Why vLLM does not take, or dies of, `settings` without this package's scheduler; None where it runs them."""
-        own = "tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
+        instead = "tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
         if not self.depths[-1]:
             return None
         if len(self.drafters) > 1:
             names = " and ".join(self.drafters)
-            return f"vLLM has one drafter per engine, and the policy drafts with {names}; {own}"
+            return f"vLLM has one drafter per engine, and the policy drafts with {names}; {instead}"
         if not self.drafts:
             return (
                 f"the policy does not say what its drafter {self.drafters[0]} is in vLLM's words, or that it is not "
-                f'trained yet: give it under "drafters", with kind "learned", method and model; {own}'
+                f'trained yet: give it under "drafters", with kind "learned", method and model; {instead}'
             )
         if self.drafts["method"] == "suffix" and self.schedule:
             return (
                 f"vLLM's suffix decoding has one K for all batches and dies of another, and the policy has "
-                f"{', '.join(map(str, self.depths))}; {own}"
+                f"{', '.join(map(str, self.depths))}; {instead}"
             )
         if self.chosen_at_run_time:
             # vLLM would take the schedule, and draft by it: deepest at batch 1, hardly at all beyond a few requests.
             return (
                 f"the policy chooses among K = {', '.join(map(str, self.depths))} while it runs, and vLLM goes by the "
-                f"batch size alone, as a table does; {own}"
+                f"batch size alone, as a table does; {instead}"
             )
         return None
 
@@ -207,14 +207,14 @@ class GraphPlan:
         full = set(self.full_graphs())
         # The V1 runner pads to the next size of all, the V2 runner to the next full graph of whatever K.
         tokens = list(self.capture_sizes) if self.runner == "V1" else sorted({size for size, _ in full})
-        found: dict[BatchDepth, Kind] = {}
+        kinds: dict[BatchDepth, Kind] = {}
         for n, k in self.may_run:
             at = bisect_left(tokens, n * (k + 1))
             if at < len(tokens) and not full.isdisjoint({(tokens[at], k), (tokens[at], None)}):
-                found[n, k] = "full"
+                kinds[n, k] = "full"
             else:
-                found[n, k] = "piecewise" if n * (k + 1) <= max(self.piecewise_graphs(), default=0) else "eager"
-        return found
+                kinds[n, k] = "piecewise" if n * (k + 1) <= max(self.piecewise_graphs(), default=0) else "eager"
+        return kinds
 
     def without_full_graph(self) -> tuple[BatchDepth, ...]:
         """What the policy may run and vLLM has no full graph for."""
@@ -252,7 +252,7 @@ class GraphPlan:
         full = self.full_graphs()
         depths = sorted({*self.depths, self.deepest})
         batches = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in depths}
-        target = [TargetRunner(tokens_to_verify=k + 1, batches=own) for k, own in batches.items() if own]
+        target = [TargetRunner(tokens_to_verify=k + 1, batches=sizes) for k, sizes in batches.items() if sizes]
         by_tokens = TargetRunner(tokens_to_verify=1, batches=self.capture_sizes)
         drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
         if self.runner == "V1":
@@ -440,13 +440,13 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
         return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
         return {}
-    told = spec.arguments()
+    ours = spec.arguments()
     return {
         "method": "suffix",
-        "suffix_decoding_max_tree_depth": told["max_match"] + deepest,
-        "suffix_decoding_min_token_prob": told["min_token_prob"],
+        "suffix_decoding_max_tree_depth": ours["max_match"] + deepest,
+        "suffix_decoding_min_token_prob": ours["min_token_prob"],
         # As many tokens as matched, times this; whatever matched, all of the depth.
-        "suffix_decoding_max_spec_factor": told["match_factor"] if told["length"] == "match" else float(deepest),
+        "suffix_decoding_max_spec_factor": ours["match_factor"] if ours["length"] == "match" else float(deepest),
         # Past responses are searched unless the request alone is.
         **({"suffix_decoding_max_cached_requests": 0} if spec.scopes == ("request",) else {}),
     }

@@ -176,13 +176,13 @@ class Collector:
     def collect(self) -> Iterable[Metric]:
         if not self.asks:
             return []
-        found: list[tuple[Labels, Metrics]] = []
+        of_engines: list[tuple[Labels, Metrics]] = []
         for ask in self.asks:
             try:
-                found += ask()
+                of_engines += ask()
             except Exception as error:  # whatever it is, vLLM's own metrics are being asked for
                 logger.debug("an engine was not asked for its metrics: %s: %s", type(error).__name__, error)
-        return families(found)
+        return families(of_engines)
 
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -239,7 +239,7 @@ _FAMILIES: Sequence[tuple[str, str, tuple[str, ...], Callable[[Metrics], Samples
 """Of each metric its name, what it is, its labels, and where it comes from."""
 
 
-def families(found: Sequence[tuple[Labels, Metrics]]) -> list[Metric]:
+def families(of_engines: Sequence[tuple[Labels, Metrics]]) -> list[Metric]:
     """The metrics of some engines as `prometheus_client` writes them."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -247,7 +247,7 @@ def families(found: Sequence[tuple[Labels, Metrics]]) -> list[Metric]:
     for name, text, labels, read in _FAMILIES:
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         family = kind(f"tltlab:{name}", text, labels=("model_name", "engine", *labels))
-        for engine, metrics in found:
+        for engine, metrics in of_engines:
             for values, number in read(metrics):
                 family.add_metric((*engine, *values), number)
         shown.append(family)

@@ -242,11 +242,11 @@ class _Profiler:
         for cell, visits in timed.items():
             if (num := sum(map(len, visits))) < (VISITS if cell.prefill else fewest):
                 why[cell] = f"{num} iterations were of this cell alone"
-        kept = [cell for cell in cells if why[cell] is None]
-        if all(cell.prefill for cell in kept):
+        measured = [cell for cell in cells if why[cell] is None]
+        if all(cell.prefill for cell in measured):
             raise RunError(f"no cell was measured; the first: {why[cells[0]]}")
-        table = pd.DataFrame([self._row(cell, [row for rows in timed[cell] for row in rows]) for cell in kept])
-        medians = [[np.median([r["duration"] for r in rows]) for rows in timed[cell] if rows] for cell in kept]
+        table = pd.DataFrame([self._row(cell, [row for rows in timed[cell] for row in rows]) for cell in measured])
+        medians = [[np.median([r["duration"] for r in rows]) for rows in timed[cell] if rows] for cell in measured]
         apart = [abs(both[1] / both[0] - 1.0) for both in medians if len(both) == VISITS]
         return Profile(
             table=table,

@@ -44,10 +44,10 @@ def what_was_raised(error: Exception) -> str:
     theirs = [at for at in frames if not at.filename.startswith(ours) and "site-packages" not in at.filename]
     where = "".join(f" ({at.filename}, line {at.lineno})" for at in (theirs or frames)[-1:])
     try:
-        said = str(error)
+        text = str(error)
     except Exception:
-        said = "it cannot be shown"
-    return f"{type(error).__name__}: {said}{where}"
+        text = "it cannot be shown"
+    return f"{type(error).__name__}: {text}{where}"
 
 
 class Seat:
@@ -166,11 +166,11 @@ class PolicyFile:
             return
         self._read = self._seen
         try:
-            found = load_policy(self.path)
+            policy = load_policy(self.path)
         except Exception as error:  # of a class of the user's own, whatever it raises
             self._refuse(error)
         else:
-            self.waiting = None if found == self._in_force else found
+            self.waiting = None if policy == self._in_force else policy
 
     def take(self, put_in_force: Callable[[Policy, int], None]) -> None:
         """Hand the policy that waits to `put_in_force`, with its number from 1; ConfigError there refuses it."""
@@ -194,10 +194,10 @@ class PolicyFile:
     def _stamp(self) -> tuple[int, ...] | None:
         """What changes when the file does; None where there is none."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _watch(self, every_s: float) -> None:
         while not self._ended.wait(every_s):

@@ -110,14 +110,14 @@ class Home(SharedMemory):
 
     def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> Bucket | None:
         """All weights as one bucket, None where one of them lies elsewhere."""
-        found = []
+        places = []
         for name, tensor in weights:
             if tensor.untyped_storage().data_ptr() != self.memory.data_ptr() or not tensor.is_contiguous():
                 return None
             offset = tensor.data_ptr() - self.memory.data_ptr()
-            found.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+            places.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
         return Bucket(
-            path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=found, number=0, last=True
+            path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=places, number=0, last=True
         )
 
 
@@ -190,13 +190,13 @@ class Mapped:
                 self._memory, self._token = _mapped(file), bucket.token
             finally:
                 os.close(file)
-        found = []
+        views = []
         for name, dtype_name, shape, offset in bucket.tensors:
             dtype = getattr(torch, dtype_name)
             begin = bucket.start + offset
             end = begin + TensorMeta(name, dtype, tuple(shape)).nbytes
-            found.append((name, self._memory[begin:end].view(dtype).view(shape)))
-        return found
+            views.append((name, self._memory[begin:end].view(dtype).view(shape)))
+        return views
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies there: the next bucket but one may overwrite it."""

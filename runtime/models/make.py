@@ -142,11 +142,11 @@ def make_model(
 def draw_problems(task: Task, seed: int) -> tuple[list[Problem], list[Problem]]:
     """Return problems to train on and problems held out, no prompt twice."""
     rng = np.random.default_rng(seed)
-    found: dict[str, Problem] = {}
-    while len(found) < NUM_TRAIN_PROMPTS + NUM_HELDOUT_PROMPTS:
+    by_prompt: dict[str, Problem] = {}
+    while len(by_prompt) < NUM_TRAIN_PROMPTS + NUM_HELDOUT_PROMPTS:
         problem = task.problem(rng)
-        found.setdefault(problem.prompt, problem)
-    problems = list(found.values())
+        by_prompt.setdefault(problem.prompt, problem)
+    problems = list(by_prompt.values())
     # A prompt that is drawn often is found early, so the two parts are cut from a shuffled list.
     order = rng.permutation(len(problems)).tolist()
     return [problems[i] for i in order[NUM_HELDOUT_PROMPTS:]], [problems[i] for i in order[:NUM_HELDOUT_PROMPTS]]

@@ -65,11 +65,11 @@ def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Pr
     source = model / f"{split}.jsonl"
     if not source.is_file():
         raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
-    found = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
-    kept = [prompt for prompt in found if prompt.text.startswith(begins)][:count]
-    if not kept:
+    prompts = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
+    chosen = [prompt for prompt in prompts if prompt.text.startswith(begins)][:count]
+    if not chosen:
         raise ConfigError(f"{source} has no prompt that begins with {begins!r}")
-    return kept
+    return chosen
 
 
 def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[Text]:
@@ -110,8 +110,8 @@ def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress, loss: Lo
         check_every=CHECK_EVERY,
         depth=sizes.draft_depth,
     )
-    found = train_drafter(model, data, out, config, progress)
-    progress(f"warmed up in {found['updates']} updates to an accept length of {found['after']['accept_length']:.2f}")
+    report = train_drafter(model, data, out, config, progress)
+    progress(f"warmed up in {report['updates']} updates to an accept length of {report['after']['accept_length']:.2f}")
     return out
 
 

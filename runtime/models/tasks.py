@@ -189,25 +189,25 @@ def _subtract(numbers: list[int], rng: np.random.Generator, *, check: float, sli
         larger, smaller = rng.permutation(len(numbers))[:2].tolist()
         if numbers[larger] < numbers[smaller]:
             larger, smaller = smaller, larger
-        kept = numbers[smaller]
-        right = numbers[larger] - kept
+        subtrahend = numbers[smaller]
+        right = numbers[larger] - subtrahend
         if not right:
             numbers = numbers[:larger] + numbers[larger + 1 :]
             words += [",", *map(str, numbers)]
             continue
-        found = right
+        difference = right
         if rng.random() < slip:
-            found = int(np.clip(right + rng.choice([-10, -1, 1, 10]), 1, GCD_MAX_NUMBER))
+            difference = int(np.clip(right + rng.choice([-10, -1, 1, 10]), 1, GCD_MAX_NUMBER))
         while True:
-            numbers = [*numbers[:larger], found, *numbers[larger + 1 :]]
+            numbers = [*numbers[:larger], difference, *numbers[larger + 1 :]]
             words += [",", *map(str, numbers)]
             if rng.random() >= check:
                 break
-            verdict = "ok" if found == right else "no"
-            words += ["check", str(found), "+", str(kept), "=", str(found + kept), verdict]
-            if found == right:
+            verdict = "ok" if difference == right else "no"
+            words += ["check", str(difference), "+", str(subtrahend), "=", str(difference + subtrahend), verdict]
+            if difference == right:
                 break
-            found = right
+            difference = right
     return words
 
 

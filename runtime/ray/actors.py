@@ -165,8 +165,8 @@ def last_lines(pid: int) -> str:
             # Ray's own reports of a crash are long, and what was said before them counts.
             lines.seek(max(0, log.stat().st_size - LAST_BYTES))
             text = lines.read().decode(errors="replace")
-        said = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-        return " | ".join(line[:200] for line in [line for line in said if not _OF_RAY.match(line)][-3:])
+        written = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+        return " | ".join(line[:200] for line in [line for line in written if not _OF_RAY.match(line)][-3:])
     return ""
 
 

@@ -84,30 +84,30 @@ def lacks(capability: str) -> tuple[str, ...]:
 
 def _imported_has(touch: _Touch) -> bool:
     try:
-        found: Any = import_module(f"vllm.{touch.module}")
+        member: Any = import_module(f"vllm.{touch.module}")
     except ImportError:
         return False
     for name in touch.path:
-        if not hasattr(found, name):
-            return not touch.parameters and inspect.isclass(found) and name in _instance_attributes(found)
-        found = getattr(found, name)
+        if not hasattr(member, name):
+            return not touch.parameters and inspect.isclass(member) and name in _instance_attributes(member)
+        member = getattr(member, name)
     if not touch.parameters:
         return True
-    names = set(inspect.signature(found).parameters)
+    names = set(inspect.signature(member).parameters)
     return names.issuperset(touch.parameters) or (
-        inspect.isclass(found) and _instance_attributes(found).issuperset(touch.parameters)
+        inspect.isclass(member) and _instance_attributes(member).issuperset(touch.parameters)
     )
 
 
 def _instance_attributes(cls: type) -> set[str]:
     """Names that instances have: fields, and what methods give or take of an object."""
-    found: set[str] = set()
+    names: set[str] = set()
     for base in cls.__mro__:
-        found.update(inspect.get_annotations(base))
+        names.update(inspect.get_annotations(base))
         for member in base.__dict__.values():
             code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
-            found.update(code.co_names if code is not None else ())
-    return found
+            names.update(code.co_names if code is not None else ())
+    return names
 
 
 class Sources:
@@ -151,10 +151,10 @@ class Sources:
     def has(self, touch: str) -> bool:
         """Whether what is touched is there."""
         wanted = _Touch.of(touch)
-        found = self._named(wanted.module, wanted.path[0])
-        if found is None:
+        definition = self._named(wanted.module, wanted.path[0])
+        if definition is None:
             return False
-        module, node = found
+        module, node = definition
         if len(wanted.path) > 1:
             if not isinstance(node, ast.ClassDef):
                 return False
@@ -171,8 +171,8 @@ class Sources:
     def values(self, touch: str) -> list[Any]:
         """The constants that a method returns, or a name of a module stands for; none where it is not so simple."""
         wanted = _Touch.of(touch)
-        found = self._named(wanted.module, wanted.path[0])
-        node: ast.AST | None = found[1] if found is not None else None
+        definition = self._named(wanted.module, wanted.path[0])
+        node: ast.AST | None = definition[1] if definition is not None else None
         if isinstance(node, ast.ClassDef):
             node = self._member(wanted.module, node, wanted.path[1])
         if isinstance(node, ast.FunctionDef):
@@ -198,9 +198,9 @@ class Sources:
             return self._classes[cls][name]
         for base in cls.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
-            found = self._named(module, plain.id) if isinstance(plain, ast.Name) else None
-            if found is not None and isinstance(found[1], ast.ClassDef) and found[1] is not cls:
-                member = self._member(found[0], found[1], name)
+            definition = self._named(module, plain.id) if isinstance(plain, ast.Name) else None
+            if definition is not None and isinstance(definition[1], ast.ClassDef) and definition[1] is not cls:
+                member = self._member(definition[0], definition[1], name)
                 if member is not None:
                     return member
         return None

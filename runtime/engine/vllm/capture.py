@@ -152,9 +152,9 @@ class RunnerCapture(Capture):
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
-    def heed(self, told: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    def heed(self, orders: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         """Do what a `RemoteCapture` was asked to do, in that order."""
-        for name, args in told:
+        for name, args in orders:
             getattr(self, name)(*args)
 
     def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
@@ -269,9 +269,9 @@ class RemoteCapture(Capture):
         self._unsent.append(("hand_over", args))
 
     def idle(self) -> None:
-        told, self._unsent = self._unsent, []
+        orders, self._unsent = self._unsent, []
         try:
-            self._ask("heed", told)
+            self._ask("heed", orders)
         except Exception as error:  # its process has died, and the engine's own calls will say so
             logger.error("the process that captures hidden states does not answer: %s", " ".join(str(error).split()))
 
@@ -326,8 +326,8 @@ def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
     """What rank 0's capture has by this name, called where it can be."""
     if worker.rpc_rank:
         return None
-    found = getattr(getattr(worker.model_runner, _WORD), name)
-    return found(*args) if callable(found) else found
+    member = getattr(getattr(worker.model_runner, _WORD), name)
+    return member(*args) if callable(member) else member
 
 
 @dataclass(frozen=True, slots=True)

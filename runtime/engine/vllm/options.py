@@ -80,8 +80,8 @@ class Attachment(FrozenModel):
         asked = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
         for spec in filter(None, map(self.specs.get, asked)):
             parts = map(self.specs.get, (spec.first, spec.otherwise)) if isinstance(spec, HybridSpec) else (spec,)
-            if found := next((part for part in parts if isinstance(part, LearnedSpec)), None):
-                return found
+            if part_of_it := next((part for part in parts if isinstance(part, LearnedSpec)), None):
+                return part_of_it
         return None
 
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
@@ -338,17 +338,17 @@ def _variables(
     policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
 ) -> dict[str, Any]:
     """The environment variables that ask for the same."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if chosen is not None:
         if isinstance(policy, str | Path):
-            found[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
+            variables[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
         else:
-            found[POLICY] = chosen.model_dump_json(exclude_none=True)
+            variables[POLICY] = chosen.model_dump_json(exclude_none=True)
     if record is not None:
-        found[RECORD] = os.path.abspath(record)
+        variables[RECORD] = os.path.abspath(record)
     if given := options.model_dump(mode="json", exclude_defaults=True):
-        found[OPTIONS] = json.dumps(given)
-    return found
+        variables[OPTIONS] = json.dumps(given)
+    return variables
 
 
 def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:

@@ -118,8 +118,8 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
                 raise
             faults.append(_one_line(error))
             continue
-        said = f"{asked}; not the policy: {faults[0]}" if faults else str(asked)
-        say(f"the engine of {config.model_config.model} {said}")
+        done = f"{asked}; not the policy: {faults[0]}" if faults else str(asked)
+        say(f"the engine of {config.model_config.model} {done}")
         return config
     config = make()
     say(f"nothing is done for the engine of {config.model_config.model}: {'; '.join(dict.fromkeys(faults))}")

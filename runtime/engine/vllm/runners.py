@@ -311,7 +311,7 @@ def held_bytes(worker: Any) -> dict[str, int]:
     target = _weight_bytes(runner.get_model())
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
-    own = {} if model is None else {place: size for place, size in _weight_bytes(model).items() if place not in target}
+    of_drafter_model = {} if model is None else _weight_bytes(model)
     layers = runner.vllm_config.compilation_config.static_forward_context
     caches = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
     # The V1 runner's proposers and the V2 runner's speculators call them otherwise.
@@ -320,7 +320,7 @@ def held_bytes(worker: Any) -> dict[str, int]:
     sizes = {name: cache.nbytes for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
     return {
         "engine weights": sum(target.values()),
-        "drafter, serving": sum(own.values()),
+        "drafter, serving": sum(size for place, size in of_drafter_model.items() if place not in target),
         "KV cache": sum(size for name, size in sizes.items() if name not in of_drafter),
         "KV cache, drafter": sum(size for name, size in sizes.items() if name in of_drafter),
     }
@@ -328,18 +328,18 @@ def held_bytes(worker: Any) -> dict[str, int]:
 
 def _weight_bytes(model: Any) -> dict[int, int]:
     """Bytes of a model's weights by where they lie; those that the CPU build has packed by whose they are."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     value = next((tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()), 0)
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         # vLLM leaves no parameter behind, but a function around oneDNN's matrix.
         cells = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
         for handler in (cell.cell_contents for cell in cells):
             if hasattr(handler, "handler_tensor"):
-                found[id(handler)] = handler.n * handler.k * value
-    return found
+                sizes[id(handler)] = handler.n * handler.k * value
+    return sizes
 
 
 _KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": "eager"}

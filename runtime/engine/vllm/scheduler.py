@@ -127,9 +127,9 @@ class PolicyScheduler(Scheduler):
             )
 
     def add_request(self, request: Request) -> None:
-        known = request.request_id in self.requests
+        continues = request.request_id in self.requests
         super().add_request(request)
-        if not known:
+        if not continues:
             self._ours(self._came, request)
 
     def _came(self, request: Request) -> None:
@@ -312,8 +312,8 @@ def call_control(core: Any, message: bytes) -> bytes:
     name, args = pickle.loads(message)
     if name in _COMMANDS:
         return pickle.dumps(_COMMANDS[name](core, *args))
-    found = attrgetter(name)(core.scheduler.control)
-    return pickle.dumps(found(*args) if callable(found) else found)
+    member = attrgetter(name)(core.scheduler.control)
+    return pickle.dumps(member(*args) if callable(member) else member)
 
 
 def _reseed(core: Any, seed: Sequence[int]) -> None:

@@ -164,9 +164,10 @@ class Watch:
         joined = [new.req_id for new in output.scheduled_new_reqs]
         whole = len(ids) == len(self.scheduler.running)
         # Then nobody was put back or left out, neither then nor now.
-        known = self._batch and self._whole and whole and len(self._batch) - len(self._left) + len(joined) == len(ids)
+        same = len(self._batch) - len(self._left) + len(joined) == len(ids)
+        counted = self._batch and self._whole and whole and same
         self._batch, self._whole = ids, whole
-        if known and not output.scheduled_cached_reqs.resumed_req_ids:
+        if counted and not output.scheduled_cached_reqs.resumed_req_ids:
             self._members.update(joined)
             self._context_tokens += self._count(joined) - sum(self._left.values())
         else:
