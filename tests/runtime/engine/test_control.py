@@ -13,7 +13,7 @@ import pytest
 
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget
-from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
+from tltlab.drafters.specs import LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.policies.selector import Selector
@@ -426,38 +426,6 @@ def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
 
 
 @pytest.mark.parametrize(
-    "spec", [LEARNED.model_copy(update={"trained": False}), LEARNED.model_copy(update={"max_age": 0})]
-)
-def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: LearnedSpec):
-    spec = spec.model_copy(update={"fallback": "parrot"})
-    pool = DrafterPool({"learned": spec, "parrot": Parrot()}, 8)
-    pool.use([chain(3, "learned")])
-    if spec.max_age is not None:
-        pool.updated()
-        pool.begin(1)
-        assert pool["learned"].age == 0
-        pool.begin(2)
-    pool.open(KEY, [1])
-    assert pool.worker_depth(chain(3, "learned")) == 0
-    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == [("parrot", [1, 1, 1])]
-    pool.updated()
-    assert pool.worker_depth(chain(3, "learned")) == 3
-    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == [("learned", [5, 6])]
-
-
-@pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
-def test_a_hybrid_takes_the_drafter_that_promises_more_for_each_request(expected: float, drafter: str):
-    hybrid = HybridSpec(first="parrot", otherwise="learned", min_expected=1.0)
-    pool = DrafterPool({"learned": LEARNED, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
-    strategy = chain(4, "hybrid")
-    pool.use([strategy])
-    pool.open(KEY, [1])
-    pool.observe("learned", [(KEY, 4, 2)])
-    assert pool.worker_depth(strategy) == 4
-    assert pool.propose(strategy, [(KEY, 4)], [[5, 6, 7, 8]])[0][0] == drafter
-
-
-@pytest.mark.parametrize(
     ("strategy", "complaint"),
     [(chain(9), "depths up to 8"), (Strategy("parrot", 4, 4, 16), "no tree attention"), (chain(2, "x"), "parrot")],
 )
@@ -466,20 +434,6 @@ def test_what_the_engine_lacks_is_refused_before_it_is_in_force(strategy: Strate
     with pytest.raises(ConfigError, match=complaint):
         engine.control.set_selector(Script(strategy))
     assert engine.control.seat.selector is script
-
-
-@pytest.mark.parametrize(
-    "drafters",
-    [
-        {"a": LEARNED, "b": LEARNED},
-        {"h": HybridSpec(first="suffix", otherwise="learned")},
-        {"learned": LEARNED, "suffix": NgramSpec(), "h": HybridSpec(first="learned", otherwise="suffix")},
-        {"learned": LEARNED.model_copy(update={"fallback": "nobody"})},
-    ],
-)
-def test_drafters_that_cannot_live_together_are_refused(drafters: dict):
-    with pytest.raises(ConfigError):
-        DrafterPool(drafters, 4)
 
 
 def test_a_policys_randomness_is_its_seeds():
@@ -531,20 +485,3 @@ def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
     assert control.drafters._drafter("ngram").memory_bytes > 0
     control.advance(1)
     assert control.drafters._drafter("ngram").memory_bytes == 0
-
-
-def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
-    pool = DrafterPool({"learned": LEARNED}, 4)
-    pool.updated()
-    for rl_step in (0, -1, 0, 1):
-        pool.begin(rl_step)
-    assert pool["learned"].age == 1
-
-
-def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
-    stood_in_for = LEARNED.model_copy(update={"fallback": "ngram"})
-    for learned, refused in ((LEARNED, "ngram"), (stood_in_for, "learned")):
-        pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, beside=False)
-        with pytest.raises(ConfigError, match="only a learned drafter"):
-            pool.use([chain(2, refused)])
-    DrafterPool({"learned": LEARNED, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])

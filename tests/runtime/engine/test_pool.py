@@ -1,4 +1,4 @@
-"""The canary in a pool of drafters: whom it keeps from serving, and what the report says, without an engine."""
+"""A pool of drafters without an engine: who drafts for whom, whom the canary keeps from serving, and the report."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import pytest
+
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
+from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
+from .test_control import Parrot, chain
 
 KEY: Key = (0, "p", 0, 0)
+HEAD = LearnedSpec(method="eagle", model="a/head")
 LEARNED = Strategy.chain("learned", 3)
 
 
 def pool(fallback: str | None = "ngram", **config: object) -> DrafterPool:
-    drafters = {"learned": LearnedSpec(method="eagle", model="a/head", fallback=fallback), "ngram": NgramSpec()}
+    drafters = {"learned": HEAD.model_copy(update={"fallback": fallback}), "ngram": NgramSpec()}
     pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
     pool.guard(CanaryConfig(min_drafts=20, **config))  # type: ignore[arg-type]
     return pool
@@ -153,3 +158,64 @@ def test_going_back_to_a_state_takes_the_canary_along_unless_other_weights_serve
     drafters.updated([0.6])
     drafters.load_state_dict(before)
     assert drafters.report().predicted == (0.6,)
+
+
+@pytest.mark.parametrize("spec", [HEAD.model_copy(update={"trained": False}), HEAD.model_copy(update={"max_age": 0})])
+def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: LearnedSpec):
+    spec = spec.model_copy(update={"fallback": "parrot"})
+    pool = DrafterPool({"learned": spec, "parrot": Parrot()}, 8)
+    pool.use([chain(3, "learned")])
+    if spec.max_age is not None:
+        pool.updated()
+        pool.begin(1)
+        assert pool["learned"].age == 0
+        pool.begin(2)
+    pool.open(KEY, [1])
+    assert pool.worker_depth(chain(3, "learned")) == 0
+    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == [("parrot", [1, 1, 1])]
+    pool.updated()
+    assert pool.worker_depth(chain(3, "learned")) == 3
+    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == [("learned", [5, 6])]
+
+
+@pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
+def test_a_hybrid_takes_the_drafter_that_promises_more_for_each_request(expected: float, drafter: str):
+    hybrid = HybridSpec(first="parrot", otherwise="learned", min_expected=1.0)
+    pool = DrafterPool({"learned": HEAD, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
+    strategy = chain(4, "hybrid")
+    pool.use([strategy])
+    pool.open(KEY, [1])
+    pool.observe("learned", [(KEY, 4, 2)])
+    assert pool.worker_depth(strategy) == 4
+    assert pool.propose(strategy, [(KEY, 4)], [[5, 6, 7, 8]])[0][0] == drafter
+
+
+@pytest.mark.parametrize(
+    "drafters",
+    [
+        {"a": HEAD, "b": HEAD},
+        {"h": HybridSpec(first="suffix", otherwise="learned")},
+        {"learned": HEAD, "suffix": NgramSpec(), "h": HybridSpec(first="learned", otherwise="suffix")},
+        {"learned": HEAD.model_copy(update={"fallback": "nobody"})},
+    ],
+)
+def test_drafters_that_cannot_live_together_are_refused(drafters: dict):
+    with pytest.raises(ConfigError):
+        DrafterPool(drafters, 4)
+
+
+def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
+    pool = DrafterPool({"learned": HEAD}, 4)
+    pool.updated()
+    for rl_step in (0, -1, 0, 1):
+        pool.begin(rl_step)
+    assert pool["learned"].age == 1
+
+
+def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
+    stood_in_for = HEAD.model_copy(update={"fallback": "ngram"})
+    for learned, refused in ((HEAD, "ngram"), (stood_in_for, "learned")):
+        pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, beside=False)
+        with pytest.raises(ConfigError, match="only a learned drafter"):
+            pool.use([chain(2, refused)])
+    DrafterPool({"learned": HEAD, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])
