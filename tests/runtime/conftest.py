@@ -7,8 +7,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tltlab.runtime.audit.models import TinyModels
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -78,6 +82,14 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "parity.py").write_text(PARITY)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """The audit's target of five tokens and its drafters."""
+    from tltlab.runtime.audit.models import make_tiny_models
+
+    return make_tiny_models(tmp_path_factory.mktemp("tiny-models"))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.audit import vllm_tests
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
-from tltlab.runtime.audit.models import EOS, TinyModels, make_tiny_models
+from tltlab.runtime.audit.models import EOS, TinyModels
 from tltlab.runtime.audit.statistics import Check, cells_check, pooled, ranks_check, together
 from tltlab.runtime.audit.vllm_tests import Expected, Outcome, differences, outcomes_of, run_vllm_tests, text
 from tltlab.runtime.cli.audit import audit, vllm_settings
@@ -26,13 +26,8 @@ PROMPT = (0, 1, 2, 3, 1, 0)
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    return make_tiny_models(tmp_path_factory.mktemp("audit"))
-
-
-@pytest.fixture(scope="session")
-def exact(models: TinyModels) -> ExactModel:
-    return ExactModel(models.target)
+def exact(tiny_models: TinyModels) -> ExactModel:
+    return ExactModel(tiny_models.target)
 
 
 def draw(joint: dict[tuple[int, ...], float], num: int, rng: np.random.Generator) -> Counter[tuple[int, ...]]:
@@ -138,8 +133,8 @@ def test_a_top_p_cut_that_rounding_could_move_is_not_sure():
     assert sure.tolist() == [False, True]
 
 
-def test_tokens_after_a_weight_update_follow_the_new_weights_over_the_old_keys_and_values(models: TinyModels):
-    before, after = ExactModel(models.target), ExactModel(models.updated)
+def test_tokens_after_a_weight_update_follow_the_new_weights_over_the_old_keys_and_values(tiny_models: TinyModels):
+    before, after = ExactModel(tiny_models.target), ExactModel(tiny_models.updated)
     response = [1, 3, 0, 2, 2]
     # An update that changes nothing, and one so early that only the prompt's keys and values are old.
     same = before.logits_after_update(before, PROMPT, response, 3)

@@ -219,15 +219,14 @@ def test_a_period_is_logged_with_its_members_from_order_to_free_device(cluster):
 def test_coordination_of_a_rollout_takes_few_messages_and_little_time(cluster):
     server, workers = cluster()
     messages, cpu_s, start = server.sent + server.heard, server.cpu_s, time.monotonic()
-    for rl_step in range(20):
+    for rl_step in range(10):
         begin(server, workers, rl_step)
         train(workers, 1, 2, 3, rl_step=rl_step)
         server.rollout_ended(rl_step)
     messages, cpu_s = server.sent + server.heard - messages, server.cpu_s - cpu_s
-    print(f"\n{messages / 20:.1f} messages and {cpu_s / 20 * 1e3:.2f} ms of CPU a rollout of 4 workers")
     # Four heartbeats every 0.1 s, and what is sent again as often, come on top however slow the machine is.
-    assert messages < 20 * 60 + 80 * (time.monotonic() - start)
-    assert cpu_s / 20 < 0.2
+    assert messages < 10 * 60 + 80 * (time.monotonic() - start)
+    assert cpu_s / 10 < 0.2
 
 
 def test_heartbeats_go_on_while_the_main_thread_works(cluster):

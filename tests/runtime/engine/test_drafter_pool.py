@@ -38,9 +38,9 @@ def show(engine: Engine, rollout: Rollout) -> None:
 
 def test_every_drafter_leaves_greedy_tokens_as_they_are(engine: Engine):
     plain = texts(greedy(engine, None))
-    for name in ("ngram", "suffix", "learned", "hybrid"):
+    for name, depth in (("ngram", 2), ("ngram", 4), ("suffix", 4), ("learned", 4), ("hybrid", 4)):
         engine.forget()
-        assert texts(greedy(engine, fixed(name))) == plain, name
+        assert texts(greedy(engine, fixed(name, depth))) == plain, name
 
 
 def test_a_perfect_learned_drafter_has_all_its_drafts_kept(engine: Engine):

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
-from transformers import AutoModelForCausalLM
+from torch.overrides import TorchFunctionMode
 
 from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
+from tltlab.runtime.audit.statistics import cells_check
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Rollout
-from tltlab.runtime.engine.vllm.plugin import speculative_sampling_is_sound, unmended_sampling
+from tltlab.runtime.engine.vllm.plugin import unmended_sampling
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -23,6 +25,7 @@ from .asking import fixed, request, texts, timed_by_work
 
 pytestmark = pytest.mark.engine
 TEMPERATURE = 0.9
+SAMPLING = Sampling(temperature=TEMPERATURE)
 # Every pair (4, x) stands in the prompt with a follower, so whatever comes first after the last 4, a draft follows it.
 PROMPT = [token for x in range(4, 24) for token in (4, x, 4 + (x * 7) % 20)] + [4]
 
@@ -41,28 +44,14 @@ def generate(engine: Engine, num: int, tokens: int, rl_step: int = 0, temperatur
     return engine.generate(asked, rl_step=rl_step, temperature=temperature)
 
 
-def second_token_table(model: Path) -> tuple[np.ndarray, np.ndarray]:
-    """P(first token) and P(second | first) under the exact model at TEMPERATURE."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    vocabulary = hf.config.vocab_size
-    with torch.no_grad():
-        rows = torch.tensor([[*PROMPT, t] for t in range(vocabulary)])
-        logits = hf(rows).logits[:, -2:].double() / TEMPERATURE
-    p = torch.softmax(logits, -1).numpy()
-    return p[0, 0], p[:, 1]
+@pytest.fixture(scope="module")
+def exact(random_model: Path) -> ExactModel:
+    return ExactModel(random_model)
 
 
-def chi_square_p(pairs: Counter[tuple[int, ...]], model: Path) -> float:
-    """p-value of Pearson's test that (first, second) pairs follow the exact joint; rare cells are pooled."""
-    first, second = second_token_table(model)
-    total = sum(pairs.values())
-    expected = {(a, b): total * first[a] * second[a, b] for a in range(len(first)) for b in range(len(first)) if a != 2}
-    expected |= {(2,): total * first[2]}
-    common = {k: e for k, e in expected.items() if e >= 5}
-    statistic = sum((pairs[k] - e) ** 2 / e for k, e in common.items())
-    rest = total - sum(common.values())
-    statistic += (sum(n for k, n in pairs.items() if k not in common) - rest) ** 2 / rest
-    return float(chi2.sf(statistic, len(common)))
+def p_value(pairs: Counter[tuple[int, ...]], exact: ExactModel) -> float:
+    """Of the test that pairs of a response's first two tokens follow their exact joint distribution."""
+    return cells_check(pairs, exact.joint(PROMPT, SAMPLING, 2)).p_value
 
 
 def pairs_under(engine: Engine, rounds: int) -> tuple[Counter[tuple[int, ...]], int]:
@@ -77,34 +66,22 @@ def pairs_under(engine: Engine, rounds: int) -> tuple[Counter[tuple[int, ...]], 
     return pairs, drafted
 
 
-def test_speculative_tokens_follow_the_target_and_the_stock_cpu_build_would_not(engine: Engine, random_model: Path):
+class Unwritten(TorchFunctionMode):
+    """Within, memory that nobody has written holds fives."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.fill_(5.0) if func == torch.Tensor.new_empty and made.is_floating_point() else made
+
+
+def test_speculative_tokens_follow_the_target_and_the_stock_cpu_build_would_not(engine: Engine, exact: ExactModel):
     pairs, drafted = pairs_under(engine, 6)
     assert drafted > 1000, "the test needs drafts to verify"
-    assert chi_square_p(pairs, random_model) > 1e-5
+    assert p_value(pairs, exact) > 1e-5
 
-    with unmended_sampling(memory=5.0):
+    with unmended_sampling(), Unwritten():
         broken, _ = pairs_under(engine, 1)
-    assert chi_square_p(broken, random_model) < 1e-9, "the stock build samples right now: drop the mend"
-
-
-def test_an_engine_without_the_mend_would_be_refused(engine: Engine):
-    assert speculative_sampling_is_sound()
-    with unmended_sampling():
-        assert not speculative_sampling_is_sound()
-
-
-def test_greedy_tokens_do_not_depend_on_the_depth(engine: Engine):
-    answers = []
-    for depth in (0, 2, 4):
-        use(engine, fixed("ngram", depth) if depth else load_policy("none"))
-        answers.append(texts(generate(engine, 8, 40, temperature=0.0)))
-    assert answers[0] == answers[1] == answers[2]
-
-
-def test_nothing_is_drafted_when_the_policy_says_no(engine: Engine):
-    use(engine, load_policy("none"))
-    rollout = generate(engine, 8, 30)
-    assert all(row["num_drafted"] == 0 and row["next_draft_depth"] == 0 for row in rollout.iterations)
+    assert p_value(broken, exact) < 1e-9, "the stock build samples right now: drop the mend"
 
 
 def test_an_iteration_verifies_what_the_one_before_it_chose(engine: Engine):
@@ -153,15 +130,12 @@ def test_durations_add_up_to_the_rollout_and_counts_to_its_tokens(engine: Engine
             assert sum(row["accepted_per_request"]) == row["num_accepted"] <= row["num_drafted"]
 
 
-def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(engine: Engine, random_model: Path):
+def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(engine: Engine, exact: ExactModel):
     use(engine, fixed("ngram"))
-    hf = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).eval()
     for response in generate(engine, 4, 20).responses:
-        ids = torch.tensor([[*PROMPT, *response.token_ids]])
-        with torch.no_grad():
-            logp = torch.log_softmax(hf(ids).logits[0, len(PROMPT) - 1 : -1] / TEMPERATURE, -1)
-        exact = logp.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-        assert torch.tensor(response.logprobs) == pytest.approx(exact.numpy(), abs=2e-5)
+        p, _ = probabilities(exact.logits(PROMPT, [response.token_ids])[0], SAMPLING)
+        logprobs = np.log(p[np.arange(len(p)), response.token_ids])
+        assert np.array(response.logprobs) == pytest.approx(logprobs, abs=2e-5)
 
 
 def test_a_policy_file_decides_in_the_engine_as_it_does_on_paper(engine: Engine, tmp_path: Path):

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
@@ -227,16 +226,6 @@ def test_what_finds_no_room_is_counted_and_the_rest_is_whole(engine: Engine, tar
     check(found, replace(rollout, responses=[r for r in rollout.responses if r.key in there]), asked, target)
 
 
-def head(folder: Path, target: Path, weights: dict[str, torch.Tensor], **more: Any) -> Path:
-    """A drafter of one random layer for `target`."""
-    config = AutoConfig.from_pretrained(target).to_dict()
-    config |= {"num_hidden_layers": 1, "layer_types": None, "draft_vocab_size": config["vocab_size"], **more}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
 class Files:
     """A sink for whatever process: each sequence becomes a file in a folder, which `read` empties."""
 
@@ -254,19 +243,9 @@ class Files:
         return sequences
 
 
-def matrices(**shapes: tuple[int, int]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def layer(name: str, hidden: int, reads: int) -> dict[str, torch.Tensor]:
-    shapes = {f"{name}.self_attn.{p}_proj.weight": (hidden, reads) for p in "qkv"} | {
-        f"{name}.self_attn.o_proj.weight": (hidden, hidden),
-        f"{name}.mlp.gate_proj.weight": (2 * hidden, hidden),
-        f"{name}.mlp.up_proj.weight": (2 * hidden, hidden),
-        f"{name}.mlp.down_proj.weight": (hidden, 2 * hidden),
-    }
-    return matrices(**shapes) | {f"{name}.post_attention_layernorm.weight": torch.ones(hidden)}
+def few_words(asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """The same for models that have four words."""
+    return [replace(each, prompt_token_ids=[token % 4 for token in each.prompt_token_ids]) for each in asked]
 
 
 def learned_rollouts(model: Path, drafter: LearnedSpec) -> list[tuple[Rollout, list[TrainingSequence]]]:
@@ -286,48 +265,23 @@ def learned_rollouts(model: Path, drafter: LearnedSpec) -> list[tuple[Rollout, l
 
 
 LEARNED = [
-    (fixed("learned", 6), requests(12, 50)),
-    (changing("learned"), requests(12, 25, prompt_tokens=70)),
-    (fixed("learned", 6), [request("long", n, [1, 4 + n], 200) for n in range(3)]),
+    (fixed("learned", 6), few_words(requests(12, 50))),
+    (changing("learned"), few_words(requests(12, 25, prompt_tokens=70))),
+    (fixed("learned", 6), few_words([request("long", n, [1, 4 + n], 200) for n in range(3)])),
 ]
 
 
 @pytest.mark.engine
-def test_an_eagle_drafter_is_shown_what_is_captured(random_model: Path, target: LlamaForCausalLM, tmp_path: Path):
-    weights = layer("layers.0", 64, 64) | matrices(**{"fc.weight": (64, 128)})
-    folder = head(tmp_path / "eagle", random_model, weights)
-    rollouts = learned_rollouts(random_model, LearnedSpec(method="eagle", model=str(folder)))
+@pytest.mark.parametrize(("method", "aux_layers"), [("eagle", ()), ("eagle3", (1, 2, 3))])
+def test_an_eagle_drafter_is_shown_what_is_captured_and_an_eagle3_what_enters_its_targets_layers_too(
+    tiny_models: TinyModels, method: Literal["eagle", "eagle3"], aux_layers: Sequence[int]
+):
+    drafter = LearnedSpec(method=method, model=str(getattr(tiny_models, method)))
+    rollouts, target = learned_rollouts(tiny_models.target, drafter), load(tiny_models.target)
     for (rollout, found), (_, asked) in zip(rollouts, LEARNED, strict=True):
-        check(found, rollout, asked, target)
+        check(found, rollout, asked, target, aux_layers)
     assert any(s.first_position for s in rollouts[1][1]), "the test needs a cached prefix"
     assert all(s.num_rows == CONTEXT - 1 for s in rollouts[2][1])
-
-
-def deep_model_and_head(random_model: Path, folder: Path) -> tuple[Path, Path]:
-    """A model of as many layers as EAGLE-3 reads and one more, and a random head for it."""
-    config = AutoConfig.from_pretrained(random_model)
-    config.num_hidden_layers = 4
-    config.layer_types = None
-    torch.manual_seed(5)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8.0)
-    deep = folder / "deep"
-    model.save_pretrained(deep)
-    for file in random_model.glob("tokenizer*"):
-        (deep / file.name).write_bytes(file.read_bytes())
-    norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
-    weights = layer("midlayer", 64, 128) | {name: torch.ones(64) for name in norms}
-    weights |= matrices(**{"fc.weight": (64, 3 * 64), "lm_head.weight": (24, 64)})
-    return deep, head(folder / "eagle3", deep, weights, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-
-
-@pytest.mark.engine
-def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(random_model: Path, tmp_path: Path):
-    deep, folder = deep_model_and_head(random_model, tmp_path)
-    rollouts = learned_rollouts(deep, LearnedSpec(method="eagle3", model=str(folder)))
-    for (rollout, found), (_, asked) in zip(rollouts, LEARNED, strict=True):
-        check(found, rollout, asked, load(deep), aux_layers=[1, 2, 3])
 
 
 def test_a_sink_that_cannot_go_to_where_the_model_runs_is_refused():

@@ -11,16 +11,19 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 
 from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
-from .test_capture import Files, check, deep_model_and_head, load
+from .test_capture import Files, check, few_words, load
 
 pytestmark = pytest.mark.engine
 # Two groups share prefixes of two blocks, of which vLLM takes one with an EAGLE head; responses end one after another.
-REQUESTS = [replace(asked, max_response_tokens=24 - n % 5) for n, asked in enumerate(groups_of_four(8, 24, 72))]
+REQUESTS = few_words(
+    [replace(asked, max_response_tokens=24 - n % 5) for n, asked in enumerate(groups_of_four(8, 24, 72))]
+)
 
 
 def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
@@ -33,16 +36,15 @@ def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
 
 
 def test_two_ranks_generate_draft_take_weights_and_show_their_states_as_one(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Several buckets per update, as for a large model.
     monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
-    deep, head = deep_model_and_head(random_model, tmp_path)
-    model = load(deep)
+    model = load(tiny_models.target)
     whole = [greedy(model, request) for request in REQUESTS]
     engine = Engine(
-        str(deep),
-        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(head))},
+        str(tiny_models.target),
+        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(tiny_models.eagle3))},
         max_draft_depth=4,
         vllm_args={
             "tensor_parallel_size": 2,
@@ -69,7 +71,7 @@ def test_two_ranks_generate_draft_take_weights_and_show_their_states_as_one(
             assert engine.captured.sequences == 8 * (number + 1)
         engine.evaluate(REQUESTS[:2], temperature=0.0)
         assert files.read() == []
-        engine.update_draft_weights(load_file(head / "model.safetensors").items())
+        engine.update_draft_weights(load_file(tiny_models.eagle3 / "model.safetensors").items())
         rollout = engine.generate(REQUESTS, rl_step=3, temperature=0.0, until=lambda ended: len(ended) > 2)
         ended = {r.key for r in rollout.responses if r.finish_reason == "length"}
         assert {s.key for s in files.read()} == ended < {r.key for r in rollout.responses}
