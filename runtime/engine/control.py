@@ -170,10 +170,6 @@ class Control:
         self.drafters.remember(responses)
         self.learn_lengths([(key, len(response)) for key, _, response in responses])
 
-    def recall(self, responses: Sequence[Response]) -> None:
-        """Have drafters remember these responses of earlier rollouts and no others; nothing may be running."""
-        self.drafters.recall(responses)
-
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Let the budget learn how many tokens responses that were generated elsewhere have."""
         for key, num_tokens in lengths:

@@ -327,7 +327,7 @@ class Engine:
         """Have the drafters in use remember these, (key, prompt ids, response ids) each, and no others; nothing may be
         running.
         """
-        self._call("recall", list(responses))
+        self._call("drafters.recall", list(responses))
 
     def learn_lengths(self, lengths: Iterable[tuple[Key, int]]) -> None:
         """Let the draft budget learn how many tokens responses of other engines have: (key, tokens) each."""

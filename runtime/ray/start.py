@@ -7,7 +7,7 @@ import shutil
 import socket
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ray._private.node import Node
 from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import leaves
+from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
 from .prefork import Prefork
@@ -109,8 +110,7 @@ def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
                     shutil.rmtree(session, ignore_errors=True)
 
 
-@contextmanager
-def _one_line_each() -> Iterator[None]:
+def _one_line_each() -> AbstractContextManager[None]:
     """Within, what Ray's servers tell this process comes as a line each on standard error: standard output is for
     results, and Ray would print the last lines of its logs there."""
 
@@ -118,12 +118,7 @@ def _one_line_each() -> Iterator[None]:
         for text in data["lines"]:
             progress(f"Ray: {text.strip().partition(chr(10))[0][:300]}")
 
-    worker = ray._private.worker
-    before, worker.print_to_stdstream = worker.print_to_stdstream, told
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = before
+    return replaced(ray._private.worker, "print_to_stdstream", told)
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:
@@ -228,19 +223,13 @@ def _end(error: Exception) -> None:
     ray.shutdown()
 
 
-@contextmanager
-def _on_loopback(wanted: bool) -> Iterator[None]:
+def _on_loopback(wanted: bool) -> AbstractContextManager[None]:
     """Within, a Ray that is started takes the loopback address for its node's, and all its servers bind to that.
 
     Without this Ray 2.60 replaces a loopback address by the machine's, and then GCS, raylet and every worker listen on
     all interfaces. Ray has a switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, but reads it once, when imported.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+    return replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not wanted)
 
 
 @contextmanager

@@ -63,6 +63,17 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callabl
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Within, `owner` has this value by a name."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def starting() -> Iterator[None]:
     """Within, vLLM may be imported and engines started: errors alone are logged, and not to standard output.
 

@@ -12,18 +12,17 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tltlab.errors import ConfigError
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours
+from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours, replaced
 from .capabilities import missing
 from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
@@ -364,38 +363,14 @@ def speculative_sampling_is_sound() -> bool:
     return not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens is expand_to_tokens
 
 
-class _Memory(TorchFunctionMode):
-    """Within, what `new_empty` makes of floating-point numbers holds `value`."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self._value = value
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.fill_(self._value) if func == torch.Tensor.new_empty and made.is_floating_point() else made
-
-
-@contextmanager
-def unmended_sampling(memory: float | None = None) -> Iterator[None]:
-    """Within, engines of this process verify drafts as vLLM's CPU build ships: to show that this can be noticed.
-
-    `memory` is what the memory that nobody writes is made to hold; None leaves that to chance, as it is.
-    """
+def unmended_sampling() -> AbstractContextManager[None]:
+    """Within, engines of this process verify drafts as vLLM's CPU build ships: to show that this can be noticed."""
     from vllm.v1.sample import rejection_sampler
 
     mended = rejection_sampler.expand_batch_to_tokens
-    stock = getattr(mended, "stock", mended)
-
-    def expand(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with nullcontext() if memory is None else _Memory(memory):
-            return cast(torch.Tensor, stock(*args, **kwargs))
-
-    rejection_sampler.expand_batch_to_tokens = expand
-    try:
-        yield
-    finally:
-        rejection_sampler.expand_batch_to_tokens = mended
+    # Never the mended one itself: `speculative_sampling_is_sound` looks which it is.
+    stock = partial(getattr(mended, "stock", mended))
+    return replaced(rejection_sampler, "expand_batch_to_tokens", stock)
 
 
 def expand_to_tokens(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from . import in_place_of, ours
+from . import in_place_of, ours, replaced
 from .capabilities import missing
 
 if TYPE_CHECKING:
@@ -33,12 +33,14 @@ def spare_speculation() -> None:
 
     @in_place_of(V1Runner, "execute_model")
     def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        with _without_speculation(self, ours(self, _begins_plain, self, scheduler_output, otherwise=False)):
+        plain = ours(self, _begins_plain, self, scheduler_output, otherwise=False)
+        with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, scheduler_output, *args, **kwargs)
 
     @in_place_of(V1Runner, "sample_tokens")
     def sample_tokens(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _without_speculation(self, ours(self, _ends_plain, self, otherwise=False)):
+        plain = ours(self, _ends_plain, self, otherwise=False)
+        with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, *args, **kwargs)
 
     @in_place_of(V1Runner, "_sample")
@@ -51,19 +53,6 @@ def spare_speculation() -> None:
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = ours(self, _at_rest, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None)
         return stock(self, *args, **kwargs) if drafts is None else drafts
-
-
-@contextmanager
-def _without_speculation(runner: Any, wanted: bool) -> Iterator[None]:
-    """Within, if `wanted`, the runner has no speculative_config."""
-    if not wanted:
-        yield
-        return
-    speculative, runner.speculative_config = runner.speculative_config, None
-    try:
-        yield
-    finally:
-        runner.speculative_config = speculative
 
 
 def _begins_plain(runner: Any, output: Any) -> bool:
