@@ -136,4 +136,3 @@ def pytest_runtest_logfinish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze = _unfreeze
-    gc.unfreeze()
