@@ -15,9 +15,10 @@ import re
 import select
 import shutil
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import count
@@ -496,3 +497,15 @@ def _end_scratch(pid: int) -> None:
     else:
         _remove(folder)
     held.close()
+
+
+@contextmanager
+def found_in(folders: Iterable[str | Path]) -> Iterator[None]:
+    """Within, modules are looked up in these folders too, after all other places; what was imported stays."""
+    added = [str(folder) for folder in folders if str(folder) not in sys.path]
+    sys.path += added
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)

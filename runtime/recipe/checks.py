@@ -12,9 +12,8 @@ from typing import Any
 
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean
-from tltlab.files import read_object
+from tltlab.files import found_in, read_object
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import found_in
 from tltlab.runtime.data.prompts import first_prompt, first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool

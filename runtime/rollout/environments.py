@@ -15,17 +15,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.specs import found_in
+from tltlab.files import found_in
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
-from tltlab.runtime.recipe.recipe import EnvironmentConfig
 
 from .reward_pool import UserProcesses, be_a_reward_process, ending, raised
+
+if TYPE_CHECKING:
+    from tltlab.runtime.recipe.recipe import EnvironmentConfig
 
 Message = dict[str, str]
 """{"role": "user" | "assistant" | "tool", "content": text}."""

@@ -21,16 +21,18 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
-from tltlab.files import leaves_memory
-from tltlab.policies.specs import found_in
-from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.files import found_in, leaves_memory
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
+
+if TYPE_CHECKING:
+    # A reward process imports this module, and needs no recipe.
+    from tltlab.runtime.recipe.recipe import Recipe
 
 Item = tuple[str, str | Sequence[int], str]
 # A reward, or why there is none.

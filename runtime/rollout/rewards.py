@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError
-from tltlab.policies.specs import found_in
+from tltlab.files import found_in
 
 Reward = Callable[[str, str, str], float]
 

@@ -32,7 +32,7 @@ from pydantic import model_validator as validator
 from tltlab.config import Built, FiniteModel
 from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
+from tltlab.files import found_in, read_json
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
@@ -48,18 +48,6 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", 
 ALLOW_CODE = "TLTLAB_ALLOW_CODE"
 """The variable of the environment with modules that files may name, with commas between."""
 _allowed: ContextVar[frozenset[str]] = ContextVar("allowed", default=frozenset())
-
-
-@contextmanager
-def found_in(folders: Iterable[str | Path]) -> Iterator[None]:
-    """Within, modules are looked up in these folders too, after all other places; what was imported stays."""
-    added = [str(folder) for folder in folders if str(folder) not in sys.path]
-    sys.path += added
-    try:
-        yield
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def reward(prompt, response, answer):
     print("a reward says something")
     if response == "hang":
         while True:
-            pass
+            time.sleep(0.01)
     if response == "hang in C":
         ctypes.PyDLL(None).sleep(600)
     if response == "raise":
@@ -71,13 +71,13 @@ def half(prompt, response, answer):
 """
 
 SCRIPT = """
-from tltlab.runtime.recipe.recipe import Recipe
+from types import SimpleNamespace
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
-settings = {"processes": 2, "timeout_s": 600}
-recipe = Recipe.model_validate(
-    {"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}, "reward_pool": settings}
-)
+# What a pool reads of a recipe, which takes long to import in every process.
+settings = SimpleNamespace(processes=PROCESSES, timeout_s=600, on_failure=0.0, memory_bytes=None)
+faults = SimpleNamespace(start_timeout_s=600)
+recipe = SimpleNamespace(reward_terms=[("pool_rewards:reward", 1.0)], code=(), reward_pool=settings, faults=faults)
 
 def run():
     with RewardPool(recipe) as pool:
@@ -192,9 +192,9 @@ def test_rewards_are_computed_by_all_processes_which_import_no_more_than_they_ne
 
 
 def test_a_reward_that_takes_too_long_costs_its_response_alone(pool: RewardPool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 5.0}))
+    monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 2.0}))
     assert of(pool, "a", "hang", "bb", "sleep 0.1", "ccc", "hang in C", "dddd") == [1, -1, 2, 9, 3, -1, 4]
-    assert pool.take_failures() == ["2 of 7 rewards took more than 5 s: -1 instead"]
+    assert pool.take_failures() == ["2 of 7 rewards took more than 2 s: -1 instead"]
     assert pool.take_failures() == []
 
 
@@ -229,7 +229,7 @@ def test_what_is_no_exception_and_forks_cost_their_response_at_most(pool: Reward
 def test_a_reward_that_closes_its_process_descriptors_costs_its_response_at_most(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 5.0}))
+    monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 2.0}))
     first, *others = of(pool, "descriptors", "a", "bb", "ccc")
     assert (first in (-1, len("descriptors")), others) == (True, [1, 2, 3])
     pool.take_failures()
@@ -296,7 +296,7 @@ def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_process(folder: Pa
 
 def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
     script = folder / "killed.py"
-    script.write_text(SCRIPT + 'if __name__ == "__main__":\n    run()')
+    script.write_text(SCRIPT.replace("PROCESSES", "2") + 'if __name__ == "__main__":\n    run()')
     driver = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -314,7 +314,7 @@ def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
 
 def test_a_script_without_a_main_guard_is_told_so(folder: Path):
     script = folder / "unguarded.py"
-    script.write_text(SCRIPT + "run()")
+    script.write_text(SCRIPT.replace("PROCESSES", "1") + "run()")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "RunError: reward processes ended" in done.stderr

@@ -9,8 +9,8 @@ import pytest
 
 import tltlab
 from tltlab.errors import ConfigError
+from tltlab.files import found_in
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import found_in
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.rows import StepReport
