@@ -43,7 +43,7 @@ def wide_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def recipe(model: Path) -> Recipe:
+def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
     """Every micro-batch is filled, and with a penalty every response is trained; buffers are too small for all."""
     return Recipe.model_validate(
         {
@@ -55,7 +55,7 @@ def recipe(model: Path) -> Recipe:
                 "max_draft_depth": 8, "policy": "beg-mab-learned",
                 "vllm": {"max_num_seqs": 32, "max_model_len": 128, "kv_cache_memory_bytes": 40 << 20},
             },
-            "train": {"steps": 2, "minibatches": 1, "kl_coef": 0.01, "tokens_per_microbatch": 2048},
+            "train": {"steps": 2, "minibatches": 1, "kl_coef": 0.01, "tokens_per_microbatch": tokens_per_microbatch},
             "drafter": {"schedule": {"kind": "always"}, "ages": 0, "buffer": {"max_bytes": 2 << 20}},
             "reward_pool": {"processes": 0},
             "eval": {"num_prompts": 0},
@@ -81,11 +81,11 @@ def plan_bytes(plan: Plan, process: str, phase: str) -> float:
 
 
 def test_an_update_takes_what_is_reckoned(wide_model: Path):
-    config = recipe(wide_model)
+    config = recipe(wide_model, 1024)
     trainer = Trainer(str(wide_model), config.train, temperature=1.0, max_response_tokens=120, seed=0)
     samples = [
         Sample(prompt_token_ids=[5] * 6, token_ids=[7] * 120, logprobs=[-6.0] * 120, reward=float(i % 2), group=i // 4)
-        for i in range(32)
+        for i in range(16)
     ]
     set_in_glibc = ctypes.CDLL(None).mallopt
     try:

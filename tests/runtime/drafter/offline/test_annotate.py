@@ -124,7 +124,7 @@ def text_of(propose: Callable[[list[int], int], list[int]], num_tokens: int, see
 def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_keeps(draft_model, depth: int):
     model = AutoModelForCausalLM.from_pretrained(draft_model, dtype=torch.float32).eval()
     with torch.inference_mode():
-        text = text_of(greedy_chain(model), 48, seed=depth)
+        text = text_of(greedy_chain(model), 32, seed=depth)
         expected = naive(text, 5, depth, greedy_chain(model))
         assert DraftModel(model).kept(torch.tensor(text), 5, depth).tolist() == expected
     assert min(expected) == 0
@@ -134,7 +134,7 @@ def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_
 def test_an_eagle_head_keeps_what_its_chain_drafted_at_every_position_keeps(target, eagle_head):
     head, depth = load_head(eagle_head), 3
     with torch.inference_mode():
-        text = text_of(eagle_chain(head, target), 48, seed=depth)
+        text = text_of(eagle_chain(head, target), 32, seed=depth)
         expected = naive(text, 5, depth, eagle_chain(head, target))
         assert Eagle(head, target).kept(torch.tensor(text), 5, depth).tolist() == expected
     assert (min(expected), max(expected)) == (0, depth)
