@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,20 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more to one file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@cache
 def frozen() -> FrozenTarget:
     generator = torch.Generator().manual_seed(5)
     return FrozenTarget(

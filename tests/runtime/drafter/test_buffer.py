@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,8 @@ from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerD
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import BufferConfig
 from tltlab.runtime.trainer.packing import pack
+
+from .drafting_text import largest_file
 
 HIDDEN = 3
 ROW_BYTES = HIDDEN * 4 + 8
@@ -207,16 +207,9 @@ def test_a_file_that_is_damaged_or_has_no_room_is_one_sentence(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"data-0.safetensors does not hold what the drafter's trainer learns from"):
         read_data(path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = path.read_bytes()
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        with pytest.raises(RunError, match="cannot write what it trains on"):
-            write_data(path, data)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
+    with largest_file(100), pytest.raises(RunError, match="cannot write what it trains on"):
+        write_data(path, data)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

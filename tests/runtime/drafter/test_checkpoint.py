@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import random
-import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,9 +24,10 @@ from tltlab.bench.drafter.checkpoint import bench_checkpoint
 from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint, convert
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 from ...crash_states import Disk, crashes, put
-from .drafting_text import frozen, head, sequence
+from .drafting_text import frozen, head, largest_file, sequence
 
 
 def state(value: float, size: int = 1000) -> dict[str, Tensor]:
@@ -49,17 +48,6 @@ def loaded(folder: Path, size: int = 1000) -> float | None:
     (value,) = set(found["head.fc.weight"].tolist())
     assert found["counters"].tolist() == [int(value), 0]
     return float(value)
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Writing more to one file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path):
@@ -97,19 +85,17 @@ def test_two_are_kept_and_numbers_go_on_in_another_process(tmp_path: Path):
 
 def test_nothing_of_an_unfinished_save_counts(tmp_path: Path):
     """The process is killed while a checkpoint is on its way to the disk."""
-    script = """
-import os, signal, sys, torch
-from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
-from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
-saved = DrafterCheckpoint(sys.argv[1])
-saved.save({"head.fc.weight": torch.full((1000,), 1.0), "counters": torch.tensor([1, 0])})
-saved.finish()
-SafetensorsWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor([2, 0])})
-saved.finish()
-"""
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=400, check=False)
-    assert ended.returncode == -signal.SIGKILL
+
+    def killed() -> None:
+        saved = DrafterCheckpoint(tmp_path)
+        save(saved, state(1.0))
+        SafetensorsWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        save(saved, state(2.0))
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join(400)
+    assert process.exitcode == -signal.SIGKILL
     assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir()
     assert loaded(tmp_path) == 1.0
     assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir(), "who reads takes nothing away from who may be writing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -45,14 +46,20 @@ def sender(endpoint: str) -> Iterator[FeedSender]:
     sender.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 24])
-def test_a_sequence_arrives_bit_by_bit(endpoint: str, sender: FeedSender, dtype: torch.dtype, rows: int):
+@pytest.fixture
+def heard(endpoint: str, sender: FeedSender) -> Iterator[Heard]:
+    """A trainer's end that is connected."""
     heard = Heard(endpoint)
     until(lambda: heard.statuses)
-    hidden = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    aux = torch.randn(rows, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
-    for one in (None, aux):
+    yield heard
+    heard.feed.close()
+
+
+def test_a_sequence_arrives_bit_by_bit(heard: Heard, sender: FeedSender):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, rows, with_aux in product(dtypes, (1, 24), (False, True)):
+        hidden = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+        one = torch.randn(rows, 24, generator=torch.Generator().manual_seed(2)).to(dtype) if with_aux else None
         sent = TrainingSequence(
             key=(3, "ä prompt", 2, 1),
             token_ids=torch.arange(rows + 1) * 7,
@@ -71,7 +78,6 @@ def test_a_sequence_arrives_bit_by_bit(endpoint: str, sender: FeedSender, dtype:
         assert (got.aux is None) == (one is None)
         assert one is None or (got.aux is not None and torch.equal(got.aux, one))
     assert heard.feed.malformed == 0
-    heard.feed.close()
 
 
 def test_without_a_trainer_everything_is_dropped_at_once_and_a_new_one_is_told_how_it_stands(
@@ -122,20 +128,15 @@ def test_a_trainer_that_hangs_holds_nobody_up(endpoint: str, sender: FeedSender)
     feed.close()
 
 
-def test_a_sequence_without_states_is_not_sent(endpoint: str, sender: FeedSender):
-    heard = Heard(endpoint)
-    until(lambda: heard.statuses)
+def test_a_sequence_without_states_is_not_sent(heard: Heard, sender: FeedSender):
     nothing = TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.zeros(1), hidden=torch.zeros(0, 64))
     for sequence in (nothing, text.sequence(1)):
         sender.sequence(sequence)
     until(lambda: heard.sequences)
     assert (len(heard.sequences), heard.feed.malformed) == (1, 0)
-    heard.feed.close()
 
 
-def test_a_status_never_overtakes_a_newer_one(endpoint: str, sender: FeedSender):
-    heard = Heard(endpoint)
-    until(lambda: heard.statuses)
+def test_a_status_never_overtakes_a_newer_one(heard: Heard, sender: FeedSender):
     for rl_step in range(500):
         sender.status(rl_step, busy=True)
         sender.status(rl_step, busy=False)
@@ -144,7 +145,6 @@ def test_a_status_never_overtakes_a_newer_one(endpoint: str, sender: FeedSender)
     known = [(-1, True)] + [(rl_step, busy) for rl_step in range(500) for busy in (True, False)]
     places = [known.index(status) for status in heard.statuses]
     assert places == sorted(places)
-    heard.feed.close()
 
 
 def test_what_is_no_message_is_dropped_and_counted(endpoint: str):

@@ -25,7 +25,7 @@ from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from . import drafting_text as text
 from .drafting_text import same
 
-TIMEOUT_S, PATIENT_S = 8.0, 120.0
+TIMEOUT_S, PATIENT_S = 4.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""
 # New processes, forked from one that has imported torch and nothing more: that takes seconds, once.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -148,7 +148,7 @@ def test_members_that_train_differently_say_so_and_share_nothing(tmp_path: Path)
 class Large:
     """A group whose sums are so large that they cannot have gone through when a member dies."""
 
-    SIZE = 50_000_000
+    SIZE = 10_000_000
 
     def __init__(self, group: DrafterGroup) -> None:
         self.group, self.world = group, group.world
@@ -209,18 +209,13 @@ def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded
         assert (one["alone"], one["members"], one["updates"]) == (1, 2, 3)
 
 
-def test_a_group_that_never_fills_is_lost_in_time(point: MeetingPoint):
+def test_a_group_that_never_fills_or_whose_driver_is_gone_is_lost_in_time(point: MeetingPoint):
     began = time.perf_counter()
-    with pytest.raises(GroupLost, match="2 members did not meet within 1 s"):
-        DrafterGroup.join(meeting(point.address, "term-1", 1.0), 0, 2, 1.0)
-    assert time.perf_counter() - began < 120
-
-
-def test_members_whose_driver_is_gone_are_lost_and_not_stuck(point: MeetingPoint):
+    with pytest.raises(GroupLost, match=r"2 members did not meet within 0\.2 s"):
+        DrafterGroup.join(meeting(point.address, "term-1", 0.2), 0, 2, 0.2)
     point.close()
-    began = time.perf_counter()
     with pytest.raises(GroupLost, match="cannot meet at 127"):
-        meeting(point.address, "term-1", 1.0)
+        meeting(point.address, "term-1", 0.2)
     assert time.perf_counter() - began < 120
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -40,6 +39,7 @@ from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
+from ..drafting_text import largest_file
 from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
 
 torch.set_num_threads(1)
@@ -281,13 +281,8 @@ def test_what_is_interrupted_leaves_nothing_behind(
 
 
 def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(target: Path, data: Path, tmp_path: Path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    try:
-        with pytest.raises(RunError, match="was not written") as caught:
-            train_drafter(target, data, tmp_path / "heads" / "new", config(updates=1), quiet)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest_file(1 << 16), pytest.raises(RunError, match="was not written") as caught:
+        train_drafter(target, data, tmp_path / "heads" / "new", config(updates=1), quiet)
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "heads").iterdir()) == []
 
