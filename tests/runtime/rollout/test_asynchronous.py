@@ -23,7 +23,7 @@ from tltlab.runtime.rollout.worker import enough
 from .scripted_engines import ScriptedEngines, data_order, prompts, recipe
 from .test_partial import CAP, length, reward
 
-PER_STEP, GROUP, WORKERS, STEPS = 4, 3, 2, 30
+PER_STEP, GROUP, WORKERS, STEPS = 4, 3, 2, 16
 
 
 class SwappingEngines(ScriptedEngines):
@@ -121,7 +121,7 @@ def test_what_is_dropped_starves_long_responses_and_the_figures_say_how_much():
     for stale in ("hold", "drop"):
         engines, rollouts = made(1, stale)
         engines.every = 3
-        last = collect(engines, rollouts, range(60), 0)[-1].figures
+        last = collect(engines, rollouts, range(40), 0)[-1].figures
         bias[stale] = last["trained/length_bias"]
         assert (last["trained/dropped_groups"] > 0) is (stale == "drop")
         assert last["staleness/max"] <= 1

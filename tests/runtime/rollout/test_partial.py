@@ -49,7 +49,7 @@ def run(engines: ScriptedEngines, rollouts: PartialRollouts, steps: range) -> li
 def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token():
     engines, rollouts = made()
     spans = Counter[int]()
-    for got in run(engines, rollouts, range(20)):
+    for got in run(engines, rollouts, range(12)):
         assert len(got.trajectories) >= STEP_GROUPS * GROUP
         assert set(Counter(got.groups).values()) == {GROUP}
         for t in got.trajectories:
@@ -71,7 +71,7 @@ def test_no_token_is_lost_or_drawn_twice_between_rl_steps():
     engines, rollouts = made()
     parts: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     trained = set()
-    for got in run(engines, rollouts, range(20)):
+    for got in run(engines, rollouts, range(12)):
         for requests, rollout in zip(got.requests, got.parts, strict=True):
             for request, response in zip(requests, rollout.responses, strict=True):
                 assert request.key == response.key
@@ -92,7 +92,7 @@ def test_no_token_is_lost_or_drawn_twice_between_rl_steps():
 
 def test_engines_are_full_until_the_last_group_is_whole():
     engines, rollouts = made()
-    run(engines, rollouts, range(30))
+    run(engines, rollouts, range(15))
     assert {n for running in engines.running for n in running} == {CONCURRENCY // WORKERS}
 
 

@@ -44,6 +44,7 @@ class ToyPolicy:
             for length in range(CAP)
             for prefix in product(range(num_words), repeat=length)
         }
+        self.sums = {prefix: np.exp(row).cumsum() for prefix, row in self.rows.items()}
 
     def responses(self) -> dict[Tokens, float]:
         """Every whole response and its probability."""
@@ -137,8 +138,8 @@ class ToyTools:
             prefix = tuple(request.prompt_token_ids[3:])
             tokens, logprobs = prefix, []
             while len(tokens) < CAP and tokens[-1:] != (END,):
-                row = self.policy.rows[tokens]
-                tokens += (int(self.rng.choice(len(row), p=np.exp(row))),)
+                row, sums = self.policy.rows[tokens], self.policy.sums[tokens]
+                tokens += (min(int(sums.searchsorted(self.rng.random())), len(row) - 1),)
                 logprobs.append(float(row[tokens[-1]]))
             assert len(prefix) < len(tokens) <= len(prefix) + request.max_response_tokens
             self.num_generated += len(tokens) - len(prefix)

@@ -38,6 +38,7 @@ from tltlab.runtime.drafter.heads.loss import DrafterLoss, drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.annotate import learned_annotator
 from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.offline.evaluate import walk
 from tltlab.runtime.drafter.offline.export import write_checkpoint
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
@@ -155,8 +156,7 @@ def test_a_target_in_several_files_is_read_and_one_without_an_lm_head_is_refused
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_that_enter_the_layers_and_the_last_after_the_norm(kind: str, targets: dict[str, Path]):
     model, tokens = loaded(targets[kind]), torch.arange(4, 20)
-    num_layers = model.config.num_hidden_layers
-    hidden, aux = hidden_states_of(model, tokens, (0, 1, num_layers))
+    hidden, aux = hidden_states_of(model, tokens, (0, 1, model.config.num_hidden_layers))
     with torch.no_grad():
         expected = model.base_model(tokens[None], output_hidden_states=True)
         entering = [expected.hidden_states[layer][0] for layer in (0, 1)]
@@ -243,9 +243,9 @@ def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights
         for value in heads["random"].parameters():
             if value.dim() == 2:
                 value.normal_(0.0, 0.02)
-    data = [along(model, heads["new"], row, 8) for row in texts_of(model, 24)]
-    held = pack(data[16:])
-    fit_inputs(heads["fitted"], frozen, pack(data[:16]))
+    data = [along(model, heads["new"], row, 8) for row in texts_of(model, 12)]
+    held = pack(data[8:])
+    fit_inputs(heads["fitted"], frozen, pack(data[:8]))
 
     def measured() -> dict[str, DrafterLoss]:
         with torch.no_grad():
@@ -253,7 +253,7 @@ def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights
 
     before = measured()
     for head in heads.values():
-        train(head, frozen, data[:16], 15)
+        train(head, frozen, data[:8], 15)
     after = measured()
     for found in (before, after):
         assert found["fitted"].loss < after["random"].loss
@@ -295,12 +295,8 @@ def accepted(engine: Engine, prompt: list[int]) -> tuple[list[int], list[int]]:
 
 
 def predicted(kept: list[int]) -> list[int]:
-    """What an engine accepts of each draft: the first follows the first token, each next one the bonus token."""
-    at, found = 1, []
-    while at < len(kept):
-        found.append(kept[at])
-        at += kept[at] + 1
-    return found
+    """What an engine accepts of each draft."""
+    return [kept[at] for at in walk(kept)]
 
 
 LAYOUTS: dict[str, Maker] = {
@@ -379,7 +375,7 @@ def test_both_sides_of_the_packing_benchmark_compute_the_same_loss():
 def test_the_packing_benchmark_says_how_little_of_padded_batches_lengths_with_a_tail_fill():
     shape = Shape(hidden_size=32, intermediate_size=64, num_heads=2, vocab_size=64)
     tail = [20] * 60 + [600] * 4
-    found = bench_packing(tail, shape=shape, batch=8, samples=64, rounds=3, longest=300)
+    found = bench_packing(tail, shape=shape, batch=8, samples=32, rounds=3, longest=300)
     assert found["longest_tokens"] == 300
     assert found["filled"] > 0.3
     assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
