@@ -15,9 +15,9 @@ from torch import Tensor
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.head import DrafterHead, host_copies
 from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.run.memory import tensor_bytes
-from tltlab.runtime.trainer.packing import pack
 
 from .heads.loss import drafter_loss
 from .sequences import TrainingSequence

@@ -37,9 +37,8 @@ from .checkpoints import RunCheckpoints, step_of
 from .data import RolledOut, RolloutsAhead, RunData, samples_of
 from .logging import RunLog
 from .memory import ProcessMemory
-from .metrics import step_metrics
 from .recovery import Recovery
-from .rows import StepReport, repeat_row, run_manifest, step_rows
+from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows
 from .state import RunEvents, RunState, json_number
 
 Done = TypeVar("Done")

@@ -122,7 +122,7 @@ def same_responses(trace: Trace, stop_after: int, seed: int) -> list[dict[str, A
 
     RL steps in which either was not annotated are left out.
     """
-    from tltlab.runtime.drafter.offline.evaluate import walk
+    from tltlab.runtime.drafter.offline.chains import walk
 
     rows = trace.acceptance
     if rows is None:

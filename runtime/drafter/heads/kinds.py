@@ -13,11 +13,10 @@ import torch
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.sequences import PackedBatch
 from tltlab.runtime.recipe.drafter import Method
-from tltlab.runtime.trainer.packing import PackedBatch
 
-from .eagle import EagleHead
-from .eagle3 import Eagle3Head, default_aux_layers
+from .eagle import Eagle3Head, EagleHead, default_aux_layers
 from .head import DrafterHead, layer_config
 from .layouts import read_checkpoint
 from .mtp import brought_along, read_mtp

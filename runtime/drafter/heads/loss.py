@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tltlab.runtime.drafter.sequences import PackedBatch
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.attention import causal_attention, chain_attention
-from tltlab.runtime.trainer.packing import PackedBatch
 
 from .head import DrafterHead
 from .target import FrozenTarget

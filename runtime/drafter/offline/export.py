@@ -26,16 +26,15 @@ from tltlab.config import FrozenModel
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
-from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
+from tltlab.runtime.drafter.heads.eagle import Eagle3Head
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
 from tltlab.runtime.drafter.heads.layouts import WEIGHTS_FILE, eagle_layout, verifier_of
 from tltlab.runtime.drafter.heads.target import FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 
-from .chains import kept_along
+from .chains import chances, kept_along, walk
 from .data import TextConfig, along, load_target, load_tokenizer, read_texts
-from .evaluate import chances, walk
 from .warm_up import MARKER as TRAINED
 
 MARKER = "export.json"

@@ -12,7 +12,7 @@ import pandas as pd
 from tltlab.calibration.idle_training import recorded_updates
 from tltlab.traces.trace import Trace
 
-from .evaluate import chances, walk
+from .chains import chances, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.trainer.packing import pack
 
+from .chains import acceptance_along
 from .data import (
     Epochs,
     TargetStates,
@@ -38,7 +38,6 @@ from .data import (
     split_by_prompt,
     usable,
 )
-from .evaluate import acceptance_along
 
 MARKER = "training.json"
 FIT_TOKENS = 8192

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, write_data
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.recipe.drafter import BufferConfig
-from tltlab.runtime.trainer.packing import pack
 
 from .drafting_text import largest_file
 

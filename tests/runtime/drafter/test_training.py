@@ -16,10 +16,9 @@ from torch import Tensor
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.drafter.training import MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.trainer.packing import pack
 
 from .drafting_text import VOCAB, frozen, head, sequence
 

@@ -19,9 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.recipe import LogConfig
 from tltlab.runtime.run import logging as run_log
-from tltlab.runtime.run.logging import RunLog
+from tltlab.runtime.run.logging import PACE_STEPS, RunLog, step_text
 from tltlab.runtime.run.rows import StepReport
-from tltlab.runtime.run.screen import PACE_STEPS, step_text
 from tltlab.runtime.run.state import RunEvents
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
-from tltlab.runtime.run.metrics import step_metrics
-from tltlab.runtime.run.rows import Row, StepReport, step_rows
+from tltlab.runtime.run.rows import Row, StepReport, step_metrics, step_rows
 
 LENGTHS = [[4, 8], [16, 2]]
 """Response tokens of the two samples of prompts p0, on worker 0, and p1, on worker 1."""

@@ -27,9 +27,8 @@ from tltlab.runtime.drafter.heads.eagle import EagleHead
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.trainer.packing import pack
 from tltlab.stats import paired_interval
 
 TLT_RATIO = 2.2

@@ -15,13 +15,13 @@ from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
+from tltlab.runtime.drafter.offline.chains import acceptance_along
 from tltlab.runtime.drafter.offline.data import Epochs, TargetStates, load_target
-from tltlab.runtime.drafter.offline.evaluate import acceptance_along
 from tltlab.runtime.drafter.offline.warm_up import FIT_TOKENS
+from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.models.runs import Progress, prompts_of, written
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.trainer.packing import pack
 from tltlab.stats import interval_json, paired_interval
 
 from .runs import MAX_BYTES, BenchSizes

@@ -13,8 +13,8 @@ import torch
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.kinds import load_head
+from tltlab.runtime.drafter.offline.chains import Acceptance, acceptance_along
 from tltlab.runtime.drafter.offline.data import TargetStates, Text, load_target
-from tltlab.runtime.drafter.offline.evaluate import Acceptance, acceptance_along
 from tltlab.runtime.models.make import make_model
 from tltlab.runtime.models.runs import Progress, Sizes, written
 from tltlab.runtime.recipe.recipe import Recipe

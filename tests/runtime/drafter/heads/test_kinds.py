@@ -30,21 +30,19 @@ from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head, default_aux_layers
+from tltlab.runtime.drafter.heads.eagle import Eagle3Head, default_aux_layers
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.layouts import is_head
 from tltlab.runtime.drafter.heads.loss import DrafterLoss, drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.annotate import learned_annotator
-from tltlab.runtime.drafter.offline.chains import kept_along
-from tltlab.runtime.drafter.offline.evaluate import walk
+from tltlab.runtime.drafter.offline.chains import kept_along, walk
 from tltlab.runtime.drafter.offline.export import write_checkpoint
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.trainer.packing import pack
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
+from tltlab.runtime.drafter.heads.eagle import Eagle3Head
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head

@@ -11,9 +11,8 @@ from torch import Tensor
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.trainer.packing import pack
 
 from ..small_heads import drafted_states, made_head, made_sequence, made_target
 

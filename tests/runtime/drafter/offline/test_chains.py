@@ -9,9 +9,8 @@ from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.offline.chains import kept_along
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.trainer.packing import pack
 
 from ..small_heads import VOCABULARY, made_head, made_sequence, made_target
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tltlab.errors import InputError, RunError
 from tltlab.runtime.cli.train_drafter import train_drafter as command
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.offline.chains import acceptance_along, kept_along, walk
 from tltlab.runtime.drafter.offline.data import (
     Epochs,
     TargetStates,
@@ -33,7 +33,6 @@ from tltlab.runtime.drafter.offline.data import (
     read_texts,
     split_by_prompt,
 )
-from tltlab.runtime.drafter.offline.evaluate import acceptance_along, walk
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.traces.schema import Manifest

@@ -13,10 +13,9 @@ from torch import Tensor
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import Chains
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.trainer.packing import PackedBatch, pack
+from tltlab.runtime.drafter.sequences import PackedBatch, TrainingSequence, pack
 
-from ..drafter.small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target
+from .small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target
 
 METHODS = ["eagle", "eagle3"]
 
