@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -51,11 +51,11 @@ class UpdateReport:
     part of `seconds`, before the exchange.
     """
 
-    loss: float
-    accept: list[float]
-    grad_norm: float
-    tokens: int
-    sequences: int
+    loss: float = 0.0
+    accept: list[float] = field(default_factory=list)
+    grad_norm: float = 0.0
+    tokens: int = 0
+    sequences: int = 0
     members: int
     seconds: float
     skipped: bool
@@ -188,13 +188,7 @@ class DrafterTraining:
             norm = float(torch.linalg.vector_norm(message.gradient))
             # Finite gradients may have none: clipped by it they would be zeros.
             bad = not (math.isfinite(norm) and self._apply(norm))
-        applied = bool(tokens) and not bad
         report = UpdateReport(
-            loss=float(message.loss / tokens) if applied else 0.0,
-            accept=(message.accept / message.reached.clamp(min=1)).tolist() if applied else [],
-            grad_norm=norm if applied else 0.0,
-            tokens=tokens if applied else 0,
-            sequences=int(message.sequences) if applied else 0,
             members=members,
             seconds=time.perf_counter() - began,
             skipped=bad,
@@ -203,7 +197,16 @@ class DrafterTraining:
         )
         if bad:
             self._note_failure()
-        return report
+        if bad or not tokens:
+            return report
+        return replace(
+            report,
+            loss=float(message.loss / tokens),
+            accept=(message.accept / message.reached.clamp(min=1)).tolist(),
+            grad_norm=norm,
+            tokens=tokens,
+            sequences=int(message.sequences),
+        )
 
     def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> list[float]:
         """The chance that the target keeps each drafted token (`DrafterLoss.accept`), by unrolled step; [] if no data.

@@ -65,9 +65,14 @@ def _all_of(rule: Callable[..., Iterable[str]], *asked: object) -> Iterator[str]
         yield str(error)
 
 
-def rewards(recipe: Recipe) -> Iterable[str]:
-    RewardPool(recipe)
-    return ()
+def _raising(part: Callable[..., object]) -> Callable[..., Iterable[str]]:
+    """The rule of a part of tltlab that raises what it has to say."""
+
+    def rule(*asked: object) -> Iterable[str]:
+        part(*asked)
+        return ()
+
+    return rule
 
 
 def policy(recipe: Recipe) -> Iterable[str]:
@@ -138,12 +143,7 @@ def first_rows(recipe: Recipe) -> Iterator[str]:
     """Columns that the first row of a file lacks."""
     for source in (recipe.data.train, recipe.data.heldout):
         if source is not None:
-            yield from _all_of(_read, recipe, source)
-
-
-def _read(recipe: Recipe, source: str) -> Iterable[str]:
-    first_row(source, recipe.data)
-    return ()
+            yield from _all_of(_raising(first_row), source, recipe.data)
 
 
 def enough_prompts(recipe: Recipe) -> Iterator[str]:
@@ -221,7 +221,9 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
 
 def tried_prompt(recipe: Recipe) -> Iterator[str]:
     """What keeps the first prompt from being rendered, and a tokenizer that is not the model's."""
-    if not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS) or not first_row_of(recipe):
+    if not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS) or not first_row(
+        recipe.data.train, recipe.data
+    ):
         return
     # Imported here: it brings torch.
     from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -243,7 +245,7 @@ def tried_prompt(recipe: Recipe) -> Iterator[str]:
 
 def tried_reward(recipe: Recipe) -> Iterator[str]:
     """What the reward raises, or gives that is no number, for the first prompt with its own answer as the response."""
-    row = first_row_of(recipe)
+    row = first_row(recipe.data.train, recipe.data)
     if row is None:
         return
     prompt, answer = row
@@ -269,28 +271,14 @@ def tried_reward(recipe: Recipe) -> Iterator[str]:
         yield f"reward raised {type(error).__name__}: {error} {where}"
 
 
-def first_row_of(recipe: Recipe) -> tuple[str, str] | None:
-    return first_row(recipe.data.train, recipe.data)
-
-
 def _config(recipe: Recipe) -> dict[str, Any]:
     file = Path(recipe.model) / "config.json"
     return read_object(file) if file.is_file() else {}
 
 
-def gpus(recipe: Recipe) -> Iterable[str]:
-    bundles_of(recipe)
-    return ()
-
-
-def graphs(recipe: Recipe) -> Iterable[str]:
-    engines_of(recipe)
-    return ()
-
-
 RULES = (
-    rewards, policy, model, sequence_parallel, data, first_rows, enough_prompts, context, cpu_engine, engine_dtype,
-    learning_rate, gpus, graphs,
+    _raising(RewardPool), policy, model, sequence_parallel, data, first_rows, enough_prompts, context, cpu_engine,
+    engine_dtype, learning_rate, _raising(bundles_of), _raising(engines_of),
 )  # fmt: skip
 """Of a recipe on this machine."""
 

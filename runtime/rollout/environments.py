@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
-from .reward_pool import UserProcesses, be_a_reward_process, ending, raised
+from .reward_pool import UserProcesses, ending, made_here, raised
 
 if TYPE_CHECKING:
     from tltlab.runtime.recipe.recipe import EnvironmentConfig
@@ -162,8 +161,8 @@ class EnvironmentPool(UserProcesses):
         self._starts += 1
         if self._starts > _MAX_STARTS:
             raise RunError(f"the processes of environment {self._config.path!r} died {_MAX_STARTS} times")
-        told = (self._config.path, self._code, os.getpid())
-        return self._begin(self._config.processes, _start_process, told, "rollout.environment.processes")
+        setting = "rollout.environment.processes"
+        return self._begin(self._config.processes, setting, load_environment, self._config.path, self._code)
 
 
 _MAX_STARTS = 8
@@ -242,23 +241,6 @@ def _answered(environment: Environment, messages: list[Message]) -> Answer:
     return said, ""
 
 
-# ---- in an environment's process ------------------------------------------------------------------------------------
-
-
-class _Process:
-    environment: Environment | None = None
-    fault: Exception | None = None
-
-
-def _start_process(path: str, code: Sequence[str], driver: int) -> None:
-    be_a_reward_process(driver)
-    try:
-        _Process.environment = load_environment(path, code)
-    except Exception as error:  # raised where the worker sees it
-        _Process.fault = error
-
-
 def _step(messages: list[Message]) -> Answer:
-    if _Process.environment is None:
-        raise RunError(f"an environment's process cannot start: {_Process.fault}")
-    return _answered(_Process.environment, messages)
+    """In a process of its own."""
+    return _answered(made_here("an environment's process"), messages)

@@ -165,12 +165,16 @@ class HeldRequests:
 
         `swaps` are the weights that ruled, in order: (version, tokens at their end by key of what ran on).
         """
-        came: dict[Key, Response] = {}
+        responses = {
+            request.key: Response(
+                key=request.key, token_ids=[], logprobs=[], finish_reason="abort", t_first_token=0.0, t_finish=0.0
+            )
+            for request in self._requests
+        }
         for r in rolled.responses:
             since = [swap for swap in swaps if swap[0] >= self._began[r.key]]
-            came[r.key] = replace(r, tool_s=None, versions=version_spans(since, r.key, len(r.token_ids)))
-        responses = [came.get(request.key) or _never_began(request.key) for request in self._requests]
-        return replace(rolled, responses=responses, follow_ups=[])
+            responses[r.key] = replace(r, tool_s=None, versions=version_spans(since, r.key, len(r.token_ids)))
+        return replace(rolled, responses=list(responses.values()), follow_ups=[])
 
 
 def version_spans(
@@ -189,7 +193,3 @@ def version_spans(
             spans.append((version, now - before))
             before = now
     return tuple(spans)
-
-
-def _never_began(key: Key) -> Response:
-    return Response(key=key, token_ids=[], logprobs=[], finish_reason="abort", t_first_token=0.0, t_finish=0.0)

@@ -197,9 +197,7 @@ class PolicyRounds:
         rng = np.random.default_rng([self.seed, number])
         names = [EXPLORE, *self.policies]
         order = [names[i] for i in rng.permutation(len(names))]
-        done: list[RoundRollout] = []
-        for name in order:
-            done.append(self._rollout(name, number, again=len(done) < num_repeated))
+        done = [self._rollout(name, number, again=n < num_repeated) for n, name in enumerate(order)]
         self._recorder.flush()
         self.rollouts += done
         return done
@@ -221,7 +219,16 @@ class PolicyRounds:
         epoch_of = dict(zip((request.key for request in requests), epochs, strict=True))
         requests = [request for share in all_requests(shares, parts) for request in share]
         epochs = [epoch_of[*request.key[:3], 0] for request in requests]
-        self._record(name, rl_step, requests, epochs, parts, rollout_s, t_start)
+        report = StepReport(
+            rl_step=rl_step,
+            policy=name,
+            reward_mean=math.nan,
+            num_tokens=sum(len(r.token_ids) for part in parts for r in part.responses),
+            rollout_s=rollout_s,
+            recorder_s=max(part.recorder_s for part in parts),
+            metrics={"drift_kl": 0.0},
+        )
+        self._record(report, requests, epochs, parts, t_start)
         if again_s is not None:
             self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
             write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
@@ -238,37 +245,14 @@ class PolicyRounds:
 
     def _record(
         self,
-        name: str,
-        rl_step: int,
+        report: StepReport,
         requests: Sequence[GenerationRequest],
         epochs: Sequence[int],
         parts: Sequence[Part],
-        rollout_s: float,
         t_start: float,
     ) -> None:
-        report = StepReport(
-            rl_step=rl_step,
-            policy=name,
-            reward_mean=math.nan,
-            num_tokens=sum(len(r.token_ids) for part in parts for r in part.responses),
-            rollout_s=rollout_s,
-            reward_s=0.0,
-            inference_s=0.0,
-            train_s=0.0,
-            sync_s=0.0,
-            recorder_s=max(part.recorder_s for part in parts),
-            metrics={"drift_kl": 0.0},
-        )
-        rows = step_rows(
-            report,
-            requests,
-            parts,
-            [math.nan] * len(requests),
-            epochs=epochs,
-            policy_version=0,
-            t_start=t_start,
-            drafter={},
-        )
+        rewards = [math.nan] * len(requests)
+        rows = step_rows(report, requests, parts, rewards, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
         # Nothing but the rollout took place: no reward, no stage after it.
         unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
         for table in ("outcomes", "steps"):

@@ -16,7 +16,6 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import (
     Waiting,
@@ -132,10 +131,6 @@ class WorkerPool:
             raise RunError(f"no engine can start: each dies of this at its start: {died[0]}") from died[0]
         self._all(None)
         self._running = True
-
-    def captured_graphs(self) -> list[CapturedGraphs]:
-        """The CUDA graphs of every engine."""
-        return self._all(lambda n, handle: handle.captured_graphs.remote())
 
     def share(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
         """Split requests over the workers in order: request i of N goes to worker i * W // N."""

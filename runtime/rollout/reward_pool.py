@@ -71,12 +71,12 @@ class UserProcesses:
 
     _pool: ProcessPool | None = None
 
-    def _begin(self, processes: int, start: Callable[..., None], told: Sequence[Any], setting: str) -> ProcessPool:
-        """A new pool, whose processes begin with `start(*told)`; RunError, which names the setting, for none."""
+    def _begin(self, processes: int, setting: str, make: Callable[..., Any], *args: Any) -> ProcessPool:
+        """A new pool, whose processes begin with `make(*args)`; RunError, which names the setting, for none."""
         self._pool = ProcessPool(
             max_workers=processes,
-            initializer=start,
-            initargs=tuple(told),
+            initializer=_start_process,
+            initargs=(os.getpid(), make, args),
             context=multiprocessing.get_context("spawn"),
         )
         try:
@@ -154,8 +154,8 @@ class RewardPool(UserProcesses):
 
     def _start(self) -> ProcessPool:
         """A new pool; its processes start to import the reward functions."""
-        told = (self._terms, self._code, os.getpid(), self._decoder, self._config.memory_bytes)
-        return self._begin(self._config.processes, _start_process, told, "reward_pool.processes")
+        given = (self._terms, self._code, self._decoder, self._config.memory_bytes)
+        return self._begin(self._config.processes, "reward_pool.processes", _own_reward, *given)
 
     def _in_processes(self, items: Sequence[Item]) -> list[Outcome]:
         try:
@@ -243,18 +243,24 @@ def ending(exitcode: int | None) -> str:
     return f"exit code {exitcode}"
 
 
-# ---- in a reward process --------------------------------------------------------------------------------------------
+# ---- in a process of a user's code ----------------------------------------------------------------------------------
 
 
 class _Process:
-    """What a reward process keeps between tasks."""
+    """What it keeps between tasks: what it was told to make, or why it could not."""
 
-    reward: WeightedReward
-    decoder: Decoder | None = None
+    made: Any = None
     fault: Exception | None = None
 
 
-def be_a_reward_process(driver: int) -> None:
+def made_here(what: str) -> Any:
+    """What this process was told to make. RunError, which begins with `what`, where it could not."""
+    if _Process.fault is not None:
+        raise RunError(f"{what} cannot start: {_Process.fault}")
+    return _Process.made
+
+
+def _start_process(driver: int, make: Callable[..., Any], args: Sequence[Any]) -> None:
     """Die with process `driver`, be ended by a signal whatever runs, and leave standard output to results."""
     if sys.platform == "linux":
         # A driver that is killed cannot end a reward that hangs.
@@ -265,33 +271,28 @@ def be_a_reward_process(driver: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output is for results, and a reward may print
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def _start_process(
-    terms: Sequence[tuple[str, float]],
-    code: Sequence[str],
-    driver: int,
-    decoder: Decoder | None,
-    memory_bytes: int | None,
-) -> None:
-    be_a_reward_process(driver)
-    _Process.decoder = decoder
     try:
-        # For good: what a reward imports while it is computed is found there too.
-        sys.path += code
-        _Process.reward = load_rewards(terms)
-        if memory_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        _Process.made = make(*args)
     except Exception as error:  # raised where the driver sees it
         _Process.fault = error
 
 
+def _own_reward(
+    terms: Sequence[tuple[str, float]], code: Sequence[str], decoder: Decoder | None, memory_bytes: int | None
+) -> tuple[WeightedReward, Decoder | None]:
+    # For good: what a reward imports while it is computed is found there too.
+    sys.path += code
+    reward = load_rewards(terms)
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    return reward, decoder
+
+
 def _compute(item: Item) -> Outcome:
-    if _Process.fault is not None:
-        raise RunError(f"a reward process cannot start: {_Process.fault}")
+    reward, decoder = made_here("a reward process")
     own = os.getpid()
     # Panics of Rust are no `Exception`, and nobody interrupts this process from a keyboard.
-    outcome = _outcome(_Process.reward, item, _Process.decoder, (BaseException,))
+    outcome = _outcome(reward, item, decoder, (BaseException,))
     if os.getpid() != own:
         # A fork that the reward made must not answer in its place.
         os._exit(0)

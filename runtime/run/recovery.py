@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import RunError
+from tltlab.files import read_json
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.recipe.recipe import Recipe
@@ -17,7 +18,7 @@ from tltlab.traces.trace import Trace
 from .actors import RunActors
 from .checkpoints import RunCheckpoints
 from .data import RunData
-from .state import RunEvents, RunState, read_state, read_workers, write_state
+from .state import RunEvents, RunState, read_state, write_state
 
 
 class Recovery:
@@ -136,7 +137,10 @@ class Recovery:
         if then == now:
             latest = state.policies[-1]
             pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
-            pool.load_state_dicts(self._origin_workers if folder is None else read_workers(folder, len(pool.handles)))
+            workers = self._origin_workers
+            if folder is not None:
+                workers = [read_json(folder / f"worker-{number}.json") for number in range(len(pool.handles))]
+            pool.load_state_dicts(workers)
             pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
         else:
             # They may have learned more since this run began.

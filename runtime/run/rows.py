@@ -44,11 +44,11 @@ class StepReport:
     reward_mean: float
     num_tokens: int
     rollout_s: float
-    reward_s: float
-    inference_s: float
-    train_s: float
-    sync_s: float
-    recorder_s: float
+    reward_s: float = 0.0
+    inference_s: float = 0.0
+    train_s: float = 0.0
+    sync_s: float = 0.0
+    recorder_s: float = 0.0
     metrics: dict[str, float]
     record_s: float = 0.0
     step_s: float = 0.0

@@ -120,11 +120,6 @@ def _whole(policy: Any, path: Path, part: str) -> dict[str, Any]:
     return parse_policy(policy, path, part).model_dump(mode="json")
 
 
-def read_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:
-    """What each engine's policy and drafters had learned."""
-    return [read_json(folder / f"worker-{number}.json") for number in range(num_workers)]
-
-
 def json_number(value: Any) -> Any:
     """JSON knows no NaN and nothing infinite: such a number is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -67,7 +67,10 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
                 storage_writer=SafetensorsWriter(folder / TENSORS),
                 no_dist=not dist.is_initialized(),
             )
-        save_file(_random_state(), folder / f"random-{rank}.safetensors")
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        save_file(generators, folder / f"random-{rank}.safetensors")
         if rank == 0:
             (folder / STATE).write_text(json.dumps({"steps": steps}))
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -101,7 +104,10 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
             )
         random = folder / f"random-{rank}.safetensors"
         if random.is_file():
-            _set_random_state(load_file(random))
+            generators = load_file(random)
+            torch.set_rng_state(generators["cpu"])
+            if "cuda" in generators and torch.cuda.is_available():
+                torch.cuda.set_rng_state(generators["cuda"])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, CheckpointException) as error:
         raise RunError(f"{folder}: no whole checkpoint of this model's trainer: {str(error)[:300]}") from error
     return steps
@@ -120,16 +126,3 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moment
             for moment in ("exp_avg", "exp_avg_sq"):
                 tensors[f"{moment}.{name}"] = optimizer.state[tensor][moment]
     return tensors
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -86,7 +86,6 @@ class TrainerGroup:
 
         They are shared out for the update of `rl_step`: of another one ranks would have less even shares.
         """
-        self._alive("old_logprobs")
         recipe = self.recipe
         rank_of = share_out(
             samples,
@@ -101,11 +100,10 @@ class TrainerGroup:
             ray.put([s.in_arrays() if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
             for rank in range(recipe.train.data_ranks)
         ]
-        asked = [
-            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of, rl_step)
-            for rank, actor in enumerate(self.handles)
-        ]
-        mismatch: Mismatch = self._wait(asked, "old_logprobs")[0]
+        mismatch: Mismatch = self._each(
+            "old_logprobs",
+            lambda rank: (shares[rank // recipe.train.sequence_parallel], rank_of, rl_step),
+        )[0]
         return mismatch
 
     def update(self, rl_step: int) -> UpdateMetrics:
@@ -133,8 +131,12 @@ class TrainerGroup:
             self._all("send_weights", engines)
 
     def frozen(self) -> Any:
-        """A reference to the FrozenTarget that a drafter shares with the policy."""
-        return self._reference("frozen")
+        """A reference to the FrozenTarget that a drafter shares with the policy, once all ranks have given theirs."""
+        if not self.handles:
+            raise TrainerDied("no trainer is there to give its frozen: start the group first")
+        refs = [actor.give.remote("frozen") for actor in self.handles]
+        self._wait([done for done, _ in refs], "frozen")
+        return refs[0][1]
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -178,21 +180,14 @@ class TrainerGroup:
         return f"tcp://{address}:{port}"
 
     def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """What the trainer's method returns on each rank, None on all but the first."""
-        self._alive(method)
-        return self._wait([actor.ask.remote(method, *args, **options) for actor in self.handles], method)
+        return self._each(method, lambda rank: args, **options)
 
-    def _alive(self, method: str) -> None:
+    def _each(self, method: str, args_of: Callable[[int], tuple[Any, ...]], **options: Any) -> list[Any]:
+        """What the trainer's method returns on each rank, of its own arguments; None on all but the first."""
         if not self.handles:
             raise TrainerDied(f"no trainer is there to {method}: start the group first")
-
-    def _reference(self, method: str) -> Any:
-        """What the method returns on rank 0, by reference, once all ranks have returned."""
-        if not self.handles:
-            raise TrainerDied(f"no trainer is there to give its {method}: start the group first")
-        refs = [actor.give.remote(method) for actor in self.handles]
-        self._wait([done for done, _ in refs], method)
-        return refs[0][1]
+        calls = [actor.ask.remote(method, *args_of(rank), **options) for rank, actor in enumerate(self.handles)]
+        return self._wait(calls, method)
 
     def _wait(self, refs: list[Any], what: str, timeout_s: float | None = None) -> list[Any]:
         pending, begun = list(refs), time.monotonic()

@@ -66,10 +66,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What N responses teach, [N] each, as `UpdateBatch` says."""
+    """What N responses teach, [N] each: `lengths` in tokens, and how many of them a policy drew, `num_drawn`.
+
+    `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
+    an advantage a response has no gradient, unless a penalty for the distance to the reference moves it.
+    """
 
     lengths: Tensor
-    drawn: Tensor
+    num_drawn: Tensor
     advantages: Tensor
     counted: Tensor
     trained: Tensor
@@ -89,9 +93,9 @@ class Worth:
         groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
         advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
         counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
-        drawn = torch.tensor([s.num_drawn for s in samples])
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & drawn.gt(0)
-        return cls(lengths=lengths, drawn=drawn, advantages=advantage, counted=counted, trained=trained)
+        num_drawn = torch.tensor([s.num_drawn for s in samples])
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & num_drawn.gt(0)
+        return cls(lengths=lengths, num_drawn=num_drawn, advantages=advantage, counted=counted, trained=trained)
 
 
 def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int, rl_step: int) -> str | None:
@@ -156,19 +160,11 @@ def share_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBatch:
-    """N responses to learn from. Lists have an entry for each of them, of its n tokens.
-
-    `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
-    an advantage a response has no gradient, unless a penalty for the distance to the reference moves it.
-    """
+    """N responses to learn from. Lists have an entry for each of them, of its n tokens."""
 
     pairs: list[Pair]
-    lengths: Tensor  # [N], n of each
-    num_drawn: Tensor  # [N], those of them that a policy drew
-    drawn: list[Tensor]  # N of [n], bool: which
-    advantages: Tensor  # [N]
-    counted: Tensor  # [N], bool
-    trained: Tensor  # [N], bool
+    worth: Worth
+    drawn: list[Tensor]  # N of [n], bool: which tokens a policy drew
     base: list[Tensor]  # N of [n]: log-probs that ratios are taken to
     corrections: list[Tensor]  # N of [n]: weights of tokens for who drew them
     reference: list[Tensor] | None  # N of [n], [0] where nothing is trained: the reference's log-probs, with a penalty
@@ -177,8 +173,8 @@ class UpdateBatch:
         """[N]: what each token of a response weighs in the mini-batch of `rows`; 0 for all that are not in it."""
         weights = torch.zeros(len(self.pairs))
         weights[rows] = token_weights(
-            self.num_drawn[rows],
-            self.counted[rows],
+            self.worth.num_drawn[rows],
+            self.worth.counted[rows],
             aggregation=config.aggregation,
             max_response_tokens=max_response_tokens,
         )

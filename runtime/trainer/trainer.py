@@ -33,14 +33,7 @@ from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
-from .losses import (
-    Mismatch,
-    correction_weights,
-    kl_estimate,
-    mismatch,
-    mismatch_sums,
-    policy_loss,
-)
+from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatch_sums, policy_loss
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, UpdateBatch, Worth, minibatches_of, pairs_of, share_out
@@ -190,12 +183,13 @@ class Trainer:
     def _update(self, rl_step: int) -> UpdateMetrics:
         config, batch = self.config, self._batch(rl_step)
         minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
-        minibatches = [rows for rows in minibatches if batch.trained[rows].any()]
+        trained = batch.worth.trained
+        minibatches = [rows for rows in minibatches if trained[rows].any()]
         totals = torch.zeros(4, dtype=torch.float64)
         norms = lr = 0.0
         for minibatch in minibatches:
             weights = batch.token_weights(minibatch, config, self.max_response_tokens)
-            for rows in self._own_batches(minibatch[batch.trained[minibatch]].tolist()):
+            for rows in self._own_batches(minibatch[trained[minibatch]].tolist()):
                 totals += self._backward(batch, weights, rows)
             lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
             norms += self._optimizer_step(lr, rl_step)
@@ -211,7 +205,7 @@ class Trainer:
             correction_mean=correction_mean,
             grad_norm=norms / num,
             lr=lr,
-            trained_responses=float(batch.trained.sum()),
+            trained_responses=float(trained.sum()),
             drift_kl=self._drift(),
         )
 
@@ -219,8 +213,20 @@ class Trainer:
         """Log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
 
         With `distributions` the whole rows that they are from, [N, V]; natural logarithms at the rollout temperature.
+        All ranks get all.
         """
-        return [logp.numpy() for logp in self._logprobs(self.policy, pairs, whole=distributions)]
+        sizes = [len(response) for _, response in pairs]
+        starts = [0, *accumulate(sizes)]
+        width = self.policy.model.get_output_embeddings().weight.shape[:1] if distributions else ()
+        logprobs = torch.zeros(starts[-1], *width, device=self.device)
+        with torch.no_grad():
+            lengths = [sum(map(len, pair)) for pair in pairs]
+            for rows in micro_batches(lengths, self.data_ranks, self.config.tokens_per_microbatch)[self.data_rank]:
+                logp = self.policy(self._packed([pairs[i] for i in rows]), whole=distributions)
+                for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
+                    logprobs[starts[i] : starts[i + 1]] = part
+        self._sum(logprobs)
+        return [logp.numpy() for logp in logprobs.cpu().split(sizes)]
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
@@ -316,12 +322,8 @@ class Trainer:
             self._refuse_infinite(reference, what, "look at the weights of the recipe's model")
         return UpdateBatch(
             pairs=pairs_of(samples),
-            lengths=worth.lengths,
-            num_drawn=worth.drawn,
+            worth=worth,
             drawn=[sample.drawn() for sample in samples],
-            advantages=worth.advantages,
-            counted=worth.counted,
-            trained=worth.trained,
             base=behaviour if config.correction == "behaviour" else self._old,
             corrections=corrections,
             reference=reference,
@@ -332,15 +334,15 @@ class Trainer:
 
         Returns its part of the first four `UpdateMetrics` of that mini-batch.
         """
-        config, lengths = self.config, batch.lengths[rows]
-        shares = weights * batch.num_drawn
-        whole, computed = float(shares.sum()), float(shares[batch.trained].sum())
+        config, worth, lengths = self.config, batch.worth, batch.worth.lengths[rows]
+        shares = weights * worth.num_drawn
+        whole, computed = float(shares.sum()), float(shares[worth.trained].sum())
         correction = self._joined(batch.corrections, rows)
         token_weight = weights[rows].repeat_interleave(lengths).to(self.device) * self._joined(batch.drawn, rows)
         terms = policy_loss(
             self.policy(self._packed([batch.pairs[i] for i in rows])),
             self._joined(batch.base, rows),
-            batch.advantages[rows].repeat_interleave(lengths).to(self.device),
+            worth.advantages[rows].repeat_interleave(lengths).to(self.device),
             token_weight,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
@@ -431,21 +433,6 @@ class Trainer:
                 logp = model(self._packed(pairs)).float().cpu()
                 logprobs |= zip(own, logp.split([len(response) for _, response in pairs]), strict=True)
         return list(logprobs.values())
-
-    def _logprobs(self, model: PolicyModel, pairs: Sequence[Pair], *, whole: bool = False) -> list[Tensor]:
-        """[N] of every pair, or [N, V], on the host and on every rank."""
-        sizes = [len(response) for _, response in pairs]
-        starts = [0, *accumulate(sizes)]
-        width = model.model.get_output_embeddings().weight.shape[:1] if whole else ()
-        logprobs = torch.zeros(starts[-1], *width, device=self.device)
-        with torch.no_grad():
-            lengths = [sum(map(len, pair)) for pair in pairs]
-            for rows in micro_batches(lengths, self.data_ranks, self.config.tokens_per_microbatch)[self.data_rank]:
-                logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
-                for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
-                    logprobs[starts[i] : starts[i + 1]] = part
-        self._sum(logprobs)
-        return list(logprobs.cpu().split(sizes))
 
     def _own_batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """This rank's micro-batches of the kept samples `rows`."""

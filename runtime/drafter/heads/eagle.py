@@ -11,8 +11,8 @@ EAGLE-3 (arXiv 2503.01840) as vLLM runs it (`Eagle3LlamaForCausalLM`, method "ea
 the inputs of three of the target's layers; from the second drafted token on the state is what the layer gave before.
 Attention reads the normed embedding of token t + 1 beside the normed state at t, and what the layer gives goes through
 a norm of its own to the LM head. A checkpoint of ours is a folder in the format of `speculators` 0.9: `config.json` and
-`model.safetensors` with `fc.weight` (H, A H), `norm.weight`, `layers.0.` `self_attn.{q,k,v}_proj.weight` (.., 2 H), `self_attn.o_proj.weight`,
-their biases where `attention_bias` says so, `mlp.{gate,up,down}_proj.weight`,
+`model.safetensors` with `fc.weight` (H, A H), `norm.weight`, `layers.0.` `self_attn.{q,k,v}_proj.weight` (.., 2 H),
+`self_attn.o_proj.weight`, their biases where `attention_bias` says so, `mlp.{gate,up,down}_proj.weight`,
 `{hidden_norm,input_layernorm,post_attention_layernorm}.weight`. A fresh head shares the target's LM head; another may
 have its own, `lm_head.weight`, of V rows, or of D for a head that drafts D tokens only. That has `d2t` (D), what to add
 to a draft's id for the token's, and `t2d` (V), which tokens it can draft.

@@ -24,6 +24,8 @@ from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5
 """Random weights have this standard deviation times 1 / sqrt(inputs)."""
+RIDGE = 1e-2
+"""Relative to the inputs' mean square."""
 
 
 def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHead:
@@ -59,19 +61,19 @@ def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHea
 
 
 @torch.no_grad()
-def fit_inputs(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, ridge: float = 1e-2) -> None:
+def fit_inputs(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch) -> None:
     """Set a fresh EAGLE head's `fc` to what predicts the target's next states best, and its layer to add little.
 
-    Ridge regression of next states (T, H) on embeddings and states (T, 2 H), `ridge` relative to the inputs' mean
-    square. For heads that have learned nothing yet: what the layer's output projections had learned shrinks to a tenth.
-    An EAGLE-3 head, whose `fc` sees no embedding, stays as it is.
+    Ridge regression of next states (T, H) on embeddings and states (T, 2 H). For heads that have learned nothing yet:
+    what the layer's output projections had learned shrinks to a tenth. An EAGLE-3 head, whose `fc` sees no embedding,
+    stays as it is.
     """
     if not isinstance(head, EagleHead) or not batch.num_rows:
         return
     embeddings = functional.embedding(batch.token_ids, frozen.embedding)
     x = torch.cat([embeddings.float(), batch.hidden.float()], -1)
     gram = x.T @ x
-    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     head.fc.weight.copy_(torch.linalg.solve(gram, x.T @ batch.next_hidden.float()).T)
     head.layer.self_attn.o_proj.weight.mul_(0.1)
     head.layer.mlp.down_proj.weight.mul_(0.1)

@@ -6,7 +6,7 @@ Hidden states come from one pass of the target over each text, alone and unpadde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -65,30 +65,29 @@ def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.ran
     """
     path, most, cut = Path(data), config.responses, config.max_response_tokens
     if path.is_dir():
-        found = _drawn(_of_trace(path), most, rng)
+        texts = _drawn(_of_trace(path), most, rng)
     else:
-        rows = _drawn(_of_file(path, config), most, rng)
-        found = [
+        texts = [
             Text(
                 prompt_token_ids=_prompt_ids(prompt, config, tokenizer),
                 token_ids=[] if response is None else _token_ids(response, tokenizer),
             )
-            for prompt, response in rows
+            for prompt, response in _drawn(_of_file(path, config), most, rng)
         ]
-    if not found:
+    if not texts:
         raise ConfigError(f"{data}: no prompts and no responses in it, nothing to train a drafter on")
-    return [Text(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in found]
+    return [Text(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in texts]
 
 
 def _drawn(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[Item]:
     """At most `most` of the items, any as likely as any other, in their order; no more are held at a time."""
-    held: list[tuple[int, Item]] = []
+    drawn: list[tuple[int, Item]] = []
     for number, item in enumerate(items):
         if number < most:
-            held.append((number, item))
+            drawn.append((number, item))
         elif (place := int(rng.integers(number + 1))) < most:
-            held[place] = (number, item)
-    return [item for _, item in sorted(held, key=lambda pair: pair[0])]
+            drawn[place] = (number, item)
+    return [item for _, item in sorted(drawn, key=lambda pair: pair[0])]
 
 
 def _of_trace(path: Path) -> Iterator[Text]:
@@ -107,8 +106,10 @@ def _of_trace(path: Path) -> Iterator[Text]:
 
 def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
     """The prompt of each row and its response, None in every row of a file of prompts alone."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{path}: not a trace's folder, and its name ends in neither .jsonl nor .parquet")
     answers = None
-    for number, row in enumerate(_rows(path)):
+    for number, (_, row) in enumerate(rows_of_file(path)):
         prompt, response = row.get(config.prompt_column), row.get(config.response_column)
         if prompt is None:
             raise ConfigError(f"{path}: row {number} has no column {config.prompt_column!r}; it has {', '.join(row)}")
@@ -116,12 +117,6 @@ def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
         if answers != (response is not None):
             raise ConfigError(f"{path}: row {number} is unlike the first: some have a {config.response_column!r}")
         yield prompt, response
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path}: not a trace's folder, and its name ends in neither .jsonl nor .parquet")
-    yield from (row for _, row in rows_of_file(path))
 
 
 def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:

@@ -99,7 +99,9 @@ def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Ro
 
 
 def test_engines_with_planned_graphs_say_what_iterations_ran_in(pool: WorkerPool):
-    assert [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.captured_graphs()] == [("V1", "NONE", ())] * 2
+    assert [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("captured_graphs")] == [
+        ("V1", "NONE", ())
+    ] * 2
     pool.set_policy(SUFFIX, 0)
     rows = [row for part in pool.generate(pool.share(requests(0)), 0) for row in part.iterations]
     assert {row["graph"] for row in rows} == {"eager"}
