@@ -65,10 +65,11 @@ def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
     return same(part, whole.stretch(start, part.num_rows))
 
 
-def test_an_empty_buffer_gives_nothing_and_one_sequence_is_what_it_gives():
+def test_an_empty_buffer_gives_nothing_and_one_sequence_is_what_it_gives_to_an_update_of_two_rows_or_more():
     assert filled().sample(100, rng()) == []
     only = made(1, 10)
     buffer = filled(only)
+    assert buffer.sample(0, rng()) == buffer.sample(1, rng()) == []
     for _ in range(3):
         (got,) = buffer.sample(100, rng())
         assert same(got, only)
@@ -262,8 +263,3 @@ def test_bytes_stay_bounded_and_nothing_is_padded_or_invented(
         held = buffer.sample(10**6, rng())
         assert len(held) == len(buffer)
         assert sum(sequence.nbytes for sequence in held) == buffer.nbytes <= max_bytes
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_an_update_too_small_for_any_row_gets_nothing(tokens: int):
-    assert filled(made(1, 30)).sample(tokens, rng()) == []

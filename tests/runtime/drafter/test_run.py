@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def frozen() -> ray.ObjectRef:
     return ray.put(text.frozen())
 
 
+def asked_of(run: DrafterRun, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
+    """What `ask` finds in the processes of the trainers that run, or of those of `workers`, as they are now."""
+    assert run.training is not None
+    processes = run.training.processes._processes
+    return ray.get([processes[n].actor.__ray_call__.remote(ask) for n in workers or sorted(processes)])
+
+
 class Story:
     """A drafter's run of three workers, rollout after rollout; worker 0 always generates to the end."""
 
@@ -162,16 +170,13 @@ class Story:
 
     def hears(self, worker: int) -> bool:
         """Whether its trainer is connected: what is handed over before is dropped."""
-        assert self.run.training.processes is not None
-        actor = self.run.training.processes._processes[worker].actor
-        return bool(ray.get(actor.__ray_call__.remote(lambda trainer: trainer._rl_step)) == self.rl_step)
+        (rl_step,) = asked_of(self.run, lambda trainer: trainer._rl_step, worker)
+        return bool(rl_step == self.rl_step)
 
-    def trainers(self, ask: Callable[[SpotTrainer], Any]) -> list[Any]:
-        """What `ask` finds in each trainer's process."""
+    def trainers(self, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
+        """What `ask` finds in each trainer's process, or in those of `workers`."""
         until(lambda: len(self.pids) == 3)
-        assert self.run.training.processes is not None
-        processes = sorted(self.run.training.processes._processes.items())
-        return ray.get([process.actor.__ray_call__.remote(ask) for _, process in processes])
+        return asked_of(self.run, ask, *workers)
 
     def updates(self, worker: int) -> int:
         return int(self.run.training.processes.answers("num_updates", workers=[worker]).get(worker, -1))
@@ -259,8 +264,7 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         for own in resumed.training.processes.answers("state").values():
             there = ray.get(run.served.training)
             assert same(own, there)
-        processes = sorted(resumed.training.processes._processes.items())  # type: ignore[union-attr]
-        assert ray.get([process.actor.__ray_call__.remote(held) for _, process in processes]) == had
+        assert asked_of(resumed, held) == had
         # A worker that is started again is another object in the same place.
         workers[1] = StandIn(workers[1].feed)
         resumed.rejoin(1)
@@ -326,8 +330,7 @@ def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
 def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(story: Story, tmp_path: Path):
     had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
     assert had[2]
-    actor = story.run.training.processes._processes[2].actor  # type: ignore[union-attr]
-    ray.get(actor.__ray_call__.remote(dies_writing, saved))
+    story.trainers(partial(dies_writing, folder=saved), 2)
     story.run.state_dict(saved)
     found = {path.name for path in saved.iterdir()}
     assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
@@ -479,9 +482,8 @@ def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, 
 
 def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
     served, updates = len(story.workers[0].given), story.run.served.updates
-    for process in story.run.training.processes._processes.values():  # type: ignore[union-attr]
-        ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._held.clear()))
-        ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._first_out.clear()))
+    story.trainers(lambda trainer: trainer.buffer._held.clear())
+    story.trainers(lambda trainer: trainer.buffer._first_out.clear())
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
     story.rollout(1, sequences=broken)
     until(lambda: any(story.trainers(failed)))
@@ -503,13 +505,12 @@ def room(trainer: SpotTrainer) -> None:
 
 
 def test_a_disk_without_room_costs_checkpoints_only(story: Story):
-    actor = story.run.training.processes._processes[2].actor  # type: ignore[union-attr]
-    ray.get(actor.__ray_call__.remote(no_room))
+    story.trainers(no_room, 2)
     story.rollout(2)
     start = story.run.served.updates
     until(lambda: story.updates(2) > start + 12)
     assert story.end() < YIELD_S
-    ray.get(actor.__ray_call__.remote(room))
+    story.trainers(room, 2)
     assert any("a checkpoint of the drafter on worker 2 failed" in said for said in story.said)
     assert story.run.served.updates > start + 12
 
@@ -604,8 +605,8 @@ def fed(run: GrpoRun) -> int:
         assert trainer._feed.settle(300)
         return trainer.seen()
 
-    processes = run.drafting.training.processes._processes.values()  # type: ignore[attr-defined]
-    return sum(ray.get([process.actor.__ray_call__.remote(settled) for process in processes]))
+    assert isinstance(run.drafting, DrafterRun)
+    return sum(asked_of(run.drafting, settled))
 
 
 def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
@@ -632,8 +633,7 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
         until(lambda: fed(run) == 16 or not run.step())
         until(lambda: drafting.served.updates or not run.step())
         assert_engines_draft_with(drafting.training.processes.answers("weights")[0], run)
-        for process in drafting.training.processes._processes.values():  # type: ignore[union-attr]
-            ray.get(process.actor.__ray_call__.remote(boast))
+        asked_of(drafting, boast)
         swaps = drafting.served.swaps
         until(lambda: drafting.served.swaps > swaps or not run.step())
         until(lambda: any("has collapsed" in n for r in run.reports for n in r.notes) or not run.step())

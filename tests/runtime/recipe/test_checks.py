@@ -18,12 +18,8 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 24,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -140,25 +136,15 @@ ROW = '{"prompt": "1 + 1", "answer": "2"}\n'
     [
         ({"t.jsonl": '{"question": "1", "answer": "2"}'}, "seed=1", "t.jsonl: line 1 has no column 'prompt'; it has"),
         ({"t.jsonl": '{"prompt": "1 + 1", "answer": null}'}, "seed=1", "line 1 has nothing in column 'answer'"),
-        (
-            {"m/config.json": json.dumps(SHAPE | {"max_position_embeddings": 512})},
-            "seed=1",
-            "context of m holds 512 tokens",
-        ),
-        (
-            {
-                "t.jsonl": 24 * ROW,
-                "bad.py": "def reward(p, r, a): return 1 / int(r == '3')",
-            },
-            "reward=bad:reward",
-            "reward raised ZeroDivisionError: division by zero for the first row of t.jsonl",
-        ),
+        ({"m/config.json": json.dumps(SHAPE | {"max_position_embeddings": 512})}, "seed=1", "of m holds 512 tokens"),
+        ({"t.jsonl": 24 * ROW, "bad.py": "def reward(p, r, a): return 1 / int(r == '3')"}, "reward=bad:reward",
+         "reward raised ZeroDivisionError: division by zero for the first row of t.jsonl"),
         ({"t.jsonl": 3 * ROW}, "seed=1", "rollout.prompts_per_step = 24, but t.jsonl has 3 prompts: set it to 3 or"),
         ({}, "rollout.vllm.max_model_len=700", "max_response_tokens = 768, but rollout.vllm.max_model_len = 700"),
         ({"m/config.json": json.dumps(SHAPE | {"vocab_size": 2_000_000})}, "seed=1", "m has 256 M. Set it; 1e-6 is"),
     ],
     ids=["column", "answer", "context", "reward", "prompts", "max_model_len", "lr"],
-)
+)  # fmt: skip
 def test_a_dry_run_reads_the_first_rows_and_tries_the_reward(place: Path, capsys, files, override: str, said: str):
     for name, text in files.items():
         (place / name).write_text(text)

@@ -89,23 +89,22 @@ def test_a_damaged_one_is_passed_over_with_a_sentence(tmp_path: Path, damage, sa
     assert checkpoints.complaints == []
 
 
-def test_a_large_file_that_was_cut_off_is_noticed(tmp_path: Path):
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    path = checkpoints.save(1, writer(1, MOST_HASHED_BYTES + 1))
-    assert checkpoints.latest() == path
-    os.truncate(path / "trainer" / "weights.bin", MOST_HASHED_BYTES)
-    assert checkpoints.latest() is None
-
-
-def test_a_bit_that_flips_in_a_large_file_makes_the_one_before_the_newest(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda file: flip(file, 8 * (MOST_HASHED_BYTES // 2)), "weights.bin is not what was written"),
+        (lambda file: os.truncate(file, MOST_HASHED_BYTES), "weights.bin has"),
+    ],
+)
+def test_a_large_file_that_is_damaged_makes_the_one_before_the_newest(tmp_path: Path, damage, says: str):
     checkpoints = RunCheckpoints(tmp_path, keep=2)
     first, second = (checkpoints.save(step, writer(step, MOST_HASHED_BYTES + 1)) for step in (1, 2))
     assert checkpoints.latest() == second
-    flip(second / "trainer" / "weights.bin", 8 * (MOST_HASHED_BYTES // 2))
+    damage(second / "trainer" / "weights.bin")
     assert checkpoints.latest() == first
     (complaint,) = checkpoints.complaints
     assert str(second) in complaint
-    assert "weights.bin is not what was written" in complaint
+    assert says in complaint
 
 
 def test_a_writer_that_hashes_what_it_writes_is_taken_at_its_word(tmp_path: Path):

@@ -20,43 +20,45 @@ from tltlab.runtime.run.state import RunEvents, RunState, read_state, write_stat
 from tltlab.strategy import Strategy
 
 
+def recipe_of(**rollout: object) -> Recipe:
+    return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}, "rollout": rollout})
+
+
+RECIPE = recipe_of()
+
+
 def test_a_damaged_policy_of_a_run_is_refused_in_a_sentence(tmp_path: Path):
-    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
     state = RunState(rl_step=1)
     state.in_force(Policy(selector=NoneSpec()))
-    write_state(tmp_path, state, {"recipe_policy": state.policies[0]["policy"]}, [{}, {}], recipe)
-    read_state(tmp_path, recipe)
+    write_state(tmp_path, state, {"recipe_policy": state.policies[0]["policy"]}, [{}, {}], RECIPE)
+    read_state(tmp_path, RECIPE)
     whole = (tmp_path / "state.json").read_text()
     (tmp_path / "state.json").write_text(whole.replace('"kind": "none"', '"kind": "nine"'))
     with pytest.raises(ConfigError, match=r"state\.json: policies: selector: kind is 'nine', there are") as caught:
-        read_state(tmp_path, recipe)
+        read_state(tmp_path, RECIPE)
     assert "\n" not in str(caught.value)
 
 
 def test_the_costs_that_an_older_run_names_by_a_file_are_found_and_written_out(tmp_path: Path):
-    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
     load_costs("cpu-small").write(tmp_path / "costs.json")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
     state = RunState(rl_step=1, policies=[{"rl_step": 0, "name": "goodput", "policy": policy}])
     folder = tmp_path / "runs" / "first" / "checkpoints" / "step-1"
     folder.mkdir(parents=True)
-    write_state(folder, state, {"recipe_policy": policy}, [{}, {}], recipe)
-    state, parts = read_state(folder, recipe)
+    write_state(folder, state, {"recipe_policy": policy}, [{}, {}], RECIPE)
+    state, parts = read_state(folder, RECIPE)
     assert state.policies[-1]["policy"] == parts["recipe_policy"]
     assert load_costs(parts["recipe_policy"]["selector"]["costs"]) == load_costs("cpu-small")
 
 
 def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Path):
-    times = dict.fromkeys(("rollout_s", "reward_s", "inference_s", "train_s", "sync_s", "recorder_s"), 0.5)
-    report = StepReport(
-        rl_step=0, policy="none", reward_mean=math.nan, num_tokens=3, metrics={"drift_kl": math.nan, "lr": 1.0}, **times
-    )
-    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
+    metrics = {"drift_kl": math.nan, "lr": 1.0}
+    report = StepReport(rl_step=0, policy="none", reward_mean=math.nan, num_tokens=3, rollout_s=0.5, metrics=metrics)
     state = RunState(rl_step=1, policy_version=1, reports=[report])
-    write_state(tmp_path, state, {"order": {"taken": 3}}, [{}, {}], recipe)
+    write_state(tmp_path, state, {"order": {"taken": 3}}, [{}, {}], RECIPE)
     json.loads((tmp_path / "state.json").read_text(), parse_constant=lambda name: 1 / 0)
-    read, parts = read_state(tmp_path, recipe)
+    read, parts = read_state(tmp_path, RECIPE)
     (again,) = read.reports
     assert math.isnan(again.reward_mean)
     assert math.isnan(again.metrics["drift_kl"])
@@ -87,23 +89,19 @@ def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("lacks", ["model", "rl_step", "policies", "reports"])
 def test_a_state_that_lacks_a_field_is_refused_in_a_sentence(tmp_path: Path, lacks: str):
-    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
-    write_state(tmp_path, RunState(rl_step=1), {}, [{}, {}], recipe)
+    write_state(tmp_path, RunState(rl_step=1), {}, [{}, {}], RECIPE)
     state = json.loads((tmp_path / "state.json").read_text())
     del state[lacks]
     (tmp_path / "state.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match=rf"state\.json is no whole state of a run: KeyError: '{lacks}'"):
-        read_state(tmp_path, recipe)
+        read_state(tmp_path, RECIPE)
 
 
 def test_a_class_that_a_state_names_is_none_that_is_imported_unasked(tmp_path: Path):
-    def recipe(**rollout: object) -> Recipe:
-        return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}, "rollout": rollout})
-
     state = RunState(rl_step=1)
     state.in_force(Policy(selector=CustomSpec(path="theirs:Choice")))
-    write_state(tmp_path, state, {}, [{}, {}], recipe())
+    write_state(tmp_path, state, {}, [{}, {}], recipe_of())
     with pytest.raises(ConfigError, match=r"state\.json names theirs:Choice, .* a recipe rollout\.allow_code"):
-        read_state(tmp_path, recipe())
-    for trusted in (recipe(policy="theirs:Choice"), recipe(allow_code=["theirs"])):
+        read_state(tmp_path, recipe_of())
+    for trusted in (recipe_of(policy="theirs:Choice"), recipe_of(allow_code=["theirs"])):
         assert read_state(tmp_path, trusted)[0].policy_name == "custom"

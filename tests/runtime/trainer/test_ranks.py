@@ -23,11 +23,8 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_differ
         assert max(tokens) - min(tokens) <= max(lengths, default=0)
 
 
-def test_a_sequence_above_the_budget_is_alone_and_others_share():
+def test_a_sequence_above_the_budget_is_alone_and_ranks_without_work_get_empty_micro_batches():
     assert micro_batches([100, 3, 4, 3], ranks=1, budget=10) == [[[0], [1, 2, 3]]]
-
-
-def test_ranks_without_work_get_empty_micro_batches():
     assert micro_batches([7], ranks=3, budget=10) == [[[0]], [[]], [[]]]
     assert micro_batches([], ranks=2, budget=10) == [[], []]
 

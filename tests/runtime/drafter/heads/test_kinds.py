@@ -205,13 +205,12 @@ def test_serving_weights_are_copies_and_hold_nothing_of_the_target():
 def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path):
     made_head("eagle3").save(tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    cases: list[tuple[dict[str, Any], str]] = [
+    for change, complaint in (
         ({"speculators_model_type": "dflash"}, "of kind 'dflash' is not one we can read"),
         ({"norm_before_fc": True}, "input_norm.weight is missing, unknown or of another shape"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, "fc.weight is missing, unknown or of another shape"),
         ({"transformer_layer_config": 3}, "no readable config.json"),
-    ]
-    for change, complaint in cases:
+    ):
         (tmp_path / "head" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=complaint):
             load_head(tmp_path / "head")
@@ -349,13 +348,9 @@ def test_vllm_accepts_of_the_drafts_of_others_heads_trained_on_what_the_captured
     if method == "eagle":
         annotator = learned_annotator("learned", str(head.save(tmp_path / "head")), str(folder))
         recorded = RecordedResponse(
-            key=(0, "p", 0, 0),
-            worker=0,
-            prompt_token_ids=prompts[0],
-            token_ids=trained[0][0],
-            opened_s=0.0,
+            key=(0, "p", 0, 0), worker=0, prompt_token_ids=prompts[0], token_ids=trained[0][0], opened_s=0.0,
             times_s=np.arange(60.0),
-        )
+        )  # fmt: skip
         (row,) = annotator.annotate([recorded], depth)
         assert predicted(row.tolist())[: len(trained[0][1]) - 1] == trained[0][1][:-1]
 

@@ -24,6 +24,10 @@ def easy_target(random_model: Path, folder: Path, max_positions: int = 256) -> P
     return folder
 
 
+def quiet(message: str) -> None:
+    """Who listens to progress here."""
+
+
 LONG_CONTEXT = 1 << 19
 """Positions for which the KV cache that an engine has on a CPU is too small."""
 

@@ -74,6 +74,13 @@ def eagle_head(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return new_head(target_folder, "eagle", seed=7).save(tmp_path_factory.mktemp("eagle"))
 
 
+def response_of(prompt: list[int], *token_ids: int) -> RecordedResponse:
+    return RecordedResponse(
+        key=(0, "p", 0, 0), worker=0, prompt_token_ids=prompt, token_ids=list(token_ids), opened_s=0.0,
+        times_s=np.zeros(len(token_ids)),
+    )  # fmt: skip
+
+
 def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int], int], list[int]]) -> list[int]:
     """Tokens kept at each position from `start` on, drafting anew at every one."""
     kept = []
@@ -147,10 +154,7 @@ def test_without_enough_text_before_it_nothing_is_drafted(
 ):
     folder = request.getfixturevalue("eagle_head" if method == "eagle" else method)
     annotator = learned_annotator(method, str(folder), str(target_folder))
-    response = RecordedResponse(
-        key=(0, "p", 0, 0), worker=0, prompt_token_ids=prompt, token_ids=[7], opened_s=0.0, times_s=np.zeros(1)
-    )
-    (row,) = annotator.annotate([response], 4)
+    (row,) = annotator.annotate([response_of(prompt, 7)], 4)
     assert row.shape == (1,)
     if len(prompt) < (2 if method == "eagle" else 1):
         assert row.tolist() == [0]
@@ -183,21 +187,17 @@ def test_a_checkpoint_of_another_layout_is_refused(eagle_head, target_folder, tm
 
 
 def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
-    with pytest.raises(ConfigError, match="give --model"):
-        learned_annotator("eagle", str(eagle_head), None)
-    with pytest.raises(ConfigError, match="no such folder"):
-        learned_annotator("draft_model", str(tmp_path / "none"), None)
-    with pytest.raises(ConfigError, match="no language model there"):
-        learned_annotator("draft_model", str(tmp_path), None)
-    with pytest.raises(ConfigError, match="'medusa' cannot be annotated"):
-        learned_annotator("medusa", str(eagle_head), None)
-    with pytest.raises(ConfigError, match="holds a head of method 'eagle', not 'eagle3'"):
-        learned_annotator("eagle3", str(eagle_head), str(draft_model))
-    response = RecordedResponse(
-        key=(0, "p", 0, 0), worker=0, prompt_token_ids=[5], token_ids=[99], opened_s=0.0, times_s=np.zeros(1)
-    )
+    for method, folder, target, complaint in (
+        ("eagle", eagle_head, None, "give --model"),
+        ("draft_model", tmp_path / "none", None, "no such folder"),
+        ("draft_model", tmp_path, None, "no language model there"),
+        ("medusa", eagle_head, None, "'medusa' cannot be annotated"),
+        ("eagle3", eagle_head, str(draft_model), "holds a head of method 'eagle', not 'eagle3'"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            learned_annotator(method, str(folder), target)
     with pytest.raises(ConfigError, match="has token 99, the model's vocabulary ends at 23"):
-        learned_annotator("draft_model", str(draft_model), None).annotate([response], 4)
+        learned_annotator("draft_model", str(draft_model), None).annotate([response_of([5], 99)], 4)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tltlab.runtime.drafter.offline.export import Comparison, ExportConfig, Sour
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
+from .easy_target import LONG_CONTEXT, easy_target, quiet, sampled_rows, write_rows
 
 torch.set_num_threads(1)
 CHECK = ExportConfig(max_response_tokens=60)
@@ -40,10 +40,6 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         )
         train_drafter(target, data, folder / kind, config, quiet)
     return {kind: folder / kind for kind in ("eagle", "eagle3")}
-
-
-def quiet(message: str) -> None:
-    pass
 
 
 def change_weights(folder: Path, factor: float) -> None:
@@ -129,15 +125,9 @@ def test_what_stock_vllm_does_not_load_is_told_in_one_sentence(target: Path, hea
 
 def comparison(**given: Any) -> Comparison:
     settings: dict[str, Any] = {
-        "temperature": 0.0,
-        "expected_accept_length": 2.0,
-        "measured_accept_length": 2.0,
-        "expected_positions": [0.6],
-        "measured_positions": [0.6],
-        "passes": 100,
-        "first_kept": 0.6,
-        "commonest": 0.2,
-    }
+        "temperature": 0.0, "expected_accept_length": 2.0, "measured_accept_length": 2.0, "expected_positions": [0.6],
+        "measured_positions": [0.6], "passes": 100, "first_kept": 0.6, "commonest": 0.2,
+    }  # fmt: skip
     return Comparison(**settings | given)
 
 

@@ -39,7 +39,7 @@ from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
 from ..drafting_text import largest_file
-from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
+from .easy_target import LONG_CONTEXT, easy_target, quiet, sampled_rows, write_rows
 
 torch.set_num_threads(1)
 Trained = tuple[Path, dict[str, Any]]
@@ -68,10 +68,6 @@ def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
         "depth": 6,
     }
     return WarmUpConfig(**settings | given)
-
-
-def quiet(message: str) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
