@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,8 @@ from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
+
+from .streams import alone
 
 CHUNK = 64
 """Tokens by which responses of a long run grow in turn."""
@@ -71,14 +71,9 @@ def bench_drafters(
     `accepted`, first visit and with history. Raises ConfigError, InputError, TraceError.
     """
     groups = made_up(num_groups or 2, 8, response_tokens) if trace is None else recorded(trace, num_groups)
-    # A new interpreter, not a fork: a fork would start with this process's memory.
-    context = multiprocessing.get_context("spawn")
     rows = []
     for name, spec in cases.items():
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            first = pool.submit(visit, spec, groups, depth, False).result()
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            later = pool.submit(visit, spec, groups, depth, True).result()
+        first, later = (alone(visit, spec, groups, depth, history) for history in (False, True))
         rows.append({"drafter": name, "settings": spec.model_dump(mode="json"), "first": first, "later": later})
     return {"num_tokens": sum(len(text) for g in groups for text in g.replayed), "depth": depth, "rows": rows}
 
@@ -258,7 +253,6 @@ def bench_history(
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} is {getattr(run, name)}, it must be at least 1")
     short = min(run.rl_steps, unbounded_steps)
-    context = multiprocessing.get_context("spawn")
     rows = []
     for name, every in (("never", None), (f"every {run.repeat_every}", run.repeat_every)):
         cases = [("unbounded", replace(run, history_mib=None, rl_steps=short)), ("bounded", run)]
@@ -267,8 +261,7 @@ def bench_history(
         before: float | None = None
         for kind, case in cases:
             progress(f"prompts repeat {name}, {kind}: {case.rl_steps} RL steps of {case.step_tokens} tokens")
-            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-                row = pool.submit(long_run, replace(case, repeat_every=every)).result()
+            row = alone(long_run, replace(case, repeat_every=every))
             row["accepted"] = sum(row["accepted"][:short]) / max(sum(row.pop("drafts")[:short]), 1)
             before = row["accepted"] if before is None else before
             row["quality"] = row["accepted"] / before if before else 1.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,7 @@ def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?
     return found.assign(fits_memory=fits_kv_cache(found.assign(gpu="H100", model=shape.name)))
 
 
+@cache
 def fit_engine(data: Path, backend: str = "vllm", model_name: str = "Qwen3-32B") -> EngineFit:
     """Fit the four terms to the H100 rows of a backend and model; each tensor parallelism is left out in turn."""
     points = read_tpot(data, backend, model_name)

@@ -128,7 +128,7 @@ def _evidence(found: Fitted, data: Path, gpu: str, model: str) -> Evidence:
     }
     table, fits = _decode(data, "trtllm")
     smaller = most_errors(_error(found.constants, from_tpot(table[fits], "trtllm")))
-    plain, speedup, _ = _table_2(found, data)
+    plain, speedup, _ = _table_2(data)
     tp, *speculating = folds.items()
     left_out = {tp[0]: tp[1], "model": smaller, "gpu": most_errors(plain)}
     left_out |= {name + SPECULATING: errors for name, errors in speculating}
@@ -213,11 +213,11 @@ def _unseen_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
             "TensorRT-LLM 1.0, Llama-3.1-8B bf16, H100", "time per output token", False, _error(c, trtllm_loop), unclear
         ),
     ]
-    return [*made, *_other_gpu_rows(found, data), _eagle3_row(found, data)]
+    return [*made, *_other_gpu_rows(data), _eagle3_row(found, data)]
 
 
-def _other_gpu_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
-    errors, other, accepted = _table_2(found, data)
+def _other_gpu_rows(data: Path) -> list[tuple[object, ...]]:
+    errors, other, accepted = _table_2(data)
     source = "TLT Table 2, Qwen2.5-7B, batch 1"
     implied = f"with the accept length that H100's speed-up implies at depth 8 and 48 tokens ({accepted:.1f})"
     each = "time per token " + ", ".join(f"{name} {e:+.1%}" for name, e in zip(("H100", "A100"), errors, strict=True))
@@ -227,9 +227,11 @@ def _other_gpu_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
     ]
 
 
-def _table_2(found: Fitted, data: Path) -> tuple[Floats, float, float]:
+@cache
+def _table_2(data: Path) -> tuple[Floats, float, float]:
     """Errors of plain times on H100 and A100, that of A100's speed-up, and the accept length that H100's implies."""
-    path = Path(data) / "tlt_gpu_diversity.csv"
+    found = fitted(data)
+    path = data / "tlt_gpu_diversity.csv"
     table = measured_table(path, ("tok_s_no_sd", "tok_s_with_sd"), ("gpu",)).set_index("gpu")
     plain_rate: pd.Series[float] = table["tok_s_no_sd"]
     on_a100 = transfer(found.constants, shares(data, "H100"), shares(data, "A100"))

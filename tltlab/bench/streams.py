@@ -6,10 +6,10 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,8 @@ from tltlab.traces.trace import read
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")
 CAP = 32_768
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def bench_stream(
@@ -46,14 +48,11 @@ def bench_stream(
         if value < 1:
             raise ConfigError(f"{name} is {value}, it must be at least 1")
     num_rl_steps = -(-num_responses // step_responses)
-    # A new interpreter, not a fork: a fork would start with this process's memory.
-    context = multiprocessing.get_context("spawn")
     measured = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix="stream-bench.") as temporary:
         path = Path(temporary) / "trace"
         for phase in ("write", *phases):
-            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-                wall_s, peak = pool.submit(run, phase, path, num_rl_steps, step_responses, group_size, seed).result()
+            wall_s, peak = alone(run, phase, path, num_rl_steps, step_responses, group_size, seed)
             rows_per_s = num_rl_steps * step_responses / wall_s
             measured[phase] = {"wall_s": wall_s, "rows_per_s": rows_per_s, "peak_rss_bytes": peak}
         trace_bytes = sum(file.stat().st_size for file in path.iterdir())
@@ -63,6 +62,15 @@ def bench_stream(
         "trace_bytes": trace_bytes,
         "phases": measured,
     }
+
+
+def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+    """What a function gives in a process of its own, which has little in memory but what its module imports."""
+    # A fork of this process would start with its memory; forks of one that has imported the module start at once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(function, *args, **options).result()
 
 
 def run(

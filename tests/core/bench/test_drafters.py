@@ -12,9 +12,10 @@ from tltlab.bench.drafters import (
     recorded,
     replay,
     text,
+    visit,
 )
 from tltlab.drafters.ngram import NgramDrafter
-from tltlab.drafters.specs import NgramSpec
+from tltlab.drafters.specs import NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.traces.trace import read
 
@@ -31,9 +32,6 @@ def test_a_replay_counts_what_an_engine_would_accept():
 
 def test_history_helps_where_a_drafter_keeps_it():
     pytest.importorskip("arctic_inference")
-    from tltlab.bench.drafters import visit
-    from tltlab.drafters.specs import SuffixSpec
-
     groups = recorded(TRACES / "tiny", 4)
     for scope, helps in (("group", False), ("problem", True)):
         spec = SuffixSpec(scopes=(scope,))

@@ -16,6 +16,7 @@ from tltlab.bench.engine_overhead import (
     with_speculation,
 )
 from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
+from tltlab.bench.roofline import COLUMNS
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
@@ -151,7 +152,7 @@ def test_the_shipped_table_is_what_the_measurements_give(shared_data: Path):
 
 def test_accuracy_rows_have_the_columns_of_the_report(shared_data: Path):
     rows = accuracy_rows(shared_data)
-    assert list(rows) == ["source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
+    assert tuple(rows) == COLUMNS
     assert rows["what"].is_unique
     assert (rows["mean_abs_error"] <= rows["max_abs_error"]).all()
     assert set(rows["used_for_fit"]) == {True, False}

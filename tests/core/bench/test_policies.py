@@ -4,12 +4,14 @@ import json
 
 from typer.testing import CliRunner
 
+from tltlab.bench import policies
 from tltlab.bench.app import app
 from tltlab.bench.policies import BATCHES
 from tltlab.policies.policy import SHIPPED
 
 
-def test_every_shipped_policy_is_timed_at_every_batch_size():
+def test_every_shipped_policy_is_timed_at_every_batch_size(monkeypatch):
+    monkeypatch.setattr(policies, "_WARM_UP", 5)
     found = CliRunner().invoke(app, ["policy", "--calls", "100", "--rounds", "1", "--json"])
     assert found.exit_code == 0
     rows = {(row["policy"], row["batch"]): row for row in json.loads(found.stdout)["rows"]}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -172,23 +173,21 @@ class PublishedRows(RooflineRows):
         return {**super().ranges, **context}
 
     def predict(self, values: Mapping[str, float]) -> Floats:
-        return self.predict_with(constants_of(values), values.get(_CONTEXT, 0.0))
+        constants = constants_of(values)
+        return self.predict_with(lambda chosen: constants, values.get(_CONTEXT, 0.0))
 
-    def predict_with(self, c: Terms, unknown_context: float) -> Floats:
-        """What these terms, a number each or one for each row, say about every measurement."""
+    def predict_with(self, terms: Callable[[Flags], Terms], unknown_context: float) -> Floats:
+        """What these terms, given for the chosen rows, say about every measurement."""
         context = np.where(self.context_unknown, unknown_context, self.context)
         predicted = np.empty_like(self.measured)
-        kinds = {
-            "tpot": self._tpot,
-            "served": self._served,
-            "wave": self._wave,
-            "speedup": self._speedup,
-            "iteration": self.iteration_s,
-        }
-        for kind, of in kinds.items():
-            if (self.kind == kind).any():
-                predicted = np.where(self.kind == kind, of(c, context), predicted)
+        for kind, chosen, rows in self._by_kind:
+            predicted[chosen] = _SECONDS[kind](rows, terms(chosen), context[chosen])
         return predicted
+
+    @cached_property
+    def _by_kind(self) -> list[tuple[str, Flags, Self]]:
+        chosen = {str(kind): self.kind == kind for kind in np.unique(self.kind)}
+        return [(kind, rows, self.where(rows)) for kind, rows in chosen.items()]
 
     def prompt_s(self, c: Terms) -> Floats:
         """Seconds to prefill the prompt of one request."""
@@ -237,6 +236,16 @@ class PublishedRows(RooflineRows):
             verified_tokens=(float(plain.min()), float(tokens.max())),
             context_tokens=(float(np.floor(context.min())), float(np.ceil(context.max()))),
         )
+
+
+_SECONDS: dict[str, Callable[[Any, Terms, Floats], Floats]] = {
+    "tpot": PublishedRows._tpot,
+    "served": PublishedRows._served,
+    "wave": PublishedRows._wave,
+    "speedup": PublishedRows._speedup,
+    "iteration": PublishedRows.iteration_s,
+}
+"""By the kind of a measurement, what it took."""
 
 
 def _left_out(values: Mapping[str, float], measurements: pd.DataFrame, column: str) -> Iterator[tuple[object, ...]]:

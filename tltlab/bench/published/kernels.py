@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -52,8 +53,9 @@ class Kernels:
     reduce: dict[int, tuple[Floats, Floats]]  # GPUs -> values, seconds
 
     @classmethod
+    @cache
     def read(cls, data: Path, gpu_name: str) -> Kernels:
-        """The tables of the GPU of that name; ConfigError where `data` has none of it."""
+        """The tables of the GPU of that name, read once; ConfigError where `data` has none of it."""
         device = gpu(gpu_name)
         gemm = _rows(data, "gemm_bf16.parquet", device, ("m", "n", "k"))
         shape_columns = ("batch_size", "num_heads", "num_key_value_heads", "step")
@@ -179,6 +181,7 @@ class Kernels:
         )
 
 
+@cache
 def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableCosts:
     """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
 
@@ -214,6 +217,7 @@ def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[
     )
 
 
+@cache
 def leave_one_out(kernels: Kernels) -> pd.DataFrame:
     """Errors of predicting each measured kernel from its neighbours, by utilisation and by time.
 

@@ -8,14 +8,14 @@ no terms but those of kernels, and hold the hardware's share down from 0.5B to 7
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats
 from tltlab.costs.profiles import MOST_EFFICIENT, MOST_OF_EXPERTS, capped
 from tltlab.costs.roofline import Terms
 from tltlab.hardware import DTYPE_BYTES, model
@@ -101,6 +101,10 @@ class RowTerms:
     draft_level_s: Floats
     draft_level_per_request_s: Floats
     prompt_layer_s: Floats
+
+    def where(self, chosen: Flags) -> RowTerms:
+        """Those of some of the measurements."""
+        return RowTerms(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
     def need(self, term: str) -> Floats:
         return np.asarray(getattr(self, term), np.float64)
@@ -233,7 +237,7 @@ class Design:
         )
         context = value["context_tokens"][rows.context_unknown]
         unknown = float(np.clip(context[0], *UNKNOWN_CONTEXT)) if len(context) else 0.0
-        found = rows.predict_with(terms, unknown)
+        found = rows.predict_with(terms.where, unknown)
         if self.attention.any():
             fixed = value["attention_layer_s"] * rows.ideal.layers
             reading = rows.batch * rows.context * rows.ideal.context_s / terms.kv_efficiency
