@@ -117,7 +117,7 @@ def place(tmp_path, monkeypatch):
 
 def test_nothing_in_a_folder_is_run(place):
     per_trace = [
-        ["verify"], ["report"], ["doctor"], ["simulate", "--costs", "cpu-small"], ["trace", "describe"],
+        ["verify"], ["report", "--no-verify"], ["doctor"], ["simulate", "--costs", "cpu-small"], ["trace", "describe"],
         ["trace", "validate"], ["timeline", "--out", "t.json"], ["calibrate", "--out", "c.json"],
         ["off-policy", "--policy", "none"], ["compare", "--policies", "none,table", "--acceptance", "constant:2"],
     ]  # fmt: skip

@@ -286,7 +286,7 @@ def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction
     settings = read_settings(
         baseline.Settings,
         baseline.FAST,
-        ["parts=predicted", "models=Qwen2.5-7B", "machines=H100,A100", "gpu_prompts=8", "gpu_rl_steps=4",
+        ["parts=predicted", "models=Qwen2.5-7B", "machines=H100,A100", "gpu_prompts=8", "gpu_rl_steps=3",
          "lengths=reasoning"],
     )  # fmt: skip
     found = baseline.run(settings, folder=tmp_path, seed=0, progress=lambda said: None)

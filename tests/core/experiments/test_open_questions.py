@@ -43,8 +43,9 @@ def test_published_workloads_have_the_scripts_responses_and_gpus():
     assert (large.workers * large.load, large.workers * large.tp) == (2048, 64)
 
 
-def test_the_experiment_tells_its_rows_and_refuses_an_unknown_one(tmp_path):
+def test_the_experiment_tells_its_rows_and_refuses_an_unknown_one(rows, tmp_path, monkeypatch):
     settings = read_settings(Settings, {"cap": 256, "rl_steps": 2, "only": ("multi-turn",)})
+    monkeypatch.setattr(open_questions, "measured", lambda case, settings, seed: rows[case.name])
     result = open_questions.run(settings, folder=tmp_path, seed=0, progress=lambda said: None)
     assert result.prediction
     assert result.rows["workload"].tolist() == ["multi-turn"]

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
+from tltlab.experiments import policies
 from tltlab.experiments.policies import (
     ADAPTIVE,
     ORACLE,
@@ -31,6 +32,11 @@ def found() -> dict[str, PolicyRegime]:
     return {regime.name: regime for regime in regimes(TRACES, 2)}
 
 
+@pytest.fixture(scope="module")
+def of_tiny(found: dict[str, PolicyRegime]) -> dict[str, dict]:
+    return {row["policy"]: row for row in judged(found["tiny"], [0])}
+
+
 def test_there_are_at_least_twelve_regimes_and_those_that_change_have_phases(found: dict[str, PolicyRegime]):
     assert len(found) >= 12
     assert {"tiny", "gcd-small", "subset-sum-small", "h100-smoke"} <= set(found)
@@ -50,9 +56,8 @@ def test_selectors_live_through_all_phases():
     assert built[0] is not built[1]
 
 
-def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime]):
-    tiny = found["tiny"]
-    rows = {row["policy"]: row for row in judged(tiny, [0])}
+def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
+    tiny, rows = found["tiny"], of_tiny
     assert set(rows) == set(SOURCES)
     best, seconds = best_fixed(tiny, [0])
     fixed = {s: tiny.seconds(load_policy(s), 0).sum() for s in tiny.strategies}
@@ -87,8 +92,11 @@ def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegim
         assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
 
 
-def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(tmp_path: Path):
+def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(found, of_tiny, tmp_path: Path, monkeypatch):
     said: list[str] = []
+    monkeypatch.setattr(policies, "regimes", lambda *asked: tuple(found.values()))
+    as_of_tiny = [*of_tiny.values()]
+    monkeypatch.setattr(policies, "judged", lambda regime, seeds: [r | {"regime": regime.name} for r in as_of_tiny])
     settings = Settings(only=("tiny", "gcd-small"), traces=TRACES, rl_steps=1, seeds=1)
     result = run(settings, folder=tmp_path, seed=0, progress=said.append)
     assert set(zip(result.rows["regime"], result.rows["policy"], strict=True)) == {
@@ -99,6 +107,8 @@ def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(tmp_path
     assert [line.split(":")[0] for line in said] == ["gcd-small", "gcd-small", "tiny", "tiny"]
     with pytest.raises(ConfigError, match="name models to measure on"):
         run(Settings(simulated=False), folder=tmp_path, seed=0, progress=print)
+    with pytest.raises(ConfigError, match="no regime named 'tinny'"):
+        run(Settings(only=("tinny",), traces=TRACES, rl_steps=1), folder=tmp_path, seed=0, progress=print)
 
 
 def test_what_was_measured_is_held_against_the_best_fixed_depth():
@@ -125,11 +135,6 @@ def test_what_was_measured_is_held_against_the_best_fixed_depth():
     assert "0.900 [0.900, 0.900] on small, epoch 1 (48 under stock, 96 under suffix 4, 107 under adaptive" in said
     counted = pd.DataFrame(measured_rows("small", {"rows": rows}, "processor")).set_index("policy")
     assert counted["ratio"][ADAPTIVE] == pytest.approx(0.81)
-
-
-def test_an_unknown_regime_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no regime named 'tinny'"):
-        run(Settings(only=("tinny",), traces=TRACES, rl_steps=1), folder=tmp_path, seed=0, progress=print)
 
 
 def test_each_repair_of_the_bandit_has_an_effect_of_its_own():
