@@ -22,9 +22,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.folder import fits_kv_cache, measured_table, tlt_cells
 from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
+from tltlab.bench.roofline import COLUMNS
 from tltlab.calibration.cross_validation import most_errors, nine_in_ten
 from tltlab.calibration.robust import non_negative
 from tltlab.calibration.roofline import uncertainty
@@ -113,7 +114,7 @@ class EngineFit:
 
 def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?") -> pd.DataFrame:
     """Measured times per output token on H100: tp, concurrency, isl, osl and seconds, `fits_memory` by arithmetic."""
-    path = Path(data) / "decode_tpot_h100.csv"
+    path = data / "decode_tpot_h100.csv"
     numbers = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms")
     table = measured_table(path, numbers, ("backend", "precision", "model_path"))
     shape = model(model_name)
@@ -151,14 +152,10 @@ def fit_engine(data: Path, backend: str = "vllm", model_name: str = "Qwen3-32B")
 
 def read_speedups(data: Path) -> pd.DataFrame:
     """TLT's Fig 13 and Table 4 (Qwen2.5-32B, tp 4, H100): batch_size, draft_depth, tokens_to_verify, accept_length,
-    speedup. Table 4 has depth 10 and the accept lengths of that row of Fig 13.
+    speedup.
     """
-    numbers = ("batch_size", "draft_depth", "topk", "tokens_to_verify", "accept_length", "speedup")
-    cells = measured_table(Path(data) / "tlt_sd_tables.csv", numbers, ("table",))
-    cells = cells[cells["table"].isin(["fig13", "table4"])].reset_index(drop=True)
-    row = cells[(cells["table"] == "fig13") & (cells["draft_depth"] == 10)]
-    lengths = row.set_index("tokens_to_verify")["accept_length"]
-    return cells.assign(accept_length=cells["accept_length"].fillna(cells["tokens_to_verify"].map(lengths)))
+    cells = tlt_cells(data)
+    return cells[cells["table"].isin(["fig13", "table4"])].reset_index(drop=True)
 
 
 def with_speculation(costs: TableCosts, cells: pd.DataFrame) -> TableCosts:
@@ -225,11 +222,10 @@ def shipped_table(data: Path) -> TableCosts:
 def accuracy_rows(data: Path) -> pd.DataFrame:
     """Predicted against measured, for kernel tables and the engine around them; relative errors.
 
-    Columns `source`, `what`, `n_points`, `used_for_fit`, `mean_abs_error`, `max_abs_error`, `note`.
+    Columns are `COLUMNS`.
     """
     rows = [*_kernel_rows(data), *_engine_rows(data), *_speculation_rows(data)]
-    columns = ["source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def _kernel_rows(data: Path) -> list[tuple[object, ...]]:

@@ -78,7 +78,7 @@ class ProfileFit:
 @cache
 def fitted(data: Path) -> ProfileFit:
     """All measurements in one fit; ConfigError where a file is missing."""
-    table = measurements(Path(data))
+    table = measurements(data)
     values = fit(table)
     found = table.assign(set=set_names(table), error=_errors(table, values), open=uncertainty(table, values, table))
     return ProfileFit(values=values, table=found)
@@ -129,7 +129,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     Rows that are `pooled` hold all sets of an engine, or of a size. Without `left_out` errors inside the fit alone:
     leaving out takes a fit for each model, GPU and engine.
     """
-    found = validated(Path(data)) if left_out else fitted(Path(data))
+    found = validated(data) if left_out else fitted(data)
     table = found.table[found.table["family"] != "kernels"]
     table = table.assign(
         engine=(table["family"] + " " + table["version"]).str.strip(),

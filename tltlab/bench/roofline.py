@@ -16,7 +16,7 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.bench.published.fit import Fitted, fit, predict
-from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.folder import eagle3_cells, fits_kv_cache, measured_table, tlt_cells
 from tltlab.bench.published.measurements import from_speedups, from_tpot, from_waves
 from tltlab.bench.published.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
 from tltlab.calibration.cross_validation import most_errors, nine_in_ten
@@ -25,7 +25,6 @@ from tltlab.costs.evidence import SPECULATING, Evidence
 from tltlab.costs.roofline import Constants, RooflineCosts
 
 _DECODE = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms", "silicon_ttft_ms")
-_SETTING = ("draft_depth", "tokens_to_verify")
 COLUMNS = ("source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note")
 GPUS = ("H100", "H200", "A100")
 _TLT = "TLT, Qwen2.5-32B, TP 4, H100"
@@ -67,7 +66,7 @@ def rows(data: Path) -> pd.DataFrame:
 
     Everything is fitted anew from the folder `data`; ConfigError where that has no measurements.
     """
-    found = fitted(Path(data))
+    found = fitted(data)
     return pd.DataFrame(
         [*_fit_rows(found, data), *_fold_rows(found), *_unseen_rows(found, data)], columns=list(COLUMNS)
     )
@@ -75,10 +74,10 @@ def rows(data: Path) -> pd.DataFrame:
 
 def presets(data: Path) -> dict[str, RooflineCosts]:
     """The cost models that ship with the package for H100, H200 and A100, made anew from the measurements."""
-    found = fitted(Path(data))
+    found = fitted(data)
     errors = _by_source(found)
     left_out = found.cross_validation.groupby("fold")["mean_abs_error"].mean()
-    short = _by_source(fitted_at(Path(data), SHORT_CONTEXT))
+    short = _by_source(fitted_at(data, SHORT_CONTEXT))
     origin = (
         f"Fitted by tltlab.bench.roofline to {len(found.predictions)} published measurements on H100: vLLM 0.12, "
         f"Qwen3-32B bf16, TP 2/4/8 (AIConfigurator; error {errors[_VLLM]:.1%}, {left_out['fold tp']:.1%} with each TP "
@@ -160,7 +159,7 @@ def _fit_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
     table = from_speedups(_tlt(data, "table4"), "table4")
     whole = _error(found.constants, table, found.context_tokens)
     batches = "16 cells; the 4 at batch 1 are a row of Fig. 13"
-    short = fitted_at(Path(data), SHORT_CONTEXT).predictions.set_index("source")["error"]
+    short = fitted_at(data, SHORT_CONTEXT).predictions.set_index("source")["error"]
     above_one = from_speedups(_tlt(data, "table4").query("batch_size > 1"), "table4")
     unfitted = _error(found.constants, above_one, SHORT_CONTEXT)
     context = f"context fitted: {found.context_tokens:,.0f} tokens per request, the most allowed"
@@ -252,12 +251,7 @@ def _table_2(data: Path) -> tuple[Floats, float, float]:
 
 
 def _eagle3_row(found: Fitted, data: Path) -> tuple[object, ...]:
-    path = Path(data) / "eagle3_speedup_by_batch.csv"
-    table = measured_table(path, ("batch_size", "throughput_speedup"), ("method",))
-    table = table[table["method"] == "EAGLE-3"].assign(gpu="H100", model="Llama-3.1-8B", tp=1, draft_depth=3, topk=1)
-    cells = table.assign(tokens_to_verify=4, accept_length=1.0, context_tokens=512, speedup=table["throughput_speedup"])
-    measured = from_speedups(cells, "eagle3")
-    measured["context_tokens"] = 512.0
+    measured = from_speedups(eagle3_cells(data, 1.0), "eagle3")
     ratio = np.asarray(measured["measured"], np.float64) / predict(found.constants, measured)
     accepted = float(ratio[0])
     note = f"accept length not published: the one that batch 2 implies ({accepted:.2f} of 4), other batches predicted"
@@ -281,7 +275,7 @@ def _error(constants: Constants, rows: pd.DataFrame, context_tokens: float | Non
 
 def _decode(data: Path, backend: str) -> tuple[pd.DataFrame, Flags]:
     """bf16 rows of a backend on H100, and which of them fit into the KV cache when every response is complete."""
-    table = measured_table(Path(data) / "decode_tpot_h100.csv", _DECODE, ("backend", "precision", "model_path"))
+    table = measured_table(data / "decode_tpot_h100.csv", _DECODE, ("backend", "precision", "model_path"))
     chosen = table[(table["backend"] == backend) & (table["precision"] != "fp8")].reset_index(drop=True)
     renamed = chosen.rename(columns={"model_path": "model", "tp_size": "tp"})
     found = renamed.assign(gpu="H100", tpot_s=chosen["silicon_tpot_ms"] / 1e3, ttft_s=chosen["silicon_ttft_ms"] / 1e3)
@@ -289,11 +283,5 @@ def _decode(data: Path, backend: str) -> tuple[pd.DataFrame, Flags]:
 
 
 def _tlt(data: Path, name: str) -> pd.DataFrame:
-    """A table of TLT's; accept lengths that it does not repeat are those of Fig. 13 at the same setting."""
-    numbers = (*_SETTING, "tp", "batch_size", "topk", "accept_length", "speedup")
-    table = measured_table(Path(data) / "tlt_sd_tables.csv", numbers, ("table", "gpu", "model"))
-    setting = list(_SETTING)
-    known = table[table["table"] == "fig13"].set_index(setting)["accept_length"]
-    chosen = table[table["table"] == name].copy()
-    listed = known.reindex(pd.MultiIndex.from_frame(chosen[setting])).to_numpy()
-    return chosen.assign(accept_length=chosen["accept_length"].fillna(pd.Series(listed, chosen.index)))
+    cells = tlt_cells(data)
+    return cells[cells["table"] == name]

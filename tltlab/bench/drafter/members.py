@@ -77,7 +77,7 @@ def bench_members(rounds: int = 8, *, progress: Progress) -> dict[str, Any]:
     if rounds < 1:
         raise ConfigError("members are measured over at least one update")
     rows: list[dict[str, Any]] = []
-    size = _training(0).message_bytes
+    size = _training(0)._message.flat.nbytes
     for world in MEMBERS:
         found = _together(world, rounds)
         sent = statistics.mean(one.bytes_sent for one in found)
@@ -170,13 +170,7 @@ def text(found: Mapping[str, Any]) -> str:
     )
 
 
-class _Training(DrafterTraining):
-    @property
-    def message_bytes(self) -> int:
-        return self._message.flat.nbytes
-
-
-def _training(rank: int) -> _Training:
+def _training(rank: int) -> DrafterTraining:
     """A head of HIDDEN width, small enough for four on two cores and large enough that its message has many parts."""
     torch.manual_seed(rank)
     head = EagleHead(
@@ -186,7 +180,7 @@ def _training(rank: int) -> _Training:
         )
     )  # fmt: skip
     weights = torch.randn(VOCABULARY, HIDDEN) * HIDDEN**-0.5
-    return _Training(head, FrozenTarget(embedding=weights, lm_head=weights), LossConfig(), OptimConfig())
+    return DrafterTraining(head, FrozenTarget(embedding=weights, lm_head=weights), LossConfig(), OptimConfig())
 
 
 def _sequence() -> TrainingSequence:

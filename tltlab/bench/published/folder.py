@@ -38,6 +38,28 @@ def measured_table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()
     return table
 
 
+def tlt_cells(data: Path) -> pd.DataFrame:
+    """TLT's speed-ups by setting (Fig. 13, Tables 1 and 4), each with its `table`, `gpu` and `model`.
+
+    Accept lengths that a table does not repeat are those of Fig. 13 at the same setting.
+    """
+    setting = ["draft_depth", "tokens_to_verify"]
+    numbers = (*setting, "tp", "batch_size", "topk", "accept_length", "speedup")
+    cells = measured_table(data / "tlt_sd_tables.csv", numbers, ("table", "gpu", "model"))
+    lengths = cells[cells["table"] == "fig13"].set_index(setting)["accept_length"]
+    listed = lengths.reindex(pd.MultiIndex.from_frame(cells[setting])).to_numpy()
+    return cells.assign(accept_length=cells["accept_length"].fillna(pd.Series(listed, cells.index)))
+
+
+def eagle3_cells(data: Path, accept_length: float) -> pd.DataFrame:
+    """EAGLE-3's speed-ups by batch, a chain of 3 (arXiv 2503.01840, Table 3), which gives no accept length."""
+    table = measured_table(data / "eagle3_speedup_by_batch.csv", ("batch_size", "throughput_speedup"), ("method",))
+    return table[table["method"] == "EAGLE-3"].assign(
+        gpu="H100", model="Llama-3.1-8B", tp=1, draft_depth=3, topk=1, tokens_to_verify=4, context_tokens=512.0,
+        accept_length=accept_length, speedup=table["throughput_speedup"],
+    )  # fmt: skip
+
+
 def fits_kv_cache(rows: pd.DataFrame) -> Flags:
     """Whether the requests of each row fit in the KV cache when every response is complete.
 

@@ -293,7 +293,7 @@ def _mixed(x: Floats, low: int, at: int, high: int, y: Floats) -> Floats:
 
 
 def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
-    path = Path(data) / name
+    path = data / name
     table = measured_table(path, ("latency_ms", *columns), ("gpu", *texts))
     rows = table[table["gpu"].str.lower() == device.name.lower()]
     if rows.empty:

@@ -22,7 +22,7 @@ import pandas as pd
 from tltlab.errors import ConfigError
 from tltlab.hardware import model, per_gpu_heads
 
-from .folder import fits_kv_cache, measured_table
+from .folder import eagle3_cells, fits_kv_cache, measured_table, tlt_cells
 from .kernels import Kernels
 from .measurements import COLUMNS, from_speedups, from_waves
 
@@ -130,25 +130,13 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
         }
     )
     yield from_speedups(known, "SpecBundle").assign(family="sglang", version="0.5", draft_vocab=float(EAGLE3_VOCAB))
-    numbers = ("tp", "batch_size", "draft_depth", "topk", "tokens_to_verify", "accept_length", "speedup")
-    cells = measured_table(data / "tlt_sd_tables.csv", numbers, ("table", "gpu", "model"))
-    figure = cells[cells["table"] == "fig13"]
-    lengths = figure.set_index(["draft_depth", "tokens_to_verify"])["accept_length"]
-    at = pd.MultiIndex.from_frame(cells[["draft_depth", "tokens_to_verify"]])
-    cells = cells.assign(
-        accept_length=cells["accept_length"].fillna(pd.Series(lengths.reindex(at).to_numpy(), cells.index))
-    )
+    cells = tlt_cells(data)
     # Batch 1 of Table 4 is a row of Fig. 13.
     cells = cells[(cells["table"] != "table4") | (cells["batch_size"] > 1)]
     yield from_speedups(cells, "TLT").assign(family="sglang", version="0.4")
-    table = measured_table(data / "eagle3_speedup_by_batch.csv", ("batch_size", "throughput_speedup"), ("method",))
-    table = table[table["method"] == "EAGLE-3"].assign(gpu="H100", model="Llama-3.1-8B", tp=1, draft_depth=3, topk=1)
     # Not published there: SpecBundle ran the same drafter on the same questions.
     same = (bundle["bench"] == "mtbench") & (bundle["steps"] == 3) & (bundle["drafter"] == _EAGLE3_DRAFTER)
-    table = table.assign(
-        tokens_to_verify=4, accept_length=float(bundle.loc[same, "accept"].mean()), context_tokens=512.0,
-        speedup=table["throughput_speedup"],
-    )  # fmt: skip
+    table = eagle3_cells(data, float(bundle.loc[same, "accept"].mean()))
     yield from_speedups(table, "EAGLE-3 Table 3").assign(
         family="sglang", version="0.4", draft_vocab=float(EAGLE3_VOCAB)
     )
