@@ -215,9 +215,6 @@ def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, An
     }
 
 
-def off_goal(row: dict[str, Any]) -> dict[str, Any]:
-    return _goal(f"times stock at batch {row['batch']}", f"off, {row['drafters']}", 1, OFF_GOAL, row)
-
-
-def record_goal(row: dict[str, Any]) -> dict[str, Any]:
-    return _goal(f"times stock at batch {row['batch']}", "record only", 1, OFF_GOAL, row)
+def stock_goal(mode: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The goal of what drafts nothing, beside stock vLLM at a batch size."""
+    return _goal(f"times stock at batch {row['batch']}", mode, 1, OFF_GOAL, row)

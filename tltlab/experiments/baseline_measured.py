@@ -38,11 +38,12 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.models.runs import prompts_of
+from tltlab.runtime.rollout.collected import requests_of
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-from .baseline_figures import NOTHING, Kind, Measured, PlainSteps, off_goal, record_goal, summarise
+from .baseline_figures import NOTHING, Kind, Measured, PlainSteps, stock_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
@@ -190,7 +191,11 @@ def bench_runtime(
         "versions": versions(),
         "policies": {mode.name: mode.policy.model_dump(mode="json") for mode in chosen},
         **summary,
-        "goals": [*summary["goals"], *map(off_goal, off), *map(record_goal, record_only)],
+        "goals": [
+            *summary["goals"],
+            *(stock_goal(f"off, {row['drafters']}", row) for row in off),
+            *(stock_goal("record only", row) for row in record_only),
+        ],
         "off": off,
         "record_only": record_only,
         "rows": [asdict(row) for row in rollouts],
@@ -330,16 +335,8 @@ class _Bench:
         ]
 
     def rollout(self, engine: Engine | PlainStock) -> Rollout:
-        requests = [
-            GenerationRequest(
-                key=(self.rl_step, prompt.prompt_id, sample, 0),
-                prompt_token_ids=prompt.token_ids,
-                max_response_tokens=self.cap,
-            )
-            for prompt in self.prompts
-            for sample in range(self.group_size)
-        ]
-        return self._generate(engine, requests)
+        groups = (requests_of(prompt, self.rl_step, self.group_size, self.cap) for prompt in self.prompts)
+        return self._generate(engine, [request for group in groups for request in group])
 
     def _generate(self, engine: Engine | PlainStock, requests: Sequence[GenerationRequest]) -> Rollout:
         self.rl_step += 1

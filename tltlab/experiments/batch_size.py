@@ -315,15 +315,12 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
 
 def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     """Token ids to go on from: prompts, each with the first half of a response among the longest."""
-    from tltlab.runtime.engine.generation import GenerationRequest
     from tltlab.runtime.models.runs import prompts_of
+    from tltlab.runtime.rollout.collected import requests_of
 
     prompts = prompts_of(model, "train", 4 * max(work.batches))
     cap = min(4 * work.settings.tokens, room // 2)
-    requests = [
-        GenerationRequest(key=(0, prompt.prompt_id, 0, 0), prompt_token_ids=prompt.token_ids, max_response_tokens=cap)
-        for prompt in prompts
-    ]
+    requests = [request for prompt in prompts for request in requests_of(prompt, 0, 1, cap)]
     texts = engine.generate(requests, rl_step=0, temperature=TEMPERATURE).responses
     starts = [
         prompt.token_ids + text.token_ids[: len(text.token_ids) // 2]

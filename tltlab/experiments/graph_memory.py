@@ -135,7 +135,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     least_s = min(plan.seconds for plan in plans)
     if least_s == 0:
         raise ConfigError(f"no worker spends time at a batch up to {settings.max_batch}: raise max_batch or the cap")
-    single = next(plan for plan in plans if plan.name == "single")
+    captured = {plan.name: plan.captured for plan in plans}
     rows = [
         {
             "model": settings.shape,
@@ -144,7 +144,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
             "strategies": " ".join(f"{b}:{_short(s)}" for b, s in plan.rows),
             "graphs": len(plan.captured.target_graphs) + 2 * len(plan.captured.drafter_graphs),
             **pools.gib(plan.captured),
-            "over_single": pools.chosen.memory_bytes(plan.captured) / pools.chosen.memory_bytes(single.captured),
+            "over_single": pools.chosen.memory_bytes(plan.captured) / pools.chosen.memory_bytes(captured["single"]),
             "seconds": plan.seconds,
             "over_fastest": plan.seconds / least_s - 1,
         }
@@ -154,7 +154,9 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     measured = list(_measured(settings.measured)) if settings.measured is not None else []
     frame = pd.DataFrame([*rows, *_table_5(), *chains, *measured])
     return ExperimentResult(
-        verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans)))
+        verdict=_verdict(
+            frame.iloc[: len(rows)], settings, pools.ratios(captured["naive"], captured["buckets as released"])
+        )
         + _chains_verdict(measured or chains, predicted=not measured),
         rows=frame,
         figure=_picture(frame.iloc[: len(rows)], settings),
@@ -326,11 +328,6 @@ def _short(strategy: Strategy) -> str:
     if not strategy.speculates:
         return "plain"
     return f"{strategy.draft_depth}_{strategy.top_k}_{strategy.tokens_to_verify}"
-
-
-def _naive_and_released(plans: Sequence[_Plan]) -> tuple[CapturePlan, CapturePlan]:
-    captured = {plan.name: plan.captured for plan in plans}
-    return captured["naive"], captured["buckets as released"]
 
 
 def _verdict(rows: pd.DataFrame, settings: Settings, saved: tuple[float, float]) -> str:

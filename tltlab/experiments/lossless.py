@@ -117,7 +117,7 @@ def _rewards(
             for side in _SIDES:
                 progress(f"{side} speculation: {settings.steps} RL steps, seed {number}")
                 recipe = on_devices(recipe_of(work.model, work.sizes, seed=number, **how[side]), settings)
-                rewards[side], by_step = _run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
+                rewards[side], by_step = rewards_of_run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
                 curves += [
                     {"side": side, "seed": number, "rl_step": step, "reward": reward}
                     for step, reward in enumerate(by_step)
@@ -128,15 +128,18 @@ def _rewards(
     return [reward_row(kind, compared[kind], runs) for kind in _REWARDS], pd.DataFrame(curves)
 
 
-def _run(recipe: Any, out: Path, steps: int, progress: Callable[[str], None]) -> tuple[dict[str, float], list[float]]:
-    """A run's held-out reward at the end and its mean over the RL steps, and the reward of each."""
+def rewards_of_run(
+    recipe: Any, out: Path, steps: int, progress: Callable[[str], None], *, at_start: bool = False
+) -> tuple[dict[str, float], list[float]]:
+    """A run's held-out reward at the end, `first` that at the start where asked, its mean over RL steps, and each."""
     from tltlab.runtime.run.grpo import GrpoRun
 
     with GrpoRun(recipe, out) as grpo:
+        first = {"first": grpo.evaluate()} if at_start else {}
         for _ in range(steps):
             progress(str(grpo.step()))
         by_step = [report.reward_mean for report in grpo.reports]
-        return {"held_out": grpo.evaluate(), "trained": float(np.mean(by_step))}, by_step
+        return first | {"held_out": grpo.evaluate(), "trained": float(np.mean(by_step))}, by_step
 
 
 def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -> dict[str, Any]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from tltlab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tltlab.runtime.models.make import Size
 
 
 def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable[[str], None]) -> Path:
@@ -26,11 +29,24 @@ def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable
         return given
     model = folder / "models" / f"subset-sum-{size}"
     if not (model / "config.json").is_file():
+        progress(f"no model was given: training a {size} one into {model}")
+    return made_model(model, progress, size=size)
+
+
+def made_model(out: Path, progress: Callable[[str], None], *, size: str | Size, task: str = "subset-sum") -> Path:
+    """The folder `out` with a model of our own, trained first where it is not there."""
+    if not (out / "config.json").is_file():
         from tltlab.runtime.models.make import make_model
 
-        progress(f"no model was given: training a {size} one into {model}")
-        make_model(model, size=size, task="subset-sum", seed=0, progress=progress)
-    return model
+        make_model(out, size=size, task=task, seed=0, progress=progress)
+    return out
+
+
+@contextmanager
+def folder_or_temporary(out: Path | None, prefix: str) -> Iterator[Path]:
+    """The folder `out`, or where it is None one that is removed at the end."""
+    with nullcontext(out) if out is not None else tempfile.TemporaryDirectory(prefix=prefix) as place:
+        yield Path(place)
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -122,8 +138,7 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
         **more,
     )
     model = own_model(settings.model, folder, size=settings.size, progress=progress)
-    with tempfile.TemporaryDirectory(prefix="tltlab-experiment-") as place:
-        out = Path(place)
+    with folder_or_temporary(None, "tltlab-experiment-") as out:
         head = settings.head or warmed_up(model, out / "head", sizes, progress)
         # One Ray for all runs: each would start its own, which takes longer than a fast run.
         with ray_running():

@@ -15,9 +15,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +35,19 @@ from tltlab.sim.verification.run_files import InForce, policies_in_force, repeat
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from tltlab.traces.trace import Trace, read
 
+from .models import folder_or_temporary
+
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
 WITH_SUFFIX = ("suffix:1", "suffix:8")
 NUM_REPEATED = 2
 """Rollouts of each round that are done a second time."""
 SAMPLES = 8
 """Sampled simulations per prediction: luck in acceptance moves a single one by some percent."""
+_ERRORS_APART = ("error_of_times", "error_of_counts")
+_FIGURES = (
+    "repeat_spread", "repeat_bias", "num_pairs", "num_pairs_by_round", "kendall_tau", "kendall_tau_common",
+    "kendall_tau_by_round", "kendall_tau_common_by_round",
+)  # fmt: skip
 MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
 
 
@@ -118,23 +123,14 @@ class PolicyVerification:
         """The keys of `tltlab verify RUN --policies ... --json`."""
         return {
             "policies": json_rows(self.rows),
-            "median_error": self.median_error,
-            "worst_error": self.worst_error,
-            "median_error_at_speed": float(self.rows["error_at_speed"].abs().median()),
-            "worst_error_at_speed": float(self.rows["error_at_speed"].abs().max()),
-            "median_error_common": float(self.rows["error_common"].abs().median()),
-            "worst_error_common": float(self.rows["error_common"].abs().max()),
-            "median_error_of_times": float(self.rows["error_of_times"].abs().median()),
-            "median_error_of_counts": float(self.rows["error_of_counts"].abs().median()),
+            **{
+                f"{which}_{error}": float(getattr(self.rows[error].abs(), of)())
+                for error in ("error", "error_at_speed", "error_common")
+                for which, of in (("median", "median"), ("worst", "max"))
+            },
+            **{f"median_{error}": float(self.rows[error].abs().median()) for error in _ERRORS_APART},
             "median_rollout_error": float(self.rollouts["error"].abs().median()),
-            "repeat_spread": self.repeat_spread,
-            "repeat_bias": self.repeat_bias,
-            "num_pairs": self.num_pairs,
-            "num_pairs_by_round": self.num_pairs_by_round,
-            "kendall_tau": self.kendall_tau,
-            "kendall_tau_common": self.kendall_tau_common,
-            "kendall_tau_by_round": self.kendall_tau_by_round,
-            "kendall_tau_common_by_round": self.kendall_tau_common_by_round,
+            **{name: getattr(self, name) for name in _FIGURES},
             "goal": self.goal,
             "missed": self.missed,
             "met": not self.missed,
@@ -190,8 +186,7 @@ def verify_policies(
     source = run_to_verify(run)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: choose another --out")
-    with ExitStack() as stack:
-        folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tltlab-verify-")))
+    with folder_or_temporary(out, "tltlab-verify-") as folder:
         session = PolicyRounds(source, policies, folder, seed=seed)
         session.events.watch = say
         say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
@@ -358,14 +353,8 @@ def text(verification: PolicyVerification) -> str:
         for row in verification.rows.to_dict("records")
     ]  # fmt: skip
     header = (
-        "policy",
-        "measured s",
-        "95 %",
-        "own lengths: predicted s",
-        "error",
-        "common lengths: predicted s",
-        "error",
-    )
+        "policy", "measured s", "95 %", "own lengths: predicted s", "error", "common lengths: predicted s", "error",
+    )  # fmt: skip
     figures = verification.json()
     tau = [
         "-" if value is None else format(value, ".2f")

@@ -101,7 +101,7 @@ def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path,
 @pytest.mark.engine
 @pytest.mark.usefixtures("one_ray")
 def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, tmp_path: Path, capsys, monkeypatch):
-    run = lossless._run
+    run = lossless.rewards_of_run
 
     def plain_decoding_is_known(recipe, out, steps, progress):
         if out.name.startswith("without"):
@@ -111,13 +111,13 @@ def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, t
         assert recipe.drafter is not None
         return run(recipe, out, steps, progress)
 
-    monkeypatch.setattr(lossless, "_run", plain_decoding_is_known)
+    monkeypatch.setattr(lossless, "rewards_of_run", plain_decoding_is_known)
     # The audit's own tests run all of its cases.
     few = [case for case in cases(["ngram"], fast=True) if case.composition in ("batch", "queue", "greedy")]
     monkeypatch.setattr("tltlab.runtime.audit.run.cases", lambda drafters, fast: few)
     found = told(
         capsys, tmp_path, "lossless", "--model", str(small_model), "prompts=4", "cap=32", "warm_up_updates=5",
-        "warm_up_length=1.01", "heldout=4", "seeds=1",
+        "warm_up_length=1.01", "heldout=4", "seeds=1", "steps=1",
     )  # fmt: skip
     rewards = [row for row in found["rows"] if row["kind"] == "reward"]
     assert [row["case"] for row in rewards] == ["held-out reward at the end", "mean reward over the RL steps"]
@@ -289,9 +289,7 @@ def test_the_verdict_says_what_differs_or_how_much_would_have_been_seen(rows: li
     assert said in lossless.verdict(rows)
 
 
-def test_a_head_that_is_none_is_refused(small_model: Path, tmp_path: Path):
-    settings = read_settings(
-        staleness.Settings, staleness.FAST, [f"model={small_model}", f"head={tmp_path / 'nothing'}"]
-    )
+def test_a_head_that_is_none_is_refused_before_a_model_is_made(tmp_path: Path):
+    settings = read_settings(staleness.Settings, staleness.FAST, [f"head={tmp_path / 'nothing'}"])
     with pytest.raises(ConfigError, match="is no folder of `tltlab train-drafter`"):
         staleness.run(settings, folder=tmp_path, seed=0, progress=print)

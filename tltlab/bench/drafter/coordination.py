@@ -145,16 +145,9 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _row(times: IdleTime, held_s: float | None) -> dict[str, Any]:
-    return {
-        "rl_step": times.rl_step,
-        "rollout_s": times.rollout_s,
-        "held_rollout_s": held_s,
-        "idle_s": times.idle_s,
-        "held_s": times.held_s,
-        "train_s": times.train_s,
-        "wait_s": times.wait_s,
-        "updates": times.updates,
-    }
+    names = ("idle_s", "held_s", "train_s", "wait_s", "updates")
+    begins = {"rl_step": times.rl_step, "rollout_s": times.rollout_s, "held_rollout_s": held_s}
+    return begins | {name: getattr(times, name) for name in names}
 
 
 def text(found: Mapping[str, Any]) -> str:

@@ -8,10 +8,8 @@ from typing import Any
 
 from tltlab.bench.train.figures import as_text
 from tltlab.console import table
-from tltlab.experiments.lossless import differences
+from tltlab.experiments.lossless import differences, rewards_of_run
 from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
-from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.grpo import GrpoRun
 
 from .runs import BenchSizes
 
@@ -38,7 +36,8 @@ def bench_reward(
         row: dict[str, Any] = {"seed": number}
         for name, recipe in recipes.items():
             progress(f"{name} the machinery, seed {number}")
-            row[name] = _rewards(recipe, out / f"{name}-{number}", sizes.reward_steps, progress)
+            folder = out / f"{name}-{number}"
+            row[name], _ = rewards_of_run(recipe, folder, sizes.reward_steps, progress, at_start=True)
         rows.append(row)
     return {
         "steps": sizes.reward_steps,
@@ -47,18 +46,6 @@ def bench_reward(
         **differences(rows, {"held_out": sizes.heldout, "trained": sizes.reward_steps * sizes.prompts_per_step}),
         "rows": rows,
     }
-
-
-def _rewards(recipe: Recipe, out: Path, steps: int, progress: Progress) -> dict[str, float]:
-    with GrpoRun(recipe, out) as run:
-        first = run.evaluate()
-        for _ in range(steps):
-            progress(str(run.step()))
-        return {
-            "first": first,
-            "held_out": run.evaluate(),
-            "trained": sum(report.reward_mean for report in run.reports) / len(run.reports),
-        }
 
 
 def text(found: Mapping[str, Any]) -> str:

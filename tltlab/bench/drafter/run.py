@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,15 @@ from typing import Any
 import torch
 
 from tltlab.errors import ConfigError
+from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import write_json
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import Progress, prompts_of, warmed_up, written
 from tltlab.traces.trace import read
 
-from . import adaptive as bench_adaptive
-from . import by_product as bench_by_product
-from . import checkpoint as bench_checkpoint
-from . import coordination as bench_coordination
-from . import members as bench_members
-from . import packing as bench_packing
-from . import recipes as bench_recipes
-from . import reward as bench_reward
-from .runs import BenchSizes, made_model
+from . import adaptive, by_product, checkpoint, coordination, members, packing, recipes, reward
+from .runs import BenchSizes
 
 RESULT = "drafter.json"
 PACKED_RESPONSES = 192
@@ -44,47 +36,18 @@ class _Bench:
 
     @cached_property
     def model(self) -> Path:
-        return self._model or made_model(self.out / "model", "subset-sum", self.sizes.model, self.progress)
+        return self._model or made_model(self.out / "model", self.progress, size=self.sizes.model)
 
     @cached_property
     def head(self) -> Path:
         return warmed_up(self.model, self.out / "head", self.sizes, self.progress)
 
-    def packing(self) -> dict[str, Any]:
-        return bench_packing.bench_packing(self._lengths(), rounds=self.sizes.rounds, seed=self.seed)
+    def of_both(self) -> tuple[Path, Path]:
+        """A model of two tasks, and a head warmed up for it."""
+        model = made_model(self.out / "model-both", self.progress, size=self.sizes.model, task="both")
+        return model, warmed_up(model, self.out / "head-both", self.sizes, self.progress)
 
-    def checkpoint(self) -> dict[str, Any]:
-        megabytes, rounds = self.sizes.checkpoint_megabytes, self.sizes.rounds
-        return bench_checkpoint.bench_checkpoint(
-            megabytes, rounds, folder=self.out, seed=self.seed, progress=self.progress
-        )
-
-    def members(self) -> dict[str, Any]:
-        return bench_members.bench_members(self.sizes.rounds, progress=self.progress)
-
-    def recipes(self) -> dict[str, Any]:
-        return bench_recipes.bench_recipes(self.model, self.sizes, seed=self.seed, progress=self.progress)
-
-    def adaptive(self) -> dict[str, Any]:
-        return bench_adaptive.bench_adaptive(*self._run("adaptive"), seed=self.seed, progress=self.progress)
-
-    def coordination(self) -> dict[str, Any]:
-        return bench_coordination.bench_coordination(*self._run("coordination"), seed=self.seed, progress=self.progress)
-
-    def reward(self) -> dict[str, Any]:
-        return bench_reward.bench_reward(*self._run("reward"), seed=self.seed, progress=self.progress)
-
-    def by_product(self) -> dict[str, Any]:
-        model = made_model(self.out / "model-both", "both", self.sizes.model, self.progress)
-        head = warmed_up(model, self.out / "head-both", self.sizes, self.progress)
-        return bench_by_product.bench_by_product(
-            model, head, self.out / "by-product", self.sizes, seed=self.seed, progress=self.progress
-        )
-
-    def _run(self, name: str) -> tuple[Path, Path, Path, BenchSizes]:
-        return self.model, self.head, self.out / name, self.sizes
-
-    def _lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:
         """Prompt and response tokens of the trace's responses, else of some that the model now gives."""
         if self.trace is not None:
             recorded = read(self.trace)
@@ -96,15 +59,35 @@ class _Bench:
         return [text.num_tokens for text in texts]
 
 
+def _of_runs(name: str, work: Callable[..., dict[str, Any]]) -> Callable[[_Bench], dict[str, Any]]:
+    """A part that does GRPO runs, of the model and the head, in a folder of its name."""
+
+    def part(b: _Bench) -> dict[str, Any]:
+        model, head = b.of_both() if name == "by-product" else (b.model, b.head)
+        return work(model, head, b.out / name, b.sizes, seed=b.seed, progress=b.progress)
+
+    return part
+
+
 PARTS: dict[str, tuple[Callable[[_Bench], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
-    "packing": (_Bench.packing, bench_packing.text),
-    "checkpoint": (_Bench.checkpoint, bench_checkpoint.text),
-    "members": (_Bench.members, bench_members.text),
-    "recipes": (_Bench.recipes, bench_recipes.text),
-    "adaptive": (_Bench.adaptive, bench_adaptive.text),
-    "coordination": (_Bench.coordination, bench_coordination.text),
-    "reward": (_Bench.reward, bench_reward.text),
-    "by-product": (_Bench.by_product, bench_by_product.text),
+    "packing": (lambda b: packing.bench_packing(b.lengths(), rounds=b.sizes.rounds, seed=b.seed), packing.text),
+    "checkpoint": (
+        lambda b: checkpoint.bench_checkpoint(
+            b.sizes.checkpoint_megabytes, b.sizes.rounds, folder=b.out, seed=b.seed, progress=b.progress
+        ),
+        checkpoint.text,
+    ),
+    "members": (lambda b: members.bench_members(b.sizes.rounds, progress=b.progress), members.text),
+    "recipes": (lambda b: recipes.bench_recipes(b.model, b.sizes, seed=b.seed, progress=b.progress), recipes.text),
+    **{
+        name: (_of_runs(name, work), text)
+        for name, work, text in (
+            ("adaptive", adaptive.bench_adaptive, adaptive.text),
+            ("coordination", coordination.bench_coordination, coordination.text),
+            ("reward", reward.bench_reward, reward.text),
+            ("by-product", by_product.bench_by_product, by_product.text),
+        )
+    },
 }
 """Each part's work, and its result for people."""
 
@@ -128,9 +111,8 @@ def bench_learned(
     """
     # Two threads on a busy machine stall for seconds.
     torch.set_num_threads(1)
-    place = tempfile.TemporaryDirectory(prefix="tltlab-bench-") if out is None else nullcontext(str(out))
-    with place as folder:
-        bench = _Bench(Path(folder), sizes, model, trace, seed, progress)
+    with folder_or_temporary(out, "tltlab-bench-") as folder:
+        bench = _Bench(folder, sizes, model, trace, seed, progress)
         bench.out.mkdir(parents=True, exist_ok=True)
         if there := [name for name in parts if (bench.out / name).exists()]:
             raise ConfigError(

@@ -15,7 +15,6 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.offline.chains import Acceptance, acceptance_along
 from tltlab.runtime.drafter.offline.data import TargetStates, Text, load_target
-from tltlab.runtime.models.make import make_model
 from tltlab.runtime.models.runs import Progress, Sizes, written
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import GrpoRun
@@ -66,13 +65,6 @@ def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
     """The sizes of a full or of a fast benchmark, changed where a value is not None."""
     given = {name: value for name, value in changed.items() if value is not None}
     return replace(FAST if fast else BenchSizes(), **given)
-
-
-def made_model(out: Path, task: str, size: str, progress: Progress) -> Path:
-    """The folder `out` with a model of our own, trained first where it is not there."""
-    if not (out / "config.json").is_file():
-        make_model(out, size=size, task=task, seed=0, progress=progress)
-    return out
 
 
 def run_steps(

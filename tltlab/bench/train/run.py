@@ -6,10 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -22,10 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
+from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import read_json, write_json
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.environment import hardware, versions
-from tltlab.runtime.models.make import Size, make_model
+from tltlab.runtime.models.make import Size
 from tltlab.runtime.models.measure import sample
 from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.rollout.rewards import load_reward
@@ -99,9 +98,8 @@ def bench_train(
     where our run or TRL's by its defaults fails. That TRL's vLLM mode fails is part of the result.
     """
     torch.set_num_threads(1)
-    place = tempfile.TemporaryDirectory(prefix="tltlab-bench-") if out is None else nullcontext(str(out))
-    with place as folder:
-        root = Path(folder).resolve()
+    with folder_or_temporary(out, "tltlab-bench-") as folder:
+        root = folder.resolve()
         if (root / RESULT).exists() or any((root / f"{side}-0").exists() for side in sizes.sides):
             raise ConfigError(f"{root} holds an earlier benchmark; name another folder with --out")
         beside = trl_folder(trl, root / "trl-packages", progress)
@@ -261,9 +259,7 @@ def heldout_reward(model: Path, setting: Setting, count: int) -> float:
 def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, seed: int, progress: Progress) -> Setting:
     """The run that all sides do, on the model given or on one that is trained now."""
     if model is None:
-        model = root / "model"
-        if not (model / "config.json").is_file():
-            make_model(model, size=sizes.model, task="subset-sum", seed=0, progress=progress)
+        model = made_model(root / "model", progress, size=sizes.model)
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
@@ -289,12 +285,10 @@ def _result(setting: Setting, sizes: TrainSizes, blocks: Sequence[Block], beside
     }
     return (
         made_by()
-        | {"versions": versions() | trl_versions(beside), "hardware": hardware()}
+        | {
+            "versions": versions() | {found.name: found.version for found in distributions(path=[str(beside)])},
+            "hardware": hardware(),
+        }
         | {"setting": asdict(setting) | {"model": setting.model.name}, "start_heldout_reward": start}
         | summarise(blocks, {side: written_lines(texts[side]) for side in sizes.sides}, heldout=sizes.heldout)
     )
-
-
-def trl_versions(folder: Path) -> dict[str, str]:
-    """Versions of what pip put into a folder."""
-    return {found.name: found.version for found in distributions(path=[str(folder)])}
