@@ -157,7 +157,8 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
 ):
     said: list[str] = []
     known: list[int] = []
-    monkeypatch.setattr(baseline_measured, "BLOCK_S", 0.1)
+    monkeypatch.setattr(baseline_measured, "BLOCK_S", 0.02)
+    monkeypatch.setattr(baseline_measured, "OFF_TOKENS", 16)
     remember = Engine.remember
 
     def counted(self: Engine, texts: Sequence[Any]) -> None:
