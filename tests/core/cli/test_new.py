@@ -6,25 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cli.app import command_names, main
+from tltlab.cli.app import command_names
 from tltlab.cli.start.completion import SHELLS, words
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 
+from ..conftest import Command
+
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a command in an empty folder; its exit code and what it printed."""
+def said(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(args)
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return run
+    return command
 
 
 def test_a_new_policy_keeps_the_contract_and_is_a_policy(said, tmp_path: Path, capsys):

@@ -97,6 +97,7 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
             "import tltlab.runtime.engine.vllm.options, tltlab.console; from tltlab import load_policy", "pydantic",
             {"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"},
         ),
+        ("import tltlab.cli.costs", "typer", {"scipy", "sklearn", "torch"}),
         ("import tltlab.sim", "simpy", {"matplotlib", "typer"}),
         ("import tltlab.cli.start.ui", "matplotlib", {"sklearn", "scipy.stats", "scipy.optimize", "torch", "simpy"}),
         (
@@ -104,7 +105,7 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
             {"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"},
         ),
     ],
-    ids=["import", "overview", "policy", "simulator", "ui", "plugin"],
+    ids=["import", "overview", "policy", "costs", "simulator", "ui", "plugin"],
 )  # fmt: skip
 def test_what_starts_loads_nothing_that_is_slow_and_that_it_does_not_need(code: str, needs: str, leaves_out: set[str]):
     pytest.importorskip(needs)

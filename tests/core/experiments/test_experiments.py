@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -14,12 +15,13 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline import LONG_TAIL, costs_of, lengths_trace
 from tltlab.experiments.graph_readings import MEASURED_GB
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
+
+from ..conftest import Command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +50,9 @@ def answer(verdict: str = "yes") -> ExperimentResult:
     )
 
 
-def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["experiment", *args])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+@pytest.fixture
+def experiment(command: Command) -> Command:
+    return partial(command, "experiment")
 
 
 @pytest.fixture
@@ -72,16 +72,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict]:
     return lambda: seen
 
 
-def test_without_a_name_all_experiments_are_listed(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = command(capsys)
+def test_without_a_name_all_experiments_are_listed(experiment: Command):
+    code, out, _ = experiment()
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[: len(EXPERIMENTS)]] == list(EXPERIMENTS)
-    _, out, _ = command(capsys, "--json")
+    _, out, _ = experiment("--json")
     assert {row["name"] for row in json.loads(out)["experiments"]} >= {"baseline", "graph-memory", "lossless"}
 
 
-def test_an_unknown_name_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]):
-    code, out, err = command(capsys, "baselin")
+def test_an_unknown_name_is_refused_with_those_that_there_are(experiment: Command):
+    code, out, err = experiment("baselin")
     assert (code, out) == (2, "")
     assert "no experiment named 'baselin', did you mean 'baseline'?; there are baseline, " in err
 
@@ -107,8 +107,8 @@ def test_a_wrong_setting_is_named(override: str, said: str):
         read_settings(Settings, overrides=[override])
 
 
-def test_the_command_runs_the_experiment_and_writes_its_folder(asked, tmp_path: Path, capsys):
-    code, out, err = command(capsys, "asked", "--fast", "depths=2", "--seed", "5", "--out", str(tmp_path), "--json")
+def test_the_command_runs_the_experiment_and_writes_its_folder(asked, tmp_path: Path, experiment: Command):
+    code, out, err = experiment("asked", "--fast", "depths=2", "--seed", "5", "--out", tmp_path, "--json")
     assert code == 0
     assert asked()["settings"] == Settings(rounds=1, depths=(2,))
     assert (asked()["seed"], asked()["folder"]) == (5, tmp_path)
@@ -118,25 +118,25 @@ def test_the_command_runs_the_experiment_and_writes_its_folder(asked, tmp_path: 
     assert told["command"] == f"tltlab experiment asked --fast depths=2 --seed 5 --out {tmp_path} --json"
     assert "numpy" in told["versions"]
     assert told == json.loads((tmp_path / "asked" / "result.json").read_text())
-    code, out, _ = command(capsys, "asked", "--out", str(tmp_path))
+    code, out, _ = experiment("asked", "--out", tmp_path)
     assert out.index("Does it?") < out.index("(predicted, not measured)") < out.index("a note") < out.index("yes")
 
 
-def test_a_model_for_an_experiment_without_one_is_refused(capsys: pytest.CaptureFixture[str], asked, monkeypatch):
+def test_a_model_for_an_experiment_without_one_is_refused(experiment: Command, asked, monkeypatch):
     monkeypatch.setattr(Experiment, "load", lambda self: SimpleNamespace(Settings=NoModel, FAST={}))
-    code, _, err = command(capsys, "asked", "--model", "somewhere")
+    code, _, err = experiment("asked", "--model", "somewhere")
     assert code == 2
     assert "the experiment asked runs no model" in err
 
 
-def test_a_folder_with_something_else_is_refused_before_the_work(asked, tmp_path: Path, capsys):
+def test_a_folder_with_something_else_is_refused_before_the_work(asked, tmp_path: Path, experiment: Command):
     (tmp_path / "asked").mkdir()
     (tmp_path / "asked" / "thesis.tex").write_text("mine")
-    code, _, err = command(capsys, "asked", "--out", str(tmp_path))
+    code, _, err = experiment("asked", "--out", tmp_path)
     assert code == 2
     assert "no result.json of ours" in err
     assert not asked()
-    code, _, err = command(capsys, "asked", "--out", str(tmp_path / "asked" / "thesis.tex"))
+    code, _, err = experiment("asked", "--out", tmp_path / "asked" / "thesis.tex")
     assert code == 2
     assert "is a file" in err
 
@@ -169,9 +169,9 @@ def test_a_file_that_is_not_ours_beside_an_earlier_result_is_kept(tmp_path: Path
     assert json.loads((out / "result.json").read_text())["verdict"] == "new"
 
 
-def test_a_file_far_above_the_folder_is_refused_before_the_work(asked, tmp_path: Path, capsys):
+def test_a_file_far_above_the_folder_is_refused_before_the_work(asked, tmp_path: Path, experiment: Command):
     (tmp_path / "file").write_text("")
-    code, _, err = command(capsys, "asked", "--out", str(tmp_path / "file" / "a" / "b"))
+    code, _, err = experiment("asked", "--out", tmp_path / "file" / "a" / "b")
     assert code == 2
     assert f"{tmp_path / 'file'} is a file" in err
     assert not asked()
@@ -195,10 +195,14 @@ def test_nothing_half_written_is_left_where_writing_fails(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["asked"]
 
 
+def graphs_of(*overrides: str) -> ExperimentResult:
+    settings = read_settings(graph_memory.Settings, graph_memory.FAST, overrides)
+    return graph_memory.run(settings, folder=Path("unused"), seed=0, progress=lambda said: None)
+
+
 @pytest.fixture(scope="module")
 def graphs() -> ExperimentResult:
-    settings = read_settings(graph_memory.Settings, graph_memory.FAST)
-    return graph_memory.run(settings, folder=Path("unused"), seed=0, progress=lambda said: None)
+    return graphs_of()
 
 
 def test_more_memory_for_graphs_never_costs_time_and_exact_plans_are_never_behind(graphs: ExperimentResult):
@@ -265,21 +269,21 @@ def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside
         list(graph_memory._measured(file))
 
 
-def test_batches_that_never_shrink_to_the_largest_captured_one_are_refused():
-    settings = read_settings(graph_memory.Settings, graph_memory.FAST, ["cap=64"])
-    with pytest.raises(ConfigError, match="no worker spends time at a batch up to 32"):
-        graph_memory.run(settings, folder=Path("unused"), seed=0, progress=lambda said: None)
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cap=64", "no worker spends time at a batch up to 32"),
+        ("reading=mine", "no reading named 'mine'; there are: depths share"),
+    ],
+)
+def test_batches_that_never_shrink_to_the_largest_captured_one_and_an_unknown_reading_are_refused(override, said):
+    with pytest.raises(ConfigError, match=said):
+        graphs_of(override)
 
 
 def test_the_notes_say_how_far_the_reading_is_from_the_papers_figures(graphs: ExperimentResult):
     # As graph_pool_tlt documents of the released code's own strategies and engine.
     assert any("errs by -5% for naive capture and -29% for buckets" in note for note in graphs.notes)
-
-
-def test_an_unknown_reading_names_those_that_there_are():
-    settings = replace(read_settings(graph_memory.Settings, graph_memory.FAST), reading="mine")
-    with pytest.raises(ConfigError, match="no reading named 'mine'; there are: depths share"):
-        graph_memory.run(settings, folder=Path("unused"), seed=0, progress=print)
 
 
 def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction(tmp_path: Path):
@@ -346,6 +350,11 @@ def bench_result(*, low: float, high: float, rounds: int) -> dict:
     }  # fmt: skip
 
 
+def measured_from(path: Path) -> ExperimentResult:
+    settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={path}"])
+    return baseline.run(settings, folder=path.parent, seed=0, progress=print)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "rounds", "said"),
     [
@@ -359,8 +368,7 @@ def bench_result(*, low: float, high: float, rounds: int) -> dict:
 def test_the_verdict_says_only_what_the_rounds_show(tmp_path: Path, low, high, rounds, said):
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(bench_result(low=low, high=high, rounds=rounds)))
-    settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={path}"])
-    found = baseline.run(settings, folder=tmp_path, seed=0, progress=print)
+    found = measured_from(path)
     assert said in found.verdict
     assert "1.50 [1.40, 1.60] times as fast as no speculation" in found.verdict
     assert found.rows["speedup"].tolist() == [1.0, 1.5, 1.5]
@@ -370,6 +378,5 @@ def test_the_verdict_says_only_what_the_rounds_show(tmp_path: Path, low, high, r
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"modes": [], "speedups": [], "goals": [], "policies": {}}'])
 def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path, text: str):
     (tmp_path / "other.json").write_text(text)
-    settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={tmp_path / 'other.json'}"])
     with pytest.raises(ConfigError, match="is not what `tltlab bench runtime --out` writes"):
-        baseline.run(settings, folder=tmp_path, seed=0, progress=print)
+        measured_from(tmp_path / "other.json")
