@@ -156,10 +156,3 @@ def test_accuracy_rows_have_the_columns_of_the_report(shared_data: Path):
     assert rows["what"].is_unique
     assert (rows["mean_abs_error"] <= rows["max_abs_error"]).all()
     assert set(rows["used_for_fit"]) == {True, False}
-
-
-def test_measurements_that_are_not_there_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"decode_tpot_h100\.csv"):
-        fit_engine(tmp_path)
-    with pytest.raises(ConfigError, match=r"tlt_sd_tables\.csv"):
-        read_speedups(tmp_path)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tltlab.bench.engine_overhead import read_speedups, read_tpot
+from tltlab.bench.engine_overhead import fit_engine, read_speedups, read_tpot
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
 from tltlab.bench.published.kernels import Kernels
-from tltlab.bench.roofline import fitted
+from tltlab.bench.roofline import rows
 from tltlab.errors import ConfigError
 
 
@@ -40,25 +40,28 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: by
         measured_table(tmp_path / name, ("ms",), ("gpu",))
 
 
-@pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n"])
+@pytest.mark.parametrize("content", [None, b"", b"a,b\n1,2\n"])
 @pytest.mark.parametrize(
     ("name", "load"),
     [
         ("decode_tpot_h100.csv", lambda folder: read_tpot(folder, "vllm", "Qwen3-32B")),
-        ("decode_tpot_h100.csv", fitted),
+        ("decode_tpot_h100.csv", fit_engine),
+        ("decode_tpot_h100.csv", rows),
         ("tlt_sd_tables.csv", read_speedups),
         ("gemm_bf16.parquet", lambda folder: Kernels.read(folder, "H100")),
     ],
 )
-def test_every_reader_of_measurements_names_a_bad_file(tmp_path: Path, name: str, content: bytes, load):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+def test_every_reader_of_measurements_names_a_bad_or_missing_file(
+    tmp_path: Path, name: str, content: bytes | None, load
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    missing = "no " if content is None else ""
+    with pytest.raises(ConfigError, match=missing + name.replace(".", r"\.")):
         load(tmp_path)
 
 
 def test_requests_fit_up_to_the_capacity_of_the_kv_cache():
     # 873,168 tokens on four H100, see test_hardware.
-    rows = pd.DataFrame({"concurrency": [213, 214], "isl": 4000, "osl": 96}).assign(
-        gpu="H100", model="Qwen2.5-32B", tp=4
-    )
-    assert fits_kv_cache(rows).tolist() == [True, False]
+    asked = pd.DataFrame({"concurrency": [213, 214], "isl": 4000, "osl": 96})
+    assert fits_kv_cache(asked.assign(gpu="H100", model="Qwen2.5-32B", tp=4)).tolist() == [True, False]

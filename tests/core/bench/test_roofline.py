@@ -7,7 +7,6 @@ import pytest
 from tltlab.bench.published.transfer import shares
 from tltlab.bench.roofline import COLUMNS, fitted, presets, rows
 from tltlab.costs.load import load_costs
-from tltlab.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +69,4 @@ def test_the_presets_that_ship_are_those_of_the_fit(shared_data: Path):
 def test_kernels_reach_shares_of_what_the_data_sheet_says(shared_data: Path):
     for name in ("H100", "H200", "A100"):
         found = shares(shared_data, name)
-        assert 0.5 < found.memory < 1
-        assert 0.5 < found.compute < 1
-        assert 0.5 < found.kv < 1
-        assert 0.5 < found.link < 1
-
-
-def test_without_the_measurements_it_says_which_files(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no decode_tpot_h100.csv in .*published measurements"):
-        rows(tmp_path)
+        assert all(0.5 < share < 1 for share in (found.memory, found.compute, found.kv, found.link))

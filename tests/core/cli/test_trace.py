@@ -91,6 +91,7 @@ def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
         ("length\n3\nlong\n", r"column length, line 3: got 'long'"),
         ("3\n2.5\n", r"line 2: got '2.5'"),
         ("length\n3\nnan\n", r"line 3: got 'nan'"),
+        ("length\n3\n9\n", "column length, line 3: got 9, the maximum was said to be 8"),
         ("a,b\n1,2\n", "--column: a, b"),
         ("step\n1\n2\n", "--column: step"),
         ("length,tokens\n1,2\n", "columns length and tokens differ and either could be the lengths"),
@@ -102,12 +103,7 @@ def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
 )
 def test_a_faulty_csv_is_refused_with_its_line(tmp_path, text, says):
     with pytest.raises(TraceError, match=rf"(lengths\.csv.*|outcomes|workload).*{says}"):
-        read(csv(tmp_path, text))
-
-
-def test_a_length_above_the_stated_maximum_is_a_fault(tmp_path):
-    with pytest.raises(TraceError, match=r"column length, line 3: got 9, the maximum was said to be 8"):
-        import_dump(csv(tmp_path, "length\n3\n9\n"), max_response_tokens=8)
+        import_dump(csv(tmp_path, text), max_response_tokens=8)
 
 
 def test_generated_traces_are_the_same_for_the_same_seed():
@@ -117,11 +113,8 @@ def test_generated_traces_are_the_same_for_the_same_seed():
     cut = one.outcomes["finish_reason"] == "length"
     assert (one.outcomes["response_tokens"][cut] == 900).all()
     assert cut.any()
-
-
-def test_the_documented_example_of_generate():
-    trace = log_normal(prompts=2, group_size=2, rl_steps=1, seed=0)
-    assert trace.outcomes["response_tokens"].tolist() == [2421, 171, 22, 1627]
+    documented = log_normal(prompts=2, group_size=2, rl_steps=1, seed=0)
+    assert documented.outcomes["response_tokens"].tolist() == [2421, 171, 22, 1627]
 
 
 def test_import_then_validate(command, tmp_path):
@@ -156,18 +149,13 @@ def test_describe_shows_times_where_they_are_known(command, timed):
     assert 0 < row["bubble_fraction"] < 1
 
 
-def test_validate_of_a_broken_trace_is_exit_code_2_and_one_line(command, timed):
+def test_a_broken_trace_and_a_wrong_option_are_exit_code_2_and_one_line(command, timed, tmp_path):
     (timed / "outcomes.parquet").write_bytes(b"PAR1")
-    code, out, err = command("trace", "validate", timed)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert "outcomes.parquet" in err
-
-
-def test_a_wrong_option_of_generate_is_exit_code_2(command, tmp_path):
-    code, _, err = command("trace", "generate", "--out", tmp_path / "t", "--prompts", 0)
-    assert code == 2
-    assert "prompts is 0" in err
+    generate = ("generate", "--out", tmp_path / "t", "--prompts", 0)
+    for args, says in ((("validate", timed), "outcomes.parquet"), (generate, "prompts is 0")):
+        code, out, err = command("trace", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert says in err
     assert not (tmp_path / "t").exists()
 
 
@@ -196,8 +184,7 @@ def test_repair_on_the_command_line(command, tmp_path):
 def test_timeline_writes_what_its_suffix_says(command, timed, tmp_path, suffix):
     out = tmp_path / f"timeline{suffix}"
     code, text, _ = command("timeline", timed, "--out", out, "--compare", timed, "--json")
-    assert code == 0
-    assert json.loads(text)["out"] == str(out)
+    assert (code, json.loads(text)["out"]) == (0, str(out))
     assert out.stat().st_size > 500
 
 

@@ -210,10 +210,16 @@ def test_a_failure_is_the_last_line_that_says_something():
     assert last_line(" \n") == "it said nothing"
 
 
-def test_a_folder_without_trl_is_refused_before_anything_is_made(tmp_path: Path):
+def test_a_folder_without_trl_an_earlier_benchmark_and_a_file_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--no-deps trl=="):
         bench_train(FAST, trl=tmp_path / "nothing", out=tmp_path / "out", progress=quiet)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists(), "nothing is made before"
+    (tmp_path / "tltlab-0").mkdir()
+    with pytest.raises(ConfigError, match="another folder"):
+        bench_train(FAST, out=tmp_path, progress=quiet)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        CliRunner().invoke(bench.app, ["train", "--out", str(tmp_path / "file")], catch_exceptions=False)
 
 
 def test_what_trl_logs_is_one_entry_for_each_rl_step(tmp_path: Path):
@@ -250,18 +256,6 @@ def test_without_a_network_the_command_for_pip_is_said(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="--trl FOLDER"):
         trl_folder(None, tmp_path / "made", said.append)
     assert said[0].startswith(f"/bin/false -m pip install --target {tmp_path / 'made'}")
-
-
-def test_an_earlier_benchmark_is_not_written_over(tmp_path: Path):
-    (tmp_path / "tltlab-0").mkdir()
-    with pytest.raises(ConfigError, match="another folder"):
-        bench_train(FAST, out=tmp_path, progress=quiet)
-
-
-def test_the_command_says_what_is_wrong(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    found = CliRunner().invoke(bench.app, ["train", "--out", str(tmp_path / "file")])
-    assert isinstance(found.exception, ConfigError)
 
 
 def test_sizes_are_changed_one_by_one():
