@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -311,9 +312,7 @@ def runtime(
         folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, off_batches=sizes,
         progress=progress,
     )  # fmt: skip
-    if out is not None:
-        write_json(out, found)
-    emit(found, as_json=as_json, text=text(found))
+    _tell(found, out, as_json, text)
 
 
 @app.command()
@@ -350,19 +349,10 @@ def driver(
     if wrong := [number for number in before if number * responses % group_size]:
         raise ConfigError(f"--growth {wrong[0]} x {responses} responses are no whole groups of {group_size}")
     case = DriverCase(
-        workers=workers,
-        responses=responses,
-        tokens=tokens,
-        group_size=group_size,
-        ranks=ranks,
-        policy=policy,
-        reward_processes=reward_processes,
-        rl_steps=steps,
-    )
-    found = bench_driver(case, before, progress)
-    if out is not None:
-        write_json(out, found)
-    emit(found, as_json=as_json, text=text(found))
+        workers=workers, responses=responses, tokens=tokens, group_size=group_size, ranks=ranks, policy=policy,
+        reward_processes=reward_processes, rl_steps=steps,
+    )  # fmt: skip
+    _tell(bench_driver(case, before, progress), out, as_json, text)
 
 
 @app.command()
@@ -469,6 +459,13 @@ def train(
     _check(out, folder=True)
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
     found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
+    emit(found, as_json=as_json, text=text(found))
+
+
+def _tell(found: dict[str, Any], out: Path | None, as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
+    """Write the result to a file where one is named, and print it."""
+    if out is not None:
+        write_json(out, found)
     emit(found, as_json=as_json, text=text(found))
 
 

@@ -122,15 +122,9 @@ def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?
     rows = table[(table["backend"] == backend) & (names == shape.name) & (table["precision"] == precision)]
     if rows.empty:
         raise ConfigError(f"{path} has no rows of {backend}, {model_name}, {precision}")
-    found = pd.DataFrame(
-        {
-            "tp": rows["tp_size"].astype(int),
-            "concurrency": rows["concurrency"].astype(int),
-            "isl": rows["isl"],
-            "osl": rows["osl"],
-            "seconds": rows["silicon_tpot_ms"] * 1e-3,
-        }
-    ).reset_index(drop=True)
+    found = rows[["tp_size", "concurrency", "isl", "osl"]].rename(columns={"tp_size": "tp"})
+    found = found.astype({"tp": int, "concurrency": int}).assign(seconds=rows["silicon_tpot_ms"] * 1e-3)
+    found = found.reset_index(drop=True)
     return found.assign(fits_memory=fits_kv_cache(found.assign(gpu="H100", model=shape.name)))
 
 

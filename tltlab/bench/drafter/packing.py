@@ -53,7 +53,6 @@ def bench_packing(
     rounds: int = 8,
     longest: int = 2048,
     seed: int = 0,
-    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train on `samples` sequences a round, their lengths drawn from `lengths` (tokens) without replacement.
 
@@ -73,10 +72,12 @@ def bench_packing(
     in_batches = [np.maximum(np.round(row * scale), 2).astype(np.int64).reshape(num_batches, batch) for row in drawn]
     sides: dict[str, Callable[[DrafterHead, FrozenTarget, Sequence[TrainingSequence]], Tensor]] = {
         "padded": padded_loss,
-        "packed": _packed_loss,
+        "packed": lambda head, frozen, texts: (
+            drafter_loss(head, frozen, pack(texts, frozen.embedding.device), LossConfig()).loss
+        ),
     }
-    trained = {name: _Side(shape, seed, loss, device) for name, loss in sides.items()}
-    frozen = _target(shape, seed).to(device)
+    trained = {name: _Side(shape, seed, loss) for name, loss in sides.items()}
+    frozen = _target(shape, seed)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     # What torch does only once in a process is no side's cost.
     warm = [[_sequence(shape, 8, seed)] * batch]
@@ -137,10 +138,6 @@ def padded_loss(head: DrafterHead, frozen: FrozenTarget, sequences: Sequence[Tra
     return (per_row * counted).sum() / counted.sum()
 
 
-def _packed_loss(head: DrafterHead, frozen: FrozenTarget, sequences: Sequence[TrainingSequence]) -> Tensor:
-    return drafter_loss(head, frozen, pack(sequences, frozen.embedding.device), LossConfig()).loss
-
-
 class _Side:
     """One way to train, with a head and moments of its own."""
 
@@ -149,7 +146,6 @@ class _Side:
         shape: Shape,
         seed: int,
         loss: Callable[[DrafterHead, FrozenTarget, Sequence[TrainingSequence]], Tensor],
-        device: str,
     ) -> None:
         torch.manual_seed(seed)
         self.loss = loss
@@ -162,7 +158,7 @@ class _Side:
                 num_key_value_heads=shape.num_heads,
                 vocab_size=shape.vocab_size,
             )
-        ).to(device)
+        )
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4)
 
     def train(self, frozen: FrozenTarget, batches: Sequence[Sequence[TrainingSequence]]) -> float:
@@ -172,8 +168,6 @@ class _Side:
             self.optimizer.zero_grad()
             self.loss(self.head, frozen, sequences).backward()
             self.optimizer.step()
-        if frozen.embedding.is_cuda:
-            torch.cuda.synchronize()
         return time.perf_counter() - started
 
 

@@ -103,14 +103,18 @@ def measured(case: DriverCase) -> dict[str, Any]:
 
 def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
     """Put the parts of an RL step on the meter."""
-
-    def watch(owner: Any, method: str, part: str) -> None:
+    for owner, method, part in (
+        (run.data.rollouts, "collect", "collected"),
+        (run.pool, "generate", "rollouts"),
+        (run.pool, "remember", "history"),
+        (run.reward_pool, "rewards", "rewards"),
+        (run.trainers, "old_logprobs", "samples"),
+        (run.trainers, "update", "samples"),
+        (run, "_record", "trace rows"),
+        (grpo, "step_metrics", "figures"),
+        (run._recorder, "_write", WRITER),
+    ):
         stack.enter_context(patch.object(owner, method, meter.wrapped(part, getattr(owner, method))))
-
-    watch(run.data.rollouts, "collect", "collected")
-    watch(run.pool, "generate", "rollouts")
-    watch(run.pool, "remember", "history")
-    watch(run.reward_pool, "rewards", "rewards")
     rewards = run.reward_pool.rewards
 
     def counted(items: Sequence[Any]) -> list[float]:
@@ -119,11 +123,6 @@ def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
         return rewards(items)
 
     stack.enter_context(patch.object(run.reward_pool, "rewards", counted))
-    watch(run.trainers, "old_logprobs", "samples")
-    watch(run.trainers, "update", "samples")
-    watch(run, "_record", "trace rows")
-    watch(grpo, "step_metrics", "figures")
-    watch(run._recorder, "_write", WRITER)
 
 
 def _actors(meter: Meter, case: DriverCase, folder: Path) -> type[ScriptedActors]:
