@@ -16,7 +16,7 @@ from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.idle_training import fit_spot, recorded_updates
 from tltlab.console import table
-from tltlab.coordination.gate import Attempt, TimedRollout, training_cost
+from tltlab.coordination.gate import Attempt, RolloutDrift, training_cost
 from tltlab.coordination.progress import SpotTraining
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.costs.stages import STAGES
@@ -212,7 +212,7 @@ def _rest_s(trace: Trace, known: list[str], assumed: list[str]) -> float:
     return rest_s
 
 
-def _rollouts(trace: Trace, drafter: str) -> list[tuple[TimedRollout, int]]:
+def _rollouts(trace: Trace, drafter: str) -> list[tuple[RolloutDrift, int]]:
     """The recorded rollouts with their drafts by the drafter; accepted lengths from iterations, else from `steps`."""
     steps, iterations = trace.steps, trace.iterations
     if steps is None:
@@ -232,7 +232,7 @@ def _rollouts(trace: Trace, drafter: str) -> list[tuple[TimedRollout, int]]:
     for rl_step, rollout_s in zip(steps["rl_step"].tolist(), steps["rollout_s"].tolist(), strict=True):
         length, drafts = lengths.get(rl_step, (None, 0))
         took = rollout_s if rollout_s == rollout_s else 0.0
-        row = TimedRollout(rl_step=rl_step, rollout_s=took, tokens=int(tokens.get(rl_step, 0)), accept_length=length)
+        row = RolloutDrift(rl_step=rl_step, rollout_s=took, tokens=int(tokens.get(rl_step, 0)), accept_length=length)
         rollouts.append((row, drafts))
     return rollouts
 

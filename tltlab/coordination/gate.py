@@ -66,16 +66,24 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedRollout:
-    """A rollout of `rollout_s` seconds, any delay by a training included, and `tokens` tokens.
+class RolloutDrift:
+    """One rollout of the drift record.
 
-    `accept_length` is the mean number of tokens per draft of the learned drafter, None where it drafted nothing.
+    `accept_length` is the mean number of tokens per verified draft of the learned drafter, bonus included, over
+    `drafts` of them; None where it drafted nothing. `drift_kl` is how far the policy update after it moved the target,
+    in nats per token. `age` counts RL steps since the training numbered `training`, or, for the number 0, since the
+    first RL step. The rollout took `rollout_s` seconds for `tokens` tokens, any delay by a training included; 0 where
+    nobody said.
     """
 
     rl_step: int
-    rollout_s: float
-    tokens: int
     accept_length: float | None
+    drafts: int = 0
+    drift_kl: float | None = None
+    age: int = 0
+    training: int = 0
+    rollout_s: float = 0.0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +115,7 @@ class TrainingCost:
         return self.delay_s + max(self.slowdown + self.slowdown_error, 0.0) * self.rollout_s
 
 
-def training_cost(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt]) -> TrainingCost:
+def training_cost(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> TrainingCost:
     """Fit to the newest rollouts, with and without training; with none the prior.
 
     Log seconds per token = a + slowdown * trained - elasticity * log(accepted length), by ridge regression towards no
@@ -173,7 +181,7 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
     return loss, max(0.0, sure)
 
 
-def above_end(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt]) -> float:
+def above_end(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> float:
     """Shares of accepted length by which rollouts were above the end of their period, summed: the mean of the latest.
 
     A period goes from one attempt to the next, the last one until now. A drafter that ages for long has lost as much as
@@ -191,7 +199,7 @@ def above_end(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt]) -> 
     return float(np.mean(found)) if found else math.inf
 
 
-def paid(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], cost: TrainingCost) -> bool:
+def paid(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], cost: TrainingCost) -> bool:
     """Whether the latest trainings brought half of what they took, or it cannot be told.
 
     Between two of them accepted lengths were longer by what the first brought than just before the second. A loss that
@@ -213,7 +221,7 @@ def paid(rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], cost: Tr
 
 
 def worth_training(
-    rl_step: int, rollouts: Sequence[TimedRollout], attempts: Sequence[Attempt], fallen: float
+    rl_step: int, rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], fallen: float
 ) -> tuple[bool, str]:
     """Whether to train in the rollout of `rl_step`, and why: both records are of RL steps before it, in order.
 

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.state import DrafterState
 from tltlab.stats import student_margin
 
-from .gate import Attempt, TimedRollout, worth_training
+from .gate import Attempt, RolloutDrift, worth_training
 
 _ENOUGH_PAIRS = 4
 """Pairs of successive rollouts from which their noise can be told."""
@@ -52,26 +53,6 @@ class Decision:
 
     train: bool
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutDrift:
-    """One rollout of the drift record.
-
-    `accept_length` is the mean number of tokens per verified draft of the learned drafter, bonus included, over
-    `drafts` of them; None where it drafted nothing. `drift_kl` is how far the policy update after it moved the target,
-    in nats per token. `age` counts RL steps since the training numbered `training`, or, for the number 0, since the
-    first RL step. The rollout took `rollout_s` seconds for `tokens` tokens; 0 where nobody said.
-    """
-
-    rl_step: int
-    accept_length: float | None
-    drafts: int
-    drift_kl: float | None
-    age: int
-    training: int
-    rollout_s: float = 0.0
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +167,7 @@ class TrainingSchedule:
 
         Weighted least squares of log(accepted length) on age with a level per training, weights the drafts.
         """
-        rows = [row for row in self.record if row.accept_length is not None and self._drafted_trained(row)]
+        rows = [row for row in self.record if row.accept_length is not None and (self.pretrained or row.training)]
         kls = [row.drift_kl for row in self.record if row.drift_kl is not None]
         change, low, high, used = _fit(rows)
         ages = (min((row.age for row in used), default=0), max((row.age for row in used), default=0))
@@ -224,9 +205,6 @@ class TrainingSchedule:
             self._first = rl_step
         return self._first
 
-    def _drafted_trained(self, row: RolloutDrift) -> bool:
-        return self.pretrained or row.training > 0
-
     def _dropped(self, rl_step: int) -> Decision:
         rows = [row for row in self.record if row.accept_length is not None and row.rl_step < rl_step]
         noise = self._noise()
@@ -238,11 +216,10 @@ class TrainingSchedule:
             return Decision(train=bool(gain), reason=gain or "nothing was drafted since the last training")
         if gain := self._gain(rows, len(self.trainings), noise):
             return Decision(train=True, reason=gain)
-        if fallen := self._fallen(now, noise):
-            best, mean, first = fallen
+        best, mean, first = self._fallen(now, noise)
+        if first is not None:
             steps = f"RL step {first.rl_step}" + ("" if first is now[-1] else f" to {now[-1].rl_step}")
             return Decision(train=True, reason=f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
-        best = self._best(now, noise)[0]
         return Decision(train=False, reason=f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
 
     def _gated(self, rl_step: int) -> Decision:
@@ -253,35 +230,25 @@ class TrainingSchedule:
         if since and since[0].rl_step == last.rl_step and last.better:
             # Of the drafter before; what it was expected to rise to.
             since[0] = replace(since[0], accept_length=(since[0].accept_length or 1.0) * math.exp(last.gain))
-        fallen = self._fallen(since[-_NEWEST:], self._noise())
-        timed = [
-            TimedRollout(rl_step=r.rl_step, rollout_s=r.rollout_s, tokens=r.tokens, accept_length=r.accept_length)
-            for r in rows
-        ]
-        train, reason = worth_training(rl_step, timed, attempts, 1.0 - fallen[1] / fallen[0] if fallen else 0.0)
+        best, mean, fell = self._fallen(since[-_NEWEST:], self._noise())
+        train, reason = worth_training(rl_step, rows, attempts, 1.0 - mean / best if fell else 0.0)
         return Decision(train=train, reason=reason)
 
-    def _best(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float]:
-        """The best accepted length among rollouts, and what it surely was."""
-        level = _pooled(now, noise)[0]
-        # The maximum over many rollouts finds the luckiest: those of few drafts set no record.
-        few = float(np.median([row.drafts for row in now])) / 2
-        # A drafter is at its best right after training: so the first rollouts together count as one too.
-        runs = [*([row] for row in now if row.drafts >= few), *(now[:end] for end in range(2, len(now)))]
-        best, low = max((_pooled(run, noise, level) for run in runs), key=lambda found: found[0] - found[1])
-        return best, best - low
+    def _fallen(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float, RolloutDrift | None]:
+        """The best accepted length, the latest, and the first rollout of the latter if it is surely lower by `drop`.
 
-    def _fallen(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float, RolloutDrift] | None:
-        """The best accepted length and the latest one, with its first rollout, where it is surely lower by `drop`."""
+        Where it is not the latter is the mean of all; nan where there are no rollouts.
+        """
         if not now:
-            return None
-        level = _pooled(now, noise)[0]
-        best, low = self._best(now, noise)
+            return math.nan, math.nan, None
+        lengths, drafts = _columns(now)
+        mean = level = _pooled(lengths, drafts, noise)[0]
+        best, low = _best(lengths, drafts, noise, level)
         for first in reversed(range(len(now))):
-            mean, error = _pooled(now[first:], noise, level)
+            mean, error = _pooled(lengths[first:], drafts[first:], noise, level)
             if mean + error < (1 - self.config.drop) * low:
                 return best, mean, now[first]
-        return None
+        return best, mean, None
 
     def _gain(self, rows: Sequence[RolloutDrift], training: int, noise: float) -> str:
         """What a training raised, by more than `drop`, between the rollouts about it; empty if nothing."""
@@ -289,7 +256,7 @@ class TrainingSchedule:
         after = [row for row in rows if row.training == training][:1]
         if not before or not after or training == 0:
             return ""
-        (old, old_error), (new, new_error) = _pooled(before, noise), _pooled(after, noise)
+        (old, old_error), (new, new_error) = (_pooled(*_columns(rows), noise) for rows in (before, after))
         if new - new_error <= (1 + self.config.drop) * (old + old_error):
             return ""
         return f"the last training that can be judged raised the accepted length from {old:.2f} to {new:.2f}"
@@ -308,19 +275,34 @@ class TrainingSchedule:
         return float(np.median(steps)) / (0.6745 * math.sqrt(2))
 
 
-def _pooled(rows: Sequence[RolloutDrift], noise: float, level: float | None = None) -> tuple[float, float]:
+def _columns(rows: Sequence[RolloutDrift]) -> tuple[Floats, Floats]:
+    """Accepted lengths and drafts of rollouts that have them."""
+    return np.array([row.accept_length for row in rows], np.float64), np.array([row.drafts for row in rows], np.float64)
+
+
+def _pooled(lengths: Floats, drafts: Floats, noise: float, level: float | None = None) -> tuple[float, float]:
     """The mean accepted length of rollouts, weighted by drafts, and `_SURE` standard errors of it.
 
     The larger of two: what geometrically distributed lengths have, whose variance is m (m - 1) where `level`, or their
     own mean, is m; and what rollouts differ by anyway.
     """
-    drafts = np.array([row.drafts for row in rows], np.float64)
-    lengths = np.array([row.accept_length for row in rows], np.float64)
-    mean = float(lengths @ drafts / drafts.sum())
+    total = float(drafts.sum())
+    mean = float(lengths @ drafts / total)
     m = mean if level is None else level
-    sampling = max(m * (m - 1.0), 0.0) / float(drafts.sum())
-    between = (noise * mean) ** 2 * float((drafts**2).sum() / drafts.sum() ** 2)
+    sampling = max(m * (m - 1.0), 0.0) / total
+    between = (noise * mean) ** 2 * float((drafts**2).sum() / total**2)
     return mean, _SURE * math.sqrt(max(sampling, between))
+
+
+def _best(lengths: Floats, drafts: Floats, noise: float, level: float) -> tuple[float, float]:
+    """The best accepted length among rollouts, and what it surely was."""
+    # The maximum over many rollouts finds the luckiest: those of few drafts set no record.
+    enough = np.flatnonzero(drafts >= float(np.median(drafts)) / 2)
+    # A drafter is at its best right after training: so the first rollouts together count as one too.
+    runs = [slice(i, i + 1) for i in enough] + [slice(i) for i in range(2, len(drafts))]
+    pooled = (_pooled(lengths[run], drafts[run], noise, level) for run in runs)
+    best, error = max(pooled, key=lambda mean_and_error: mean_and_error[0] - mean_and_error[1])
+    return best, best - error
 
 
 def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[RolloutDrift]]:

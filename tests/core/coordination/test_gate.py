@@ -11,7 +11,7 @@ import pytest
 from tltlab.coordination.gate import (
     CONTROL_EVERY,
     Attempt,
-    TimedRollout,
+    RolloutDrift,
     above_end,
     loss_and_gain,
     paid,
@@ -23,10 +23,10 @@ from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.state import DrafterState
 
 
-def rollouts(num: int, trained: set[int], *, slowdown: float = 0.0, lengths: float = 3.0) -> list[TimedRollout]:
+def rollouts(num: int, trained: set[int], *, slowdown: float = 0.0, lengths: float = 3.0) -> list[RolloutDrift]:
     """Rollouts of 1,000 tokens that take 10 s, longer by `slowdown` where workers trained."""
     return [
-        TimedRollout(rl_step=t, rollout_s=10.0 * (1.0 + slowdown * (t in trained)), tokens=1000, accept_length=lengths)
+        RolloutDrift(rl_step=t, rollout_s=10.0 * (1.0 + slowdown * (t in trained)), tokens=1000, accept_length=lengths)
         for t in range(num)
     ]
 
@@ -59,7 +59,7 @@ def test_a_slowdown_is_found_from_rollouts_with_and_without_training():
 
 
 def test_a_wait_for_trainers_is_a_delay_and_no_slowdown():
-    rows = [TimedRollout(rl_step=t, rollout_s=10.0 + 2.0 * (t % 2), tokens=1000, accept_length=3.0) for t in range(20)]
+    rows = [RolloutDrift(rl_step=t, rollout_s=10.0 + 2.0 * (t % 2), tokens=1000, accept_length=3.0) for t in range(20)]
     cost = training_cost(rows, attempts(*range(1, 20, 2), delay_s=2.0))
     assert cost.delay_s == 2.0
     assert cost.slowdown == pytest.approx(0.0, abs=1e-6)
@@ -83,7 +83,7 @@ def test_training_waits_until_what_was_lost_comes_to_its_price():
     before = [Attempt(rl_step=t, delay_s=2.0, candidate=3.0, served=3.0 * math.exp(-0.12)) for t in range(0, 60, 6)]
     aged = [math.exp(-0.02 * ((t - 1) % 6 + 1 if t <= 54 else t - 54)) for t in range(80)]
     rows = [
-        TimedRollout(rl_step=t, rollout_s=10.0 / kept**0.7, tokens=1000, accept_length=3.0 * kept)
+        RolloutDrift(rl_step=t, rollout_s=10.0 / kept**0.7, tokens=1000, accept_length=3.0 * kept)
         for t, kept in enumerate(aged)
     ]
     trains = [worth_training(54 + age, rows[: 54 + age], before, 0.0)[0] for age in range(1, 12)]
