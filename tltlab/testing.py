@@ -46,8 +46,7 @@ def check_selector(source: Factory | type[Selector] | Selector) -> None:
     factory = _factory(source)
     check_strategies(factory)
     check_choices(factory)
-    check_deterministic(factory)
-    check_reward_is_pure(factory)
+    check_repeatable(factory)
     check_state_round_trip(factory)
     check_late_outcomes(factory)
     check_memoryless(factory)
@@ -86,26 +85,19 @@ def check_choices(factory: Factory) -> None:
             selector.observe(chosen, StepOutcome(elapsed_s=0.01, batch=batch, accepted=accepted))
 
 
-def check_deterministic(factory: Factory) -> None:
-    first = _run(factory(np.random.default_rng(7)))
-    second = _run(factory(np.random.default_rng(7)))
+def check_repeatable(factory: Factory) -> None:
+    first, second = _run(factory(np.random.default_rng(7))), _run(factory(np.random.default_rng(7)))
     _same(first, second, "two selectors built with the same seed differ; draw only from the rng that was given")
-
-
-def check_reward_is_pure(factory: Factory) -> None:
-    plain = _run(factory(np.random.default_rng(7)))
     asked = _run(factory(np.random.default_rng(7)), ask_reward=True)
-    _same(plain, asked, "asking reward() changed what is chosen; it must not change the selector")
+    _same(first, asked, "asking reward() changed what is chosen; it must not change the selector")
 
 
 def check_state_round_trip(factory: Factory) -> None:
     original = factory(np.random.default_rng(7))
     _run(original, 0, NUM_ITERATIONS // 2)
-    text = _json(original.state_dict())
     restored = factory(np.random.default_rng(8))
     _run(restored, 0, 5)
-    restored.load_state_dict(json.loads(text))
-    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
+    _reload(original, restored)
     goes_on = _run(original, NUM_ITERATIONS // 2, NUM_ITERATIONS)
     after_restore = _run(restored, NUM_ITERATIONS // 2, NUM_ITERATIONS)
     broken = "a restored selector goes on differently; state_dict must hold all that was learned, the rng too"
@@ -159,22 +151,14 @@ def check_budget(factory: Callable[[], DraftBudget]) -> None:
     """
     budget = factory()
     assert isinstance(budget, DraftBudget), f"the factory built a {type(budget).__name__}, not a DraftBudget"
-    first, second = _share_out(budget), _share_out(factory())
-    for (where, allotted), (_, again) in zip(first, second, strict=True):
-        assert again == allotted, f"allot differs between two budgets built alike {where}"
-    check_budget_state_round_trip(factory)
-
-
-def check_budget_state_round_trip(factory: Callable[[], DraftBudget]) -> None:
-    original, restored = factory(), factory()
-    _share_out(original, 0, 2 * NUM_ITERATIONS // 3)
-    text = _json(original.state_dict())
+    later, original, restored = 2 * NUM_ITERATIONS // 3, factory(), factory()
+    begins = _share_out(original, 0, later)
     _share_out(restored, NUM_ITERATIONS // 3, NUM_ITERATIONS // 3 + 5)
-    restored.load_state_dict(json.loads(text))
-    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
-    goes_on = _share_out(original, 2 * NUM_ITERATIONS // 3)
-    after_restore = _share_out(restored, 2 * NUM_ITERATIONS // 3)
-    for (where, allotted), (_, after) in zip(goes_on, after_restore, strict=True):
+    _reload(original, restored)
+    goes_on = _share_out(original, later)
+    for (where, allotted), (_, again) in zip(_share_out(budget), begins + goes_on, strict=True):
+        assert again == allotted, f"allot differs between two budgets built alike {where}"
+    for (where, allotted), (_, after) in zip(goes_on, _share_out(restored, later), strict=True):
         assert after == allotted, f"a restored budget goes on differently; state_dict must hold all {where}"
 
 
@@ -223,9 +207,7 @@ def check_drafter(factory: Callable[[], Drafter]) -> None:
     assert _drafts(again) == fresh, "two drafters built alike differ; a drafter draws nothing and holds no clock"
     assert _drafts(at_once, split=1) == fresh, "drafts depend on how the tokens were cut into calls of extend"
     assert drafter.memory_bytes >= 0, f"memory_bytes is {drafter.memory_bytes}"
-    text = _json(drafter.state_dict())
-    restored.load_state_dict(json.loads(text))
-    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
+    _reload(drafter, restored)
     restored.load_state_dict({})
     assert _drafts(restored) == fresh, "after load_state_dict({}) a drafter goes on differently from a new one"
     drafter.forget()
@@ -237,6 +219,12 @@ def check_drafter(factory: Callable[[], Drafter]) -> None:
     drafter.extend(stranger, [5, 6, 7, 5, 6])
     _propose(drafter, stranger, 8)
     drafter.close(stranger)
+
+
+def _reload(original: Selector | DraftBudget | Drafter, restored: Selector | DraftBudget | Drafter) -> None:
+    text = _json(original.state_dict())
+    restored.load_state_dict(json.loads(text))
+    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
 
 
 def _json(state: Any) -> str:
@@ -374,11 +362,8 @@ def _run(selector: Selector, start: int = 0, stop: int = NUM_ITERATIONS, *, ask_
 
 def _same(first: list[Any], second: list[Any], broken: str) -> None:
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
-        assert a == b, f"{broken} (call {i}: {_show(a)} against {_show(b)})"
-
-
-def _show(choice: tuple[Strategy, float, int | None]) -> str:
-    return f"{choice[0]} with propensity {choice[1]:g}"
+        shown = " against ".join(f"{strategy} with propensity {chance:g}" for strategy, chance, _ in (a, b))
+        assert a == b, f"{broken} (call {i}: {shown})"
 
 
 def _names(strategies: Sequence[Strategy]) -> str:

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
@@ -119,7 +119,6 @@ def test_a_bucket_with_one_arm_needs_no_randomness():
 
 
 @given(st.integers(2, 5), st.floats(0.01, 1.0), st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
 def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
     arms = [Strategy.chain("ngram", depth) for depth in range(num_arms)]
     mab = bandit([(1, arms)], epsilon=epsilon)
@@ -149,7 +148,6 @@ def test_the_propensity_is_how_often_an_arm_is_chosen():
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.floats(1.0, 1e4)), max_size=80), st.sampled_from(["paper", "relative"])
 )
-@settings(max_examples=30, deadline=None)
 def test_a_restored_bandit_decides_identically(story, reward):
     buckets = [(1, [D8, D4, NO_SPECULATION]), (9, [D2, D1, NO_SPECULATION])]
     original = bandit(buckets, seed=1, window=7, reward=reward)
