@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
@@ -176,7 +176,6 @@ def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
     assert missed == 0
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "good swap", "bad swap"]), min_size=1, max_size=200),
     st.integers(0, 200),

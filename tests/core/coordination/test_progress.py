@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -151,7 +151,6 @@ def test_the_beginnings_of_checkpoints_are_reported_once():
 EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     times=st.lists(EIGHTHS, min_size=2, max_size=6),
     members=st.lists(st.sampled_from([1, 2, 4]), min_size=5, max_size=5),
@@ -179,7 +178,6 @@ def test_the_closed_form_is_the_loop_over_updates(
     assert (found.updates, found.updates_lost, found.checkpoints) == one_by_one(model, groups, end_s, data, kill)
 
 
-@settings(max_examples=100, deadline=None)
 @given(cuts=st.lists(st.floats(0, 200), max_size=8), members=st.integers(1, 64))
 def test_it_does_not_matter_how_often_progress_is_looked_at(cuts, members):
     model = SpotTraining(checkpoint_every=7)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.calibration.api import calibrate
@@ -118,7 +118,6 @@ def tables(draw: st.DrawFn) -> TableCosts:
     return TableCosts.model_validate({**TABLE, **terms})
 
 
-@settings(max_examples=60)
 @given(tables(), st.integers(1, 400), st.integers(2, 60), st.integers(1, 8), st.floats(0, 1e5))
 def test_times_grow_with_everything(costs: TableCosts, batch: int, verify: int, depth: int, each: float):
     def took(b: int, v: int, d: int, context: float) -> float:

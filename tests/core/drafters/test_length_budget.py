@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
@@ -59,7 +59,6 @@ def test_the_printed_equations_are_worse_and_right_with_the_reciprocal_of_k():
     assert best < 0.7 * objective(np.zeros(len(lengths)), *case)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(1, 1e4), st.floats(0.05, 1), st.floats(0.05, 1)), min_size=1, max_size=12),
     st.floats(1e-4, 0.1),

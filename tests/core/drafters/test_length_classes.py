@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.drafters.length_classes import LengthClasses
@@ -84,7 +84,6 @@ def test_it_survives_json_with_what_has_not_been_counted_yet():
         np.testing.assert_array_equal(first, second)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40)), min_size=8, max_size=40),
     st.sampled_from("abcde"),

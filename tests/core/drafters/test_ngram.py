@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.drafters.base import Draft
@@ -173,7 +173,6 @@ TEXT = st.lists(st.integers(0, 3), max_size=40)
 
 
 @given(st.lists(TEXT, min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 8))
-@settings(max_examples=150, deadline=None)
 def test_it_agrees_with_a_search_through_all_text(texts, min_match, more, depth):
     drafter = NgramDrafter(min_match, min_match + more)
     for sample, text in enumerate(texts):
@@ -186,7 +185,6 @@ def test_it_agrees_with_a_search_through_all_text(texts, min_match, more, depth)
 
 
 @given(TEXT, TEXT)
-@settings(deadline=None)
 def test_token_by_token_is_the_same_as_all_at_once(prompt, response):
     whole, single = NgramDrafter(), NgramDrafter()
     whole.open(A, prompt)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.drafters.base import Draft
@@ -429,7 +429,6 @@ RESPONSES = st.lists(st.tuples(st.integers(0, 1), st.sampled_from("pq"), TOKENS,
     st.sampled_from([0.0, 0.123, 0.45]),
     st.sampled_from(["depth", "match"]),
 )
-@settings(max_examples=200, deadline=None)
 def test_it_agrees_with_a_search_through_all_text(scopes, responses, window, live, min_match, min_prob, length):
     max_match, max_draft, depth = 3, 4, 4
     drafter = SuffixDrafter(
@@ -481,7 +480,6 @@ def test_it_agrees_with_a_search_through_all_text(scopes, responses, window, liv
 
 
 @given(st.lists(st.sampled_from(SCOPES), min_size=1, unique=True), RESPONSES, st.sampled_from([None, 2]))
-@settings(max_examples=100, deadline=None)
 def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
     drafter = SuffixDrafter(scopes, window, live=False)
     for i, (rl_step, prompt_id, prompt, text, _) in enumerate(responses):

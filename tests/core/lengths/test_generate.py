@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 
@@ -196,7 +196,6 @@ def test_rl_steps_come_one_by_one():
     assert len(outcomes) == 6
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     steps=st.integers(1, 5), prompts=st.integers(1, 6), group=st.sampled_from([1, 2, 512]), cap=st.integers(1, 3000),
     growth=st.floats(-0.5, 3.0), tail=st.floats(-0.5, 3.0), share=st.floats(0, 1), more=st.integers(-1, 5),

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
@@ -96,13 +96,11 @@ def test_the_bounds_prune_no_best_plan(monkeypatch):
         assert_is_best(random_case(rng))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_any_small_case_equals_exhaustive_search(seed):
     assert_is_best(random_case(np.random.default_rng([7, seed])))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_without_a_cap_it_is_the_fastest_strategy_of_each_batch(max_batch, max_buckets, seed):
     rng = np.random.default_rng(seed)

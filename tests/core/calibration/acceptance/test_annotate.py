@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 
@@ -173,7 +173,6 @@ def test_a_response_of_no_tokens_has_an_empty_row():
 texts = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=25), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 6), st.randoms(use_true_random=False))
 def test_a_replay_is_what_fresh_drafters_told_all_that_was_there_propose(texts, depth, random):
     clock = list(range(sum(map(len, texts))))
@@ -200,7 +199,6 @@ def test_a_replay_is_what_fresh_drafters_told_all_that_was_there_propose(texts, 
             assert row[at] == count
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 4))
 def test_a_shallower_annotation_is_the_deep_one_cut_and_none_reaches_past_the_end(texts, depth):
     responses = [response(n, text, range(len(text))) for n, text in enumerate(texts)]
