@@ -169,11 +169,12 @@ def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, 
     table = pd.DataFrame([columns(works[s]) for s in known.index], dtype=np.float64)
     terms = [str(name) for name in table]
     rows = table.assign(stage=stage, rl_step=known.index, measured_s=known.to_numpy(np.float64))
+    rows["constant_s"] = _left_out(Constant(), rows)
     best: _Fitted | None = None
     affordable = max(1, len(rows) // _STEPS_PER_TERM)
     for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
         estimator = StageEstimator(terms[:num_terms])
-        held_out = rows.assign(predicted_s=_left_out(estimator, rows), constant_s=_left_out(Constant(), rows))
+        held_out = rows.assign(predicted_s=_left_out(estimator, rows))
         found = _Fitted(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
         if best is None or found.error < _WORTH * best.error:
             best = found

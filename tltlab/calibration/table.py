@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.costs.base import CostModel
+from tltlab.costs.base import CostModel, IterationCost
 from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -31,7 +32,16 @@ from .robust import (
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
-class RecordedTable(CostEstimator):
+class TableEstimator(CostEstimator):
+    """Fits a table, which predicts row by row."""
+
+    costs_: TableCosts
+
+    def predict(self, rows: Iterations) -> Floats:
+        return predict_iterations(self.costs_, rows)
+
+
+class RecordedTable(TableEstimator):
     """A table of a recorded trace: knots at powers of four of batch and of tokens.
 
     Robust to outliers as linear costs are, with the same split of an iteration into verification and drafting.
@@ -73,11 +83,8 @@ class RecordedTable(CostEstimator):
         self.predictions_ = self.predict(rows)
         return self
 
-    def predict(self, rows: Iterations) -> Floats:
-        return predict_iterations(self.costs_, rows)
 
-
-class GridTable:
+class GridTable(TableEstimator):
     """A table through measured iterations that prefilled nothing; a roofline gives it its shape between the knots.
 
     One non-negative least-squares fit of relative errors, in which times can only grow with tokens, with batch and with
@@ -85,8 +92,6 @@ class GridTable:
     measured are interpolated. Raises ConfigError for a single context per batch, which shows nothing of
     attention.
     """
-
-    costs_: TableCosts
 
     def __init__(self, roofline: Roofline | None = None) -> None:
         self.roofline = roofline
@@ -125,11 +130,8 @@ class GridTable:
         self.costs_ = TableCosts.model_validate(knots | terms)
         return self
 
-    def predict(self, rows: Iterations) -> Floats:
-        return predict_iterations(self.costs_, rows)
 
-
-class MeasuredTable(CostEstimator):
+class MeasuredTable(TableEstimator):
     """A table through measured iterations, cross-validated: each batch is left out in turn where there are three.
 
     Prefill is the median over the rows that have it of the seconds that the rest of the iteration leaves. Learned
@@ -183,9 +185,6 @@ class MeasuredTable(CostEstimator):
         self.predictions_ = self.predict(rows)
         return self
 
-    def predict(self, rows: Iterations) -> Floats:
-        return predict_iterations(self.costs_, rows)
-
 
 def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
     """Seconds of each row under any cost model: what it verified, drafted and prefilled.
@@ -194,14 +193,21 @@ def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
     """
     with_drafter = rows.loaded & np.isin(rows.rl_step, rows.rl_step[rows.spec])
     columns = (rows.batch, rows.tokens_to_verify, rows.context, rows.depth, rows.prefill, with_drafter)
-    seconds = np.empty(len(rows))
-    each = zip(*(column.tolist() for column in columns), strict=True)
-    for i, (batch, verify, context, depth, prefill, loaded) in enumerate(each):
+
+    @cache
+    def cost(depth: int, verify: float, loaded: bool) -> IterationCost:
         # Of any width: what was verified is given apart, and stands in no strategy's own number.
         strategy = Strategy("any", depth, 2, 2) if depth > 0 else NO_SPECULATION
-        cost = costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
-        seconds[i] = cost.seconds(int(batch), context) + (costs.prefill_s(prefill) if prefill else 0.0)
-    return seconds
+        return costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
+
+    each = zip(*(column.tolist() for column in columns), strict=True)
+    return np.array(
+        [
+            cost(depth, verify, loaded).seconds(int(batch), context) + (costs.prefill_s(prefill) if prefill else 0.0)
+            for batch, verify, context, depth, prefill, loaded in each
+        ],
+        np.float64,
+    )
 
 
 def _smoothing_note(rows: Iterations, error: pd.Series[float]) -> str:

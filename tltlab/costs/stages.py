@@ -101,14 +101,12 @@ class StepWorkload:
 
 
 def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> Flags:
-    # Engines load costs with a policy, and pandas takes longer to load than all of it.
-    import pandas as pd
-
-    frame = pd.DataFrame({"group": list(groups), "reward": np.array(rewards, np.float64)})
-    by_group = frame.groupby("group")["reward"]
-    differ = by_group.transform("max") > by_group.transform("min")
-    unknown = frame["reward"].isna().groupby(frame["group"]).transform("any")
-    return np.asarray(differ | unknown, dtype=bool)
+    of, reward = np.unique(groups, return_inverse=True)[1], np.array(rewards, np.float64)
+    highest, lowest = np.full(len(reward), -np.inf), np.full(len(reward), np.inf)
+    # An unknown reward may be anything.
+    np.maximum.at(highest, of, np.where(np.isnan(reward), np.inf, reward))
+    np.minimum.at(lowest, of, np.where(np.isnan(reward), -np.inf, reward))
+    return np.asarray((highest > lowest)[of], bool)
 
 
 def served_s(arrive_s: Floats, work_s: Floats, free_s: float = 0.0) -> Floats:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.calibration.api import calibrate
 from tltlab.calibration.iterations import checked, iterations_of, measured_rows, recorded_rows
+from tltlab.calibration.linear import LinearEstimator
 from tltlab.calibration.table import MeasuredTable, RecordedTable, predict_iterations
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
@@ -189,9 +189,8 @@ def from_measurements(points: pd.DataFrame) -> MeasuredTable:
     return MeasuredTable().fit(measured_rows(checked(points)))
 
 
-def from_trace(trace: Trace, rl_steps: list[int] | None = None) -> TableCosts:
-    chosen = trace if rl_steps is None else trace.select(rl_steps)
-    return RecordedTable().fit(recorded_rows(iterations_of(chosen), chosen.steps)).costs_
+def from_trace(trace: Trace) -> TableCosts:
+    return RecordedTable().fit(recorded_rows(iterations_of(trace), trace.steps)).costs_
 
 
 def measured(noise: float = 0.0, drafts: bool = False) -> pd.DataFrame:
@@ -253,12 +252,12 @@ def test_measurements_that_are_none_are_refused(points: pd.DataFrame, named: str
         from_measurements(points)
 
 
-def recorded(costs: TableCosts, outliers: bool = False) -> Trace:
+def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trace:
     """A trace whose iterations took what `costs` says; one in a hundred took ten times as long."""
     rng = np.random.default_rng(0)
     whole = read(TRACES / "tiny")
     rows = []
-    for i in range(3000):
+    for i in range(num):
         batch, depth = int(rng.integers(1, 64)), int(rng.choice([0, 4]))
         strategy = CHAIN if depth else NO_SPECULATION
         cost, context, prefill = costs.iteration(strategy), batch * int(rng.integers(50, 4000)), 500 * (i % 50 == 0)
@@ -307,10 +306,10 @@ def test_outliers_move_the_level_and_not_the_shape():
 
 
 def test_predictions_of_iterations_are_the_models_own():
-    table = recorded(COSTS).iterations
+    table = recorded(COSTS, num=200).iterations
     assert table is not None
-    assert predict_iterations(COSTS, recorded_rows(table[:200])) == pytest.approx(
-        table["duration"][:200] + np.where(table["draft_depth"][:200] > 0, 0.0, 2e-4)
+    assert predict_iterations(COSTS, recorded_rows(table)) == pytest.approx(
+        table["duration"] + np.where(table["draft_depth"] > 0, 0.0, 2e-4)
     )
 
 
@@ -320,13 +319,12 @@ def test_a_trace_without_iterations_makes_no_table():
 
 
 def test_on_recorded_rollouts_a_table_predicts_others_about_as_well_as_the_linear_model():
-    trace = read(TRACES / "subset-sum-small")
-    errors = {"table": [], "linear": []}
-    for first in (0, 1):
-        fit_on, others = trace.rl_steps[first::2], trace.rl_steps[1 - first :: 2]
-        for name, costs in (("table", from_trace(trace, fit_on)), ("linear", calibrate(trace, fit_on).costs)):
-            rows = recorded_rows(trace.select(others).iterations)
-            errors[name] += rows.sums(predict_iterations(costs, rows))["bias"].abs().tolist()
+    trace, errors = read(TRACES / "subset-sum-small"), {"table": [], "linear": []}
+    halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
+    for fit_on, others in (halves, halves[::-1]):
+        for name, estimator in (("table", RecordedTable()), ("linear", LinearEstimator(recorded=True))):
+            sums = others.sums(predict_iterations(estimator.fit(fit_on).costs_, others))
+            errors[name] += sums["bias"].abs().tolist()
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 
 
