@@ -1,13 +1,14 @@
 """Calibration: what was put in comes out, sums are unbiased under heavy-tailed noise, gaps are said."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.calibration.api import calibrate, iteration_times, parse_rl_steps
+from tltlab.calibration.api import Calibration, calibrate, iteration_times, parse_rl_steps
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import FAR_TOKENS, LinearCosts
 from tltlab.costs.load import load_costs
@@ -23,10 +24,11 @@ TRUTH = LinearCosts(
 )  # fmt: skip
 
 
+@cache
 def rollout(
     depths: tuple[int, ...] = (0, 1, 2, 4),
     *,
-    n: int = 1500,
+    n: int = 1000,
     steps: int = 2,
     seed: int = 0,
     noise: str = "none",
@@ -56,41 +58,28 @@ def rollout(
             busy = np.where(rng.random(n) < 0.01, 2 + 5 * rng.pareto(1.5, n), 1) if noise == "outliers" else 1
             verify, draft = verify * usual * busy, draft * usual
         duration = verify + draft
-        parts.append(
-            pd.DataFrame(
-                {
-                    "rl_step": step,
-                    "worker": 0,
-                    "iteration": np.arange(n),
-                    "t_start": np.cumsum(duration) - duration,
-                    "duration": duration,
-                    "draft_duration": draft,
-                    "batch": batch,
-                    "context_tokens": context,
-                    "prefill_tokens": prefill,
-                    "drafter": np.where(depth > 0, "ngram", "none"),
-                    "draft_depth": depth,
-                    "top_k": np.where(depth > 0, 1, 0),
-                    "tokens_to_verify": depth + 1,
-                    "num_drafted": drafted,
-                    "num_accepted": [int(a.sum()) for a in accepted],
-                    "num_generated": [int(a.sum()) + b for a, b in zip(accepted, batch, strict=True)],
-                    "accepted_per_request": accepted,
-                    "next_draft_depth": following,
-                }
-            )
-        )
+        columns = {
+            "rl_step": step, "worker": 0, "iteration": np.arange(n), "t_start": np.cumsum(duration) - duration,
+            "duration": duration, "draft_duration": draft, "batch": batch, "context_tokens": context,
+            "prefill_tokens": prefill, "drafter": np.where(depth > 0, "ngram", "none"), "draft_depth": depth,
+            "top_k": np.where(depth > 0, 1, 0), "tokens_to_verify": depth + 1, "num_drafted": drafted,
+            "num_accepted": [int(a.sum()) for a in accepted], "accepted_per_request": accepted,
+            "num_generated": [int(a.sum()) + b for a, b in zip(accepted, batch, strict=True)],
+            "next_draft_depth": following,
+        }  # fmt: skip
+        parts.append(pd.DataFrame(columns))
     lengths = log_normal(prompts=1, group_size=1, rl_steps=steps)
     tables = {"workload": lengths.workload, "outcomes": lengths.outcomes, "iterations": pd.concat(parts)}
     return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
 
 
-def without(trace: Trace, **columns: object) -> Trace:
-    return trace.replace(iterations=trace.iterations.assign(**columns))
+@cache
+def fitted() -> Calibration:
+    return calibrate(rollout())
 
 
 def test_without_noise_the_costs_are_found():
-    costs = calibrate(rollout()).costs
+    costs = fitted().costs
     for term, value in TRUTH.model_dump(exclude_none=True).items():
         if term.endswith("_s"):
             assert getattr(costs, term) == pytest.approx(value, rel=1e-6, abs=1e-9), term
@@ -99,7 +88,6 @@ def test_without_noise_the_costs_are_found():
 def test_a_search_per_request_is_told_from_what_each_level_takes():
     truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
     costs = calibrate(rollout(truth=truth)).costs
-    assert isinstance(costs, LinearCosts)
     for term in ("draft_per_request_s", "draft_level_s", "draft_level_per_request_s", "sd_base_s"):
         assert getattr(costs, term) == pytest.approx(getattr(truth, term), rel=1e-4), term
     for depth in (1, 4):
@@ -107,15 +95,13 @@ def test_a_search_per_request_is_told_from_what_each_level_takes():
         assert own.draft_s(20) == pytest.approx(known.draft_s(20), rel=1e-4)
         assert known.draft_s(20) - TRUTH.iteration(Strategy.chain("ngram", depth)).draft_s(20) == pytest.approx(8e-4)
     noisy = calibrate(rollout(truth=truth, noise="usual", steps=4)).costs
-    assert isinstance(noisy, LinearCosts)
     assert noisy.draft_per_request_s == pytest.approx(4e-5, rel=0.2)
 
 
 def test_many_tokens_at_once_may_take_less_each():
     truth = TRUTH.model_copy(update={"far_token_s": 6e-5})
-    trace = rollout((0, 1, 2, 4, 8), truth=truth, most=96)
+    trace = rollout((0, 1, 2, 4, 8), n=1500, truth=truth, most=96)
     costs = calibrate(trace).costs
-    assert isinstance(costs, LinearCosts)
     assert costs.per_token_s == pytest.approx(1.1e-4, rel=1e-3)
     assert costs.far_token_s == pytest.approx(6e-5, rel=1e-3)
     assert iteration_times(costs, trace) == pytest.approx(trace.iterations["duration"].to_numpy(), rel=1e-3)
@@ -123,14 +109,13 @@ def test_many_tokens_at_once_may_take_less_each():
     tokens = 96 * 9
     more_s = 1.1e-4 * FAR_TOKENS + 6e-5 * (tokens - FAR_TOKENS) - 1.1e-4 * tokens
     assert truth.iteration(deep).seconds(96, 0) - TRUTH.iteration(deep).seconds(96, 0) == pytest.approx(more_s)
-    assert calibrate(rollout()).costs.far_token_s is None, "too few iterations of many tokens tell nothing of them"
+    assert fitted().costs.far_token_s is None, "too few iterations of many tokens tell nothing of them"
 
 
 def test_drafts_of_one_depth_leave_the_search_in_the_levels():
     truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
     found = calibrate(rollout((0, 2), truth=truth))
     costs = found.costs
-    assert isinstance(costs, LinearCosts)
     assert costs.draft_per_request_s == 0.0
     assert costs.draft_level_per_request_s == pytest.approx(TRUTH.draft_level_per_request_s + 4e-5 / 2, rel=1e-4)
     assert any("drafts of one depth only" in note for note in found.notes)
@@ -154,10 +139,8 @@ def test_outliers_do_not_bend_the_shape():
 
 def test_the_fit_holds_on_rl_steps_that_it_has_not_seen():
     trace = rollout(steps=4, noise="usual")
-    fitted = calibrate(trace, rl_steps=[0, 1]).costs
-    unseen = calibrate(trace, rl_steps=[2, 3])
-    again = calibrate(trace, rl_steps=[2, 3]).costs
-    assert fitted.base_s == pytest.approx(again.base_s, rel=0.05)
+    first, unseen = (calibrate(trace, rl_steps=steps) for steps in ([0, 1], [2, 3]))
+    assert first.costs.base_s == pytest.approx(unseen.costs.base_s, rel=0.05)
     assert len(unseen.sums) == 2
 
 
@@ -181,8 +164,8 @@ def test_a_constant_batch_leaves_per_request_unknown():
 
 
 def test_drafting_time_not_recorded_apart_stays_in_the_other_terms():
-    trace = without(rollout((0, 2)), draft_duration=None)
-    found = calibrate(trace)
+    trace = rollout((0, 2))
+    found = calibrate(trace.replace(iterations=trace.iterations.assign(draft_duration=None)))
     assert (found.costs.draft_level_s, found.costs.draft_level_per_request_s) == (0.0, 0.0)
     assert any("not recorded apart" in note for note in found.notes)
     assert abs(found.sums["bias"]).max() < 0.02
@@ -208,11 +191,11 @@ def test_an_idle_drafter_is_found_by_comparison_with_rl_steps_without_one():
 
 
 def test_acceptance_is_counted_per_drafter_and_depth():
-    model = calibrate(rollout()).acceptance
+    model = fitted().acceptance
     assert sorted(model.at(1).drafters_by_depth["ngram"]) == [1, 2, 4]
-    fitted = model.at(8).drafters_by_depth["ngram"][4]
-    assert fitted.accepted[0] == pytest.approx(0.4, abs=0.03)
-    assert fitted.drafted == pytest.approx(3.2, abs=0.1)
+    cell = model.at(8).drafters_by_depth["ngram"][4]
+    assert cell.accepted[0] == pytest.approx(0.4, abs=0.03)
+    assert cell.drafted == pytest.approx(3.2, abs=0.1)
 
 
 def test_acceptance_of_a_large_batch_is_not_that_of_a_small_one():
@@ -232,7 +215,8 @@ def test_acceptance_of_a_large_batch_is_not_that_of_a_small_one():
 
 def test_acceptance_from_totals_keeps_the_mean():
     trace = rollout((2,))
-    full, totals = (calibrate(t).acceptance for t in (trace, without(trace, accepted_per_request=None)))
+    bare = trace.replace(iterations=trace.iterations.assign(accepted_per_request=None))
+    full, totals = (calibrate(t).acceptance for t in (trace, bare))
     means = [m.at(1).drafters_by_depth["ngram"][2].accepted @ np.arange(3) for m in (full, totals)]
     assert means[0] == pytest.approx(means[1], abs=1e-6)
 

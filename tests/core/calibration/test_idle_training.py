@@ -1,6 +1,7 @@
 """Spot training fitted to spot_training.parquet: rows of a run whose truth is known give it back, gaps are said."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.load import FreshAcceptance, load_acceptance
-from tltlab.calibration.idle_training import fit_spot, recorded_updates
+from tltlab.calibration.idle_training import SpotFit, fit_spot, recorded_updates
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
@@ -27,6 +28,7 @@ TRUTH = SpotTraining(
 """An update of one worker takes 0.2 s."""
 
 
+@cache
 def run(truth: SpotTraining = TRUTH, *, steps: int = 8, workers: int = 4, seed: int = 0, **how) -> Trace:
     """A trace of RL steps in which workers finish between 10 and 30 s."""
     rng = np.random.default_rng(seed)
@@ -36,6 +38,11 @@ def run(truth: SpotTraining = TRUTH, *, steps: int = 8, workers: int = 4, seed: 
         ends = sorted(rng.uniform(10, 30, workers))
         rows += spot_rows(truth, step, ends, ends[-1], rng, **how)
     return source.replace(spot_training=frame(rows))
+
+
+@cache
+def fitted() -> SpotFit:
+    return fit_spot(run())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -55,9 +62,8 @@ def test_a_run_gives_back_what_it_was_made_with(seed: int):
 
 
 def test_a_killed_trainer_whose_row_tells_only_when_it_held_its_device_changes_no_rate():
-    trace, truth = run(), fit_spot(run()).model
+    trace, truth = run(), fitted().model
     table = trace.spot_training
-    assert table is not None
     opener = table.sort_values(["t_start", "worker"]).groupby("rl_step").head(1)
     beside = opener.assign(worker=99, ended="killed", accept=None, yield_s=None, loss=None)
     nothing = ["setup_s", "train_s", "wait_s", "blocked_s", "updates", "tokens", "sequences", "checkpoints"]
@@ -85,7 +91,7 @@ def test_a_group_that_trains_more_tokens_and_not_more_updates_is_said():
     found = fit_spot(run(slow, own_tokens=True))
     assert found.model.scaling_efficiency == pytest.approx(0.0, abs=0.02)
     assert any("tokens of its own" in note for note in found.notes)
-    shared = fit_spot(run(own_tokens=False))
+    shared = fit_spot(run(steps=2, own_tokens=False))
     assert not any("tokens of its own" in note for note in shared.notes)
 
 
@@ -100,9 +106,7 @@ def test_what_the_rows_do_not_tell_keeps_its_default_with_a_note():
     assert (unsaved.model.checkpoint_s, unsaved.model.checkpoint_every) == (default.checkpoint_s, 100)
     assert {note.split()[0] for note in unsaved.notes} >= {"checkpoint_s", "checkpoint_every"}
     table = run().spot_training
-    assert table is not None
-    silent = run().replace(spot_training=table.assign(yield_s=np.nan, tokens=0))
-    found = fit_spot(silent)
+    found = fit_spot(run().replace(spot_training=table.assign(yield_s=np.nan, tokens=0)))
     assert (found.model.yield_s, found.model.sample_tokens) == (default.yield_s, default.sample_tokens)
 
 
@@ -114,19 +118,17 @@ def test_checkpoints_at_the_end_of_long_periods_only_are_recognised():
 
 def test_waiting_for_data_is_said():
     table = run().spot_training
-    assert table is not None
     waited = table.assign(wait_s=5.0, duration=table["duration"] + 5.0)
     assert any("waiting for data" in note for note in fit_spot(run().replace(spot_training=waited)).notes)
 
 
 def test_workers_that_never_trained_are_no_evidence():
     table = run().spot_training
-    assert table is not None
     idle = table.iloc[:3].assign(
         term=999, duration=0.0, setup_s=0.0, train_s=0.0, blocked_s=0.0, updates=0, tokens=0, ended="declined"
     )
     with_idle = run().replace(spot_training=pd.concat([table, idle], ignore_index=True))
-    assert fit_spot(with_idle).model == fit_spot(run()).model
+    assert fit_spot(with_idle).model == fitted().model
 
 
 def test_a_run_without_training_is_a_sentence():
@@ -134,7 +136,6 @@ def test_a_run_without_training_is_a_sentence():
     with pytest.raises(ConfigError, match=r"no spot_training.parquet"):
         fit_spot(bare)
     table = run().spot_training
-    assert table is not None
     with pytest.raises(ConfigError, match="no training period came to an update"):
         fit_spot(run().replace(spot_training=table.assign(updates=0, train_s=0.0)))
 
@@ -144,7 +145,6 @@ def test_a_recording_carries_the_rows_through_a_crash(tmp_path: Path):
     recorder = Recorder(tmp_path / "trace", Manifest(kind="recorded", num_workers=4))
     for name in ("workload", "outcomes", "spot_training"):
         table = source.arrow(name)
-        assert table is not None
         recorder.append(name, table.to_pylist())
     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "policy_version": 0, "drafter_age": 1, "drift_kl": 0.02}])
     recorder.flush()
@@ -164,7 +164,7 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
     from tltlab.sim.cli.simulate import simulate
     from tltlab.sim.config import load_spot_training
 
-    source = annotated(run())
+    source = annotated(run(steps=4))
     source.write(tmp_path / "trace")
     spot, fresh = tmp_path / "spot.json", tmp_path / "fresh.json"
     command(tmp_path / "trace", spot_out=spot, freshness_out=fresh, as_json=True)
@@ -181,14 +181,8 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
     text = capsys.readouterr().out
     assert "samples_per_s" in text
     assert "drafter age" in text
-    simulate(
-        tmp_path / "trace",
-        strategy="3,1,4",
-        acceptance=str(fresh),
-        spot_training=str(spot),
-        costs="cpu-small",
-        as_json=True,
-    )
+    files = {"acceptance": str(fresh), "spot_training": str(spot)}
+    simulate(tmp_path / "trace", strategy="3,1,4", costs="cpu-small", as_json=True, **files)
     summary = json.loads(capsys.readouterr().out)
     assert summary["spot_training"]["updates"] > 0
     assert summary["mean_accept_length"] > 1.0

@@ -142,10 +142,9 @@ def test_a_gpu_and_model_of_ones_own_are_written_and_read(tmp_path):
     assert costs.iteration(NO_SPECULATION).seconds(1, 0) > known.iteration(NO_SPECULATION).seconds(1, 0)
 
 
-@pytest.mark.parametrize("name", ROOFLINES)
 @given(
-    batch=st.integers(1, 512), more=st.integers(1, 512), context=st.floats(0, 1e7), depth=st.integers(1, 16),
-    verify=st.integers(2, 128), top_k=st.integers(2, 16),
+    name=st.sampled_from(ROOFLINES), batch=st.integers(1, 512), more=st.integers(1, 512), context=st.floats(0, 1e7),
+    depth=st.integers(1, 16), verify=st.integers(2, 128), top_k=st.integers(2, 16),
 )  # fmt: skip
 def test_presets_are_positive_and_grow_with_batch_verification_context_and_depth(
     name: str, batch: int, more: int, context: float, depth: int, verify: int, top_k: int

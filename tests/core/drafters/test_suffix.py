@@ -315,16 +315,16 @@ def test_history_stays_within_its_budget_however_long_a_run_is(scopes):
     drafter = SuffixDrafter(scopes, None, history_mib=0.5)
     unbounded = SuffixDrafter(scopes, None, history_mib=None)
     held = []
-    for rl_step in range(60):
-        for one in (drafter, unbounded) if rl_step < 30 else (drafter,):
+    for rl_step in range(40):
+        for one in (drafter, unbounded) if rl_step < 20 else (drafter,):
             step(one, rl_step, [f"p{rl_step}-{n}" for n in range(4)])
         held.append(drafter.memory_bytes / 2**20)
     assert max(held) < 0.5
-    assert max(held[30:]) < 1.1 * max(held[:30]), "flat once the budget is reached"
+    assert max(held[20:]) < 1.1 * max(held[:20]), "flat once the budget is reached"
     assert unbounded.memory_bytes / 2**20 > 4 * max(held)
     # The texts are held ten times as long as the trees, and the newest of them are there.
     num = len(remembered(drafter))
-    assert remembered(drafter) == [f"p{n // 4}-{n % 4}" for n in range(240 - num, 240)]
+    assert remembered(drafter) == [f"p{n // 4}-{n % 4}" for n in range(160 - num, 160)]
     assert 10 < num < 60
 
 

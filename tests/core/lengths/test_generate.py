@@ -88,11 +88,6 @@ def test_two_quantiles_are_a_log_normal():
     assert model.quantile(0.001) == pytest.approx(800 * math.exp(-1.2 * 3.090232), rel=1e-6)
 
 
-def test_the_documented_example():
-    model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
-    assert (round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)) == (800, 9908, 0.0026)
-
-
 @pytest.mark.parametrize("correlation", [0.0, 0.05, 0.5, 0.9, 1.0])
 def test_covariance_of_an_uncut_log_normal_is_its_variance_times_the_correlation(correlation):
     model = lognormal(10**5, 0.5, 0.5)
@@ -103,7 +98,7 @@ def test_covariance_of_an_uncut_log_normal_is_its_variance_times_the_correlation
 def test_covariance_of_cut_heavy_tails_is_that_of_sampled_pairs(correlation):
     model = HEAVY.with_changes(max_response_tokens=900)
     rng = np.random.default_rng(0)
-    one, noise = rng.standard_normal((2, 400_000))
+    one, noise = rng.standard_normal((2, 300_000))
     other = correlation * one + math.sqrt(1 - correlation**2) * noise
     cut = [np.clip(model.log_tokens(z), 0, math.log(900)) for z in (one, other)]
     assert model.covariance(correlation) == pytest.approx(float(np.cov(*cut)[0, 1]), abs=0.006)
@@ -197,7 +192,7 @@ def test_rl_steps_come_one_by_one():
 
 
 @given(
-    steps=st.integers(1, 5), prompts=st.integers(1, 6), group=st.sampled_from([1, 2, 512]), cap=st.integers(1, 3000),
+    steps=st.integers(1, 5), prompts=st.integers(1, 6), group=st.sampled_from([1, 2, 64]), cap=st.integers(1, 3000),
     growth=st.floats(-0.5, 3.0), tail=st.floats(-0.5, 3.0), share=st.floats(0, 1), more=st.integers(-1, 5),
 )  # fmt: skip
 def test_every_draw_is_a_valid_trace(steps, prompts, group, cap, growth, tail, share, more):
@@ -431,9 +426,9 @@ def measured(shared_data):
         ids = {"prompt_id": g["prompt_id"].to_numpy(), "sample": g["run_number"].to_numpy()}
         yield name, imported(g["tokens_completion"], int(g["max_tokens"].max()), **ids)
     pdf = pd.read_csv(shared_data / "deepseek_r1_output_tokens_pdf.csv.gz")
-    ranks = np.searchsorted(pdf["prob"].cumsum(), (np.arange(50_000) + 0.5) / 50_000)
+    ranks = np.searchsorted(pdf["prob"].cumsum(), (np.arange(20_000) + 0.5) / 20_000)
     lengths = pdf["output_tokens"].to_numpy()[np.minimum(ranks, len(pdf) - 1)]
-    yield "production", imported(lengths, 32768, prompt_id=np.arange(50_000).astype(str), sample=0)
+    yield "production", imported(lengths, 32768, prompt_id=np.arange(20_000).astype(str), sample=0)
 
 
 def test_the_longest_of_unseen_rl_steps_lie_where_the_tail_has_them(shared_data):
@@ -459,7 +454,7 @@ def test_drawn_lengths_are_like_measured_ones(shared_data):
         was = statistics(trace)
         grouped = was["within_group_cv"] is not None
         model = fit_lengths(trace, prompt_share=None if grouped else 0.9)
-        now = statistics(draw(model, prompts=4000, group=max(1, round(was["group_size"])), seed=7))
+        now = statistics(draw(model, prompts=2500, group=max(1, round(was["group_size"])), seed=7))
         # A model answered 19 prompts, so its quantiles lie on few, wide steps.
         off = 0.06 if was["num_responses_looked_at"] > 1000 else 0.15
         for quantile in ("p50_tokens", "p75_tokens", "p90_tokens"):

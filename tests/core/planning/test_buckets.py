@@ -81,24 +81,19 @@ def assert_is_best(case):
     assert all(s != t for (_, s), (_, t) in itertools.pairwise(plan.rows))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_cap_leaves_the_best_of_all_plans(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(25):
-        assert_is_best(random_case(rng))
-
-
 def test_the_bounds_prune_no_best_plan(monkeypatch):
     # Small cases fit into the first, narrow search; a width of 1 makes the bounds do the work.
     monkeypatch.setattr("tltlab.planning.buckets.WIDTHS", (1, 2))
     rng = np.random.default_rng(11)
-    for _ in range(60):
+    for _ in range(40):
         assert_is_best(random_case(rng))
 
 
 @given(st.integers(0, 2**32 - 1))
 def test_any_small_case_equals_exhaustive_search(seed):
-    assert_is_best(random_case(np.random.default_rng([7, seed])))
+    rng = np.random.default_rng([7, seed])
+    for _ in range(2):
+        assert_is_best(random_case(rng))
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
@@ -148,29 +143,23 @@ def large_case(seed, realistic):
 def caps_between(weights, seconds):
     free = plan_buckets(weights, seconds, MANY, pool=POOL, max_batch=32).memory_bytes
     least = min(POOL.memory_bytes(plan_bucketed([(1, s)], 32, sglang_sizes(32))) for s in MANY)
-    return [least + share * (free - least) for share in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)]
+    return [least + share * (free - least) for share in (0.05, 0.1, 0.25, 0.6, 0.9)]
 
 
-def test_a_larger_cap_is_never_slower():
-    weights, seconds = large_case(1, realistic=True)
-    plans = [
-        plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32)
-        for cap in caps_between(weights, seconds)
-    ]
-    assert [p.seconds for p in plans] == sorted((p.seconds for p in plans), reverse=True)
-    assert plans[0].seconds > plans[-1].seconds
-
-
-def test_32_sizes_and_16_strategies_are_planned_within_the_cap_in_less_than_seconds():
+def test_32_sizes_and_16_strategies_are_planned_in_less_than_seconds_and_a_larger_cap_is_never_slower():
     assert len(MANY) == 16
     times = []
     for realistic in (True, False):
-        weights, seconds = large_case(0, realistic)
+        weights, seconds = large_case(1, realistic)
+        took = []
         for cap in caps_between(weights, seconds):
             start = time.thread_time()
             plan = plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32)
             times.append(time.thread_time() - start)
             assert plan.memory_bytes <= cap
+            took.append(plan.seconds)
+        assert took == sorted(took, reverse=True)
+        assert took[0] > took[-1]
     # Of the processor; `tltlab bench buckets` holds it against 100 ms, which a busy machine does not always keep.
     assert float(np.median(times)) < 1.0
 
