@@ -2,19 +2,16 @@
 
 import json
 import math
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.main import get_command
 
-from tltlab.cli import app as cli
-from tltlab.cli.trace import generate as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
 from tltlab.lengths.generate import generate, generate_steps
@@ -37,19 +34,8 @@ SHIPPED = {
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs `tltlab trace generate` with arguments; returns (exit code, standard output, standard error)."""
-    app = typer.Typer()
-    app.command()(command)
-
-    def call(*args):
-        monkeypatch.setattr(cli, "_run", lambda argv: get_command(app).main(argv, standalone_mode=False) or 0)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return call
+def run(command):
+    return partial(command, "trace", "generate")
 
 
 def lognormal(median, sigma, share, cap=10**9, **fields):

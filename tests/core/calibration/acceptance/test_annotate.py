@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.main import get_command
 
 from tltlab.calibration.acceptance.annotate import DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.calibration.acceptance.annotations import AgreementCheck
-from tltlab.cli import app as cli
 from tltlab.cli.annotate import parse_drafter
-from tltlab.cli.trace import app
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
@@ -270,17 +268,8 @@ def test_the_check_compares_the_same_drafts_cut_at_their_depth_and_at_the_end():
 
 
 @pytest.fixture
-def tltlab(monkeypatch, capsys):
-    """Runs `tltlab trace ...`; returns (exit code, standard output, standard error)."""
-
-    def run(*args: object) -> tuple[object, str, str]:
-        monkeypatch.setattr(cli, "_run", lambda argv: get_command(app).main(argv[1:], standalone_mode=False) or 0)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["trace", *(str(arg) for arg in args)])
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return run
+def tltlab(command):
+    return partial(command, "trace")
 
 
 @pytest.fixture(scope="module")
