@@ -129,12 +129,7 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     evidence = _evidence("this table", rows, estimator, {"batch": off})
     return CostFit(
         kind=kind,
-        costs=estimator.costs_.model_copy(
-            update={
-                "notes": (*estimator.costs_.notes, *notes),
-                "evidence": evidence,
-            }
-        ),
+        costs=estimator.costs_.model_copy(update={"notes": (*estimator.costs_.notes, *notes), "evidence": evidence}),
         residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
         sums=pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"]),
         cross_validation=held_out_errors(held_out),

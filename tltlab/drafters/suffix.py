@@ -276,12 +276,7 @@ class SuffixDrafter(Drafter):
             for key, text in self._history.texts.items()
         ]
         unpacked = [np.frombuffer(prompt, np.int32).tolist() for prompt in prompts]
-        return {
-            "rl_step": self._rl_step,
-            "prompts": unpacked,
-            "responses": rows,
-            "accepted": self._history.accepted,
-        }
+        return {"rl_step": self._rl_step, "prompts": unpacked, "responses": rows, "accepted": self._history.accepted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Forget everything, then learn what `state_dict` gave: this drafter's, or one's with other settings, or {}.

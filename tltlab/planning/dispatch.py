@@ -39,8 +39,7 @@ def split_pools(
 
     splits = range(1, workers)
     best = min(
-        splits,
-        key=lambda n: max(latency(num_long, n, long_tokens), latency(num_regular, workers - n, regular_tokens)),
+        splits, key=lambda n: max(latency(num_long, n, long_tokens), latency(num_regular, workers - n, regular_tokens))
     )
     return best, workers - best
 

@@ -295,18 +295,14 @@ SHIPPED: dict[str, Policy] = {
     "fixed": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))),
     "table": Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in _TABLE))),
     "epsilon-greedy": Policy(
-        selector=EpsilonGreedySpec(strategies=_chains(0, 1, 2, 4, 8), reward="relative"),
-        activation=Activation(),
+        selector=EpsilonGreedySpec(strategies=_chains(0, 1, 2, 4, 8), reward="relative"), activation=Activation()
     ),
     "ucb1": Policy(
         selector=Ucb1Spec(strategies=_chains(0, 1, 2, 4, 8), exploration=0.1, reward="relative"),
         activation=Activation(),
     ),
     "beg-mab": Policy(
-        selector=BegMabSpec(
-            buckets=tuple(Bucket(min_batch=b, strategies=s) for b, s in _BUCKETS),
-            reward="relative",
-        ),
+        selector=BegMabSpec(buckets=tuple(Bucket(min_batch=b, strategies=s) for b, s in _BUCKETS), reward="relative"),
         activation=Activation(),
     ),
     "beg-mab-suffix": _between("suffix", "ngram"),

@@ -245,9 +245,7 @@ def test_easy_rl_steps_are_not_taken_for_training():
     assert found.level(0, 0) / found.level(0, 100) > 0.95, "0.91 where each RL step's own ease is not taken out"
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6),
-)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6))
 def test_one_state_stands_for_several_of_the_same_mean_level(states: list[tuple[int, int, float]]):
     age, updates, weight = (pd.Series(column, dtype=float) for column in zip(*states, strict=True))
     fresh = Freshness(untrained=0.5, updates_to_train=50.0, floor=0.5, age_steps=1e6)

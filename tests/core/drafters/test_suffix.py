@@ -64,8 +64,7 @@ def test_a_draft_ends_where_its_path_becomes_unlikely():
 
 
 @pytest.mark.parametrize(
-    ("scope", "sees"),
-    [("request", set()), ("group", {B}), ("problem", {B, LATER}), ("global", {B, LATER, OTHER})],
+    ("scope", "sees"), [("request", set()), ("group", {B}), ("problem", {B, LATER}), ("global", {B, LATER, OTHER})]
 )
 def test_a_scope_says_whose_text_is_drafted_from(scope, sees):
     for reader in (B, LATER, OTHER):

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
 from tltlab.experiments.graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
-from tltlab.planning.graph_pool import (
-    CapturePlan,
-    GraphPool,
-    plan_bucketed,
-    plan_for,
-    plan_naive,
-    sglang_sizes,
-)
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_for, plan_naive, sglang_sizes
 from tltlab.policies.policy import (
     Activation,
     BegMabSpec,
@@ -58,12 +51,7 @@ def test_the_targets_graphs_are(plan: CapturePlan, graphs: list[tuple[int, int]]
 def test_the_shipped_buckets_split_the_sizes():
     plan = plan_bucketed(SHIPPED, 32, SIZES)
     batches = {runner.tokens_to_verify: runner.batches for runner in plan.target}
-    assert batches == {
-        48: (1,),
-        32: (2, 3, 4),
-        16: (5, 6, 7, 8, 10, 12, 14, 16, 18, 20),
-        8: (22, 24, 26, 28, 30, 32),
-    }
+    assert batches == {48: (1,), 32: (2, 3, 4), 16: (5, 6, 7, 8, 10, 12, 14, 16, 18, 20), 8: (22, 24, 26, 28, 30, 32)}
     assert sorted(b for _, b in plan.drafter_graphs) == list(SIZES)
 
 
