@@ -78,14 +78,33 @@ def paired_interval(
     if num_resamples < 1:
         raise ConfigError(f"num_resamples must be at least 1, got {num_resamples}")
     first, second = _checked(a, b, statistic)
-    compare = _ratio_of_sums if statistic == "ratio_of_sums" else _mean_difference
+
+    def compare(a: Floats, b: Floats, axis: int = -1) -> Any:
+        return a.sum(axis=axis) / b.sum(axis=axis) if statistic == "ratio_of_sums" else (a - b).mean(axis=axis)
+
     estimate = float(compare(first, second))
     if len(first) == 1:
         return Interval(estimate=estimate, low=math.nan, high=math.nan, level=level, method="none")
     apart = first / second if statistic == "ratio_of_sums" else first - second
     if np.ptp(apart) <= 1e-12 * np.abs(apart).max():
         return Interval(estimate=estimate, low=estimate, high=estimate, level=level, method="percentile")
-    return _resampled(first, second, compare, estimate, level, num_resamples, rng)
+    # It takes half a second to import, and most that need an interval need Student's.
+    from scipy.stats import bootstrap
+
+    with warnings.catch_warnings():
+        # Undefined BCa ends are NaN, and handled below.
+        warnings.simplefilter("ignore")
+        resampled = bootstrap(
+            (first, second), compare, paired=True, vectorized=True, n_resamples=num_resamples, confidence_level=level,
+            method="BCa", rng=rng,
+        )  # fmt: skip
+    low, high = map(float, resampled.confidence_interval)
+    method: Method = "bca"
+    if not (math.isfinite(low) and math.isfinite(high)):
+        tail = (1.0 - level) / 2.0
+        low, high = map(float, np.quantile(resampled.bootstrap_distribution, [tail, 1.0 - tail]))
+        method = "percentile"
+    return Interval(estimate=estimate, low=low, high=high, level=level, method=method)
 
 
 FEW_PAIRS = 10
@@ -107,7 +126,7 @@ def paired_ratio(
     first, second = _checked(a, b, "ratio_of_sums")
     if not 1 < len(first) < FEW_PAIRS:
         return paired_interval(first, second, level=level, rng=rng)
-    ratio = _ratio_of_sums(first, second)
+    ratio = first.sum() / second.sum()
     error = float(np.std(first - ratio * second, ddof=1)) / math.sqrt(len(first)) / float(second.mean())
     margin = student_margin(error, len(first) - 1, level)
     return Interval(estimate=ratio, low=max(0.0, ratio - margin), high=ratio + margin, level=level, method="t")
@@ -235,48 +254,6 @@ def resampled_ratio(top: Floats, bottom: Floats, *, fewest: int = 3) -> Span:
     drawn = np.random.default_rng(0).integers(len(top), size=(1000, len(top)))
     low, high = np.quantile(top[drawn].sum(axis=1) / bottom[drawn].sum(axis=1), [0.025, 0.975])
     return float(low), float(high)
-
-
-def _resampled(
-    first: Floats,
-    second: Floats,
-    compare: Any,
-    estimate: float,
-    level: float,
-    num_resamples: int,
-    rng: np.random.Generator,
-) -> Interval:
-    # It takes half a second to import, and most that need an interval need Student's.
-    from scipy.stats import bootstrap
-
-    with warnings.catch_warnings():
-        # Undefined BCa ends are NaN, and handled below.
-        warnings.simplefilter("ignore")
-        resampled = bootstrap(
-            (first, second),
-            compare,
-            paired=True,
-            vectorized=True,
-            n_resamples=num_resamples,
-            confidence_level=level,
-            method="BCa",
-            rng=rng,
-        )
-    low, high = map(float, resampled.confidence_interval)
-    method: Method = "bca"
-    if not (math.isfinite(low) and math.isfinite(high)):
-        tail = (1.0 - level) / 2.0
-        low, high = map(float, np.quantile(resampled.bootstrap_distribution, [tail, 1.0 - tail]))
-        method = "percentile"
-    return Interval(estimate=estimate, low=low, high=high, level=level, method=method)
-
-
-def _ratio_of_sums(a: Floats, b: Floats, axis: int = -1) -> Any:
-    return a.sum(axis=axis) / b.sum(axis=axis)
-
-
-def _mean_difference(a: Floats, b: Floats, axis: int = -1) -> Any:
-    return (a - b).mean(axis=axis)
 
 
 def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats, statistic: str) -> tuple[Floats, Floats]:

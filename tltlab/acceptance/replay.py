@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import ClassVar, NoReturn
 
 import numpy as np
@@ -129,8 +130,8 @@ class TraceAcceptance:
         return row[:num_tokens]
 
     def _of_rows(self, rows: dict[tuple[str, Key], dict[int, _Row]], drafter_age: int | None) -> TraceAcceptance:
-        made = TraceAcceptance.__new__(TraceAcceptance)
-        made.drafters, made.drafter_age, made._rows = self.drafters, drafter_age, rows
+        made = copy(self)
+        made.drafter_age, made._rows = drafter_age, rows
         return made
 
     def _row(self, drafter: str, key: Key) -> _Row:

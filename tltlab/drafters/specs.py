@@ -17,18 +17,20 @@ from .base import Draft, Drafter
 from .ngram import NgramDrafter
 
 
-class NgramSpec(Built, builds=NgramDrafter, init=False):
-    kind: Literal["ngram"] = "ngram"
-    min_match: int
-    max_match: int
-
+class _BuiltDrafter(Built, init=False):
     def build(self) -> Drafter:
-        """A fresh drafter."""
+        """A fresh drafter; ConfigError where the library that it needs is not installed."""
         drafter: Drafter = self.make()
         return drafter
 
 
-class SuffixSpec(Built, builds=suffix.SuffixDrafter, init=False):
+class NgramSpec(_BuiltDrafter, builds=NgramDrafter, init=False):
+    kind: Literal["ngram"] = "ngram"
+    min_match: int
+    max_match: int
+
+
+class SuffixSpec(_BuiltDrafter, builds=suffix.SuffixDrafter, init=False):
     """Settings of `SuffixDrafter`; they can be read without the library that the drafter itself needs."""
 
     kind: Literal["suffix"] = "suffix"
@@ -38,11 +40,6 @@ class SuffixSpec(Built, builds=suffix.SuffixDrafter, init=False):
     def remembers(self) -> bool:
         """Whether responses of earlier RL steps serve, and not those of the group alone."""
         return not {"problem", "global"}.isdisjoint(self.scopes)
-
-    def build(self) -> Drafter:
-        """A fresh drafter; ConfigError where the library is not installed."""
-        drafter: Drafter = self.make()
-        return drafter
 
     def check(self) -> None:
         suffix.check_settings(**{name: value for name, value in self.arguments().items() if name != "live"})

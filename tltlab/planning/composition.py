@@ -64,8 +64,8 @@ def beg_mab(buckets: Sequence[Bucket]) -> SelectorSpec:
     return BegMabSpec(buckets=tuple(buckets), epsilon=0.1, window=300, reward="paper")
 
 
-def pass_costs(costs: CostModel) -> tuple[float, float]:
-    """c_base and c_tok of t = c_base + c_tok * n, fitted to iterations of 1 to 32 requests of 1 to 9 tokens."""
+def pass_costs(costs: CostModel) -> dict[str, float]:
+    """`base_s` and `token_s` of t = base_s + token_s * n, fitted to iterations of 1 to 32 requests of 1 to 9 tokens."""
     points = []
     for depth in (0, 1, 2, 4, 8):
         strategy = Strategy.chain("suffix", depth)
@@ -74,13 +74,12 @@ def pass_costs(costs: CostModel) -> tuple[float, float]:
     tokens, seconds = np.array(points, np.float64).T
     token_s, base_s = np.polyfit(tokens, seconds, 1)
     least = 1e-6 * float(seconds.max())
-    return max(float(base_s), least), max(float(token_s), least)
+    return {"base_s": max(float(base_s), least), "token_s": max(float(token_s), least)}
 
 
 def length_aware(costs: CostModel) -> BudgetSpec:
     """DAS's budget with these costs."""
-    base_s, token_s = pass_costs(costs)
-    return LengthAwareBudgetSpec(base_s=base_s, token_s=token_s)
+    return LengthAwareBudgetSpec(**pass_costs(costs))
 
 
 def climbing(buckets: Sequence[Bucket]) -> SelectorSpec:
@@ -101,8 +100,7 @@ def hedge(buckets: Sequence[Bucket]) -> SelectorSpec:
 
 def marginal(costs: CostModel) -> BudgetSpec:
     """Seer's budget with the same fit of the costs as DAS's."""
-    base_s, token_s = pass_costs(costs)
-    return MbaBudgetSpec(base_s=base_s, token_s=token_s)
+    return MbaBudgetSpec(**pass_costs(costs))
 
 
 def by_survival(costs: CostModel) -> BudgetSpec:

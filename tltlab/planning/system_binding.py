@@ -133,7 +133,10 @@ def bind(
     for rung in system.ladder:
         arms = [arm for name in chosen for arm in _arms(rung, name, model)]
         buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
-    asked = {shape for rung in system.ladder for name in chosen for shape in _asked(rung, name)}
+    asked = {
+        arm for rung in system.ladder for name in chosen for trees in (True, False)
+        for arm in strategies(rung, name, trees=trees)
+    }  # fmt: skip
     drafted = dict.fromkeys(arm for bucket in buckets for arm in bucket.strategies if arm.speculates)
     outside = [str(arm) for arm in drafted if model.outside(arm)]
     if outside:
@@ -171,8 +174,9 @@ def _drafters(
         asked = system.drafters if text and model is acceptance else _of_kind(system.drafters, text)
         chosen = [played for name in asked if (played := _played_by(name, model))]
         if chosen:
+            note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
             alone = "learned" in system.drafters and all(name in MODEL_FREE for name in chosen)
-            return chosen, model, [_without_learned(system)] if alone else []
+            return chosen, model, [note] if alone else []
     for model in (model_free, acceptance):
         known = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
         if known and model is not None:
@@ -220,10 +224,6 @@ def _of_kind(names: Sequence[str], text: bool) -> list[str]:
     return [name for name in names if (name in MODEL_FREE) == text]
 
 
-def _without_learned(system: System) -> str:
-    return f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
-
-
 def _played_by(name: str, model: Acceptance) -> str | None:
     """The drafter of the model that plays `name`."""
     if name != "learned":
@@ -253,10 +253,6 @@ def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
     if deepest_arm is None:
         raise UnknownAcceptance(f"the acceptance covers no draft of {drafter!r} at every batch size")
     return [deepest_arm]
-
-
-def _asked(rung: Rung, drafter: str) -> set[Strategy]:
-    return {*strategies(rung, drafter, trees=True), *strategies(rung, drafter, trees=False)}
 
 
 def _covers(model: Acceptance, strategy: Strategy) -> bool:

@@ -107,20 +107,18 @@ class AcceptanceBudgetSpec(Settings):
         return AcceptanceBudget(self.min_tokens, self.max_draft_tokens, self.prior)
 
 
-class LengthAwareBudgetSpec(Built, builds=LengthAwareBudget, init=False):
+class _BuiltBudget(Built, init=False):
+    def build(self) -> DraftBudget:
+        budget: DraftBudget = self.make()
+        return budget
+
+
+class LengthAwareBudgetSpec(_BuiltBudget, builds=LengthAwareBudget, init=False):
     kind: Literal["length-aware"] = "length-aware"
 
-    def build(self) -> DraftBudget:
-        budget: DraftBudget = self.make()
-        return budget
 
-
-class MbaBudgetSpec(Built, builds=MbaBudget, init=False):
+class MbaBudgetSpec(_BuiltBudget, builds=MbaBudget, init=False):
     kind: Literal["mba"] = "mba"
-
-    def build(self) -> DraftBudget:
-        budget: DraftBudget = self.make()
-        return budget
 
 
 BudgetSpec = Annotated[
