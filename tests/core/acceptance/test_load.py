@@ -35,20 +35,14 @@ def chain(depth: int) -> Strategy:
 
 
 def test_reach_is_what_an_iteration_can_accept():
-    assert reach(chain(4)) == 4
-    assert reach(Strategy("ngram", 4, 1, 3)) == 2
-    assert reach(Strategy("learned", 4, 8, 48)) == 4
-    assert reach(Strategy("learned", 4, 2, 3)) == 2
-    assert reach(NO_SPECULATION) == 0
+    shapes = [chain(4), Strategy("ngram", 4, 1, 3), Strategy("learned", 4, 8, 48), Strategy("learned", 4, 2, 3)]
+    assert [reach(strategy) for strategy in (*shapes, NO_SPECULATION)] == [4, 2, 4, 2, 0]
 
 
-def test_constant_yields_the_same_every_time():
+def test_constant_yields_the_same_every_time_but_no_more_than_was_drafted():
     model = ConstantAcceptance(tokens=3.25)
     assert model.tokens_per_iteration(chain(4)) == 3.25
     assert model.distribution(chain(4)).tolist() == [0, 0, 0.75, 0.25, 0]
-
-
-def test_constant_cannot_accept_more_than_was_drafted():
     assert ConstantAcceptance(tokens=9).tokens_per_iteration(chain(2)) == 3
 
 

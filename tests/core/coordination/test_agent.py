@@ -72,17 +72,14 @@ def test_an_order_that_is_not_for_it_changes_nothing(command):
     assert agent.order == Hold()
 
 
-def test_an_order_of_an_older_term_is_not_obeyed():
+@pytest.mark.parametrize("why", ["older term", "busy"])
+def test_an_order_of_an_older_term_or_to_a_busy_worker_is_not_obeyed(why):
     agent = idle_agent()
-    agent.receive(stop(seq=5, term=4), 2.0)
+    if why == "busy":
+        agent.requests(0, True, 2.0)
+    else:
+        agent.receive(stop(seq=5, term=4), 2.0)
     (report,) = agent.receive(train(seq=7, term=3), 3.0)
-    assert (report.term, report.acked) == (None, 7)
-
-
-def test_a_busy_worker_does_not_train():
-    agent = idle_agent()
-    agent.requests(0, True, 2.0)
-    (report,) = agent.receive(train(), 3.0)
     assert (report.term, report.acked, agent.order) == (None, 7, Hold())
 
 

@@ -16,7 +16,7 @@ from tltlab.acceptance.load import (
 from tltlab.costs.base import LinearCosts, SpeculationCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
-from tltlab.planning.composition import Rung, System, length_aware, one_strategy, strategies
+from tltlab.planning.composition import Rung, System, length_aware, strategies
 from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -39,24 +39,15 @@ def measured(*drafters: str, depth: int = 8) -> FittedAcceptance:
     return FittedAcceptance(drafters_by_depth={name: {depth: known} for name in drafters})
 
 
-def test_every_system_says_where_it_comes_from_and_what_was_assumed():
+def test_every_system_and_claim_says_where_it_comes_from_and_what_was_assumed():
     assert len(SYSTEMS) >= 20
     for name, system in SYSTEMS.items():
         assert system.name == name
-        assert system.title
-        assert system.source
-        assert system.algorithm
-        assert system.exact
-        assert system.assumptions
-
-
-def test_claims_are_of_rows_and_say_against_what():
+        assert all((system.title, system.source, system.algorithm, system.exact, system.assumptions)), name
     assert set(CLAIMS) <= set(SYSTEMS)
     for claim in CLAIMS.values():
         assert 1.0 <= claim.least <= claim.most
-        assert claim.baseline
-        assert claim.setting
-        assert claim.source
+        assert all((claim.baseline, claim.setting, claim.source))
 
 
 @pytest.mark.parametrize(
@@ -271,15 +262,8 @@ def test_das_learns_what_a_pass_and_a_token_cost():
 
 
 def test_a_new_system_is_one_more_row():
-    mine = System(
-        name="mine",
-        title="Mine",
-        source="this test",
-        drafters=("suffix",),
-        ladder=(Rung(min_batch=1, chains=(3,)),),
-        selector=one_strategy,
-        lossless=False,
-    )
+    ladder = (Rung(min_batch=1, chains=(3,)),)
+    mine = System(name="mine", title="Mine", source="this test", drafters=("suffix",), ladder=ladder, lossless=False)
     assert find_systems(["verl", mine]) == (SYSTEMS["verl"], mine)
     found = bind(mine, COSTS, GeometricAcceptance(alpha=0.6))
     assert found.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 3))

@@ -99,16 +99,14 @@ def test_a_policy_builds_fresh_selectors():
     assert first.inner is not second.inner
 
 
-def test_without_activation_the_selector_stands_alone():
-    policy = Policy(selector=FixedSpec(strategy=D4))
-    assert policy.strategies == (D4,)
-    assert policy.build(rng()).choose(StepState(rl_step=0, batch=512)) == D4
-
-
-def test_with_activation_plain_decoding_is_among_the_strategies():
-    policy = Policy(selector=FixedSpec(strategy=D4), activation=Activation(max_requests=8))
-    assert policy.strategies == (NO_SPECULATION, D4)
-    assert policy.build(rng()).choose(StepState(rl_step=0, batch=9)) == NO_SPECULATION
+@pytest.mark.parametrize(
+    ("activation", "strategies", "chosen"),
+    [(None, (D4,), D4), (Activation(max_requests=8), (NO_SPECULATION, D4), NO_SPECULATION)],
+)
+def test_with_activation_plain_decoding_is_among_the_strategies(activation, strategies, chosen):
+    policy = Policy(selector=FixedSpec(strategy=D4), activation=activation)
+    assert policy.strategies == strategies
+    assert policy.build(rng()).choose(StepState(rl_step=0, batch=512)) == chosen
 
 
 def test_the_file_is_the_one_of_the_manual(tmp_path):
@@ -252,12 +250,6 @@ def test_what_is_no_policy_file_at_all_or_does_not_say_so_is_refused(tmp_path):
     assert "cannot read" in error_of(tmp_path / "missing.json")
 
 
-def test_an_unknown_name_lists_the_known_ones():
-    message = error_of("beg-map")
-    for name in ("none", "fixed", "table", "epsilon-greedy", "ucb1", "beg-mab", "explore"):
-        assert name in message
-
-
 def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fixed").mkdir()
@@ -265,14 +257,11 @@ def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
     assert load_policy(SHIPPED["fixed"]) is SHIPPED["fixed"], "a policy is returned as it is"
 
 
-def test_settings_are_checked_in_python_too():
+def test_settings_are_checked_in_python_too_and_a_policy_is_frozen():
     with pytest.raises(ValidationError, match="ascend strictly"):
         TableSpec(rows=(TableRow(min_batch=4, strategy=D4), TableRow(min_batch=4, strategy=D2)))
     with pytest.raises(ValidationError, match="given twice"):
         ExploreSpec(strategies=(D4, D4))
-
-
-def test_a_policy_is_frozen_and_takes_no_unknown_fields():
     with pytest.raises(ValidationError):
         SHIPPED["fixed"].version = 2
     with pytest.raises(ValidationError):
@@ -466,6 +455,7 @@ def test_a_bandit_takes_back_a_state_that_names_trees_as_before():
     assert bandit.state_dict() == state
 
 
-def test_a_name_that_is_misspelt_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match="no policy named 'beg-mob', did you mean 'beg-mab'\\?; there are none,"):
-        load_policy("beg-mob")
+def test_a_name_that_is_misspelt_is_answered_with_the_nearest_and_all_that_there_are():
+    message = error_of("beg-mob")
+    assert "no policy named 'beg-mob', did you mean 'beg-mab'?; there are none," in message
+    assert all(name in message for name in SHIPPED)

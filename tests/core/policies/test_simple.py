@@ -46,8 +46,7 @@ def test_a_table_looks_up_the_batch_and_reports_the_bucket():
     found = [(table.choose(at(batch)), table.bucket_) for batch in (1, 2, 4, 5, 32, 33, 4096)]
     assert found == [(DEEP, 0)] * 3 + [(SHALLOW, 1)] * 2 + [(NO_SPECULATION, 2)] * 2
 
-
-def test_a_table_lists_a_strategy_once_though_rows_repeat_it():
+    # A strategy is listed once though rows repeat it.
     assert BatchTable([(1, DEEP), (4, SHALLOW), (8, DEEP)]).strategies == (DEEP, SHALLOW)
 
 
@@ -327,6 +326,7 @@ def test_the_contract_suite_passes_a_good_selector_also_one_that_reads_requests_
 @pytest.mark.parametrize(
     ("base", "broken", "sentence"),
     [
+        (object, {}, "not a Selector"),
         (Good, {"choose": lambda self, state: SHALLOW}, "not in strategies"),
         (Good, {"choose": by(lambda self, state: state.requests[0].generated_tokens > 100)}, "ask len"),
         (Good, {"propensity_": 0.0}, "propensity_ must be in"),
@@ -342,11 +342,6 @@ def test_the_contract_suite_passes_a_good_selector_also_one_that_reads_requests_
 def test_the_contract_suite_names_the_broken_promise(base, broken, sentence):
     with pytest.raises(AssertionError, match=sentence):
         check_selector(lambda rng: type("Broken", (base,), broken)())
-
-
-def test_the_contract_suite_refuses_what_is_no_selector():
-    with pytest.raises(AssertionError, match="not a Selector"):
-        check_selector(lambda rng: object())
 
 
 def test_a_tree_has_no_more_tokens_to_verify_than_nodes():
