@@ -1,6 +1,6 @@
 """Budgets: who is drafted how much, against brute force, and the contract for budgets of one's own."""
 
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -106,45 +106,34 @@ def test_a_policy_file_names_the_fault_in_its_budget(tmp_path):
 
 
 class Broken(DraftBudget):
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.calls = 0
+    def __init__(self, answer) -> None:
+        self.answer = answer
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-        self.calls += 1
-        even = [strategy.tokens_to_verify - 1] * state.batch
-        return {
-            "short": even[1:],
-            "floats": [float(n) for n in even],
-            "deep": [n + 9 for n in even],
-            "greedy": [strategy.draft_depth] * state.batch,
-            "moody": even if self.calls % 2 else [0] * state.batch,
-            "negative": [-n for n in even],
-        }[self.kind]
+        return [self.answer(strategy)] * state.batch
 
 
 @pytest.mark.parametrize(
-    ("kind", "broken"),
+    ("factory", "broken"),
     [
-        ("short", "numbers for"),
-        ("floats", "must give ints"),
-        ("deep", "outside"),
-        ("negative", "outside"),
-        ("greedy", "tokens in all"),
+        (lambda: Broken(lambda s: float(s.tokens_to_verify - 1)), "must give ints"),
+        (lambda: Broken(lambda s: s.tokens_to_verify + 8), "outside"),
+        (lambda: Broken(lambda s: 1 - s.tokens_to_verify), "outside"),
+        (lambda: Broken(lambda s: s.draft_depth), "tokens in all"),
+        (type("Short", (UniformBudget,), {"allot": lambda self, state, s: [0] * (state.batch - 1)}), "numbers for"),
     ],
 )
-def test_the_contract_check_finds_what_is_broken(kind: str, broken: str):
+def test_the_contract_check_finds_what_is_broken(factory, broken: str):
     with pytest.raises(AssertionError, match=broken):
-        check_budget(lambda: Broken(kind))
+        check_budget(factory)
 
 
 def test_the_contract_check_finds_a_budget_that_does_not_repeat_itself():
-    made = iter(range(10))
+    made = count()
 
     def moody() -> Broken:
-        budget = Broken("moody")
-        budget.calls = next(made)
-        return budget
+        calls = count(next(made))
+        return Broken(lambda s: (s.tokens_to_verify - 1) * (next(calls) // 4 % 2))
 
     with pytest.raises(AssertionError, match="differs"):
         check_budget(moody)
