@@ -136,3 +136,4 @@ def pytest_runtest_logfinish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze = _unfreeze
+    gc.unfreeze()
