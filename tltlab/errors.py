@@ -9,12 +9,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """For a message about an unknown `name`: the nearest that there is, or nothing.
 
     >>> did_you_mean("simluate", ["simulate", "tune"])
-    ", did you mean 'simulate'?"
+    " (did you mean 'simulate'?)"
     """
     from difflib import get_close_matches
 
     nearest = get_close_matches(name, list(known), n=1)
-    return f", did you mean {nearest[0]!r}?" if nearest else ""
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 class TltlabError(Exception):

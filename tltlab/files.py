@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 from weakref import WeakValueDictionary
 
 from .errors import ConfigError, InputError
@@ -95,14 +95,6 @@ def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES, *, encoding: str = 
                 raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB, the most that is read", str(path))
             blocks.append(block)
     return b"".join(blocks).decode(encoding, errors)
-
-
-def lines_of(file: TextIO) -> Iterator[str]:
-    """The lines of a text file; OSError for one that is too long to be a record."""
-    while line := file.readline(MOST_JSON_BYTES + 1):
-        if len(line) > MOST_JSON_BYTES:
-            raise OSError(errno.EFBIG, f"a line has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-        yield line
 
 
 def read_json(path: Path) -> Any:
@@ -266,10 +258,8 @@ def replaced_durably(path: Path, name: Callable[[str], str] | None = None) -> It
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
     """Write a file and wait until it is on the disk; a kill may leave half of it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    fsync_file(path)
 
 
 def sha256_of(path: Path) -> str:
@@ -446,10 +436,9 @@ def sweep() -> list[Path]:
     for path in leftovers():
         # A scratch folder is not forgotten as long as something is left that it knows of.
         knows = _SCRATCH.fullmatch(path.name)
-        if any(map(_left, _elsewhere(path))) if knows else _in_use(path):
-            continue
-        _remove(path)
-        gone.append(path)
+        if not (any(map(_left, _elsewhere(path))) if knows else _in_use(path)):
+            _remove(path)
+            gone.append(path)
     return gone
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jinja2
 import pyarrow.lib
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from tltlab.config import leaves
 from tltlab.errors import ConfigError
-from tltlab.files import lines_of, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.traces.storage import check_parquet
 
@@ -158,7 +159,7 @@ def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     try:
         with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
-            for number, line in enumerate(lines_of(file), start=1):
+            for number, line in enumerate(_lines(file), start=1):
                 if not line.strip():
                     continue
                 row = parse_json(line)
@@ -171,6 +172,14 @@ def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ConfigError(f"{path}: not UTF-8 after line {number}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: line {number} is not JSON") from error
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """The lines of a text file; OSError for one that is too long to be a record."""
+    while line := file.readline(MOST_JSON_BYTES + 1):
+        if len(line) > MOST_JSON_BYTES:
+            raise OSError(errno.EFBIG, f"a line has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+        yield line
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:

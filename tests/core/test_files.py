@@ -20,7 +20,6 @@ from tltlab.errors import ConfigError, InputError
 from tltlab.files import (
     leaves,
     leftovers,
-    lines_of,
     new_folder,
     open_input,
     read_json,
@@ -186,16 +185,11 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for_and_another_is_read(
         assert file.read() == b"[1]"
 
 
-def test_a_text_and_its_lines_are_read_up_to_a_size_that_the_message_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_text_is_read_up_to_a_size_that_the_message_names(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbf1\n2")
     assert read_text(tmp_path / "a", encoding="utf-8-sig") == "1\n2"
     with pytest.raises(OSError, match="it has more than 1 MiB, the most that is read"):
         read_text(Path("/dev/zero"), 1 << 20)
-    monkeypatch.setattr(files, "MOST_JSON_BYTES", 2 << 20)
-    with open("/dev/zero") as zeros, pytest.raises(OSError, match="a line has more than 2 MiB"):
-        list(lines_of(zeros))
 
 
 def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):

@@ -50,7 +50,7 @@ def test_a_new_recipe_passes_its_checks_and_a_new_reward_its_examples(said, tmp_
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("recipie",), "cannot write a 'recipie', did you mean 'recipe'?; there are recipe, policy,"),
+        (("recipie",), "cannot write a 'recipie' (did you mean 'recipe'?); there are recipe, policy,"),
         (("policy", "My-Policy"), "no name for a module"),
         (("policy", "taken"), "taken.py is there already"),
     ],
@@ -96,8 +96,8 @@ def test_editors_get_a_schema(said, section: str, title: str):
 def test_a_misspelt_setting_and_command_are_answered_with_the_nearest(said):
     said("new", "recipe", "mine")
     err = said("train", "mine/recipe.toml", "rollout.group_sise=4", "--dry-run")[2]
-    assert "rollout.group_sise: there is no such field, did you mean 'group_size'?" in err
-    assert "no command named 'simluate', did you mean 'simulate'?" in said("simluate")[2]
+    assert "rollout.group_sise: there is no such field (did you mean 'group_size'?)" in err
+    assert "no command named 'simluate' (did you mean 'simulate'?)" in said("simluate")[2]
 
 
 def test_tab_offers_commands_options_and_subcommands(said):

@@ -83,7 +83,7 @@ def test_without_a_name_all_experiments_are_listed(experiment: Command):
 def test_an_unknown_name_is_refused_with_those_that_there_are(experiment: Command):
     code, out, err = experiment("baselin")
     assert (code, out) == (2, "")
-    assert "no experiment named 'baselin', did you mean 'baseline'?; there are baseline, " in err
+    assert "no experiment named 'baselin' (did you mean 'baseline'?); there are baseline, " in err
 
 
 def test_settings_are_the_defaults_then_those_of_fast_then_the_users():

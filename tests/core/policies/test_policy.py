@@ -457,5 +457,5 @@ def test_a_bandit_takes_back_a_state_that_names_trees_as_before():
 
 def test_a_name_that_is_misspelt_is_answered_with_the_nearest_and_all_that_there_are():
     message = error_of("beg-mob")
-    assert "no policy named 'beg-mob', did you mean 'beg-mab'?; there are none," in message
+    assert "no policy named 'beg-mob' (did you mean 'beg-mab'?); there are none," in message
     assert all(name in message for name in SHIPPED)

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.data.prompts import load_prompts, read_prompts
+from tltlab.runtime.data import prompts
+from tltlab.runtime.data.prompts import load_prompts, read_prompts, rows_of_file
 from tltlab.runtime.recipe.recipe import DataConfig
 
 ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]
@@ -236,3 +237,10 @@ def test_a_file_of_other_bytes_is_refused(tmp_path: Path):
 def test_a_missing_data_file_is_named(tmp_path: Path, name: str):
     with pytest.raises(ConfigError, match=name):
         load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "MOST_JSON_BYTES", 2 << 20)
+    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="a line has more than 2 MiB, the most that is read"):
+        list(rows_of_file(tmp_path / "a.jsonl"))
