@@ -74,8 +74,9 @@ class Adaptive(Selector):
     A strategy that loses the share gap of an iteration's time against the best is tried with probability
     exploration * u / gap, where u weighs how likely it is to be the better one after all and sums to 1 at most:
     inverse-gap weighting (Foster and Rakhlin 2020, SquareCB), spent on what is unknown. By its own estimates that costs
-    at most the share `exploration` of the time, more in the first hundred iterations. Bringing in drafters, `switch_s`
-    seconds once an RL step, waits until plain decoding has lost as much, which is at most twice the best of both.
+    at most the share `exploration` of the time, more in the first few hundred iterations. Bringing in drafters,
+    `switch_s` seconds once an RL step, waits until plain decoding has lost as much, which is at most twice the best of
+    both.
 
     Outcomes are learned in blocks, when strategies are looked at again: in most iterations nothing is calculated. A
     decision is O(strategies), whatever the batch. The outcome may come one choice late, as in vLLM: it is filed under
@@ -237,7 +238,7 @@ class Adaptive(Selector):
         promise = spread * np.exp(-0.5 * np.minimum(gap / spread, 8.0) ** 2)
         promise[best] = 0.0
         seen = 1.0 + self.iterations_
-        budget = min(self.exploration + _WARM_UP / (seen * seen / 16.0 + seen), 0.5)
+        budget = min(self.exploration + _WARM_UP / (seen * seen / 256.0 + seen), 0.5)
         chances = np.minimum(
             budget * promise / ((float(promise.sum()) + NO_PROMISE) * np.maximum(gap, 1e-3) * seconds / seconds[best]),
             MOST_OFTEN if seen > 50 else 0.5 / len(rates),
