@@ -238,7 +238,7 @@ class Adaptive(Selector):
         promise = spread * np.exp(-0.5 * np.minimum(gap / spread, 8.0) ** 2)
         promise[best] = 0.0
         seen = 1.0 + self.iterations_
-        budget = min(self.exploration + _WARM_UP / (seen * seen / 256.0 + seen), 0.5)
+        budget = min(self.exploration + _WARM_UP / (seen * seen / 128.0 + seen), 0.5)
         chances = np.minimum(
             budget * promise / ((float(promise.sum()) + NO_PROMISE) * np.maximum(gap, 1e-3) * seconds / seconds[best]),
             MOST_OFTEN if seen > 50 else 0.5 / len(rates),
