@@ -80,6 +80,12 @@ def test_the_verdict_goes_by_the_worst_regime_and_names_who_is_better(ratios: tu
     assert "better on average: goodput" in text
 
 
+def test_nobody_is_better_than_itself_however_sums_are_rounded():
+    for ratios in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):
+        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in ratios]
+        assert "no other is better on average" in verdict(pd.DataFrame(rows))
+
+
 def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):
     tiny = found["tiny"]
     rows = by_part(tiny, [ADAPTIVE, "none"], 0)
