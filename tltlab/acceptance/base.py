@@ -419,20 +419,20 @@ def scaled(survival: Floats, ratio: float) -> Floats:
     """
     before = np.concatenate([np.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
     chance = np.divide(survival, before, out=np.zeros_like(before), where=before > 0)
-    made: Floats = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
-    return made
+    rescaled: Floats = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
+    return rescaled
 
 
-def only_chains(strategy: Strategy, what: str) -> None:
+def only_chains(strategy: Strategy, subject: str) -> None:
     """ConfigError for a tree."""
     if strategy.top_k > 1:
-        raise ConfigError(f"{what} describes chain drafts; {strategy} is a tree (top_k = {strategy.top_k})")
+        raise ConfigError(f"{subject} describes chain drafts; {strategy} is a tree (top_k = {strategy.top_k})")
 
 
-def known_drafter(strategy: Strategy, known: Collection[str], what: str) -> None:
-    """ConfigError unless the strategy's drafter is among the names `known`."""
-    if strategy.drafter not in known:
+def known_drafter(strategy: Strategy, drafters: Collection[str], subject: str) -> None:
+    """ConfigError unless the strategy's drafter is among the names `drafters`."""
+    if strategy.drafter not in drafters:
         raise ConfigError(
-            f"{what} knows no drafter {strategy.drafter!r}, only {', '.join(sorted(known)) or 'none'}: "
+            f"{subject} knows no drafter {strategy.drafter!r}, only {', '.join(sorted(drafters)) or 'none'}: "
             "name a model such as geometric:0.7, which takes any"
         )

@@ -94,8 +94,8 @@ class RequestCurve(FiniteModel):
         """P(accepted >= i), i = 1..depth, shape (requests, depth)."""
         at = np.minimum(np.arange(depth), len(self.keep_logits) - 1)
         logits = np.asarray(self.keep_logits)[at] + (levels + self.drift * progress(generated_tokens))[:, None]
-        kept: Floats = np.cumprod(1.0 / (1.0 + np.exp(-logits)), axis=1)
-        return kept
+        survival: Floats = np.cumprod(1.0 / (1.0 + np.exp(-logits)), axis=1)
+        return survival
 
 
 class CurveAcceptance(RequestAcceptance):
@@ -116,9 +116,9 @@ class CurveAcceptance(RequestAcceptance):
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         curve = self.curves[drafter]
-        known = curve.known_levels()
+        measured = curve.known_levels()
         drawn = curve.spread * normals(seed, keys)
-        return np.array([known.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
+        return np.array([measured.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         return self._curve(strategy).survival(reach(strategy), levels, generated_tokens)
@@ -168,15 +168,15 @@ class SiblingAcceptance(RequestAcceptance):
     def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""
         references = num_siblings + (0.0 if self.own_tokens is None else generated_tokens / self.own_tokens)
-        kept: Floats = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
-        return kept
+        alpha: Floats = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
+        return alpha
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         only_chains(strategy, "sibling acceptance")
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the acceptance model")
-        kept: Floats = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, reach(strategy) + 1)
-        return kept
+        survival: Floats = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, reach(strategy) + 1)
+        return survival
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.drafted_share * reach(strategy)

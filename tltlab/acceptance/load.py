@@ -146,9 +146,9 @@ def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Accepta
     return _validated(read_json(Path(source)), str(source))
 
 
-def _validated(value: Any, where: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:
-    with faults_in(where):
+def _validated(value: Any, origin: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:
+    with faults_in(origin):
         try:
             return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{origin}: {error}") from error

@@ -41,11 +41,11 @@ def copied_runs(accepted: Sequence[float], depth: int) -> Floats:
     [0.37, 0.63]
     """
     most = len(accepted) - 1
-    kept = np.cumsum(np.asarray(accepted, np.float64)[::-1])[::-1]
-    kept = kept / kept[0]
-    goes_on = min(_LONGEST_RUN, float(kept[-1] / kept[-2])) if kept[-2] > 0 else 0.0
-    inside = float(kept[-1]) * goes_on
-    run = np.clip((kept - inside * goes_on ** np.arange(most + 1)) / max(1.0 - inside, 1e-9), 0.0, 1.0)
+    survival = np.cumsum(np.asarray(accepted, np.float64)[::-1])[::-1]
+    survival = survival / survival[0]
+    goes_on = min(_LONGEST_RUN, float(survival[-1] / survival[-2])) if survival[-2] > 0 else 0.0
+    inside = float(survival[-1]) * goes_on
+    run = np.clip((survival - inside * goes_on ** np.arange(most + 1)) / max(1.0 - inside, 1e-9), 0.0, 1.0)
     # Chances of a run never rise along it, whatever the noise of what was measured.
     run = np.maximum.accumulate(run[::-1])[::-1]
     run[0] = 1.0

@@ -61,12 +61,12 @@ class TraceAcceptance:
             if len(ages[min(ages)][1]):
                 rows.setdefault(drafter, []).append(ages[min(ages)])
         fitted = {}
-        for drafter, found in rows.items():
-            depth = min(max_depth for max_depth, _ in found)
-            accepted = np.minimum(np.concatenate([positions for _, positions in found]), depth)
+        for drafter, recordings in rows.items():
+            depth = min(max_depth for max_depth, _ in recordings)
+            accepted = np.minimum(np.concatenate([positions for _, positions in recordings]), depth)
             shares = np.bincount(accepted, minlength=depth + 1) / len(accepted)
-            known = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
-            fitted[drafter] = {depth: known} if depth else {}
+            fit = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
+            fitted[drafter] = {depth: fit} if depth else {}
         return FittedAcceptance(drafters_by_depth=fitted)
 
     def knows(self, drafter: str) -> bool:
@@ -77,8 +77,8 @@ class TraceAcceptance:
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> TraceAcceptance:
         """Takes the age of the one drafter that it has a state for, and its youngest rows where it has none."""
-        known = [drafters[name] for name in self.drafters if name in drafters]
-        return self.at_freshness(known[0]) if len(known) == 1 else self
+        states = [drafters[name] for name in self.drafters if name in drafters]
+        return self.at_freshness(states[0]) if len(states) == 1 else self
 
     def at_freshness(self, state: DrafterState) -> TraceAcceptance:
         """The same recording with the drafter as old as `state` says; the rows are shared."""
@@ -130,9 +130,9 @@ class TraceAcceptance:
         return row[:num_tokens]
 
     def _of_rows(self, rows: dict[tuple[str, Key], dict[int, _Row]], drafter_age: int | None) -> TraceAcceptance:
-        made = copy(self)
-        made.drafter_age, made._rows = drafter_age, rows
-        return made
+        model = copy(self)
+        model.drafter_age, model._rows = drafter_age, rows
+        return model
 
     def _row(self, drafter: str, key: Key) -> _Row:
         ages = self._rows[drafter, key]

@@ -67,8 +67,8 @@ class TreeAcceptance(AcceptanceModel):
         share = np.ones_like(level) if chain else level / (strategy.tokens_to_verify - 1)
         branching = 1.0 if chain else np.exp(self.top_k_penalty * np.log(strategy.top_k / self.best_top_k) ** 2)
         late = self.late_miss * (1.0 - np.exp(-((level / self.onset_levels) ** self.onset_shape)))
-        kept: Floats = np.cumprod(1.0 - np.minimum(1.0, branching * (late + self.pruned * share)))
-        return kept
+        survival: Floats = np.cumprod(1.0 - np.minimum(1.0, branching * (late + self.pruned * share)))
+        return survival
 
     def distribution(self, strategy: Strategy) -> Floats:
         return from_survival(self.curve(strategy))

@@ -50,9 +50,9 @@ class CalibratedRange(FrozenModel):
         >>> CalibratedRange(batch=(1, 64)).outside(batch=100, verified_tokens=100, context_tokens=0)
         ['batch']
         """
-        asked = {"batch": batch, "verified_tokens": verified_tokens, "context_tokens": context_tokens}
-        spans = {name: getattr(self, name) for name in asked}
-        return [name for name, span in spans.items() if span and not span[0] <= asked[name] <= span[1]]
+        quantities = {"batch": batch, "verified_tokens": verified_tokens, "context_tokens": context_tokens}
+        spans = {name: getattr(self, name) for name in quantities}
+        return [name for name, span in spans.items() if span and not span[0] <= quantities[name] <= span[1]]
 
 
 class CostModel(FrozenModel, ABC):
@@ -88,9 +88,9 @@ class CostModel(FrozenModel, ABC):
         """GPUs of one worker, 1 where the model does not say."""
         return 1
 
-    def limits(self, *left_out: str) -> dict[str, Any]:
-        """The fields that every cost model has but those `left_out`, for another model with the same limits."""
-        return {name: getattr(self, name) for name in CostModel.model_fields if name not in left_out}
+    def limits(self, *excluded: str) -> dict[str, Any]:
+        """The fields that every cost model has but those `excluded`, for another model with the same limits."""
+        return {name: getattr(self, name) for name in CostModel.model_fields if name not in excluded}
 
     @abstractmethod
     def iteration(

@@ -77,33 +77,33 @@ class Evidence(FrozenModel):
 
     def beyond(self, depths: Iterable[int]) -> list[str]:
         """What of a use lies beyond the nearest measurements: speculation at all, or its depth."""
-        asked = [depth for depth in depths if depth]
-        if not asked:
+        drafting = [depth for depth in depths if depth]
+        if not drafting:
             return []
         if not self.speculation:
             return ["speculation"]
         span = self.draft_depth
-        return ["draft depth"] if span and not all(span[0] <= depth <= span[1] for depth in asked) else []
+        return ["draft depth"] if span and not all(span[0] <= depth <= span[1] for depth in drafting) else []
 
     def says(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> str:
         """In one line: the distance and the error to expect."""
         missing = [name for name in self.unmeasured if name != _TOGETHER]
         missing += [name.replace("_", " ") for name in beyond if name not in missing]
         distance = "never measured" if missing else self.distance
-        what = f" ({', '.join(missing)})" if missing else ""
+        gaps = f" ({', '.join(missing)})" if missing else ""
         error = self.error(speculates=speculates, extrapolated=bool(missing))
         expect = "how far off is not known" if error is None else f"nine in ten are off by less than {error:.0%}"
-        return f"{distance} with {self.engine}{what}; {expect}"
+        return f"{distance} with {self.engine}{gaps}; {expect}"
 
     def told(self) -> dict[str, Any]:
         """The keys of `evidence` in the commands' JSON."""
-        known = {
+        derived = {
             "distance": self.distance,
             "says": str(self),
             "error": self.error(),
             "speedup_error": self.speedup_error(),
         }
-        return self.model_dump(mode="json") | known
+        return self.model_dump(mode="json") | derived
 
     def __str__(self) -> str:
         """In one line: the distance, the error to expect, then errors on what was left out of the fit."""
@@ -118,10 +118,10 @@ class Evidence(FrozenModel):
 
     def _most(self, kind: str, extrapolated: bool) -> float | None:
         """The same of the errors that were met, in the fit or without what was left out of it."""
-        own = self.fitted.get(f"all{kind}")
+        fitted = self.fitted.get(f"all{kind}")
         unmeasured = self.unmeasured or ((_TOGETHER,) if extrapolated else ())
-        if own is not None and not unmeasured:
-            return own[1]
+        if fitted is not None and not unmeasured:
+            return fitted[1]
         errors = {
             name.removesuffix(SPECULATING): most
             for name, (_, most) in self.left_out.items()
@@ -153,11 +153,11 @@ def pooled(errors: Iterable[tuple[float, float, float]], level: float = LEVEL) -
     >>> pooled([(0.1, 0.2, 0.3)]), pooled([(0.1, 0.2, 0.3), (0.0, 0.0, 0.0)], 0.75)
     (0.2, 0.1)
     """
-    sets = [sorted(one) for one in errors]
-    low, high = 0.0, max(one[-1] for one in sets)
+    sets = [sorted(quantiles) for quantiles in errors]
+    low, high = 0.0, max(quantiles[-1] for quantiles in sets)
     for _ in range(50):
         middle = (low + high) / 2
-        if sum(_share_within(one, middle) for one in sets) / len(sets) < level:
+        if sum(_share_within(quantiles, middle) for quantiles in sets) / len(sets) < level:
             low = middle
         else:
             high = middle
@@ -167,8 +167,8 @@ def pooled(errors: Iterable[tuple[float, float, float]], level: float = LEVEL) -
 def _share_within(errors: list[float], bound: float) -> float:
     """Share of a set's errors that do not exceed `bound`."""
     knots = zip([0.0, *errors], [0.0, 0.5, LEVEL, 1.0], strict=True)
-    (at, share), *rest = knots
-    for error, below in rest:
+    (at, share), *later = knots
+    for error, below in later:
         if bound < error:
             return share + (below - share) * (bound - at) / (error - at)
         at, share = error, below

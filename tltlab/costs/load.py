@@ -50,15 +50,15 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
         return source
     if isinstance(source, str) and (named := named_costs(source)) is not None:
         return named
-    where, value = _read(source, "presets", "costs", "cost model")
+    origin, value = _read(source, "presets", "costs", "cost model")
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
+        raise ConfigError(f"{origin}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
     # The first part of a place is the kind.
-    with faults_in(where, lambda place: dotted(place[1:])):
+    with faults_in(origin, lambda place: dotted(place[1:])):
         try:
             return _COSTS.validate_python({"kind": "linear"} | value)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{origin}: {error}") from error
 
 
 def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
@@ -69,22 +69,22 @@ def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
     """
     if isinstance(source, StageCosts):
         return source
-    where, value = _read(source, "stage_presets", "stages", "stage costs")
+    origin, value = _read(source, "stage_presets", "stages", "stage costs")
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: stage costs are an object with the stages' terms, not {type(value).__name__}")
-    with faults_in(where):
+        raise ConfigError(f"{origin}: stage costs are an object with the stages' terms, not {type(value).__name__}")
+    with faults_in(origin):
         try:
             costs = _STAGES.validate_python({"kind": "linear"} | value)
             return costs.build() if isinstance(costs, RooflineStages) else costs
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{origin}: {error}") from error
 
 
 def _shipped(folder: str) -> list[str]:
     return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / folder).iterdir())
 
 
-def _read(source: dict[str, Any] | str | Path, folder: str, name: str, what: str) -> tuple[str, Any]:
+def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, Any]:
     """What errors call a source, and its value."""
     if isinstance(source, dict):
         return name, source
@@ -93,7 +93,7 @@ def _read(source: dict[str, Any] | str | Path, folder: str, name: str, what: str
     if not isinstance(source, str | Path):
         return name, source
     if not Path(source).exists():
-        known = ", ".join(_shipped(folder))
+        names = ", ".join(_shipped(folder))
         engines = f", or ENGINE:GPUS:MODEL with one of {', '.join(profiles().engines)}" if folder == "presets" else ""
-        raise ConfigError(f"no {what} at {source}: give a JSON file or one of the presets {known}{engines}")
+        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{engines}")
     return str(source), read_json(Path(source))

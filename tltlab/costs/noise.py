@@ -66,16 +66,16 @@ class IterationNoise(FiniteModel):
     @property
     def components(self) -> tuple[tuple[int, float], ...]:
         """(iterations, share) of all blocks; what they leave of the variance is independent, blocks of 1."""
-        rest = max(0.0, 1.0 - sum(block.share for block in self.blocks))
-        parts = [(1, rest), *((block.iterations, block.share) for block in self.blocks)]
+        independent = max(0.0, 1.0 - sum(block.share for block in self.blocks))
+        parts = [(1, independent), *((block.iterations, block.share) for block in self.blocks)]
         return tuple((length, share) for length, share in parts if share > 0)
 
     def at(self, probabilities: Floats) -> Floats:
         """The ratios at these probabilities, in [0, 1]."""
-        known = np.asarray(self.ratios)
-        part = np.minimum((probabilities * len(known)).astype(np.int64), len(known) - 1)
-        found: Floats = known[part]
-        return found
+        ratios = np.asarray(self.ratios)
+        part = np.minimum((probabilities * len(ratios)).astype(np.int64), len(ratios) - 1)
+        values: Floats = ratios[part]
+        return values
 
 
 def fit_noise(
@@ -87,37 +87,37 @@ def fit_noise(
     level. None where fewer than 200 iterations say anything, or the model is within 0.1 % of all of them.
     """
     seconds, model = np.asarray(measured, np.float64), np.asarray(predicted, np.float64)
-    which: Array = np.zeros(len(seconds)) if series is None else np.asarray(series)
-    known = (seconds > 0) & (model > 0)
-    if known.sum() < _ENOUGH:
+    rollout: Array = np.zeros(len(seconds)) if series is None else np.asarray(series)
+    valid = (seconds > 0) & (model > 0)
+    if valid.sum() < _ENOUGH:
         return None
-    which = np.unique(which[known], return_inverse=True)[1]
-    seconds, model = seconds[known], model[known]
-    level = np.bincount(which, seconds) / np.bincount(which, model)
-    ratio = seconds / (model * level[which])
+    rollout = np.unique(rollout[valid], return_inverse=True)[1]
+    seconds, model = seconds[valid], model[valid]
+    level = np.bincount(rollout, seconds) / np.bincount(rollout, model)
+    ratio = seconds / (model * level[rollout])
     if ratio.std() < _LEAST_SCATTER:
         return None
     parts = np.array([part.mean() for part in np.array_split(np.sort(ratio), NUM_RATIOS)])
     # Means of equal values differ by a rounding error, up or down.
     parts = np.maximum.accumulate(parts)
-    return IterationNoise(ratios=tuple((parts / parts.mean()).tolist()), blocks=_blocks(ratio, which))
+    return IterationNoise(ratios=tuple((parts / parts.mean()).tolist()), blocks=_blocks(ratio, rollout))
 
 
-def _blocks(ratio: Floats, which: Ints) -> tuple[Block, ...]:
+def _blocks(ratio: Floats, rollout: Ints) -> tuple[Block, ...]:
     # Costs are read by commands that should start quickly, and scipy does not load quickly.
     from scipy.optimize import nnls
     from scipy.special import ndtri
     from scipy.stats import rankdata
 
     scores = ndtri((rankdata(ratio) - 0.5) / len(ratio))
-    order = np.argsort(which, kind="stable")
-    scores, which = scores[order], which[order]
-    lags = [lag for lag in _LAGS if (which[lag:] == which[:-lag]).sum() >= _ENOUGH]
+    order = np.argsort(rollout, kind="stable")
+    scores, rollout = scores[order], rollout[order]
+    lags = [lag for lag in _LAGS if (rollout[lag:] == rollout[:-lag]).sum() >= _ENOUGH]
     if not lags:
         return ()
-    seen = [float((scores[lag:] * scores[:-lag])[which[lag:] == which[:-lag]].mean()) for lag in lags]
+    autocorrelation = [float((scores[lag:] * scores[:-lag])[rollout[lag:] == rollout[:-lag]].mean()) for lag in lags]
     kernel = np.maximum(0.0, 1.0 - np.asarray(lags)[:, None] / np.asarray(SPANS)[None, :])
-    shares = nnls(kernel, np.asarray(seen))[0]
+    shares = nnls(kernel, np.asarray(autocorrelation))[0]
     shares /= max(1.0, float(shares.sum()))
     return tuple(
         Block(iterations=span, share=float(share)) for span, share in zip(SPANS, shares, strict=True) if share > 1e-3

@@ -134,16 +134,16 @@ class EngineProfile(FrozenModel):
 
     def errors(self, experts: bool) -> Iterator[tuple[str, LeftOut]]:
         """Each fold, plain and speculating apart, with the errors of a set of models with or without experts."""
-        for one in self.measured:
-            if bool(model(one.model).experts) == experts:
-                for fold, errors in one.left_out.items():
-                    yield fold + (SPECULATING if one.draft_depth else ""), errors
+        for measured in self.measured:
+            if bool(model(measured.model).experts) == experts:
+                for fold, errors in measured.left_out.items():
+                    yield fold + (SPECULATING if measured.draft_depth else ""), errors
 
     def unmeasured(self, gpu: str, model: str, weights: Dtype) -> tuple[str, ...]:
         """What this engine was never measured with; "together" where everything was, but apart."""
-        asked = {"gpu": gpu, "model": model, "weights": str(weights)}
-        missing = tuple(name for name, value in asked.items() if all(getattr(m, name) != value for m in self.measured))
-        return missing or (() if any(m.of(**asked) for m in self.measured) else ("together",))
+        query = {"gpu": gpu, "model": model, "weights": str(weights)}
+        missing = tuple(name for name, value in query.items() if all(getattr(m, name) != value for m in self.measured))
+        return missing or (() if any(m.of(**query) for m in self.measured) else ("together",))
 
 
 class Profiles(FrozenModel):
@@ -163,11 +163,11 @@ class Profiles(FrozenModel):
         Each set of measurements counts alike. Of an engine with fewer than `ENOUGH_SETS` in a fold those of all engines
         speak for it.
         """
-        own, every = (
+        of_engine, of_all = (
             _by_fold(chain.from_iterable(profile.errors(experts) for profile in chosen))
             for chosen in ([self.engines[engine]], self.engines.values())
         )
-        enough = {fold: sets if len(sets) >= ENOUGH_SETS else every[fold] for fold, sets in (every | own).items()}
+        enough = of_all | {fold: sets for fold, sets in of_engine.items() if len(sets) >= ENOUGH_SETS}
         # A further set is none of these: the fewer they are the larger a share of them it takes (conformal prediction).
         return {fold: _pooled(sets, min(LEVEL * (1 + 1 / len(sets)), 1.0)) for fold, sets in enough.items()}
 
@@ -175,7 +175,7 @@ class Profiles(FrozenModel):
         """What speaks for this engine's costs of a model on one kind of GPU."""
         profile = self.engines[engine]
         nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
-        own = _by_fold(("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest)
+        by_fold = _by_fold(("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest)
         drafted = [m for m in profile.measured if m.draft_depth]
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
         return Evidence(
@@ -183,8 +183,8 @@ class Profiles(FrozenModel):
             unmeasured=profile.unmeasured(gpu, model.name, weights),
             speculation=bool(drafted),
             left_out=self.left_out(engine, model.experts > 0),
-            fitted={fold: _pooled([one.fitted for one in sets]) for fold, sets in own.items()},
-            parameter={fold: max(one.parameter for one in sets) for fold, sets in own.items()},
+            fitted={fold: _pooled([m.fitted for m in sets]) for fold, sets in by_fold.items()},
+            parameter={fold: max(m.parameter for m in sets) for fold, sets in by_fold.items()},
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
@@ -222,15 +222,15 @@ class Profiles(FrozenModel):
 
 
 def _by_fold(errors: Iterable[tuple[str, _Set]]) -> dict[str, list[_Set]]:
-    found: dict[str, list[_Set]] = {}
-    for fold, one in errors:
-        found.setdefault(fold, []).append(one)
-    return found
+    folds: dict[str, list[_Set]] = {}
+    for fold, errors_of_set in errors:
+        folds.setdefault(fold, []).append(errors_of_set)
+    return folds
 
 
 def _pooled(sets: list[LeftOut], level: float = LEVEL) -> tuple[float, float]:
     """Median and nine in ten of the errors of several sets, each counting alike."""
-    spreads = [one.spread for one in sets]
+    spreads = [errors.spread for errors in sets]
     return pooled(spreads, 0.5), pooled(spreads, level)
 
 
@@ -260,13 +260,13 @@ def profile_costs(
     `gpu_source` is a name, a JSON file of a `Gpu`; `model_source` a name, a Hugging Face `config.json` or its folder.
     Raises ConfigError for what is not known, and where the weights do not fit.
     """
-    known = profiles()
-    if engine not in known.engines:
-        raise ConfigError(f"no engine profile {engine!r}; there are {', '.join(known.engines)}")
+    fit = profiles()
+    if engine not in fit.engines:
+        raise ConfigError(f"no engine profile {engine!r}; there are {', '.join(fit.engines)}")
     device = gpu_source if isinstance(gpu_source, Gpu) else find_gpu(gpu_source)
     shape = model_source if isinstance(model_source, ModelShape) else find_model(model_source)
     kind = weights or shape.weights
-    profile = known.engines[engine]
+    profile = fit.engines[engine]
     # Where it was measured itself only those batches count.
     nearest = [m.batch for m in profile.measured if m.of(device.name, shape.name, kind) and not m.draft_depth]
     batches = nearest or [m.batch for m in profile.measured]
@@ -277,11 +277,11 @@ def profile_costs(
         weights=kind,
         kv=kv,
         draft_vocab=profile.draft_vocab,
-        constants=known.constants(engine, device.name, shape, kind),
-        evidence=known.evidence(engine, device.name, shape, kind),
+        constants=fit.constants(engine, device.name, shape, kind),
+        evidence=fit.evidence(engine, device.name, shape, kind),
         kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
         calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),
-        notes=(f"Engine profile {engine} ({profile.versions}).", *profile.notes, *known.provenance),
+        notes=(f"Engine profile {engine} ({profile.versions}).", *profile.notes, *fit.provenance),
     )
 
 

@@ -139,8 +139,8 @@ class Ideal:
         kind = weights or model.weights
         bandwidth, flops = tp * gpu.hbm_bytes_per_s, tp * gpu.peak_flops
         layers = model.active_params - model.head_params
-        held = tp if model.latent else per_gpu_heads(model, tp)[1] * tp / model.kv_heads
-        token_bytes = held * model.layer_kv_values * DTYPE_BYTES[kv]
+        copies = tp if model.latent else per_gpu_heads(model, tp)[1] * tp / model.kv_heads
+        token_bytes = copies * model.layer_kv_values * DTYPE_BYTES[kv]
         draft_layer = model.attention_params + 3 * model.hidden * (model.intermediate or 3 * model.hidden)
         draft = draft_layer + model.hidden * (draft_vocab or model.vocab) + 2 * model.hidden**2
         allreduces = 2 * model.layers if tp > 1 else 0
@@ -178,18 +178,18 @@ def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Num
 
 def matrices_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
     """Reading weights and multiplying tokens, and those of prompts beside them, by these; all-reduces' bytes."""
-    read = ideal.weights_s / c.memory_efficiency
+    read_s = ideal.weights_s / c.memory_efficiency
     if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
         touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
-        read = read + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
-    computed = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
-    return _rounded_max(read, computed, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
+        read_s = read_s + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
+    computed_s = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
+    return _rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
 def riding_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
     """What tokens of prompts add to matrices that `tokens` are multiplied by anyway."""
-    both: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
-    return both - matrices_s(ideal, c, tokens=tokens)
+    together: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
+    return together - matrices_s(ideal, c, tokens=tokens)
 
 
 def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:

@@ -75,16 +75,16 @@ class StepWorkload:
             raise ConfigError(f"num_updates must be at least 1, got {num_updates}")
         tokens = np.asarray(prompt_tokens, np.int64) + responses
         pairs = 0.5 * tokens.astype(np.float64) ** 2
-        kept = np.ones(len(tokens), dtype=bool)
+        informative = np.ones(len(tokens), dtype=bool)
         if groups is not None and rewards is not None:
-            kept = _informative(groups, rewards)
+            informative = _informative(groups, rewards)
         return cls(
             num_responses=len(tokens),
             num_response_tokens=int(responses.sum()),
             num_tokens=int(tokens.sum()),
             num_pairs=float(pairs.sum()),
-            informative_tokens=int(tokens[kept].sum()),
-            informative_pairs=float(pairs[kept].sum()),
+            informative_tokens=int(tokens[informative].sum()),
+            informative_pairs=float(pairs[informative].sum()),
             num_updates=num_updates,
         )
 

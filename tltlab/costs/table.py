@@ -288,9 +288,9 @@ def _line(xs: list[float] | list[int], ys: list[float]) -> Line:
 
 def _lifted(axis: str, at: list[float], name: str, values: list[float]) -> list[float]:
     """The running maximum of `values`; a ValueError that names the knot where they fall by more than noise."""
-    for before, here in pairwise(at):
-        if not here > before:
-            raise ValueError(f"knot {axis} = {here:g} after {before:g}: give knots in ascending order, each once")
+    for before, after in pairwise(at):
+        if not after > before:
+            raise ValueError(f"knot {axis} = {after:g} after {before:g}: give knots in ascending order, each once")
     highest = 0.0
     lifted = []
     for x, value in zip(at, values, strict=True):

@@ -49,9 +49,9 @@ class Drafter(ABC):
     def propose(self, key: Key, depth: int) -> Draft:
         """Up to `depth` tokens to follow request `key`; fewer, or none, where nothing matches."""
 
-    def propose_all(self, asked: Sequence[tuple[Key, int]]) -> list[Draft]:
+    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
         """`propose` for each of several (key, depth), in order."""
-        return [self.propose(key, depth) for key, depth in asked]
+        return [self.propose(key, depth) for key, depth in queries]
 
     def catch_up(self, most: int | None = None) -> bool:
         """Put in the text that waits to be looked up for open requests, so that the next look-ups only look up.

@@ -87,10 +87,10 @@ class AcceptanceBudget(DraftBudget):
         recent = [request.recent_acceptance for request in state.requests]
         if len(recent) != state.batch:
             recent = [None] * state.batch
-        seen = [a for a in recent if a is not None]
-        usual = float(np.mean(seen)) if seen else self.prior
-        kept = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
-        chances: Floats = kept / (kept + 1.0)
+        measured = [a for a in recent if a is not None]
+        usual = float(np.mean(measured)) if measured else self.prior
+        accepted = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
+        chances: Floats = accepted / (accepted + 1.0)
         return chances
 
 
@@ -101,15 +101,15 @@ def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> I
     """
     batch = len(chances)
     least = min(min_tokens, depth)
-    given = np.clip(total - np.arange(batch) * least, 0, least)
-    left = total - int(given.sum())
-    if left <= 0 or least == depth:
-        return given.astype(np.int64)
+    allotment = np.clip(total - np.arange(batch) * least, 0, least)
+    remaining = total - int(allotment.sum())
+    if remaining <= 0 or least == depth:
+        return allotment.astype(np.int64)
     token = np.arange(least + 1, depth + 1)
     worth = chances[:, None] ** token
     # By worth, then by depth, then in order: a request's deeper token never comes before its shallower one.
-    order = np.lexsort((np.tile(np.arange(batch), len(token)), np.repeat(token, batch), -worth.T.ravel()))[:left]
-    return given.astype(np.int64) + np.bincount(order % batch, minlength=batch)
+    order = np.lexsort((np.tile(np.arange(batch), len(token)), np.repeat(token, batch), -worth.T.ravel()))[:remaining]
+    return allotment.astype(np.int64) + np.bincount(order % batch, minlength=batch)
 
 
 def even(state: StepState, strategy: Strategy) -> list[int]:

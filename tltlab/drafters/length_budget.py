@@ -73,12 +73,12 @@ def optimal_budget(
         for tokens, most_kept, alpha_i in rows:
             if tokens <= passes:
                 break
-            left = most_kept - 1.0 + passes / tokens
-            if left <= 0.0:
+            slack = most_kept - 1.0 + passes / tokens
+            if slack <= 0.0:
                 return True
-            needed = -tokens / alpha_i * math.log(left / most_kept)
+            needed = -tokens / alpha_i * math.log(slack / most_kept)
             drafts += needed
-            saved += 1.0 / (alpha_i * left) - count_target
+            saved += 1.0 / (alpha_i * slack) - count_target
             if needed > most_per_pass * passes or token_s * saved > base_s:
                 return True
         return drafts > most_in_all * passes
@@ -132,8 +132,8 @@ class LengthAwareBudget(DraftBudget):
         self.count_target = count_target
         self.classes_ = LengthClasses(quantiles, window)
         # Tokens drafted, accepted and generated: so many of the last that the settings stand for one short response.
-        kept = reach * (1.0 - math.exp(-efficiency))
-        self.pooled_ = [_PRIOR_TOKENS, kept * _PRIOR_TOKENS, _PRIOR_TOKENS]
+        accepted_share = reach * (1.0 - math.exp(-efficiency))
+        self.pooled_ = [_PRIOR_TOKENS, accepted_share * _PRIOR_TOKENS, _PRIOR_TOKENS]
         self.keys_: list[tuple[int, str, int, int]] = []
         self.calls_left_ = 0
         self.plans_: dict[tuple[int, int], list[float]] = {}
@@ -160,24 +160,24 @@ class LengthAwareBudget(DraftBudget):
         if (depth, verified) not in self.plans_:
             self.plans_[depth, verified] = self._plan(requests, depth, verified - 1)
         offset = sum([request.generated_tokens for request in requests]) * _GOLDEN % 1.0
-        given, before = [], 0
+        allotment, before = [], 0
         for end in self.plans_[depth, verified]:
             after = int(end + offset)
-            given.append(min(after - before, depth))
+            allotment.append(min(after - before, depth))
             before = after
-        return given
+        return allotment
 
     def _plan(self, requests: Sequence[RequestState], depth: int, most: int) -> list[float]:
         """Sums of the tokens per pass, up to and with each request."""
         batch = len(requests)
         generated = np.array([request.generated_tokens for request in requests], np.float64)
-        found = self.classes_.expect([request.prompt_id for request in requests], generated)
-        if found is None:
+        expectation = self.classes_.expect([request.prompt_id for request in requests], generated)
+        if expectation is None:
             shares = np.full(batch, float(most))
         else:
             room = np.array([request.max_response_tokens for request in requests]) - generated
             passes, drafts = optimal_budget(
-                np.clip(found[1], 1.0, np.maximum(room, 1.0)),
+                np.clip(expectation[1], 1.0, np.maximum(room, 1.0)),
                 self.reach,
                 self.efficiency,
                 self.base_s,
@@ -207,7 +207,7 @@ class LengthAwareBudget(DraftBudget):
             "pooled": list(self.pooled_),
             "keys": [list(key) for key in self.keys_],
             "calls_left": self.calls_left_,
-            "plans": [[*what, ends] for what, ends in self.plans_.items()],
+            "plans": [[*shape, ends] for shape, ends in self.plans_.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

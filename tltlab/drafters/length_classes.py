@@ -46,7 +46,7 @@ class LengthClasses:
         self.window = window
         self.records_: list[tuple[str, int]] = []
         self.pending_: list[tuple[str, int]] = []
-        self._known: _Tables | None = None
+        self._fitted: _Tables | None = None
         self._is_fit = True
 
     def finished(self, prompt_id: str, response_tokens: int) -> None:
@@ -84,9 +84,9 @@ class LengthClasses:
         # Not before somebody asks: requests end in every other iteration of a large batch.
         if not self._is_fit:
             enough = len(self.records_) >= _LEAST_RECORDS
-            self._known = _Tables(self.records_, self.quantiles) if enough else None
+            self._fitted = _Tables(self.records_, self.quantiles) if enough else None
             self._is_fit = True
-        return self._known
+        return self._fitted
 
 
 class _Tables:
@@ -101,9 +101,9 @@ class _Tables:
         self.num_classes = num = len(quantiles) + 1
         votes = np.bincount(prompts * num + classes, minlength=len(number) * num).reshape(-1, num)
         self.start = dict(zip(number, _majority(votes).tolist(), strict=True))
-        others = votes[prompts]
-        others[np.arange(len(records)), classes] -= 1
-        start = np.where(others.any(axis=1), _majority(others), num)
+        sibling_votes = votes[prompts]
+        sibling_votes[np.arange(len(records)), classes] -= 1
+        start = np.where(sibling_votes.any(axis=1), _majority(sibling_votes), num)
         order = np.argsort(lengths, kind="stable")
         self.lengths = lengths[order]
         self.edges = np.concatenate([[0], np.searchsorted(self.lengths, borders, side="left"), [len(records)]])
@@ -124,11 +124,11 @@ class _Tables:
         count = self.counts[rows, high] - self.counts[rows, low]
         likely = _majority(count)
         at = np.arange(len(start)), likely
-        seen = count[at]
+        members = count[at]
         total = (self.sums[rows, high] - self.sums[rows, low])[at]
-        again = np.maximum(generated_tokens, 1.0)
-        remaining = np.where(seen > 0, total / np.maximum(seen, 1) - generated_tokens, again)
-        return np.where(seen > 0, likely, num - 1), remaining
+        doubled = np.maximum(generated_tokens, 1.0)
+        remaining = np.where(members > 0, total / np.maximum(members, 1) - generated_tokens, doubled)
+        return np.where(members > 0, likely, num - 1), remaining
 
 
 def _majority(votes: Ints) -> Ints:

@@ -61,15 +61,15 @@ def marginal_depths(
         following = profile[min(depth + 1, len(profile) - 1)]
         return count * (profile[min(depth, len(profile) - 1)] - following if reading == "difference" else following)
 
-    high, low, left = 1, 0, total - num_high
+    high, low, remaining = 1, 0, total - num_high
     while True:
-        room_high, room_low = high < most and left >= num_high, low < most and 0 < num_low <= left
+        room_high, room_low = high < most and remaining >= num_high, low < most and 0 < num_low <= remaining
         if room_high and (not num_low or benefit(num_high, high) > weight * benefit(num_low, low)):
-            high, left = high + 1, left - num_high
+            high, remaining = high + 1, remaining - num_high
         elif room_low:
-            low, left = low + 1, left - num_low
+            low, remaining = low + 1, remaining - num_low
         elif room_high and low >= most:
-            high, left = high + 1, left - num_high
+            high, remaining = high + 1, remaining - num_high
         else:
             return high, low
 

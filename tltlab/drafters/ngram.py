@@ -66,7 +66,7 @@ class NgramDrafter(Drafter):
     def forget(self) -> None:
         self._stores: dict[tuple[int, str] | Key, _Store] = {}
         self._running: dict[Key, _Running] = {}
-        self._left_waiting = False
+        self._has_backlog = False
         # Of the budget, at least so much is free: counting takes time that grows with the groups.
         self._free_bytes = self._most_bytes
 
@@ -87,7 +87,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, key: Key, depth: int) -> Draft:
         request = self._running[key]
-        if request.store.waiting and not self._left_waiting:
+        if request.store.waiting and not self._has_backlog:
             request.store.catch_up()
         if request.num_waiting:
             # Which its last tokens are is not known before they are in.
@@ -96,15 +96,15 @@ class NgramDrafter(Drafter):
 
     def catch_up(self, most: int | None = None) -> bool:
         room = math.inf if most is None else most
-        self._left_waiting = False
+        self._has_backlog = False
         for request in self._running.values():
             if request.store.waiting:
                 if room > 0:
                     room -= request.store.catch_up(room)
                 if request.store.waiting:
-                    self._left_waiting = True
+                    self._has_backlog = True
                     break
-        return not self._left_waiting
+        return not self._has_backlog
 
     def close(self, key: Key) -> None:
         del self._running[key]
@@ -115,14 +115,14 @@ class NgramDrafter(Drafter):
 
     def _keep_budget(self) -> None:
         """Drop groups in which nothing runs, the oldest first, until there is some room in the budget."""
-        held = self.memory_bytes
-        if held > self._most_bytes:
+        total = self.memory_bytes
+        if total > self._most_bytes:
             used = {self._name(key) for key in self._running}
             for name in [name for name in self._stores if name not in used]:
-                held -= self._stores.pop(name).memory_bytes
-                if held <= LOW * self._most_bytes:
+                total -= self._stores.pop(name).memory_bytes
+                if total <= LOW * self._most_bytes:
                     break
-        self._free_bytes = self._most_bytes - held
+        self._free_bytes = self._most_bytes - total
 
     @property
     def memory_bytes(self) -> int:
@@ -170,16 +170,16 @@ class _Store:
     def catch_up(self, most: float = math.inf) -> float:
         """Put in what waits, at most so many tokens, but prompts whole; how many it were."""
         waiting, self.waiting, before = self.waiting, [], self.num_waiting
-        left = before - most
+        leftover = before - most
         for place, (request, tokens) in enumerate(waiting):
-            more = int(left) - self.num_waiting + len(tokens) if left > 0 else 0
+            more = int(leftover) - self.num_waiting + len(tokens) if leftover > 0 else 0
             if request.tail is not None and more > 0:
                 self.waiting.append((request, tokens[-more:]))
                 tokens = tokens[:-more]
             request.tail = self.add_prompt(tokens) if request.tail is None else self.add(request.tail, tokens)
             request.num_waiting -= len(tokens)
             self.num_waiting -= len(tokens)
-            if self.num_waiting <= left:
+            if self.num_waiting <= leftover:
                 self.waiting += waiting[place + 1 :]
                 break
         return before - self.num_waiting
@@ -209,8 +209,8 @@ class _Store:
                     count = counts.get(gram)
                     if count is None:
                         count = counts[gram] = {winner: 1}
-                    seen = count[token] = count.get(token, 0) + 1
-                    if token != winner and seen >= count[winner]:
+                    occurrences = count[token] = count.get(token, 0) + 1
+                    if token != winner and occurrences >= count[winner]:
                         best[gram] = token
                 gram = gram[1:]
             tail = (*tail, token) if len(tail) < max_match else (*tail[1:], token)

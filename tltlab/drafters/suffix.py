@@ -116,9 +116,9 @@ class SuffixDrafter(Drafter):
         # Those in which something runs.
         self._in_use: dict[_Name, TextTree] = {}
         self._running: dict[Key, _Running] = {}
-        self._left_waiting = False
+        self._has_backlog = False
         # What trees hold of finished texts is no more than this: counting takes time that grows with the trees.
-        self._most_held = 0
+        self._held_bound = 0
         self._history = History(self._most_text_bytes)
 
     def begin(self, rl_step: int) -> None:
@@ -138,7 +138,7 @@ class SuffixDrafter(Drafter):
             tree = self._tree(name)
             if name not in self._built:
                 tree.build(self._history.texts, self._make_room(tree))
-                self._most_held += tree.num_tokens
+                self._held_bound += tree.num_tokens
             self._built.pop(name, None)
             self._built[name] = tree
             tree.open(key, prompt)
@@ -163,11 +163,11 @@ class SuffixDrafter(Drafter):
     def propose(self, key: Key, depth: int) -> Draft:
         return self.propose_all([(key, depth)])[0]
 
-    def propose_all(self, asked: Sequence[tuple[Key, int]]) -> list[Draft]:
+    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
         drafts = []
         running, least, before = self._running, self.min_token_prob, -self.max_match - 1
         doubling, matching, shorter = self.length == "doubling", self.length == "match", self.min_match - 1
-        for key, depth in asked:
+        for key, depth in queries:
             request = running[key]
             if doubling:
                 depth = min(depth, request.width)
@@ -177,27 +177,27 @@ class SuffixDrafter(Drafter):
                 factor = self.match_factor if matching else float(depth)
                 context = request.text[before:].tolist()
                 for tree in request.trees:
-                    if tree.waiting and not self._left_waiting:
+                    if tree.waiting and not self._has_backlog:
                         tree.catch_up()
-                    found = tree.index.speculate(context, depth, factor, -factor * shorter, least, False)
-                    score = found.score
+                    draft = tree.index.speculate(context, depth, factor, -factor * shorter, least, False)
+                    score = draft.score
                     if score > most:
-                        best, most = found, score
+                        best, most = draft, score
             drafts.append(Draft([], 0.0) if best is None else Draft(best.token_ids, most))
         return drafts
 
     def catch_up(self, most: int | None = None) -> bool:
         room = math.inf if most is None else most
         # A look-up puts in what is still there to wait, unless it was left there.
-        self._left_waiting = False
+        self._has_backlog = False
         for tree in self._in_use.values():
             if tree.waiting:
                 if room > 0:
                     room -= tree.catch_up(room)
                 if tree.waiting:
-                    self._left_waiting = True
+                    self._has_backlog = True
                     break
-        return not self._left_waiting
+        return not self._has_backlog
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
         if num_accepted:
@@ -310,7 +310,7 @@ class SuffixDrafter(Drafter):
         if not names:
             return
         text = self._history.add(key, prompt, response, len(names))
-        self._most_held += (len(response) + self.max_match) * len(names)
+        self._held_bound += (len(response) + self.max_match) * len(names)
         for name in names:
             for oldest in self._trees[name].finish(key, text, self.window):
                 self._history.release(oldest)
@@ -343,7 +343,7 @@ class SuffixDrafter(Drafter):
     def _keep_budget(self) -> None:
         for keys in self._history.leaving():
             self._take_out(keys)
-        if self._most_held <= self._most_tokens or self._make_room() >= 0:
+        if self._held_bound <= self._most_tokens or self._make_room() >= 0:
             return
         surplus = self._held_tokens() - LOW * self._most_tokens
         for key in self._history.texts:
@@ -357,18 +357,18 @@ class SuffixDrafter(Drafter):
     def _make_room(self, tree: TextTree | None = None) -> float:
         """Empty trees that nobody drafts from until what `tree` is to hold has room; how many tokens have."""
         texts = self._history.texts
-        wanted = sum(tree.size(texts[key]) for key in tree.finished) if tree is not None else 0
-        held = self._held_tokens()
-        for name, other in list(self._built.items()):
-            if held + wanted <= self._most_tokens:
+        needed = sum(tree.size(texts[key]) for key in tree.finished) if tree is not None else 0
+        total = self._held_tokens()
+        for name, candidate in list(self._built.items()):
+            if total + needed <= self._most_tokens:
                 break
             # The tree of all responses is in use as soon as anything is.
-            if not other.running and name[0] != "global":
-                held -= other.num_tokens
-                other.empty()
+            if not candidate.running and name[0] != "global":
+                total -= candidate.num_tokens
+                candidate.empty()
                 del self._built[name]
-        self._most_held = held
-        return self._most_tokens - held
+        self._held_bound = total
+        return self._most_tokens - total
 
     def _held_tokens(self) -> int:
         return sum(tree.num_tokens for tree in self._built.values())
@@ -408,9 +408,9 @@ def check_settings(
     history_mib: float | None,
 ) -> None:
     """ConfigError for settings of `SuffixDrafter` that make no sense."""
-    known = get_args(Scope)
-    if not scopes or len(set(scopes)) != len(scopes) or not set(scopes) <= set(known):
-        raise ConfigError(f"suffix: scopes must be some of {', '.join(known)}, each once, got {list(scopes)}")
+    names = get_args(Scope)
+    if not scopes or len(set(scopes)) != len(scopes) or not set(scopes) <= set(names):
+        raise ConfigError(f"suffix: scopes must be some of {', '.join(names)}, each once, got {list(scopes)}")
     if window is not None and window < 1:
         raise ConfigError(f"suffix: window must be at least 1 response, or none for all, got {window}")
     if not 1 <= min_match <= max_match:

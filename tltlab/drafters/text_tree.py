@@ -22,8 +22,8 @@ Waiting: TypeAlias = "Tokens | array[int] | list[int]"
 
 
 def _as_list(tokens: Waiting) -> list[int]:
-    found: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
-    return found
+    numbers: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
+    return numbers
 
 
 class TextTree:
@@ -125,8 +125,8 @@ class TextTree:
             self._count(key, text)
         surplus = 0 if window is None else len(self.finished) - window
         oldest = list(islice(self.finished, max(surplus, 0)))
-        for left in oldest:
-            self.remove(left)
+        for evicted in oldest:
+            self.remove(evicted)
         return oldest
 
     def remove(self, key: Key) -> None:

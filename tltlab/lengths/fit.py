@@ -55,19 +55,19 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     traces with one sample per prompt, which do not tell it. `notes` of the model say what was not identified. Raises
     ConfigError.
     """
-    rows, looked_at = _rows(trace)
+    rows, sampled = _rows(trace)
     finished = int((~rows["cut"]).sum())
     if finished < _MIN_FINISHED:
         raise ConfigError(
             f"{trace.path or 'trace'}: {finished} responses ran to their end, a fit of lengths needs {_MIN_FINISHED}"
         )
-    notes = [f"fitted to {len(rows)} responses of {len(looked_at.rl_steps)} RL steps"]
+    notes = [f"fitted to {len(rows)} responses of {len(sampled.rl_steps)} RL steps"]
     median, tail = _drifts(rows)
-    median_growth, tail_growth = (_kept(d, what, notes) for d, what in ((median, "median"), (tail, "tail")))
+    median_growth, tail_growth = (_growth(d, name, notes) for d, name in ((median, "median"), (tail, "tail")))
     log_tokens = _without_drift(rows, median_growth, tail_growth)
     quantiles = _quantiles(log_tokens, rows["cut"].to_numpy())
     longest = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
-    notes.append(_told(longest, quantiles[-1], float(rows["at_cap"].mean())))
+    notes.append(_tail_note(longest, quantiles[-1], float(rows["at_cap"].mean())))
     model = LengthModel(
         quantiles=quantiles,
         tail=longest,
@@ -80,13 +80,13 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     at = int(rows["step"].max()) // 2
     variance = model.covariance(1.0, at)
     if prompt_share is None:
-        found = measured_share(looked_at)
-        if found is None:
+        measured = measured_share(sampled)
+        if measured is None:
             raise ConfigError(
                 f"{trace.path or 'trace'}: no prompt has two samples, so the share of the prompt in length is unknown; "
                 "give it as prompt share (about .05 for a base model, .9 for a reasoning model)"
             )
-        prompt_share = model.correlation(found * variance, at) if found > 0 else 0.0
+        prompt_share = model.correlation(measured * variance, at) if measured > 0 else 0.0
     changes: dict[str, Any] = {"prompt_share": prompt_share}
     memory = _prompt_memory(rows, model, prompt_share, at)
     if memory is None:
@@ -105,21 +105,21 @@ def statistics(trace: Trace) -> dict[str, Any]:
     share of cut responses (`cap_mass`, and in the first and last quarter of the RL steps), growth of the median per
     RL step with its standard error, and median prompt tokens.
     """
-    rows, looked_at = _rows(trace)
+    rows, sampled = _rows(trace)
     tokens = np.rint(np.exp(rows["y"].to_numpy()))
     group = pd.Series(tokens).groupby([rows["step"].to_numpy(), rows["prompt_id"].to_numpy()], sort=False)
     sizes = group.size()
     spread = (group.std() / group.mean()).dropna()
     median, _ = _drifts(rows)
-    quarter = max(1, len(looked_at.rl_steps) // 4)
+    quarter = max(1, len(sampled.rl_steps) // 4)
     at_cap = rows["at_cap"].groupby(rows["step"]).agg(["sum", "size"])
     p50, p75, p90, p99, longest = (float(q) for q in np.percentile(tokens, (50, 75, 90, 99, 100)))
     return {
         "num_rl_steps": len(trace.rl_steps),
-        "num_rl_steps_looked_at": len(looked_at.rl_steps),
+        "num_rl_steps_looked_at": len(sampled.rl_steps),
         "num_responses_looked_at": len(rows),
         "num_prompts": int(rows["prompt_id"].nunique()),
-        "prompts_per_step": float(len(sizes) / len(looked_at.rl_steps)),
+        "prompts_per_step": float(len(sizes) / len(sampled.rl_steps)),
         "group_size": float(sizes.mean()),
         "p50_tokens": p50,
         "p75_tokens": p75,
@@ -129,7 +129,7 @@ def statistics(trace: Trace) -> dict[str, Any]:
         "mean_tokens": float(tokens.mean()),
         "log_sigma": float(rows["y"].std(ddof=0)),
         "within_group_cv": float(spread.mean()) if len(spread) else None,
-        "prompt_share": measured_share(looked_at),
+        "prompt_share": measured_share(sampled),
         "cap_mass": float(rows["at_cap"].mean()),
         "cap_mass_first": float(at_cap["sum"][:quarter].sum() / at_cap["size"][:quarter].sum()),
         "cap_mass_last": float(at_cap["sum"][-quarter:].sum() / at_cap["size"][-quarter:].sum()),
@@ -221,8 +221,8 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
         penalty = 1 / (1 - shape) - 1 if shape > 0 else 0.0
         return float((log_scale + shape * rarity)[ended].sum() + rarity.sum()) + penalty
 
-    found = minimize(loss, np.array([0.1, 0.0]), method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
-    shape, scale = float(found.x[0]), unit * math.exp(float(found.x[1]))
+    optimum = minimize(loss, np.array([0.1, 0.0]), method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
+    shape, scale = float(optimum.x[0]), unit * math.exp(float(optimum.x[1]))
     scale += shape * (last - threshold)
     if scale <= 0:
         # A bounded tail that ends at the last quantile: there is nothing beyond it to draw.
@@ -230,14 +230,14 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
     return ParetoTail(scale=scale, shape=shape, shape_error=(1 + shape) / math.sqrt(float(ended.sum())))
 
 
-def _told(tail: ParetoTail | None, last: tuple[float, float], cap_mass: float) -> str:
+def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: float) -> str:
     """What is known of the longest responses, in a line."""
-    where = f"beyond {last[1]:.0f} tokens (all but {1 - last[0]:.2g} of the responses)"
+    region = f"beyond {last[1]:.0f} tokens (all but {1 - last[0]:.2g} of the responses)"
     at_cap = f"; {cap_mass:.2g} of the responses are cut at the cap" if cap_mass else ""
     if tail is None:
-        return f"{where} too few are long for a tail: the last two quantiles go on{at_cap}"
+        return f"{region} too few are long for a tail: the last two quantiles go on{at_cap}"
     return (
-        f"{where} a generalised Pareto tail, shape {tail.shape:.2f} +- {tail.shape_error:.2f}, scale "
+        f"{region} a generalised Pareto tail, shape {tail.shape:.2f} +- {tail.shape_error:.2f}, scale "
         f"{tail.scale:.0f} tokens{at_cap}"
     )
 
@@ -283,11 +283,11 @@ def _drifts(rows: pd.DataFrame) -> tuple[Drift | None, Drift | None]:
             continue
         steps.append(float(of_step["step"].iloc[0]))
         medians.append(middle)
-        for level, found in spreads.items():
+        for level, logs in spreads.items():
             high = _censored_quantile(y, cut, level)
-            found.append(math.nan if high is None or high <= middle else math.log(high - middle))
+            logs.append(math.nan if high is None or high <= middle else math.log(high - middle))
     at = np.array(steps)
-    high_spread = next((s for found in spreads.values() if np.isfinite(s := np.array(found)).all()), None)
+    high_spread = next((s for logs in spreads.values() if np.isfinite(s := np.array(logs)).all()), None)
     return _regress(at, np.array(medians)), None if high_spread is None else _regress(at, high_spread)
 
 
@@ -296,19 +296,19 @@ def _regress(steps: Floats, logs: Floats) -> Drift | None:
         return None
     off = steps - steps.mean()
     slope = float(off @ logs / (off @ off))
-    rest = logs - logs.mean() - slope * off
+    misfit = logs - logs.mean() - slope * off
     return Drift(
-        growth=math.expm1(slope), standard_error=math.sqrt(float(rest @ rest) / (len(steps) - 2) / float(off @ off))
+        growth=math.expm1(slope), standard_error=math.sqrt(float(misfit @ misfit) / (len(steps) - 2) / float(off @ off))
     )
 
 
-def _kept(drift: Drift | None, what: str, notes: list[str]) -> float:
+def _growth(drift: Drift | None, name: str, notes: list[str]) -> float:
     if drift is None:
-        notes.append(f"growth of the {what} is not identified: 0")
+        notes.append(f"growth of the {name} is not identified: 0")
         return 0.0
     if not drift.significant:
         notes.append(
-            f"growth of the {what} is {drift.growth:.2g} +- {drift.standard_error:.2g} per step, too uncertain: 0"
+            f"growth of the {name} is {drift.growth:.2g} +- {drift.standard_error:.2g} per step, too uncertain: 0"
         )
         return 0.0
     return drift.growth
@@ -332,12 +332,12 @@ def _prompt_lengths(rows: pd.DataFrame, model: LengthModel, prompt_share: float,
     if (prompt["x"] <= 0).any():
         return {"prompt_tokens_median": 0.0}
     x = np.log(prompt["x"].to_numpy())
-    found = {"prompt_tokens_median": float(np.exp(np.median(x))), "prompt_tokens_sigma": min(5.0, float(x.std()))}
+    fields = {"prompt_tokens_median": float(np.exp(np.median(x))), "prompt_tokens_sigma": min(5.0, float(x.std()))}
     off, y = x - x.mean(), prompt["y"].to_numpy()
     reach = math.sqrt(prompt_share) * model.slope(at)
     covariance = float((off * y).mean())
     error = float(x.std() * y.std()) / math.sqrt(len(prompt))
     if reach > 0 and abs(covariance) > _SIGNIFICANT * error > 0:
         correlation = covariance / (float(x.std()) * reach)
-        found["prompt_length_correlation"] = min(1.0, max(-1.0, correlation))
-    return found
+        fields["prompt_length_correlation"] = min(1.0, max(-1.0, correlation))
+    return fields

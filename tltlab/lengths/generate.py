@@ -57,12 +57,12 @@ class ToolUse:
         tokens = np.concatenate(parts)
         of, turn = np.repeat(np.arange(len(lengths)), counts), np.concatenate([np.arange(count) for count in counts])
         factors = np.exp(_SPREAD * rng.standard_normal((2, len(of))))
-        said = np.where(turn > 0, np.rint(self.observation_tokens * factors[0]), 0).astype(np.int64)
+        observations = np.where(turn > 0, np.rint(self.observation_tokens * factors[0]), 0).astype(np.int64)
         before = np.concatenate([np.cumsum(part) - part for part in parts])
-        told = pd.Series(said).groupby(of).cumsum().to_numpy()
+        observed = pd.Series(observations).groupby(of).cumsum().to_numpy()
         last = np.arange(len(of)) == np.cumsum(counts)[of] - 1
         prompts, caps = (workload[name].to_numpy(np.int64)[of] for name in ("prompt_tokens", "max_response_tokens"))
-        prompt_tokens = np.minimum(prompts + before + told, 2**31 - 1).astype(np.int32)
+        prompt_tokens = np.minimum(prompts + before + observed, 2**31 - 1).astype(np.int32)
         key = {"turn": turn.astype(np.int32)}
         return (
             workload.iloc[of].assign(

@@ -173,8 +173,8 @@ class LengthModel(FrozenModel):
         return float(_WEIGHTS @ (_SCORES * self._cut(rl_step)))
 
     @classmethod
-    def _checked(cls, value: object, where: str) -> Self:
-        with faults_in(where):
+    def _checked(cls, value: object, origin: str) -> Self:
+        with faults_in(origin):
             return cls.model_validate(value)
 
     @cached_property
@@ -206,8 +206,8 @@ class LengthModel(FrozenModel):
         for k in range(_NUM_HERMITE):
             before, now = now, (_SCORES * now - math.sqrt(k) * before) / math.sqrt(k + 1)
             squares.append(float(_WEIGHTS @ (values * now)) ** 2)
-        rest = float(_WEIGHTS @ (values - mean) ** 2) - sum(squares)
-        return np.array([*squares, max(0.0, rest)])
+        remainder = float(_WEIGHTS @ (values - mean) ** 2) - sum(squares)
+        return np.array([*squares, max(0.0, remainder)])
 
 
 def _log_beyond(score: float) -> float:

@@ -61,7 +61,7 @@ class LengthPredictor(BaseEstimator):  # type: ignore[misc, unused-ignore]
         # The mean of what ended in an interval stands for it.
         middle = (self.edges_[1:] + self.edges_[:-1]) / 2
         inside = [tokens[~cut & (last == k)] for k in range(len(middle))]
-        self.middle_ = np.array([found.mean() if len(found) else at for found, at in zip(inside, middle, strict=True)])
+        self.middle_ = np.array([group.mean() if len(group) else at for group, at in zip(inside, middle, strict=True)])
         self.base_ = np.array(
             [ended[interval == k].mean() if (interval == k).any() else 0.5 for k in range(len(middle))]
         )
@@ -85,8 +85,8 @@ class LengthPredictor(BaseEstimator):  # type: ignore[misc, unused-ignore]
         intervals = len(self.middle_)
         if self.model_ is None:
             return np.tile(self.base_, (len(x), 1))
-        known = x[:, self.used_]
-        features = np.column_stack([np.tile(np.arange(intervals), len(x)), np.repeat(known, intervals, axis=0)])
+        used = x[:, self.used_]
+        features = np.column_stack([np.tile(np.arange(intervals), len(x)), np.repeat(used, intervals, axis=0)])
         with threadpool_limits(1):
             chances: Floats = self.model_.predict_proba(features)[:, 1].reshape(len(x), intervals)
         return chances
@@ -119,10 +119,10 @@ def features(rows: pd.DataFrame, at_tokens: float = 0.0, knows: Sequence[str] = 
         ended = (rows["response_tokens"] <= at_tokens).to_numpy()
         table = pd.DataFrame({"ended": ended, "log": np.where(ended, log, 0.0), "one": 1.0})
         sums = table.groupby([rows["rl_step"].to_numpy(), rows["prompt_id"].to_numpy()]).transform("sum")
-        others = (sums["ended"] - ended).to_numpy(np.float64)
+        count = (sums["ended"] - ended).to_numpy(np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):
-            columns.append(others / (sums["one"].to_numpy() - 1.0))
-            columns.append(np.where(others > 0, (sums["log"].to_numpy() - table["log"].to_numpy()) / others, np.nan))
+            columns.append(count / (sums["one"].to_numpy() - 1.0))
+            columns.append(np.where(count > 0, (sums["log"].to_numpy() - table["log"].to_numpy()) / count, np.nan))
     return np.column_stack(columns)
 
 
@@ -136,10 +136,10 @@ def _history(rows: pd.DataFrame, log: Floats) -> list[Floats]:
     )  # fmt: skip
     steps = table.groupby(["prompt", "rl_step"])[["log", "cut", "one"]].sum()
     before = steps.groupby("prompt").cumsum() - steps
-    found = before.reindex(pd.MultiIndex.from_frame(table[["prompt", "rl_step"]]))
-    number = found["one"].to_numpy()
+    earlier = before.reindex(pd.MultiIndex.from_frame(table[["prompt", "rl_step"]]))
+    number = earlier["one"].to_numpy()
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean, share = found["log"].to_numpy() / number, found["cut"].to_numpy() / number
+        mean, share = earlier["log"].to_numpy() / number, earlier["cut"].to_numpy() / number
     return [np.where(number > 0, mean, np.nan), number, np.where(number > 0, share, np.nan)]
 
 

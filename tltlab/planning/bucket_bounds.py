@@ -50,17 +50,17 @@ class Problem:
         batches = range(1, seconds.shape[1] + 1)
         targets = sorted({s.tokens_to_verify for s in strategies})
         drafters = [s for s in strategies if has_drafter_graphs(s)]
-        one = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
-        two = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
-        one += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
-        two += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b, b))) for b in batches] for s in drafters]
-        graph = np.array(two) - np.array(one)
+        once = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
+        twice = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
+        once += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
+        twice += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b, b))) for b in batches] for s in drafters]
+        graph = np.array(twice) - np.array(once)
         uses = [[s.tokens_to_verify == v for v in targets] + [s == d for d in drafters] for s in strategies]
         return cls(
             seconds=seconds,
             uses=np.array(uses, np.float64),
             graph=graph,
-            opening=np.array(one) - graph,
+            opening=np.array(once) - graph,
             captured=np.isin(np.array(batches), np.asarray(sizes)),
             cap=cap,
         )
@@ -96,20 +96,20 @@ class Bounds:
     problem: Problem
     prices: Floats
     shares: Floats
-    _known: dict[int, Floats] = field(default_factory=dict, init=False)
+    _by_mask: dict[int, Floats] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, problem: Problem) -> Bounds:
         price, shares = _duals(problem)
         return cls(problem=problem, prices=price * np.array(PRICES if price else (0.0,)), shares=shares)
 
-    def of_rest(self, masks: Words, last: Ints, b: int) -> Floats:
+    def below(self, masks: Words, last: Ints, b: int) -> Floats:
         """For each label the bounds of batches 1..b, [N, 1 + prices]."""
-        different, where = np.unique(masks, return_inverse=True)
-        if new := [mask for mask in different.tolist() if len(self._known.get(mask, ())) < b]:
-            self._known.update(zip(new, self._tables(np.array(new, np.uint64), b), strict=True))
-        tables = np.array([self._known[mask][b - 1] for mask in different.tolist()])
-        return np.asarray(tables[where, :, last])
+        unique, inverse = np.unique(masks, return_inverse=True)
+        if new := [mask for mask in unique.tolist() if len(self._by_mask.get(mask, ())) < b]:
+            self._by_mask.update(zip(new, self._tables(np.array(new, np.uint64), b), strict=True))
+        tables = np.array([self._by_mask[mask][b - 1] for mask in unique.tolist()])
+        return np.asarray(tables[inverse, :, last])
 
     def _tables(self, masks: Words, b: int) -> Floats:
         """[N, b, 1 + prices, S]."""
@@ -117,14 +117,14 @@ class Bounds:
         shares = np.tensordot(1.0 - p.has(masks), p.uses[:, :, None] * self.shares[:, :b], axes=([1], [1]))
         seconds = np.concatenate([[0.0], np.ones(len(self.prices))])[:, None]
         prices = np.concatenate([[1.0], self.prices])[:, None]
-        rest = np.zeros((len(masks), len(prices), len(p.seconds)))
-        tables = np.empty((len(masks), b, *rest.shape[1:]))
+        below = np.zeros((len(masks), len(prices), len(p.seconds)))
+        tables = np.empty((len(masks), b, *below.shape[1:]))
         for i in range(b):
-            rest = rest + seconds * p.seconds[:, i] + prices * (p.stay[:, i] + shares[:, None, :, i])
+            below = below + seconds * p.seconds[:, i] + prices * (p.stay[:, i] + shares[:, None, :, i])
             # Another row may begin here; its end is a graph even where the size is not captured anyway.
-            begin = (rest + prices * (p.end[:, i] - p.stay[:, i])).min(axis=2, keepdims=True)
-            rest = np.minimum(rest, begin)
-            tables[:, i] = rest
+            begin = (below + prices * (p.end[:, i] - p.stay[:, i])).min(axis=2, keepdims=True)
+            below = np.minimum(below, begin)
+            tables[:, i] = below
         return tables
 
 

@@ -126,11 +126,11 @@ def plan_buckets(
     sizes = sglang_sizes(max_batch) if sizes is None else tuple(sizes)
     seconds = _seconds(weights, seconds_per_token, strategies, max_batch)
     max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
-    rest_s, choice = _without_cap(seconds, max_rows)
+    floor_s, choice = _without_cap(seconds, max_rows)
     plan = _plan(choice, seconds, strategies, pool, sizes)
     if pool is None or cap_bytes is None or plan.memory_bytes <= cap_bytes:
         return plan
-    fitting = cheapest(Problem.of(seconds, strategies, pool, sizes, cap_bytes), rest_s, max_rows)
+    fitting = cheapest(Problem.of(seconds, strategies, pool, sizes, cap_bytes), floor_s, max_rows)
     if fitting is None:
         least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes)) for s in strategies)
         raise ConfigError(
@@ -146,22 +146,22 @@ def _without_cap(seconds: Floats, max_rows: int) -> tuple[Floats, list[int]]:
     Of equally fast choices one with the fewest rows, so that a batch of no weight goes with its neighbour.
     """
     num_strategies, num_batches = seconds.shape
-    rest = np.zeros((num_batches + 1, max_rows, num_strategies))
+    floor_s = np.zeros((num_batches + 1, max_rows, num_strategies))
     for b in range(1, num_batches + 1):
-        goes_on = rest[b - 1] + seconds[:, b - 1]
-        rest[b] = goes_on
-        rest[b, 1:] = np.minimum(goes_on[1:], goes_on[:-1].min(axis=1, keepdims=True))
-    totals = (rest[-2] + seconds[:, -1]).min(axis=1)
+        goes_on = floor_s[b - 1] + seconds[:, b - 1]
+        floor_s[b] = goes_on
+        floor_s[b, 1:] = np.minimum(goes_on[1:], goes_on[:-1].min(axis=1, keepdims=True))
+    totals = (floor_s[-2] + seconds[:, -1]).min(axis=1)
     k = int(totals.argmin())
-    choice = [int((rest[-2, k] + seconds[:, -1]).argmin())]
+    choice = [int((floor_s[-2, k] + seconds[:, -1]).argmin())]
     for b in range(num_batches - 1, 0, -1):
-        goes_on = rest[b - 1] + seconds[:, b - 1]
+        goes_on = floor_s[b - 1] + seconds[:, b - 1]
         s = choice[-1]
         if k and goes_on[k - 1].min() < goes_on[k, s]:
             k -= 1
             s = int(goes_on[k].argmin())
         choice.append(s)
-    return rest, choice[::-1]
+    return floor_s, choice[::-1]
 
 
 def _plan(
@@ -239,24 +239,24 @@ class Labels:
         return Labels(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
-def cheapest(problem: Problem, rest_s: Floats, max_rows: int) -> list[int] | None:
+def cheapest(problem: Problem, floor_s: Floats, max_rows: int) -> list[int] | None:
     """The strategy of each batch 1..B in the fastest plan that fits, of those the smallest; None where none fits.
 
-    `rest_s`[b, k, s] are the least seconds of batches 1..b below a row of s, with at most k rows more.
+    `floor_s`[b, k, s] are the least seconds of batches 1..b below a row of s, with at most k rows more.
     """
     bounds = Bounds.of(problem)
     best_s, choice = np.inf, None
     # A narrow search finds a good plan; a wider one that leaves nothing out below its seconds proves the best.
     for width in (*WIDTHS, None):
-        found_s, choice, complete = _search(problem, bounds, rest_s, max_rows, best_s * (1.0 + 1e-9), width)
+        plan_s, choice, complete = _search(problem, bounds, floor_s, max_rows, best_s * (1.0 + 1e-9), width)
         if complete:
             break
-        best_s = min(best_s, found_s)
+        best_s = min(best_s, plan_s)
     return choice
 
 
 def _search(
-    p: Problem, bounds: Bounds, rest_s: Floats, max_rows: int, most_s: float, width: int | None
+    p: Problem, bounds: Bounds, floor_s: Floats, max_rows: int, most_s: float, width: int | None
 ) -> tuple[float, list[int] | None, bool]:
     """Seconds and choice of the best plan of at most `most_s`, and whether nothing was left out for the width."""
     none = np.zeros(1, np.int64)
@@ -266,7 +266,7 @@ def _search(
     )  # fmt: skip
     steps, complete = [], True
     for i in reversed(range(p.seconds.shape[1])):
-        labels = _bounded(p, bounds, rest_s, max_rows, _extended(p, labels, i), i, most_s)
+        labels = _bounded(p, bounds, floor_s, max_rows, _extended(p, labels, i), i, most_s)
         if width is not None and len(labels) > 4 * width:
             labels, complete = _narrowed(labels, 4 * width), False
         labels = _undominated(p, labels, i)
@@ -301,20 +301,20 @@ def _extended(p: Problem, labels: Labels, i: int) -> Labels:
 
 
 def _bounded(
-    p: Problem, bounds: Bounds, rest_s: Floats, max_rows: int, labels: Labels, i: int, most_s: float
+    p: Problem, bounds: Bounds, floor_s: Floats, max_rows: int, labels: Labels, i: int, most_s: float
 ) -> Labels:
     """Labels that may still end within `most_s`, the cap and `max_rows`, with their bounds, the fastest first."""
     labels = labels.take(np.flatnonzero(labels.num_rows <= max_rows))
     if i == 0 or not len(labels):
-        kept = np.flatnonzero(labels.seconds <= most_s)
-        return labels.take(kept[np.lexsort((labels.memory[kept], labels.seconds[kept]))])
-    rest = bounds.of_rest(labels.open, labels.last, i)
-    priced = (rest[:, 1:] - bounds.prices * (p.cap - labels.memory)[:, None]).max(axis=1)
-    least_s = rest_s[i, max_rows - labels.num_rows, labels.last]
+        rows = np.flatnonzero(labels.seconds <= most_s)
+        return labels.take(rows[np.lexsort((labels.memory[rows], labels.seconds[rows]))])
+    below = bounds.below(labels.open, labels.last, i)
+    priced = (below[:, 1:] - bounds.prices * (p.cap - labels.memory)[:, None]).max(axis=1)
+    least_s = floor_s[i, max_rows - labels.num_rows, labels.last]
     bound = labels.seconds + np.maximum(priced, least_s)
-    fits = labels.memory + rest[:, 0] <= p.cap * (1.0 + ROUNDING)
-    kept = np.flatnonzero(fits & (bound <= most_s))
-    order = kept[np.lexsort((labels.memory[kept], labels.seconds[kept]))]
+    fits = labels.memory + below[:, 0] <= p.cap * (1.0 + ROUNDING)
+    rows = np.flatnonzero(fits & (bound <= most_s))
+    order = rows[np.lexsort((labels.memory[rows], labels.seconds[rows]))]
     return replace(labels.take(order), bound=bound[order])
 
 
@@ -328,18 +328,18 @@ def _undominated(p: Problem, labels: Labels, i: int) -> Labels:
         opening, ends = p.opening[:, i - 1], p.end[:, i - 1] - p.stay[:, i - 1]
     else:
         opening, ends = np.zeros(len(p.opening)), np.zeros(len(p.seconds))
-    held = p.has(labels.open)
-    price = held * opening
+    runners = p.has(labels.open)
+    price = runners * opening
     whole, memory, last, num_rows = price.sum(axis=1), labels.memory, labels.last, labels.num_rows
     rows, at = np.arange(len(labels)), 0
     while at + 1 < len(rows):
         after = slice(at + 1, None)
-        other = last[after] != last[at]
-        extra = whole[after] - price[after] @ held[at] + np.where(other, ends[last[after]], 0.0)
-        beaten = (memory[at] + extra <= memory[after]) & (num_rows[at] + other <= num_rows[after])
+        switches = last[after] != last[at]
+        extra = whole[after] - price[after] @ runners[at] + np.where(switches, ends[last[after]], 0.0)
+        beaten = (memory[at] + extra <= memory[after]) & (num_rows[at] + switches <= num_rows[after])
         if beaten.any():
-            kept = np.concatenate([np.arange(at + 1), at + 1 + np.flatnonzero(~beaten)])
-            rows, held, price, whole = rows[kept], held[kept], price[kept], whole[kept]
-            memory, last, num_rows = memory[kept], last[kept], num_rows[kept]
+            survivors = np.concatenate([np.arange(at + 1), at + 1 + np.flatnonzero(~beaten)])
+            rows, runners, price, whole = rows[survivors], runners[survivors], price[survivors], whole[survivors]
+            memory, last, num_rows = memory[survivors], last[survivors], num_rows[survivors]
         at += 1
     return labels.take(rows)

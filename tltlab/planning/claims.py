@@ -142,8 +142,8 @@ def difference(
     >>> difference(CLAIMS["tlt"], 1.2, 1.1, 1.3, responses_per_worker=64, cap=32768, of_same=True)
     'below the claim of 1.7 to 2.1 x VeRL (RL step); 64 responses to a worker here, 256 there'
     """
-    where = {"within": "within", "below": "below", "above": "above", "open": "not told apart from"}
-    verdict = where[claim.against(speed_up, low, high)]
+    relation = {"within": "within", "below": "below", "above": "above", "open": "not told apart from"}
+    verdict = relation[claim.against(speed_up, low, high)]
     span = f"{claim.least:g}" if claim.least == claim.most else f"{claim.least:g} to {claim.most:g}"
     parts = [f"{verdict} the claim of {span} x {claim.baseline} ({claim.of})"]
     if not of_same:

@@ -95,9 +95,9 @@ def _joined(decisions: pd.DataFrame, iterations: pd.DataFrame, own_state: bool) 
     for name, values in {"batch": table["batch"], "waiting": waiting, "context": table["context_tokens"]}.items():
         table[f"state_{name}"] = values if own_state else values.groupby(same).shift().fillna(values)
     chosen = decisions.sort_values(order, kind="stable").assign(decision=np.arange(len(decisions)))
-    kept = [*order, "decision", "propensity", "drafter", "draft_depth", "top_k", "tokens_to_verify"]
+    columns = [*order, "decision", "propensity", "drafter", "draft_depth", "top_k", "tokens_to_verify"]
     table = table.drop(columns=["drafter", "draft_depth", "top_k", "tokens_to_verify"], errors="ignore")
-    table = table.merge(chosen[kept], on=order, how="left", validate="one_to_one")
+    table = table.merge(chosen[columns], on=order, how="left", validate="one_to_one")
     if int(table["decision"].notna().sum()) != len(chosen):
         raise TraceError("decisions.parquet: a decision belongs to an iteration that iterations.parquet does not have")
     table["decision"] = table.groupby(PLACE)["decision"].ffill()
@@ -112,8 +112,8 @@ def _joined(decisions: pd.DataFrame, iterations: pd.DataFrame, own_state: bool) 
     single = groups.size() == 1
     each = rows["accepted_per_request"] if "accepted_per_request" in rows else pd.Series(None, rows.index, dtype=object)
     rows["accepted"] = [
-        list(own) if alone and own is not None and len(own) == batch else [total / batch] * int(batch)
-        for own, alone, total, batch in zip(each, single, tokens, rows["batch"], strict=True)
+        list(counts) if alone and counts is not None and len(counts) == batch else [total / batch] * int(batch)
+        for counts, alone, total, batch in zip(each, single, tokens, rows["batch"], strict=True)
     ]
     return rows.reset_index()
 

@@ -88,8 +88,8 @@ def predicted_long(expected: Mapping[str, float], share: float, recall: float, l
     """
     order = sorted(expected, key=lambda name: (-expected[name], name))
     long = order[: round(share * len(order))]
-    found = [name for name in long if luck[name] < recall]
-    return {*found, *order[len(long) : 2 * len(long) - len(found)]}
+    recalled = [name for name in long if luck[name] < recall]
+    return {*recalled, *order[len(long) : 2 * len(long) - len(recalled)]}
 
 
 def stage_left(finish_s: Sequence[float], tokens: Sequence[int], free_s: Sequence[float], stage_s: float) -> float:

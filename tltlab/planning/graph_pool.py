@@ -141,11 +141,11 @@ def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int]) -> CapturePla
     >>> plan_for(policy, 8, (1, 2, 4, 8)).target_graphs
     [(4, 1), (8, 1), (1, 48), (2, 48)]
     """
-    last, rest = max_batch, False
+    last, counts_waiting = max_batch, False
     if policy.activation:
-        last, rest = min(policy.activation.max_requests, max_batch), policy.activation.count == "remaining"
+        last, counts_waiting = min(policy.activation.max_requests, max_batch), policy.activation.count == "remaining"
     rows = [row for row in _rows(policy.selector.build(np.random.default_rng(0))) if row[0] <= last]
-    if rest:
+    if counts_waiting:
         rows += [(start, NO_SPECULATION) for start in dict.fromkeys(start for start, _ in rows)]
     if last < max_batch:
         rows.append((last + 1, NO_SPECULATION))
@@ -160,7 +160,7 @@ def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
         starts, arms = selector.thresholds, tuple((strategy,) for strategy in selector.rows)
     elif isinstance(selector, BegMab):
         starts, arms = selector.thresholds, selector.arms
-    return [(start, arm) for start, own in zip((1, *starts[1:]), arms, strict=True) for arm in own]
+    return [(start, arm) for start, bucket in zip((1, *starts[1:]), arms, strict=True) for arm in bucket]
 
 
 class GraphPool(FrozenModel):

@@ -133,8 +133,8 @@ def estimate(
             "record with the policy 'explore', or a bandit with epsilon > 0"
         )
     rewards = np.array([log[i].reward for i in chosen])
-    own = np.array([pi[i].get(log[i].strategy, 0.0) for i in chosen])
-    weights = own / np.array([log[i].propensity for i in chosen])
+    probabilities = np.array([pi[i].get(log[i].strategy, 0.0) for i in chosen])
+    weights = probabilities / np.array([log[i].propensity for i in chosen])
     of_policy, of_logged = _predicted(log, pi, folds, chosen)
     cluster = _clusters([log[i] for i in chosen])
     ones = np.ones(len(chosen))
@@ -196,9 +196,9 @@ class RewardModel:
         return np.asarray(model.predict(self._features(rows, strategies)), np.float64) * self._scale
 
     def _features(self, rows: Ints, strategies: Ints) -> Floats:
-        own = strategies[:, None] == np.arange(len(self._number))
+        one_hot = strategies[:, None] == np.arange(len(self._number))
         shared = self._states[rows]
-        return np.column_stack([shared[:, 1:], (own[:, :, None] * shared[:, None, :]).reshape(len(rows), -1)])
+        return np.column_stack([shared[:, 1:], (one_hot[:, :, None] * shared[:, None, :]).reshape(len(rows), -1)])
 
 
 def _predicted(
@@ -265,12 +265,12 @@ def _uncovered(log: Sequence[Logged], pi: Sequence[Chances]) -> float:
 
 def _alike(log: Sequence[Logged]) -> float:
     """How often a worker's n-th choice is that of its RL step before, among choices of chance 1/2 and less."""
-    made: dict[int, dict[int, list[Logged]]] = {}
+    by_worker: dict[int, dict[int, list[Logged]]] = {}
     for d in log:
-        made.setdefault(d.state.worker, {}).setdefault(d.state.rl_step, []).append(d)
+        by_worker.setdefault(d.state.worker, {}).setdefault(d.state.rl_step, []).append(d)
     pairs = [
         first.strategy == second.strategy
-        for steps in made.values()
+        for steps in by_worker.values()
         for rows in pairwise(steps.values())
         for first, second in zip(*rows, strict=False)
         if max(first.propensity, second.propensity) <= 0.5

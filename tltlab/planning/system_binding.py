@@ -112,8 +112,8 @@ def bind(
     chosen, model, stand_ins = choose(system, acceptance, model_free)
     notes = [*stand_ins]
     if system.history and isinstance(model, SiblingAcceptance):
-        there = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
-        model = model.model_copy(update={"alone": there})
+        alpha = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
+        model = model.model_copy(update={"alone": alpha})
         notes.append(f"{system.history} responses of an earlier epoch to retrieve from, as good as finished siblings")
     tree = model.learned if isinstance(model, Beside) else model
     if isinstance(tree, TreeAcceptance):
@@ -133,7 +133,7 @@ def bind(
     for rung in system.ladder:
         arms = [arm for name in chosen for arm in _arms(rung, name, model)]
         buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
-    asked = {
+    published = {
         arm for rung in system.ladder for name in chosen for trees in (True, False)
         for arm in strategies(rung, name, trees=trees)
     }  # fmt: skip
@@ -141,7 +141,7 @@ def bind(
     outside = [str(arm) for arm in drafted if model.outside(arm)]
     if outside:
         notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
-    if shallower := [str(arm) for arm in drafted if arm not in asked]:
+    if shallower := [str(arm) for arm in drafted if arm not in published]:
         notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
     if system.budget is not None and model.varies_by == "position":
         raise UnknownAcceptance(
@@ -171,19 +171,19 @@ def _drafters(
     for model, text in ((acceptance, model_free is None), (model_free, True)):
         if model is None:
             continue
-        asked = system.drafters if text and model is acceptance else _of_kind(system.drafters, text)
-        chosen = [played for name in asked if (played := _played_by(name, model))]
+        names = system.drafters if text and model is acceptance else _of_kind(system.drafters, text)
+        chosen = [played for name in names if (played := _played_by(name, model))]
         if chosen:
             note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
             alone = "learned" in system.drafters and all(name in MODEL_FREE for name in chosen)
             return chosen, model, [note] if alone else []
     for model in (model_free, acceptance):
-        known = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
-        if known and model is not None:
+        substitutes = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
+        if substitutes and model is not None:
             return (
-                [known[0]],
+                [substitutes[0]],
                 model,
-                [f"the acceptance of drafter {system.drafters[0]!r} is not known: {known[0]!r} takes its place"],
+                [f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"],
             )
     if "learned" in system.drafters:
         raise UnknownAcceptance(
@@ -200,9 +200,9 @@ def _together(
 ) -> tuple[list[str], Acceptance, list[str]]:
     """All drafters side by side; those that were recorded where acceptance is replayed."""
     if acceptance is not None and acceptance.varies_by == "position":
-        known = list(acceptance.drafters)
-        note = f"recorded drafters are the ones to choose among: {', '.join(known)}"
-        return known, acceptance, [note] if len(known) < len(system.drafters) else []
+        recorded = list(acceptance.drafters)
+        note = f"recorded drafters are the ones to choose among: {', '.join(recorded)}"
+        return recorded, acceptance, [note] if len(recorded) < len(system.drafters) else []
     learned = None if acceptance is None else _played_by("learned", acceptance)
     for model in (model_free, acceptance):
         texts = [] if model is None else _texts(system, model)
@@ -298,12 +298,12 @@ class Beside:
         return self._settled({name: self._of(name).at_best([name]) for name in drafters})
 
     def _settled(self, models: dict[str, Settled]) -> PerDrafter:
-        known: dict[str, SettledModel] = {}
+        settled: dict[str, SettledModel] = {}
         for name, model in models.items():
             if not isinstance(model, SettledModel):
                 raise UnknownAcceptance("drafters side by side need models, not acceptance that is replayed")
-            known[name] = model
-        return PerDrafter(models=known)
+            settled[name] = model
+        return PerDrafter(models=settled)
 
 
 class PerDrafter(RequestAcceptance):

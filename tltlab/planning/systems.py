@@ -366,11 +366,11 @@ def find_systems(names: str | Sequence[str | System] = "all") -> tuple[System, .
     if isinstance(names, str):
         names = list(SYSTEMS) if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
     systems = tuple(name if isinstance(name, System) else _row(name) for name in names)
-    given = [system.name for system in systems]
-    if not given:
+    chosen = [system.name for system in systems]
+    if not chosen:
         raise ConfigError(f"no system given; there are {', '.join(SYSTEMS)}, or all")
-    if len(set(given)) < len(given):
-        raise ConfigError(f"a system is given twice: {', '.join(given)}")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(f"a system is given twice: {', '.join(chosen)}")
     return systems
 
 

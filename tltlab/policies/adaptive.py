@@ -46,7 +46,7 @@ NO_PROMISE = 0.01
 _WARM_UP = 4.0
 _CLIP = 4.0
 
-_Heard = tuple[int, int, float, float, float, int, Sequence[float]]
+_Iteration = tuple[int, int, float, float, float, int, Sequence[float]]
 """Strategy, batch, context per request, tokens drafted, seconds (0: they teach nothing), every how many drafts, what
 those kept."""
 
@@ -137,7 +137,7 @@ class Adaptive(Selector):
         # Per drafter, in all bands and in each: tokens drafted, and asked for.
         self.offered_ = np.zeros((len(names), NUM_BANDS + 1, 2))
         # What was observed and not learned yet.
-        self.heard_: list[_Heard] = []
+        self.pending_: list[_Iteration] = []
         # The last look: batch, iterations since, index of the best, cumulative chances of the others, its loss.
         self.look_batch_, self.look_age_, self.best_ = 0, 0, 0
         self.chances_ = [0.0] * len(self.strategies)
@@ -177,9 +177,9 @@ class Adaptive(Selector):
         """Expected tokens per request and iteration by strategy, in order, the bonus token included."""
         return self._tokens(_band(batch))[0]
 
-    def _rows(self, which: slice | Ints, batch: int | Ints, context_tokens: float | Floats, tokens: Floats) -> Floats:
+    def _rows(self, arms: slice | Ints, batch: int | Ints, context_tokens: float | Floats, tokens: Floats) -> Floats:
         """What the coefficients are multiplied with, of some strategies at one batch, or at one each."""
-        rows: Floats = self._fixed[which].copy()
+        rows: Floats = self._fixed[arms].copy()
         rows[:, 1] = batch / 32.0
         rows[:, 2] = context_tokens * 1e-5
         rows[:, 3] = tokens / 64.0
@@ -190,16 +190,16 @@ class Adaptive(Selector):
         """Rows of all strategies, at the tokens to verify that are to be expected of each."""
         share = (self.offered_[:, 0, 0] + PRIOR_DRAFTS) / (self.offered_[:, 0, 1] + PRIOR_DRAFTS)
         weight = np.minimum(self.offered_[:, 0, 1], BAND_DRAFTS) + PRIOR_DRAFTS
-        drafted, asked = self.offered_[:, _band(batch) + 1].T
-        share = (drafted + weight * share) / (asked + weight)
+        drafted, requested = self.offered_[:, _band(batch) + 1].T
+        share = (drafted + weight * share) / (requested + weight)
         tokens = np.ones(len(self.strategies))
         tokens[1:] += (share[:, None] * np.arange(1, self.max_depth + 1)).ravel()
         return self._rows(slice(None), batch, context_tokens, batch * tokens)
 
     def _seconds(self, rows: Floats, batch: int) -> Floats:
         sums, counts = self.errors_[:, _band(batch)]
-        known = rows @ self.coef_
-        seconds: Floats = np.maximum(known, max(0.1 * float(known[0]), 1e-3)) * (
+        expected = rows @ self.coef_
+        seconds: Floats = np.maximum(expected, max(0.1 * float(expected[0]), 1e-3)) * (
             1.0 + sums / (counts + CELL_ITERATIONS)
         )
         return seconds
@@ -221,7 +221,7 @@ class Adaptive(Selector):
 
     def _look(self, batch: int, context_tokens: float) -> None:
         """Find the best strategy and the chances of the others, after learning; let coefficients wander."""
-        if self.heard_:
+        if self.pending_:
             self._learn()
         if float(self.covariance_.trace()) < self._most_variance:
             self.covariance_ += self.look_age_ * self._wander
@@ -237,11 +237,11 @@ class Adaptive(Selector):
         spread = np.sqrt(variance + variance[best])
         promise = spread * np.exp(-0.5 * np.minimum(gap / spread, 8.0) ** 2)
         promise[best] = 0.0
-        seen = 1.0 + self.iterations_
-        budget = min(self.exploration + _WARM_UP / (seen * seen / 128.0 + seen), 0.5)
+        iterations = 1.0 + self.iterations_
+        budget = min(self.exploration + _WARM_UP / (iterations * iterations / 128.0 + iterations), 0.5)
         chances = np.minimum(
             budget * promise / ((float(promise.sum()) + NO_PROMISE) * np.maximum(gap, 1e-3) * seconds / seconds[best]),
-            MOST_OFTEN if seen > 50 else 0.5 / len(rates),
+            MOST_OFTEN if iterations > 50 else 0.5 / len(rates),
         )
         chances[best] = 0.0
         self.chances_ = np.cumsum(chances).tolist()
@@ -272,21 +272,21 @@ class Adaptive(Selector):
         drafted = float(sum(outcome.drafted) if outcome.drafted else strategy.draft_depth * outcome.batch)
         elapsed_s = 0.0 if outcome.had_prefill else outcome.elapsed_s
         context = self.context_per_request_
-        self.heard_.append((i, outcome.batch, context, drafted, elapsed_s, every, accepted[::every]))
-        if len(self.heard_) >= 2 * EVERY:
+        self.pending_.append((i, outcome.batch, context, drafted, elapsed_s, every, accepted[::every]))
+        if len(self.pending_) >= 2 * EVERY:
             self._learn()
 
     def _learn(self) -> None:
         """Learn from all that was observed since the last time: in a block, which takes a fraction of one by one."""
-        heard, self.heard_ = self.heard_, []
+        pending, self.pending_ = self.pending_, []
         drafts: dict[tuple[int, int, int], list[Sequence[float]]] = {}
-        for i, batch, _, drafted, _, every, accepted in heard:
+        for i, batch, _, drafted, _, every, accepted in pending:
             if len(accepted):
                 drafts.setdefault((i, _band(batch), every), []).append(accepted)
                 self._count_offered(i, batch, drafted)
         for (i, band, every), parts in drafts.items():
             self._count(i, band, every, parts)
-        if timed := [row for row in heard if row[4] > 0.0]:
+        if timed := [row for row in pending if row[4] > 0.0]:
             self._time(timed)
 
     def _count_offered(self, i: int, batch: int, drafted: float) -> None:
@@ -308,12 +308,12 @@ class Adaptive(Selector):
             counts[0, :depth] += alive[:-1]
             counts[1, :depth] += alive[1:]
 
-    def _time(self, timed: list[_Heard]) -> None:
+    def _time(self, timed: list[_Iteration]) -> None:
         """A step of recursive least squares on the relative errors of several iterations."""
-        which, batch, context, drafted, elapsed = (np.array(column) for column in list(zip(*timed, strict=True))[:5])
+        arms, batch, context, drafted, elapsed = (np.array(column) for column in list(zip(*timed, strict=True))[:5])
         self.scale_ = self.scale_ or float(elapsed[0])
         elapsed = elapsed / self.scale_
-        rows = self._rows(which, batch, context * batch, batch + drafted)
+        rows = self._rows(arms, batch, context * batch, batch + drafted)
         expected = np.maximum(rows @ self.coef_, 0.05 * elapsed)
         errors = elapsed / expected - 1.0
         most = _CLIP * self.noise_**0.5
@@ -326,12 +326,12 @@ class Adaptive(Selector):
         self.coef_ = self.coef_ + change
         self.covariance_ -= gain @ along
         self.covariance_ = (self.covariance_ + self.covariance_.T) / 2.0
-        left = cut - rows @ change
+        residuals = cut - rows @ change
         squares = float(np.minimum(errors * errors, 9.0 * self.noise_ + 1e-6).mean())
         self.noise_ = max(self.noise_ + (squares - self.noise_) * (1.0 - 0.98 ** len(cut)), 1e-4)
         self.bias_ += (float(cut.mean()) - self.bias_) * (1.0 - 0.95 ** len(cut))
-        cells = np.array([_band(b) for b in batch.tolist()]) * len(self.strategies) + which
-        for values, new in zip(self.errors_.reshape(2, -1), (left, np.ones(len(left))), strict=True):
+        cells = np.array([_band(b) for b in batch.tolist()]) * len(self.strategies) + arms
+        for values, new in zip(self.errors_.reshape(2, -1), (residuals, np.ones(len(residuals))), strict=True):
             np.multiply.at(values, cells, 1.0 - 1.0 / CELL_WINDOW)
             np.add.at(values, cells, new)
 
@@ -346,7 +346,7 @@ class Adaptive(Selector):
             "arms": [str(strategy) for strategy in self.strategies],
             "arrays": {name: getattr(self, name).tolist() for name in _ARRAYS},
             "values": {name: getattr(self, name) for name in _VALUES},
-            "heard": [[*row, list(map(float, accepted))] for *row, accepted in self.heard_],
+            "heard": [[*row, list(map(float, accepted))] for *row, accepted in self.pending_],
             "rng": rng_state(self.rng),
         }
 
@@ -361,7 +361,7 @@ class Adaptive(Selector):
         for name in _VALUES:
             setattr(self, name, state["values"][name])
         self.chances_ = list(self.chances_)
-        self.heard_ = [tuple(row) for row in state.get("heard", ()) if len(row) == 7]
+        self.pending_ = [tuple(row) for row in state.get("heard", ()) if len(row) == 7]
         set_rng_state(self.rng, state["rng"])
 
 

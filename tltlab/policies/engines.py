@@ -62,8 +62,8 @@ class AcceptedThresholds(Selector):
         self.drafter = drafter
         self.weight, self.every, self.warm_up = weight, every, warm_up
         self.slots_ = [_slot(tuple(depths), down) for _, depths, down in rows]
-        found = (Strategy.chain(drafter, depth) for slot in self.slots_ for depth in slot.depths)
-        self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *found)))
+        chains = (Strategy.chain(drafter, depth) for slot in self.slots_ for depth in slot.depths)
+        self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *chains)))
 
     def choose(self, state: StepState) -> Strategy:
         self.bucket_ = bucket_of(self.thresholds, state.batch)

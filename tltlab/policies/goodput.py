@@ -115,8 +115,8 @@ class Goodput(Selector):
         for name, reached in self.reached_.items():
             survival, tokens = 1.0, 1.0
             yields[name] = expected = []
-            for got, kept in zip(reached, self.kept_[name], strict=True):
-                survival *= (kept + prior) / (got + PRIOR_DRAFTS)
+            for count, kept in zip(reached, self.kept_[name], strict=True):
+                survival *= (kept + prior) / (count + PRIOR_DRAFTS)
                 tokens += survival
                 expected.append(tokens)
         for strategy in self.strategies:
@@ -132,10 +132,10 @@ class Goodput(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
-        shapes = {name: len(counts) for name, counts in state["reached"].items()}
-        mine = {name: len(counts) for name, counts in self.reached_.items()}
-        if shapes != mine:
-            raise ConfigError(f"the saved state has the drafters and depths {shapes}, this policy has {mine}")
+        saved = {name: len(counts) for name, counts in state["reached"].items()}
+        depths = {name: len(counts) for name, counts in self.reached_.items()}
+        if saved != depths:
+            raise ConfigError(f"the saved state has the drafters and depths {saved}, this policy has {depths}")
         self.reached_ = {name: list(counts) for name, counts in state["reached"].items()}
         self.kept_ = {name: list(counts) for name, counts in state["kept"].items()}
         self._estimate()

@@ -148,12 +148,12 @@ class Policy(Settings):
 
     @validator(mode="after")
     def _drafters_can_serve(self) -> Policy:
-        known = DEFAULT_DRAFTERS | self.drafters
+        available = DEFAULT_DRAFTERS | self.drafters
         for name, spec in self.drafters.items():
             if name in ("", NO_SPECULATION.drafter):
                 raise ValueError(f"drafters: {name!r} is no name for a drafter, no strategy could ask for it")
             parts = (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else ()
-            if hybrids := [part for part in parts if isinstance(known.get(part), HybridSpec)]:
+            if hybrids := [part for part in parts if isinstance(available.get(part), HybridSpec)]:
                 raise ValueError(f"drafters.{name}: a hybrid of {hybrids[0]!r}, which is a hybrid itself")
         return self
 
@@ -253,10 +253,10 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
 
     Files that it names are looked up in the folder of `path` first.
     """
-    where = f"{path}: {part}: " if part else f"{path}: "
+    origin = f"{path}: {part}: " if part else f"{path}: "
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}a policy file holds one JSON object, got {type(value).__name__}")
-    with faults_in(where.removesuffix(": "), _place):
+        raise ConfigError(f"{origin}a policy file holds one JSON object, got {type(value).__name__}")
+    with faults_in(origin.removesuffix(": "), _place):
         # Defaults are for Python; a file must say what it is.
         return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
 

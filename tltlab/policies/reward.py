@@ -100,14 +100,14 @@ class Reward:
         self.learns_plain = kind == "relative" and plain_rate is None
         self._windows: dict[int, Window] = {}
         self._plain_s = {b: b / rate for b, rate in plain_rate.items()} if plain_rate else {}
-        self._known = sorted(self._plain_s)
+        self._batches = sorted(self._plain_s)
 
     def __call__(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
         if outcome.had_prefill or outcome.elapsed_s <= 0.0 or outcome.batch < 1:
             return None
         if self.kind == "paper":
             return outcome.accept_length * outcome.batch / outcome.elapsed_s
-        if not self._known:
+        if not self._batches:
             return None if strategy.speculates else 1.0
         return outcome.accept_length * self.plain_s(outcome.batch) / outcome.elapsed_s
 
@@ -120,14 +120,14 @@ class Reward:
 
     def plain_s(self, batch: int) -> float:
         """Seconds of a plain iteration at `batch`; at least one batch size must be known."""
-        known, plain_s = self._known, self._plain_s
-        i = bisect_left(known, batch)
-        if i == len(known):
-            return plain_s[known[-1]]
-        above = known[i]
+        batches, plain_s = self._batches, self._plain_s
+        i = bisect_left(batches, batch)
+        if i == len(batches):
+            return plain_s[batches[-1]]
+        above = batches[i]
         if above == batch or i == 0:
             return plain_s[above]
-        below = known[i - 1]
+        below = batches[i - 1]
         share = (batch - below) / (above - below)
         return (1.0 - share) * plain_s[below] + share * plain_s[above]
 
@@ -138,7 +138,7 @@ class Reward:
         self._windows.clear()
         if self.learns_plain:
             self._plain_s.clear()
-            self._known.clear()
+            self._batches.clear()
         for batch, values in state["plain_s"]:
             self._push(batch, values)
 
@@ -146,7 +146,7 @@ class Reward:
         window = self._windows.get(batch)
         if window is None:
             window = self._windows[batch] = Window(PLAIN_WINDOW)
-            insort(self._known, batch)
+            insort(self._batches, batch)
         for value in values:
             window.push(value)
         self._plain_s[batch] = window.value

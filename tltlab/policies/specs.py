@@ -239,21 +239,21 @@ class CustomSpec(Settings):
             raise ConfigError(
                 f"policy {self.path}: cannot import {module_name}: {type(error).__name__}: {error}"
             ) from error
-        found = getattr(module, name, None)
-        if found is None:
+        cls = getattr(module, name, None)
+        if cls is None:
             raise ConfigError(f"policy {self.path}: {module_name} ({module.__file__}) has no {name}")
-        if not (isinstance(found, type) and issubclass(found, Selector)):
+        if not (isinstance(cls, type) and issubclass(cls, Selector)):
             raise ConfigError(f"policy {self.path}: {name} is not a subclass of tltlab.policies.selector.Selector")
-        return found
+        return cls
 
-    def refuse_unasked(self, where: object) -> None:
+    def refuse_unasked(self, source: object) -> None:
         """ConfigError unless the user has allowed the module: what stands in a file must not choose what is imported.
 
-        `where` it stands, for the message.
+        `source` is where it stands, for the message.
         """
         if self.module not in _allowed.get() and self.module not in os.environ.get(ALLOW_CODE, "").split(","):
             raise ConfigError(
-                f"{where} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
+                f"{source} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
                 f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare, off-policy and verify take "
                 f"--allow-code {self.module}, a recipe rollout.allow_code)"
             )
@@ -296,12 +296,12 @@ def _bound(node: ast.AST) -> Iterator[str]:
 def build_class(cls: type[Selector], rng: np.random.Generator, args: Mapping[str, Any], name: str) -> Selector:
     """A selector of a user's own class, with `rng` where it takes one; ConfigError for arguments that do not fit."""
     signature = inspect.signature(cls)
-    given = {**args, "rng": rng} if "rng" in signature.parameters else dict(args)
+    arguments = {**args, "rng": rng} if "rng" in signature.parameters else dict(args)
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{name} cannot be built with args {dict(args)}: {error}") from error
-    return cls(**given)
+    return cls(**arguments)
 
 
 def check_contract(build: Callable[[np.random.Generator], Selector], name: str) -> None:
@@ -319,17 +319,17 @@ def check_contract(build: Callable[[np.random.Generator], Selector], name: str) 
 def raised(error: Exception, name: str) -> ConfigError:
     """What a user's class of that `name` raised, in a line: its own file and line, and what it may have meant."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
-    at = (own or frames)[-1]
-    where = f"{Path(at.filename).name}, line {at.lineno}"
-    meant: list[str] = []
+    user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
+    last = (user_frames or frames)[-1]
+    location = f"{Path(last.filename).name}, line {last.lineno}"
+    guesses: list[str] = []
     if isinstance(error, AttributeError) and error.name and error.obj is not None:
-        meant = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
+        guesses = difflib.get_close_matches(error.name, [word for word in dir(error.obj) if word[0] != "_"], n=1)
     elif isinstance(error, NameError) and error.name:
         innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        meant = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
-    asked = f"; did you mean {meant[0]!r}?" if meant else ""
-    return ConfigError(f"policy {name} raised {type(error).__name__}: {error}{asked} ({where})")
+        guesses = difflib.get_close_matches(error.name, [*innermost.f_locals, *innermost.f_globals], n=1)
+    hint = f"; did you mean {guesses[0]!r}?" if guesses else ""
+    return ConfigError(f"policy {name} raised {type(error).__name__}: {error}{hint} ({location})")
 
 
 def from_user(error: Exception) -> bool:
