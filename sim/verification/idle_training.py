@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import from_survival, scaled
-from tltlab.acceptance.freshness import Measured
+from tltlab.acceptance.freshness import MeasuredState
 from tltlab.acceptance.load import Band, BatchAcceptance, FreshAcceptance
 from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.freshness import fit_freshness
@@ -99,7 +99,7 @@ class SpotRun:
                 base=rescaled(base, drafter, ratios),
                 drafter=drafter,
                 freshness=fitted.freshness,
-                measured=Measured(age=state.age, updates=state.updates),
+                measured=MeasuredState(age=state.age, updates=state.updates),
             )
         return base
 

@@ -77,7 +77,7 @@ class Freshness(FiniteModel):
         return self.floor + (fresh - self.floor) * float(np.exp(-age / self.age_steps))
 
 
-class Measured(FiniteModel):
+class MeasuredState(FiniteModel):
     """The drafter's state in which the base model was measured."""
 
     age: Annotated[float, Field(ge=0)] = 0.0
@@ -95,7 +95,7 @@ class FreshAcceptance(StoredModel):
     base: Base
     drafter: str = "learned"
     freshness: Freshness = Freshness()
-    measured: Measured | None = None
+    measured: MeasuredState | None = None
     notes: tuple[str, ...] = ()
 
     # What it varies by for drafters in a known state is the base's; before that, no two drafts need be alike.

@@ -18,7 +18,7 @@ from tltlab.bench.published.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measu
 from tltlab.bench.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
 from tltlab.calibration.cross_validation import nine_in_ten
 from tltlab.costs.evidence import SPECULATING
-from tltlab.costs.profiles import Efficiencies, EngineProfile, LeftOut, Measured, Profiles, Quantised
+from tltlab.costs.profiles import Efficiencies, EngineProfile, LeftOut, MeasurementSet, Profiles, Quantised
 from tltlab.costs.roofline import Numbers
 from tltlab.hardware import model
 
@@ -233,12 +233,12 @@ def _own(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
     return table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
 
 
-def _measured(part: pd.DataFrame) -> Measured:
+def _measured(part: pd.DataFrame) -> MeasurementSet:
     first = part.iloc[0]
     served = part["input_tokens"].notna()
     context = part["context_tokens"].where(~served, part["input_tokens"] + part["output_tokens"] / 2).dropna()
     drafted = part["draft_depth"][part["draft_depth"] > 0]
-    return Measured(
+    return MeasurementSet(
         gpu=first["gpu"],
         model=first["model"],
         weights=first["weights"],

@@ -35,7 +35,7 @@ MOST_OF_EXPERTS = 1.2
 _SHARPNESS = 12.0
 _Numbers = TypeVar("_Numbers", float, Floats)
 _Record = TypeVar("_Record", Gpu, ModelShape)
-_Set = TypeVar("_Set", "LeftOut", "Measured")
+_Set = TypeVar("_Set", "LeftOut", "MeasurementSet")
 
 
 def capped(value: _Numbers, most: float) -> _Numbers:
@@ -79,7 +79,7 @@ class LeftOut(FrozenModel):
         return self.median, self.most, self.worst
 
 
-class Measured(FrozenModel):
+class MeasurementSet(FrozenModel):
     """One set of measurements of the fit: what was run, the spans covered, errors inside the fit and left out.
 
     `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted.
@@ -129,7 +129,7 @@ class EngineProfile(FrozenModel):
     draft_level_per_request_s: Seconds
     tree_s: Seconds
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasurementSet, ...]
     notes: tuple[str, ...] = ()
 
     def errors(self, experts: bool) -> Iterator[tuple[str, LeftOut]]:

@@ -52,16 +52,16 @@ class Roofline(FrozenModel):
         per_gpu_heads(model(self.model), self.tp)
         return self
 
-    def shape(self) -> Ideal:
+    def shape(self) -> IdealForward:
         device, weights = gpu(self.gpu), model(self.model).weight_params
-        return Ideal(
+        return IdealForward(
             memory_s=2 * weights / (self.tp * device.hbm_bytes_per_s),
             compute_s=2 * weights / (self.tp * device.peak_flops),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ideal:
+class IdealForward:
     """Seconds of a perfect forward: reading the weights, or computing, whichever takes longer, with a rounded knee.
 
     The fourth power rounds it as matrix products do. Predicting the time at 256 tokens from those at 64 and 1,024 over
@@ -231,7 +231,7 @@ class Utilisation:
     xs: tuple[float, ...]
     ys: tuple[float, ...]
     excess: tuple[float, ...]
-    ideal: Ideal
+    ideal: IdealForward
 
     def at(self, x: float) -> float:
         i = bisect_right(self.xs, x)

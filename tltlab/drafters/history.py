@@ -16,7 +16,7 @@ LOW = 15 / 16
 
 
 @dataclass(slots=True)
-class Text:
+class FinishedText:
     """A finished response, int32, with its packed prompt; `num_trees` is how many trees count on it."""
 
     prompt: bytes
@@ -25,7 +25,7 @@ class Text:
 
 
 @dataclass(slots=True)
-class _Problem:
+class _ProblemHistory:
     """What is known of a problem: its texts, the newest RL step it was seen in, tokens it ever had accepted."""
 
     rl_step: int
@@ -44,9 +44,9 @@ class History:
 
     def __init__(self, max_bytes: float) -> None:
         self.max_bytes = max_bytes
-        self.texts: dict[Key, Text] = {}
+        self.texts: dict[Key, FinishedText] = {}
         self.num_bytes = 0
-        self._problems: dict[str, _Problem] = {}
+        self._problems: dict[str, _ProblemHistory] = {}
         self._prompts: dict[bytes, tuple[bytes, int]] = {}
 
     def opened(self, key: Key) -> None:
@@ -59,11 +59,11 @@ class History:
         problem.num_running -= 1
         self._drop_if_unused(key[1], problem)
 
-    def add(self, key: Key, prompt: bytes, response: Tokens, num_trees: int) -> Text:
+    def add(self, key: Key, prompt: bytes, response: Tokens, num_trees: int) -> FinishedText:
         """Hold a text, which is returned, until as many trees have released it."""
         prompt, users = self._prompts.get(prompt, (prompt, 0))
         self._prompts[prompt] = prompt, users + 1
-        text = self.texts[key] = Text(prompt, response, num_trees)
+        text = self.texts[key] = FinishedText(prompt, response, num_trees)
         self._problem(key).keys[key] = None
         self.num_bytes += TEXT_BYTES + response.nbytes + (0 if users else len(prompt))
         return text
@@ -115,13 +115,13 @@ class History:
         problems = sorted(self._problems.items())
         return {name: problem.accepted for name, problem in problems if problem.accepted and problem.keys}
 
-    def _problem(self, key: Key) -> _Problem:
+    def _problem(self, key: Key) -> _ProblemHistory:
         problem = self._problems.get(key[1])
         if problem is None:
-            problem = self._problems[key[1]] = _Problem(rl_step=key[0])
+            problem = self._problems[key[1]] = _ProblemHistory(rl_step=key[0])
         problem.rl_step = max(problem.rl_step, key[0])
         return problem
 
-    def _drop_if_unused(self, prompt_id: str, problem: _Problem) -> None:
+    def _drop_if_unused(self, prompt_id: str, problem: _ProblemHistory) -> None:
         if not problem.keys and not problem.num_running:
             del self._problems[prompt_id]

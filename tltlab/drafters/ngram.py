@@ -65,7 +65,7 @@ class NgramDrafter(Drafter):
 
     def forget(self) -> None:
         self._stores: dict[tuple[int, str] | Key, _Store] = {}
-        self._running: dict[Key, _Running] = {}
+        self._running: dict[Key, _NgramRequest] = {}
         self._has_backlog = False
         # Of the budget, at least so much is free: counting takes time that grows with the groups.
         self._free_bytes = self._most_bytes
@@ -78,7 +78,7 @@ class NgramDrafter(Drafter):
     def open(self, key: Key, tokens: Sequence[int]) -> None:
         assert key not in self._running, f"request {key!r} is open already"
         store = self._stores.setdefault(self._name(key), _Store(self.min_match, self.max_match))
-        request = self._running[key] = _Running(store)
+        request = self._running[key] = _NgramRequest(store)
         self._free_bytes -= store.take(request, tokens) * self._bytes_per_token
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class NgramDrafter(Drafter):
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _NgramRequest:
     """An open request, and the last tokens of what is in its store of it; None before its prompt is.
 
     The others wait.
@@ -157,10 +157,10 @@ class _Store:
         self.best: dict[Gram, int] = {}
         self.counts: dict[Gram, dict[int, int]] = {}
         self.prompts: dict[Gram, Gram] = {}
-        self.waiting: list[tuple[_Running, Gram]] = []
+        self.waiting: list[tuple[_NgramRequest, Gram]] = []
         self.num_waiting = 0
 
-    def take(self, request: _Running, tokens: Sequence[int]) -> int:
+    def take(self, request: _NgramRequest, tokens: Sequence[int]) -> int:
         """Tokens of a request, first its prompt's; how many they are."""
         self.waiting.append((request, tuple(tokens)))
         request.num_waiting += len(tokens)

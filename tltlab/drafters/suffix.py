@@ -115,7 +115,7 @@ class SuffixDrafter(Drafter):
         self._built: dict[_Name, TextTree] = {}
         # Those in which something runs.
         self._in_use: dict[_Name, TextTree] = {}
-        self._running: dict[Key, _Running] = {}
+        self._running: dict[Key, _SuffixRequest] = {}
         self._has_backlog = False
         # What trees hold of finished texts is no more than this: counting takes time that grows with the trees.
         self._held_bound = 0
@@ -150,7 +150,7 @@ class SuffixDrafter(Drafter):
             for tree, name in zip(trees, names, strict=True)
             if self.live or name[0] == "request"
         ]
-        self._running[key] = _Running(names, trees, growing, text, start=len(text), width=WIDTHS[0])
+        self._running[key] = _SuffixRequest(names, trees, growing, text, start=len(text), width=WIDTHS[0])
         self._in_use.update(zip(names, trees, strict=True))
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
@@ -382,7 +382,7 @@ def _name(scope: Scope, key: Key) -> _Name:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _SuffixRequest:
     """An open request: `growing` are those of its `trees` that its text enters at once, and its number in each.
 
     `start` is where its response begins.

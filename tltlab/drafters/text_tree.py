@@ -15,7 +15,7 @@ from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
 from .base import Key
-from .history import Text
+from .history import FinishedText
 
 Waiting: TypeAlias = "Tokens | array[int] | list[int]"
 """Text that is to be put in."""
@@ -54,7 +54,7 @@ class TextTree:
         self._users: dict[bytes, int] = {}
         self._size: dict[Key, int] = {}
 
-    def build(self, texts: Mapping[Key, Text], room: float) -> None:
+    def build(self, texts: Mapping[Key, FinishedText], room: float) -> None:
         """Index what is finished, of it the newest responses that `room` tokens have place for."""
         self.index = self._new_index()
         fitting = []
@@ -118,7 +118,7 @@ class TextTree:
         """The index by its own estimate, for which it is walked, and what waits."""
         return int(self.index.estimate_memory()) + 8 * sum(len(tokens) for _, tokens in self.waiting)
 
-    def finish(self, key: Key, text: Text, window: int | None) -> list[Key]:
+    def finish(self, key: Key, text: FinishedText, window: int | None) -> list[Key]:
         """A text is complete; which older ones had to leave."""
         self.finished[key] = None
         if self.index is not None:
@@ -154,11 +154,11 @@ class TextTree:
         self.waiting = [text for text in self.waiting if text[0] != number]
         self.index.remove(number)
 
-    def size(self, text: Text) -> int:
+    def size(self, text: FinishedText) -> int:
         """How many tokens it has of a text: the response's, and those of the prompt that stand before."""
         return len(text.response) + self._num_before
 
-    def _count(self, key: Key, text: Text) -> None:
+    def _count(self, key: Key, text: FinishedText) -> None:
         self._size[key] = self.size(text)
         self.num_tokens += self._size[key]
 

@@ -32,7 +32,7 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drift:
+class LengthDrift:
     """A growth per RL step: its estimate and the standard error of its logarithm."""
 
     growth: float
@@ -272,7 +272,7 @@ def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
     return tuple((p, math.exp(log)) for p, log in pairs)
 
 
-def _drifts(rows: pd.DataFrame) -> tuple[Drift | None, Drift | None]:
+def _drifts(rows: pd.DataFrame) -> tuple[LengthDrift | None, LengthDrift | None]:
     """Growth per RL step of the median, and of log length's distance above it."""
     steps: list[float] = []
     medians: list[float] = []
@@ -291,18 +291,18 @@ def _drifts(rows: pd.DataFrame) -> tuple[Drift | None, Drift | None]:
     return _regress(at, np.array(medians)), None if high_spread is None else _regress(at, high_spread)
 
 
-def _regress(steps: Floats, logs: Floats) -> Drift | None:
+def _regress(steps: Floats, logs: Floats) -> LengthDrift | None:
     if len(steps) < _MIN_DRIFT_STEPS:
         return None
     off = steps - steps.mean()
     slope = float(off @ logs / (off @ off))
     misfit = logs - logs.mean() - slope * off
-    return Drift(
+    return LengthDrift(
         growth=math.expm1(slope), standard_error=math.sqrt(float(misfit @ misfit) / (len(steps) - 2) / float(off @ off))
     )
 
 
-def _growth(drift: Drift | None, name: str, notes: list[str]) -> float:
+def _growth(drift: LengthDrift | None, name: str, notes: list[str]) -> float:
     if drift is None:
         notes.append(f"growth of the {name} is not identified: 0")
         return 0.0

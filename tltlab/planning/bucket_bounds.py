@@ -28,7 +28,7 @@ PRICES = (0.0, 0.7, 1.0, 1.4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class BucketProblem:
     """One search: S strategies, R runners, batches 1..B (index 0 is batch 1); seconds and bytes.
 
     seconds[S, B]: w_b * t_s(b) / A_s. uses[S, R]: the runners of a strategy. graph[R, B]: a captured size.
@@ -45,22 +45,22 @@ class Problem:
     @classmethod
     def of(
         cls, seconds: Floats, strategies: Sequence[Strategy], pool: GraphPool, sizes: Sequence[int], cap: float
-    ) -> Problem:
+    ) -> BucketProblem:
         """The pool's bytes taken apart into runners, graphs and openings."""
         batches = range(1, seconds.shape[1] + 1)
         targets = sorted({s.tokens_to_verify for s in strategies})
         drafters = [s for s in strategies if has_drafter_graphs(s)]
-        once = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
-        twice = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
-        once += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
-        twice += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b, b))) for b in batches] for s in drafters]
-        graph = np.array(twice) - np.array(once)
+        single = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
+        pair = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
+        single += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
+        pair += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b, b))) for b in batches] for s in drafters]
+        graph = np.array(pair) - np.array(single)
         uses = [[s.tokens_to_verify == v for v in targets] + [s == d for d in drafters] for s in strategies]
         return cls(
             seconds=seconds,
             uses=np.array(uses, np.float64),
             graph=graph,
-            opening=np.array(once) - graph,
+            opening=np.array(single) - graph,
             captured=np.isin(np.array(batches), np.asarray(sizes)),
             cap=cap,
         )
@@ -93,13 +93,13 @@ class Bounds:
     Row 0 counts bytes alone, the others seconds + price * bytes, for `prices`.
     """
 
-    problem: Problem
+    problem: BucketProblem
     prices: Floats
     shares: Floats
     _by_mask: dict[int, Floats] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, problem: Problem) -> Bounds:
+    def of(cls, problem: BucketProblem) -> Bounds:
         price, shares = _duals(problem)
         return cls(problem=problem, prices=price * np.array(PRICES if price else (0.0,)), shares=shares)
 
@@ -128,7 +128,7 @@ class Bounds:
         return tables
 
 
-def _duals(p: Problem) -> tuple[float, Floats]:
+def _duals(p: BucketProblem) -> tuple[float, Floats]:
     """The price of a byte and the shares from the linear programme; a price of 0 where the cap does not bind in it.
 
     Variables: x[s, b], s serves b; z[r, b], r is open at b, falling in b; q[s, b], a row of s ends at b, a size not

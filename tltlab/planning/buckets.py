@@ -36,7 +36,7 @@ from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .bucket_bounds import Bounds, Problem
+from .bucket_bounds import Bounds, BucketProblem
 from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
 
 WIDTHS = (20, 300, 2000)
@@ -130,7 +130,7 @@ def plan_buckets(
     plan = _plan(choice, seconds, strategies, pool, sizes)
     if pool is None or cap_bytes is None or plan.memory_bytes <= cap_bytes:
         return plan
-    fitting = cheapest(Problem.of(seconds, strategies, pool, sizes, cap_bytes), floor_s, max_rows)
+    fitting = cheapest(BucketProblem.of(seconds, strategies, pool, sizes, cap_bytes), floor_s, max_rows)
     if fitting is None:
         least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes)) for s in strategies)
         raise ConfigError(
@@ -239,7 +239,7 @@ class Labels:
         return Labels(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
-def cheapest(problem: Problem, floor_s: Floats, max_rows: int) -> list[int] | None:
+def cheapest(problem: BucketProblem, floor_s: Floats, max_rows: int) -> list[int] | None:
     """The strategy of each batch 1..B in the fastest plan that fits, of those the smallest; None where none fits.
 
     `floor_s`[b, k, s] are the least seconds of batches 1..b below a row of s, with at most k rows more.
@@ -256,7 +256,7 @@ def cheapest(problem: Problem, floor_s: Floats, max_rows: int) -> list[int] | No
 
 
 def _search(
-    p: Problem, bounds: Bounds, floor_s: Floats, max_rows: int, most_s: float, width: int | None
+    p: BucketProblem, bounds: Bounds, floor_s: Floats, max_rows: int, most_s: float, width: int | None
 ) -> tuple[float, list[int] | None, bool]:
     """Seconds and choice of the best plan of at most `most_s`, and whether nothing was left out for the width."""
     none = np.zeros(1, np.int64)
@@ -283,7 +283,7 @@ def _search(
     return best_s, choice, complete
 
 
-def _extended(p: Problem, labels: Labels, i: int) -> Labels:
+def _extended(p: BucketProblem, labels: Labels, i: int) -> Labels:
     """Every label with every strategy at index i, as far as that fits."""
     opening = ((1.0 - p.has(labels.open)) * p.opening[:, i]) @ p.uses.T
     switches = labels.last[:, None] != np.arange(len(p.seconds))
@@ -301,7 +301,7 @@ def _extended(p: Problem, labels: Labels, i: int) -> Labels:
 
 
 def _bounded(
-    p: Problem, bounds: Bounds, floor_s: Floats, max_rows: int, labels: Labels, i: int, most_s: float
+    p: BucketProblem, bounds: Bounds, floor_s: Floats, max_rows: int, labels: Labels, i: int, most_s: float
 ) -> Labels:
     """Labels that may still end within `most_s`, the cap and `max_rows`, with their bounds, the fastest first."""
     labels = labels.take(np.flatnonzero(labels.num_rows <= max_rows))
@@ -322,7 +322,7 @@ def _narrowed(labels: Labels, width: int) -> Labels:
     return labels.take(np.sort(np.argsort(labels.bound, kind="stable")[:width]))
 
 
-def _undominated(p: Problem, labels: Labels, i: int) -> Labels:
+def _undominated(p: BucketProblem, labels: Labels, i: int) -> Labels:
     """`labels`, fastest first, without those that an earlier one can copy for no more memory; i is the last index."""
     if i:
         opening, ends = p.opening[:, i - 1], p.end[:, i - 1] - p.stay[:, i - 1]

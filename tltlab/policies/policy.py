@@ -35,8 +35,8 @@ from .specs import (
     HedgeSpec,
     LadderSpec,
     NoneSpec,
+    PolicyPart,
     SelectorSpec,
-    Settings,
     Strategies,
     TableRow,
     TableSpec,
@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 
-class Activation(Settings):
+class Activation(PolicyPart):
     """Settings of `ElasticActivation`."""
 
     kind: Literal["elastic"] = "elastic"
@@ -86,7 +86,7 @@ class Activation(Settings):
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
 
 
-class UniformBudgetSpec(Settings):
+class UniformBudgetSpec(PolicyPart):
     """Every request is drafted what the strategy says."""
 
     kind: Literal["uniform"] = "uniform"
@@ -95,7 +95,7 @@ class UniformBudgetSpec(Settings):
         return UniformBudget()
 
 
-class AcceptanceBudgetSpec(Settings):
+class AcceptanceBudgetSpec(PolicyPart):
     """Settings of `AcceptanceBudget`."""
 
     kind: Literal["acceptance"] = "acceptance"
@@ -126,7 +126,7 @@ BudgetSpec = Annotated[
 ]
 
 
-class Policy(Settings):
+class Policy(PolicyPart):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
     Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings

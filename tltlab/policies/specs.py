@@ -71,7 +71,7 @@ StrategyField = Annotated[Strategy, WrapValidator(_strategy)]
 Strategies = tuple[StrategyField, ...]
 
 
-class Settings(FiniteModel):
+class PolicyPart(FiniteModel):
     """A part of a policy file."""
 
 
@@ -96,7 +96,7 @@ class FixedSpec(_Spec, builds=Fixed):
     strategy: StrategyField
 
 
-class TableRow(Settings):
+class TableRow(PolicyPart):
     """`strategy` from `min_batch` requests up to the next row."""
 
     min_batch: int
@@ -136,7 +136,7 @@ class HedgeSpec(_Spec, builds=Hedge, init=False):
     strategies: Strategies
 
 
-class Bucket(Settings):
+class Bucket(PolicyPart):
     """`strategies` to choose from at batch sizes from `min_batch` up to the next bucket."""
 
     min_batch: int
@@ -200,7 +200,7 @@ class AdaptiveSpec(_Spec, builds=Adaptive, init=False):
     drafters: tuple[str, ...] = ("ngram",)
 
 
-class CustomSpec(Settings):
+class CustomSpec(PolicyPart):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
     The class may take `rng`, a numpy Generator, and must then draw from nothing else. Modules are looked up as usual

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.acceptance.freshness import Freshness, Measured
+from tltlab.acceptance.freshness import Freshness, MeasuredState
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError, TraceError
 
@@ -85,7 +85,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
 
 def measured_state(
     freshness: Freshness, ages: pd.Series[float], updates: pd.Series[float], weights: pd.Series[float]
-) -> Measured:
+) -> MeasuredState:
     """One state with the mean level of several: what a model describes that was pooled over drafters in these states.
 
     >>> half = Freshness(untrained=0.5, floor=0.5, updates_to_train=2.0)
@@ -99,9 +99,9 @@ def measured_state(
     level = float(share @ levels(freshness, age, done))
     fresh = freshness.floor + (level - freshness.floor) * float(np.exp(min(mean_age / freshness.age_steps, 30.0)))
     if to_gain <= 0.0 or fresh >= 1.0:
-        return Measured(age=mean_age, updates=float(share @ done))
+        return MeasuredState(age=mean_age, updates=float(share @ done))
     left = float(np.clip((1.0 - fresh) / to_gain, 1e-12, 1.0))
-    return Measured(age=mean_age, updates=abs(freshness.updates_to_train * float(np.log(left))))
+    return MeasuredState(age=mean_age, updates=abs(freshness.updates_to_train * float(np.log(left))))
 
 
 def levels(freshness: Freshness, age: Floats, updates: Floats) -> Floats:
