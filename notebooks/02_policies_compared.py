@@ -28,7 +28,8 @@ from tltlab import Policy, Strategy, load_policy
 from tltlab.acceptance.load import load_acceptance
 from tltlab.charts import bars, lines
 from tltlab.costs.load import load_costs
-from tltlab.policies.policy import Activation, FixedSpec
+from tltlab.policies.policy import Activation
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, compare, simulate
 
 # %matplotlib inline

@@ -29,10 +29,11 @@ from IPython.display import display
 
 import tltlab
 from tltlab import Policy, Strategy
-from tltlab.acceptance.load import FreshAcceptance, GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.charts import lines
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import FixedSpec
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.state import DrafterState
 from tltlab.traces import metrics

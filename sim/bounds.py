@@ -46,7 +46,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tltlab.acceptance.load import Settled
+from tltlab.acceptance.base import Settled
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS

@@ -11,7 +11,10 @@ from typing import Any, Literal, Self, get_args
 
 import pyarrow.compute as pc
 
-from tltlab.acceptance.load import Acceptance, TraceAcceptance, load_acceptance, spread_over_requests
+from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.by_request import spread_over_requests
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.config import faults_in
 from tltlab.coordination.machine import CoordinatorConfig

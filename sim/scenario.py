@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import BaseModel
 
-from tltlab.acceptance.load import Acceptance, Settled
+from tltlab.acceptance.base import Acceptance, Settled
 from tltlab.arrays import Floats
 from tltlab.config import shown
 from tltlab.coordination.machine import CoordinatorConfig

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from tltlab.acceptance.load import Acceptance, FreshAcceptance, Freshness, Settled
+from tltlab.acceptance.base import Acceptance, Settled
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.base import CostModel, SpeculationCosts
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.state import DrafterState

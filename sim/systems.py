@@ -16,12 +16,9 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
-from tltlab.acceptance.load import (
-    Acceptance,
-    SettledModel,
-    TraceAcceptance,
-    load_acceptance,
-)
+from tltlab.acceptance.base import Acceptance, SettledModel
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.base import SpeculationCosts
 from tltlab.costs.load import load_stages

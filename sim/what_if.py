@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
 from tltlab.costs.profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
@@ -22,7 +22,8 @@ from tltlab.hardware import ModelShape
 from tltlab.importers.formats import Source, read_lengths
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
-from tltlab.policies.policy import Policy, TableSpec
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import TableSpec
 from tltlab.stats import Interval, finite, paired_ratio
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, TraceSource

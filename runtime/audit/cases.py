@@ -8,7 +8,8 @@ from itertools import combinations, product
 from typing import Any, Literal
 
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
-from tltlab.policies.policy import AcceptanceBudgetSpec, ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import AcceptanceBudgetSpec, Policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .exact import Sampling

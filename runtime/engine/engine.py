@@ -16,16 +16,13 @@ from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
 from tltlab.hardware import available_memory
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
-from tltlab.runtime.engine.vllm.options import (
-    Attachment,
-    engine_settings,
-    speculative_config,
-)
+from tltlab.runtime.engine.vllm.options import Attachment, engine_settings, speculative_config
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control

@@ -25,7 +25,8 @@ from typing import Any, Literal
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
-from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 GIB = 2**30

@@ -22,8 +22,9 @@ from tltlab.calibration.table import MeasuredTable
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
+from tltlab.policies.specs import ExploreSpec
 from tltlab.strategy import Strategy
 
 from .engine import Engine

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
-from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import Text, TextConfig, load_target
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter

@@ -16,7 +16,8 @@ from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import found_in, read_json, read_text
-from tltlab.policies.policy import Policy, code_allowed, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import code_allowed
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig

@@ -23,7 +23,8 @@ from pydantic import ValidationError
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, sealed, write_json
-from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer

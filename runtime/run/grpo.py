@@ -16,7 +16,8 @@ import numpy as np
 
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import lock, make_folder, sealed, write_json
-from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
+from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.policies.specs import CustomSpec
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions

@@ -16,7 +16,8 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
-from tltlab.policies.policy import CustomSpec, Policy, code_allowed, parse_policy
+from tltlab.policies.policy import Policy, parse_policy
+from tltlab.policies.specs import CustomSpec, code_allowed
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .rows import StepReport

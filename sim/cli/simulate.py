@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.acceptance.load import Acceptance
+from tltlab.acceptance.base import Acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit
 from tltlab.costs.base import LinearCosts
@@ -15,7 +15,8 @@ from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.policy import Activation, FixedSpec, Policy, code_allowed, load_policy
+from tltlab.policies.policy import Activation, Policy, load_policy
+from tltlab.policies.specs import FixedSpec, code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tltlab.acceptance.load import ByRequest
+from tltlab.acceptance.base import ByRequest
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees

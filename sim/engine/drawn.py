@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from tltlab.acceptance.load import Settled
+from tltlab.acceptance.base import Settled
 from tltlab.arrays import Bytes, Ints
 
 from .batch import BLOCK_CELLS, ArrayBatch, MacroStep, iterations_until_done

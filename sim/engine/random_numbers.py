@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from tltlab.acceptance.load import Key
+from tltlab.acceptance.base import Key
 from tltlab.arrays import Floats, Ints, Words
 from tltlab.costs.noise import IterationNoise
 

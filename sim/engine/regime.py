@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tltlab.acceptance.load import Settled, reach
+from tltlab.acceptance.base import Settled, reach
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.load import ByRequest, Key
+from tltlab.acceptance.base import ByRequest, Key
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload

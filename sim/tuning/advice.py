@@ -10,8 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.freshness import Base, Freshness
-from tltlab.acceptance.load import Acceptance, FreshAcceptance, GeometricAcceptance, TraceAcceptance
+from tltlab.acceptance.base import Acceptance, GeometricAcceptance
+from tltlab.acceptance.freshness import Base, FreshAcceptance, Freshness
+from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.idle_training import fit_spot, recorded_updates

@@ -19,7 +19,8 @@ from tltlab.arrays import Floats
 from tltlab.coordination.gate import Attempt
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Policy, TableRow, TableSpec
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import TableRow, TableSpec
 from tltlab.sim.scenario import Scenario
 from tltlab.state import DrafterState
 from tltlab.stats import Interval, mean_of_few, paired_interval

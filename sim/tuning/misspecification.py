@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import SerializeAsAny
 
-from tltlab.acceptance.load import Acceptance, AcceptanceModel, WrappedAcceptance
+from tltlab.acceptance.base import Acceptance, AcceptanceModel, WrappedAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel
 from tltlab.costs.scaled import ScaledIteration

@@ -13,8 +13,9 @@ import numpy as np
 
 from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.state import StepState

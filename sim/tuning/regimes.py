@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tltlab.acceptance.load import Acceptance, FittedAcceptance, FittedDepth, load_acceptance
+from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs

@@ -12,7 +12,8 @@ from typing import Any, cast
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_for
-from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import Activation, Policy, load_policy
+from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .cases import TuningCase

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import from_survival, scaled
-from tltlab.acceptance.freshness import MeasuredState
-from tltlab.acceptance.load import Band, BatchAcceptance, FreshAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState
+from tltlab.acceptance.measured import Band, BatchAcceptance
 from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance

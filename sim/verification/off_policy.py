@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.load import Acceptance
+from tltlab.acceptance.base import Acceptance
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.planning.decisions import Logged, logged_decisions

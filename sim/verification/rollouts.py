@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.measured import BatchAcceptance
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import table

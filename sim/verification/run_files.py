@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.policies.policy import SHIPPED, CustomSpec, Policy
+from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.specs import CustomSpec
 from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")

@@ -32,7 +32,8 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace

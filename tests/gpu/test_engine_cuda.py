@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout

@@ -25,7 +25,8 @@ from typing import Any
 import psutil
 from safetensors.numpy import load_file
 
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 

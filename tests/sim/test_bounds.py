@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.bench.simulator import COSTS, example_table
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.policy import load_policy

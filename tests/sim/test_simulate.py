@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tltlab.acceptance.load import FittedAcceptance, FittedDepth
+from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.calibration.api import calibrate
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Activation, FixedSpec, Policy
+from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.tuning.tune import TuneConfig, tune

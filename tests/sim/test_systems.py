@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 import tltlab
-from tltlab.acceptance.freshness import Freshness
-from tltlab.acceptance.load import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.bench.simulator import COSTS
 from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts

@@ -1,4 +1,4 @@
-"""How many drafted tokens the target accepts: every kind of model under one name, from a value, a name or a file.
+"""Acceptance models from a value, a name or a file, and those that come along.
 
 base.py says what a model is; constant and geometric ones are there too. measured.py holds what `calibrate` writes,
 trees.py trees, by_request.py what differs by request, freshness.py what changes with the drafter's age, replay.py the
@@ -16,55 +16,11 @@ from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 
-from .base import (
-    Acceptance,
-    AcceptanceModel,
-    ByRequest,
-    ConstantAcceptance,
-    GeometricAcceptance,
-    Key,
-    RequestAcceptance,
-    Settled,
-    SettledModel,
-    Variation,
-    WrappedAcceptance,
-    reach,
-)
-from .by_request import CurveAcceptance, RequestCurve, SiblingAcceptance, SpreadAcceptance, spread_over_requests
-from .freshness import FreshAcceptance, Freshness
-from .measured import Band, BatchAcceptance, FittedAcceptance, FittedDepth
-from .replay import TraceAcceptance
+from .base import Acceptance, AcceptanceModel, ConstantAcceptance, GeometricAcceptance, RequestAcceptance
+from .by_request import CurveAcceptance, SiblingAcceptance, SpreadAcceptance
+from .freshness import FreshAcceptance
+from .measured import BatchAcceptance, FittedAcceptance
 from .trees import TreeAcceptance, TreeRange
-
-__all__ = [
-    "SHIPPED",
-    "Acceptance",
-    "AcceptanceModel",
-    "Band",
-    "BatchAcceptance",
-    "ByRequest",
-    "ConstantAcceptance",
-    "CurveAcceptance",
-    "FittedAcceptance",
-    "FittedDepth",
-    "FreshAcceptance",
-    "Freshness",
-    "GeometricAcceptance",
-    "Key",
-    "RequestAcceptance",
-    "RequestCurve",
-    "Settled",
-    "SettledModel",
-    "SiblingAcceptance",
-    "SpreadAcceptance",
-    "TraceAcceptance",
-    "TreeAcceptance",
-    "Variation",
-    "WrappedAcceptance",
-    "load_acceptance",
-    "reach",
-    "spread_over_requests",
-]
 
 _TLT_TREES = TreeAcceptance(
     late_miss=0.12428737,

@@ -19,7 +19,8 @@ from tltlab.console import table
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep

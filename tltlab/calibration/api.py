@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tltlab.acceptance.load import BatchAcceptance
+from tltlab.acceptance.measured import BatchAcceptance
 from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts

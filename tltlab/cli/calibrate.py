@@ -11,7 +11,7 @@ import pandas as pd
 import typer
 from pydantic import BaseModel
 
-from tltlab.acceptance.load import FreshAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
 from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps

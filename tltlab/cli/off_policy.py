@@ -12,8 +12,9 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
-from tltlab.policies.policy import SHIPPED, Policy, code_allowed, load_policy
+from tltlab.policies.policy import SHIPPED, Policy, load_policy
 from tltlab.policies.reward import RewardKind
+from tltlab.policies.specs import code_allowed
 from tltlab.stats import finite
 from tltlab.traces.trace import Trace, read
 

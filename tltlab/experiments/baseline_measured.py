@@ -20,17 +20,8 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.policies.policy import (
-    AdaptiveSpec,
-    BegMabSpec,
-    Bucket,
-    FixedSpec,
-    LengthAwareBudgetSpec,
-    Policy,
-    TableRow,
-    TableSpec,
-    load_policy,
-)
+from tltlab.policies.policy import LengthAwareBudgetSpec, Policy, load_policy
+from tltlab.policies.specs import AdaptiveSpec, BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.environment import hardware, versions

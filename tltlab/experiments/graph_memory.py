@@ -24,7 +24,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.acceptance.load import AcceptanceModel, load_acceptance
+from tltlab.acceptance.base import AcceptanceModel
+from tltlab.acceptance.load import load_acceptance
 from tltlab.charts import COLORS, finish
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs

@@ -23,9 +23,10 @@ from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.policies.goodput import Goodput
-from tltlab.policies.policy import AdaptiveSpec, NoneSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
+from tltlab.policies.specs import AdaptiveSpec, NoneSpec
 from tltlab.sim.sweep import backend
 from tltlab.sim.tuning.regimes import PolicyRegime, best_fixed, regimes
 from tltlab.stats import paired_interval

@@ -27,7 +27,8 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policies.policy import CustomSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import CustomSpec
 from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
 from tltlab.sim.verification.rollouts import overhead_s

@@ -18,22 +18,18 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import (
-    AcceptanceBudgetSpec,
-    Activation,
+from tltlab.policies.policy import AcceptanceBudgetSpec, Activation, BudgetSpec, LengthAwareBudgetSpec, MbaBudgetSpec
+from tltlab.policies.specs import (
     BegMabSpec,
     Bucket,
-    BudgetSpec,
     FixedSpec,
     HedgeSpec,
     LadderSpec,
-    LengthAwareBudgetSpec,
-    MbaBudgetSpec,
     NoneSpec,
+    SelectorSpec,
     TableRow,
     TableSpec,
 )
-from tltlab.policies.specs import SelectorSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 Shape = tuple[int, int, int]

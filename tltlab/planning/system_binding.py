@@ -9,23 +9,17 @@ from typing import ClassVar
 import numpy as np
 from pydantic import SerializeAsAny
 
-from tltlab.acceptance.load import (
-    Acceptance,
-    FreshAcceptance,
-    Key,
-    RequestAcceptance,
-    Settled,
-    SettledModel,
-    SiblingAcceptance,
-    TreeAcceptance,
-    Variation,
-    load_acceptance,
-)
+from tltlab.acceptance.base import Acceptance, Key, RequestAcceptance, Settled, SettledModel, Variation
+from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Bucket, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import Bucket
 from tltlab.state import DrafterState
 from tltlab.strategy import MODEL_FREE, Strategy
 

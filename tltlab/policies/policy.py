@@ -32,8 +32,6 @@ from .specs import (
     ExploreSpec,
     FixedSpec,
     GoodputSpec,
-    HedgeSpec,
-    LadderSpec,
     NoneSpec,
     PolicyPart,
     SelectorSpec,
@@ -41,37 +39,7 @@ from .specs import (
     TableRow,
     TableSpec,
     Ucb1Spec,
-    code_allowed,
 )
-
-__all__ = [
-    "SHIPPED",
-    "AcceptanceBudgetSpec",
-    "Activation",
-    "AdaptiveSpec",
-    "BegMabSpec",
-    "Bucket",
-    "BudgetSpec",
-    "CustomSpec",
-    "EpsilonGreedySpec",
-    "ExploreSpec",
-    "FixedSpec",
-    "GoodputSpec",
-    "HedgeSpec",
-    "LadderSpec",
-    "LengthAwareBudgetSpec",
-    "MbaBudgetSpec",
-    "NoneSpec",
-    "Policy",
-    "PolicySource",
-    "TableRow",
-    "TableSpec",
-    "Ucb1Spec",
-    "UniformBudgetSpec",
-    "code_allowed",
-    "load_policy",
-    "parse_policy",
-]
 
 
 class Activation(PolicyPart):

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tltlab
-from tltlab.acceptance.by_request import KnownLevel
-from tltlab.acceptance.load import (
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.by_request import (
     CurveAcceptance,
-    GeometricAcceptance,
+    KnownLevel,
     RequestCurve,
     SiblingAcceptance,
     SpreadAcceptance,
-    load_acceptance,
     spread_over_requests,
 )
+from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.by_request import fit_requests, fit_siblings
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState

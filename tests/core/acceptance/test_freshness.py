@@ -6,15 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.base import AcceptanceModel, RequestAcceptance
-from tltlab.acceptance.load import (
-    BatchAcceptance,
-    FreshAcceptance,
-    Freshness,
-    GeometricAcceptance,
-    TraceAcceptance,
-    load_acceptance,
-)
+from tltlab.acceptance.base import AcceptanceModel, GeometricAcceptance, RequestAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.measured import BatchAcceptance
+from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.freshness import fit_freshness, levels, measured_state
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState

@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.base import from_survival, scaled
-from tltlab.acceptance.load import (
-    SHIPPED,
-    ConstantAcceptance,
-    FittedAcceptance,
-    FittedDepth,
-    GeometricAcceptance,
-    load_acceptance,
-    reach,
-)
-from tltlab.acceptance.measured import copied_runs
+from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance, from_survival, reach, scaled
+from tltlab.acceptance.load import SHIPPED, load_acceptance
+from tltlab.acceptance.measured import FittedAcceptance, FittedDepth, copied_runs
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy

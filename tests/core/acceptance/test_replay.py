@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from tltlab.acceptance.load import TraceAcceptance
+from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy

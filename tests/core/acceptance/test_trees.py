@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.load import TreeAcceptance, load_acceptance
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 

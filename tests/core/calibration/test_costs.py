@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import Freshness
-from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.fits import fit_kind
 from tltlab.calibration.costs import CostFit, fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
@@ -23,7 +25,8 @@ from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Activation, FixedSpec, Policy
+from tltlab.policies.policy import Activation, Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.simulate import simulate
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.acceptance.load import FreshAcceptance, load_acceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.idle_training import SpotFit, fit_spot, recorded_updates
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.coordination.progress import SpotTraining

@@ -17,7 +17,8 @@ from tltlab.doctor.environment import check_environment
 from tltlab.doctor.finding import Finding
 from tltlab.doctor.machine import GIB, Machine, _try_imports
 from tltlab.doctor.signatures import diagnose
-from tltlab.policies.policy import EpsilonGreedySpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import EpsilonGreedySpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 

@@ -18,7 +18,8 @@ from tltlab.doctor.finding import Finding, NotChecked, span
 from tltlab.doctor.plain_decoding import _decoding_s
 from tltlab.doctor.signatures import CHECKS, diagnose
 from tltlab.errors import TraceError
-from tltlab.policies.policy import BegMabSpec, Bucket, EpsilonGreedySpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import BegMabSpec, Bucket, EpsilonGreedySpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace

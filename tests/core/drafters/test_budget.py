@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
 from tltlab.drafters.mba import MbaBudget
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_budget

@@ -9,18 +9,8 @@ from hypothesis import strategies as st
 from tltlab.errors import ConfigError
 from tltlab.experiments.graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_for, plan_naive, sglang_sizes
-from tltlab.policies.policy import (
-    Activation,
-    BegMabSpec,
-    Bucket,
-    ExploreSpec,
-    FixedSpec,
-    NoneSpec,
-    Policy,
-    TableRow,
-    TableSpec,
-    load_policy,
-)
+from tltlab.policies.policy import Activation, Policy, load_policy
+from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, FixedSpec, NoneSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 SIZES = sglang_sizes(32)

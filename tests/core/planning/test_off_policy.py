@@ -12,17 +12,8 @@ from tltlab.errors import ConfigError
 from tltlab.planning.decisions import Logged, logged_decisions
 from tltlab.planning.off_policy import estimate, evaluate, folds_of
 from tltlab.planning.targets import chances
-from tltlab.policies.policy import (
-    SHIPPED,
-    Activation,
-    BegMabSpec,
-    Bucket,
-    CustomSpec,
-    FixedSpec,
-    Policy,
-    TableRow,
-    TableSpec,
-)
+from tltlab.policies.policy import SHIPPED, Activation, Policy
+from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read

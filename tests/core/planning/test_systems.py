@@ -5,14 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tltlab.acceptance.load import (
-    BatchAcceptance,
-    FittedAcceptance,
-    FittedDepth,
-    FreshAcceptance,
-    GeometricAcceptance,
-    load_acceptance,
-)
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth
 from tltlab.costs.base import LinearCosts, SpeculationCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
@@ -20,7 +16,8 @@ from tltlab.planning.composition import Rung, System, length_aware, strategies
 from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
-from tltlab.policies.policy import Activation, FixedSpec, load_policy
+from tltlab.policies.policy import Activation, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

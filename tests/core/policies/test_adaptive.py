@@ -9,7 +9,8 @@ import pytest
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.adaptive import Adaptive
-from tltlab.policies.policy import AdaptiveSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import AdaptiveSpec
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector

@@ -12,21 +12,18 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.beg_mab import BegMab
-from tltlab.policies.policy import (
-    SHIPPED,
-    Activation,
+from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
+from tltlab.policies.specs import (
     BegMabSpec,
     Bucket,
     CustomSpec,
     ExploreSpec,
     FixedSpec,
     GoodputSpec,
-    Policy,
     TableRow,
     TableSpec,
     Ucb1Spec,
     code_allowed,
-    load_policy,
 )
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import EpsilonGreedy, Hedge, Ucb1
-from tltlab.policies.policy import SHIPPED, HedgeSpec
+from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector, rng_state, set_rng_state
 from tltlab.policies.simple import BatchTable, Explore, Fixed, NoSpeculation, bucket_of, checked_thresholds
+from tltlab.policies.specs import HedgeSpec
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector

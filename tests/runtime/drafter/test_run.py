@@ -28,7 +28,8 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.messages import Event
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.drafter import processes as trainer_processes
 from tltlab.runtime.drafter.buffer import read_data
 from tltlab.runtime.drafter.drafting import NullDrafting

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.ledger import Iteration, Ledger, Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy

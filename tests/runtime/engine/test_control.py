@@ -15,8 +15,9 @@ from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.state import StepOutcome, StepState

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from tltlab.policies.policy import Activation, BegMabSpec, Bucket, LengthAwareBudgetSpec, Policy
+from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
+from tltlab.policies.specs import BegMabSpec, Bucket
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, TableRow, TableSpec
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.statistics import cells_check
 from tltlab.runtime.engine.engine import Engine

@@ -14,16 +14,8 @@ from tltlab.cli.app import main
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
-from tltlab.policies.policy import (
-    SHIPPED,
-    Activation,
-    ExploreSpec,
-    FixedSpec,
-    Policy,
-    TableRow,
-    TableSpec,
-    load_policy,
-)
+from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.cli.export_policy import graph_pool
 from tltlab.runtime.engine.graphs import (
     GIB,

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.ledger import Choice, Iteration

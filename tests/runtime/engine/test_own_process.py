@@ -17,8 +17,9 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import BegMabSpec, Bucket, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.simple import NoSpeculation
+from tltlab.policies.specs import BegMabSpec, Bucket
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import EngineDied, Rollout

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Rollout

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets

@@ -23,7 +23,8 @@ import pytest
 from safetensors.torch import load_file
 
 import tltlab
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.ray import start
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import train

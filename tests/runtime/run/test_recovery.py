@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.actors import RunActors

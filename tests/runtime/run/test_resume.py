@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import tltlab
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy

@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.strategy import Strategy
 
 STEPS = int(os.environ.get("TLTLAB_SOAK") or 0)

@@ -13,7 +13,8 @@ import pytest
 
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import CustomSpec, NoneSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import CustomSpec, NoneSpec
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents, RunState, read_state, write_state

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.by_request import KnownLevel
-from tltlab.acceptance.load import (
-    CurveAcceptance,
-    GeometricAcceptance,
-    RequestAcceptance,
-    RequestCurve,
-    SiblingAcceptance,
-    load_acceptance,
-)
+from tltlab.acceptance.base import GeometricAcceptance, RequestAcceptance
+from tltlab.acceptance.by_request import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError

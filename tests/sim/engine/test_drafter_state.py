@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tltlab.acceptance.freshness import Freshness
-from tltlab.acceptance.load import CurveAcceptance, FreshAcceptance, GeometricAcceptance, RequestCurve
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.bench.simulator import COSTS
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
+from tltlab.policies.policy import AcceptanceBudgetSpec, Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.config import load_spot_training
 from tltlab.state import DrafterState, StepState

@@ -10,23 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.load import (
-    Acceptance,
-    Band,
-    BatchAcceptance,
-    ConstantAcceptance,
-    CurveAcceptance,
-    FittedDepth,
-    FreshAcceptance,
-    GeometricAcceptance,
-    RequestCurve,
-    SiblingAcceptance,
-    load_acceptance,
-)
+from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcceptance
+from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
-from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import Activation, Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import tltlab
-from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import of_regime
-from tltlab.policies.policy import FixedSpec, LengthAwareBudgetSpec, Policy
+from tltlab.policies.policy import LengthAwareBudgetSpec, Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.regime import Regimes

@@ -8,7 +8,8 @@ import pytest
 from tltlab.bench.simulator import COSTS
 from tltlab.costs.noise import Block, IterationNoise
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.engine.random_numbers import NoiseDraws
 from tltlab.strategy import Strategy

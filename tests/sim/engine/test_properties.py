@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tltlab.bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import FixedSpec, TableRow, TableSpec
 from tltlab.sim import simulate
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -10,15 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.load import (
-    Band,
-    BatchAcceptance,
-    FittedDepth,
-    GeometricAcceptance,
-    Settled,
-    SpreadAcceptance,
-    TraceAcceptance,
-)
+from tltlab.acceptance.base import GeometricAcceptance, Settled
+from tltlab.acceptance.by_request import SpreadAcceptance
+from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import Freshness
-from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.experiments.simulated import drift as experiment

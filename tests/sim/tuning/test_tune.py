@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tltlab.acceptance.load import GeometricAcceptance, load_acceptance
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.bench.simulator import COSTS
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
-from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
 from tltlab.sim.tuning.misspecification import OffAcceptance, OffCosts, corners

@@ -7,12 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.acceptance.load import FreshAcceptance, Freshness, GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.bench.simulator import COSTS
 from tltlab.cli.verify import verify as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.verification.idle_training import SpotRun
 from tltlab.sim.verification.rollouts import text, verify

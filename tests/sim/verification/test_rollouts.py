@@ -18,7 +18,8 @@ from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate, log_normal
 from tltlab.lengths.model import REGIMES
-from tltlab.policies.policy import Activation, FixedSpec, LengthAwareBudgetSpec, Policy
+from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
 from tltlab.sim.verification.run_files import policies_in_force

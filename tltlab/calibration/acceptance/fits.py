@@ -16,14 +16,9 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import known_drafter
-from tltlab.acceptance.load import (
-    Band,
-    BatchAcceptance,
-    CurveAcceptance,
-    FittedDepth,
-    FreshAcceptance,
-    SiblingAcceptance,
-)
+from tltlab.acceptance.by_request import CurveAcceptance, SiblingAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.arrays import Floats, Ints
 from tltlab.calibration.cross_validation import Estimator, Fold, cross_validated
 from tltlab.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.arrays import Floats
 from tltlab.strategy import MODEL_FREE
 

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.charts import bars
 from tltlab.coordination.progress import SpotTraining
 from tltlab.experiments.result import ExperimentResult, chosen

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.arrays import Ints
 from tltlab.charts import bars
 from tltlab.drafters.base import Key

@@ -13,14 +13,11 @@ import tltlab.runtime
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.vllm.options import (
-    Attachment,
-    Variables,
-    serve_arguments,
-)
+from tltlab.runtime.engine.vllm.options import Attachment, Variables, serve_arguments
 from tltlab.strategy import Strategy
 
 

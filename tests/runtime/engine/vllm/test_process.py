@@ -33,7 +33,8 @@ from ray.exceptions import RayActorError
 import tltlab
 from tltlab.bench.train.texts import Setting, script_text
 from tltlab.cli.app import main
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime import vllm_options
 from tltlab.runtime.ray.actors import actor_env, runtime_env
 from tltlab.strategy import Strategy

@@ -25,7 +25,8 @@ import yaml
 
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime import serve_arguments, vllm_options
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool

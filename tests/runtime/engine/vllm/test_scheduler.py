@@ -19,9 +19,10 @@ import pytest
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Policy, TableRow, TableSpec, Ucb1Spec
+from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
+from tltlab.policies.specs import TableRow, TableSpec, Ucb1Spec
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
