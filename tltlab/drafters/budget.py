@@ -114,7 +114,7 @@ def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> I
 
 def even(state: StepState, strategy: Strategy) -> list[int]:
     """As many tokens for every request as the strategy says."""
-    return [max(0, strategy.tokens_to_verify - 1)] * state.batch
+    return [strategy.tokens_to_verify - 1] * state.batch
 
 
 def refuse_trees(strategy: Strategy) -> None:

@@ -42,7 +42,7 @@ class SuffixSpec(_BuiltDrafter, builds=suffix.SuffixDrafter, init=False):
         return not {"problem", "global"}.isdisjoint(self.scopes)
 
     def check(self) -> None:
-        suffix.check_settings(**{name: value for name, value in self.arguments().items() if name != "live"})
+        suffix.check_settings(self)
 
 
 class LearnedSpec(FiniteModel):

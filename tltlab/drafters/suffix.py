@@ -89,9 +89,6 @@ class SuffixDrafter(Drafter):
         live: bool = True,
         history_mib: float | None = 256.0,
     ) -> None:
-        check_settings(
-            scopes, window, max_match, max_draft, min_match, min_token_prob, length, match_factor, history_mib
-        )
         self.scopes = tuple(scopes)
         self.window = window
         self.max_match = max_match
@@ -102,6 +99,7 @@ class SuffixDrafter(Drafter):
         self.match_factor = match_factor
         self.live = live
         self.history_mib = history_mib
+        check_settings(self)
         self._new_index = load_index()
         most_bytes = math.inf if history_mib is None else history_mib * 2**20
         self._most_text_bytes = most_bytes * TEXT_SHARE
@@ -396,32 +394,22 @@ class _SuffixRequest:
     width: int
 
 
-def check_settings(
-    scopes: Sequence[str],
-    window: int | None,
-    max_match: int,
-    max_draft: int,
-    min_match: int,
-    min_token_prob: float,
-    length: str,
-    match_factor: float,
-    history_mib: float | None,
-) -> None:
-    """ConfigError for settings of `SuffixDrafter` that make no sense."""
-    names = get_args(Scope)
+def check_settings(spec: Any) -> None:
+    """ConfigError for settings that make no sense, of a `SuffixDrafter` or its spec."""
+    scopes, names = list(spec.scopes), get_args(Scope)
     if not scopes or len(set(scopes)) != len(scopes) or not set(scopes) <= set(names):
-        raise ConfigError(f"suffix: scopes must be some of {', '.join(names)}, each once, got {list(scopes)}")
-    if window is not None and window < 1:
-        raise ConfigError(f"suffix: window must be at least 1 response, or none for all, got {window}")
-    if not 1 <= min_match <= max_match:
-        raise ConfigError(f"suffix: needs 1 <= min_match <= max_match, got {min_match} and {max_match}")
-    if max_draft < 1:
-        raise ConfigError(f"suffix: max_draft must be at least 1, got {max_draft}")
-    if not 0 <= min_token_prob <= 1:
-        raise ConfigError(f"suffix: min_token_prob must be from 0 to 1, got {min_token_prob}")
-    if length not in get_args(Length):
-        raise ConfigError(f"suffix: length must be one of {', '.join(get_args(Length))}, got {length!r}")
-    if not match_factor > 0:
-        raise ConfigError(f"suffix: match_factor must be above 0, got {match_factor}")
-    if history_mib is not None and not 0 < history_mib < math.inf:
-        raise ConfigError(f"suffix: history_mib must be above 0 MiB, or none for no bound, got {history_mib}")
+        raise ConfigError(f"suffix: scopes must be some of {', '.join(names)}, each once, got {scopes}")
+    if spec.window is not None and spec.window < 1:
+        raise ConfigError(f"suffix: window must be at least 1 response, or none for all, got {spec.window}")
+    if not 1 <= spec.min_match <= spec.max_match:
+        raise ConfigError(f"suffix: needs 1 <= min_match <= max_match, got {spec.min_match} and {spec.max_match}")
+    if spec.max_draft < 1:
+        raise ConfigError(f"suffix: max_draft must be at least 1, got {spec.max_draft}")
+    if not 0 <= spec.min_token_prob <= 1:
+        raise ConfigError(f"suffix: min_token_prob must be from 0 to 1, got {spec.min_token_prob}")
+    if spec.length not in get_args(Length):
+        raise ConfigError(f"suffix: length must be one of {', '.join(get_args(Length))}, got {spec.length!r}")
+    if not spec.match_factor > 0:
+        raise ConfigError(f"suffix: match_factor must be above 0, got {spec.match_factor}")
+    if spec.history_mib is not None and not 0 < spec.history_mib < math.inf:
+        raise ConfigError(f"suffix: history_mib must be above 0 MiB, or none for no bound, got {spec.history_mib}")

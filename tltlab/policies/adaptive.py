@@ -17,7 +17,7 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .goodput import kept_by_position
-from .selector import Selector, rng_state, set_rng_state
+from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
 
 NUM_BANDS = 14
 """Bands of batch sizes [1], [2, 3], [4, 7], ...; the last is open-ended."""
@@ -64,8 +64,8 @@ class Adaptive(Selector):
     wander (Ljung and Soderstrom 1983, section 2.6.2). A drafter that finds no match drafts less than d: n is known of
     what was verified, and expected by the share of b*d that was drafted, per band of batch sizes. Errors beyond 4
     standard deviations count as 4; where they lean to one side the machine has changed, and more is tried for a while.
-    What a strategy takes more or less at batches of
-    a band (padding, a kernel's step) is a factor of its own, drawn towards 1 while few of its iterations are known.
+    What a strategy takes more or less at batches of a band (padding, a kernel's step) is a factor of its own, drawn
+    towards 1 while few of its iterations are known.
 
     Tokens are 1 plus the sum of survival, the product of the chances to keep each drafted token, counted per drafter
     and position as in `Goodput`, per band of batch sizes and drawn towards all bands together. Iterations with that
@@ -352,9 +352,7 @@ class Adaptive(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
-        names = [str(strategy) for strategy in self.strategies]
-        if state["arms"] != names:
-            raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {names}")
+        refuse_other_arms(state["arms"], [str(strategy) for strategy in self.strategies])
         for name in _ARRAYS:
             # States from before it was counted what drafters offer have no such array.
             setattr(self, name, np.array(state["arrays"].get(name, getattr(self, name)), np.float64))

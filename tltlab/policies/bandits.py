@@ -15,7 +15,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .beg_mab import BegMab
 from .reward import Reward, RewardKind, Statistic, Window
-from .selector import Selector, rng_state, set_rng_state
+from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
 from .simple import checked_strategies
 
 
@@ -121,10 +121,8 @@ class Ucb1(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        names = [str(arm) for arm in self.strategies]
         # Checkpoints have had trees in another notation.
-        if [str(Strategy.parse(arm)) for arm in state["arms"]] != names:
-            raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {names}")
+        refuse_other_arms([str(Strategy.parse(arm)) for arm in state["arms"]], [str(arm) for arm in self.strategies])
         self.order_ = deque(self.strategies[i] for i in state["order"])
         self.all_.refill(state["rewards"])
         for rewards in self.rewards_.values():
@@ -194,9 +192,6 @@ class Hedge(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        if state["arms"] != [str(arm) for arm in self.strategies]:
-            raise ConfigError(
-                f"the saved state has the arms {state['arms']}, this policy has {list(map(str, self.strategies))}"
-            )
+        refuse_other_arms(state["arms"], [str(arm) for arm in self.strategies])
         self.losses_, self.rounds_ = list(state["losses"]), state["rounds"]
         set_rng_state(self.rng, state["rng"])

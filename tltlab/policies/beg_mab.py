@@ -13,7 +13,7 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .reward import Reward, RewardKind, Statistic, Window
-from .selector import Selector, rng_state, set_rng_state
+from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
 from .simple import bucket_of, checked_strategies, checked_thresholds
 
 
@@ -136,10 +136,10 @@ class BegMab(Selector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
         # Checkpoints have had trees in another notation.
-        if [[str(Strategy.parse(arm)) for arm in arms] for arms in state["arms"]] != self._arm_names():
-            raise ConfigError(f"the saved state has the arms {state['arms']}, this policy has {self._arm_names()}")
-        for windows, saved in zip(self.windows_, state["windows"], strict=True):
-            for window, values in zip(windows.values(), saved, strict=True):
+        saved = [[str(Strategy.parse(arm)) for arm in arms] for arms in state["arms"]]
+        refuse_other_arms(saved, self._arm_names())
+        for windows, rewards in zip(self.windows_, state["windows"], strict=True):
+            for window, values in zip(windows.values(), rewards, strict=True):
                 window.refill(values)
         self.reward_.load_state_dict(state["reward"])
         set_rng_state(self.rng, state["rng"])

@@ -61,7 +61,10 @@ class AcceptedThresholds(Selector):
             raise ConfigError(f"thresholds: weight is above 0 and at most 1, every at least 1: {weight}, {every}")
         self.drafter = drafter
         self.weight, self.every, self.warm_up = weight, every, warm_up
-        self.slots_ = [_slot(tuple(depths), down) for _, depths, down in rows]
+        self.slots_ = [
+            _Slot(tuple(depths), down, len(depths) // 2, float(max(depths[len(depths) // 2] - 1, 0)))
+            for _, depths, down in rows
+        ]
         chains = (Strategy.chain(drafter, depth) for slot in self.slots_ for depth in slot.depths)
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *chains)))
 
@@ -86,11 +89,6 @@ class AcceptedThresholds(Selector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for slot, (at, accepted, iterations) in zip(self.slots_, state["slots"], strict=True):
             slot.at, slot.accepted, slot.iterations = at, accepted, iterations
-
-
-def _slot(depths: tuple[int, ...], down: float) -> _Slot:
-    at = len(depths) // 2
-    return _Slot(depths, down, at, float(max(depths[at] - 1, 0)))
 
 
 def _moved(slot: _Slot) -> int:

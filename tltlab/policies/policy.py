@@ -54,15 +54,6 @@ class Activation(PolicyPart):
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
 
 
-class UniformBudgetSpec(PolicyPart):
-    """Every request is drafted what the strategy says."""
-
-    kind: Literal["uniform"] = "uniform"
-
-    def build(self) -> DraftBudget:
-        return UniformBudget()
-
-
 class AcceptanceBudgetSpec(PolicyPart):
     """Settings of `AcceptanceBudget`."""
 
@@ -79,6 +70,10 @@ class _BuiltBudget(Built, init=False):
     def build(self) -> DraftBudget:
         budget: DraftBudget = self.make()
         return budget
+
+
+class UniformBudgetSpec(_BuiltBudget, builds=UniformBudget):
+    kind: Literal["uniform"] = "uniform"
 
 
 class LengthAwareBudgetSpec(_BuiltBudget, builds=LengthAwareBudget, init=False):
@@ -221,10 +216,10 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
 
     Files that it names are looked up in the folder of `path` first.
     """
-    origin = f"{path}: {part}: " if part else f"{path}: "
+    origin = f"{path}: {part}" if part else str(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{origin}a policy file holds one JSON object, got {type(value).__name__}")
-    with faults_in(origin.removesuffix(": "), _place):
+        raise ConfigError(f"{origin}: a policy file holds one JSON object, got {type(value).__name__}")
+    with faults_in(origin, _place):
         # Defaults are for Python; a file must say what it is.
         return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
 

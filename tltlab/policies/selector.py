@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import Strategy
 
@@ -69,6 +70,12 @@ def rng_state(rng: np.random.Generator) -> dict[str, Any]:
 def set_rng_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
     """Move `rng` to a position that `rng_state` gave; both must be of one kind (PCG64, ...)."""
     rng.bit_generator.state = state
+
+
+def refuse_other_arms(saved: list[Any], arms: list[Any]) -> None:
+    """ConfigError where a saved state is that of other arms."""
+    if saved != arms:
+        raise ConfigError(f"the saved state has the arms {saved}, this policy has {arms}")
 
 
 def _plain(value: Any) -> Any:
