@@ -6,11 +6,13 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from .errors import ConfigError
+from .files import sealed, write_json
 
 MOST_CHARS = 60
 _SAID = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
@@ -29,6 +31,15 @@ class FiniteModel(FrozenModel):
     """A `FrozenModel` whose numbers are neither infinite nor NaN, so that JSON can hold them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+class StoredModel(FrozenModel):
+    """A model that is a JSON file of its own."""
+
+    def write(self, path: str | Path) -> Path:
+        """Write the file in one move, sealed; its path."""
+        write_json(Path(path), sealed(self.model_dump(mode="json")))
+        return Path(path)
 
 
 class Built(FiniteModel):

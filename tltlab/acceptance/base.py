@@ -11,21 +11,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
 from tltlab.arrays import Bytes, Floats
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, StoredModel
 from tltlab.errors import ConfigError
-from tltlab.files import sealed, write_json
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 Key = tuple[int, str, int, int]
 Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
 Variation = Literal["nothing", "request", "position"]
 
 
@@ -121,17 +120,8 @@ class ByRequest(Protocol):
         """Expected tokens per iteration that a response of `num_tokens` never exceeds, whatever finishes when."""
 
 
-class StoredModel(FiniteModel):
-    """A model that is a file."""
-
-    def write(self, path: str | Path) -> Path:
-        """Write the file that `load_acceptance` reads, in one move."""
-        write_json(Path(path), sealed(self.model_dump(mode="json")))
-        return Path(path)
-
-
-class SettledModel(StoredModel, ABC):
-    """The answers that most models share."""
+class SettledModel(FiniteModel, StoredModel, ABC):
+    """The answers that most models share. What they `write` is for `load_acceptance`."""
 
     varies_by: ClassVar[Variation]
 
@@ -204,16 +194,9 @@ class AcceptanceModel(SettledModel):
         tail = np.cumsum(self.distribution(strategy)[::-1])[::-1][1:]
         return np.clip(tail, 0.0, 1.0)
 
-    def survival(
-        self,
-        strategy: Strategy,
-        levels: Floats | None = None,
-        generated_tokens: Floats | None = None,
-        num_siblings: Floats | None = None,
-    ) -> Floats:
-        """The curve, or a row of it for every request where `levels` tells of requests."""
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         curve = self.curve(strategy)
-        return curve if levels is None else np.broadcast_to(curve, (len(levels), len(curve)))
+        return np.broadcast_to(curve, (len(levels), len(curve)))
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
         p = self.distribution(strategy)
@@ -293,22 +276,20 @@ class Wrapped(SettledModel):
     """A model that changes what another one says, its `base`, at every batch size alike."""
 
     if TYPE_CHECKING:
-        base: Any
+        base: AcceptanceModel | RequestAcceptance
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        drafters: tuple[str, ...] = self.base.drafters
-        return drafters
+        return self.base.drafters
 
     def knows(self, drafter: str) -> bool:
-        return bool(self.base.knows(drafter))
+        return self.base.knows(drafter)
 
     def outside(self, strategy: Strategy) -> list[str]:
-        outside: list[str] = self.base.outside(strategy)
-        return outside
+        return self.base.outside(strategy)
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return float(self.base.num_drafted(strategy))
+        return self.base.num_drafted(strategy)
 
     def at(self, batch: int) -> Self:
         return self._around(self.base.at(batch))
@@ -417,10 +398,15 @@ def scaled(survival: Floats, ratio: float) -> Floats:
 
     The last axis runs over the draft's tokens.
     """
-    before = np.concatenate([np.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
-    chance = np.divide(survival, before, out=np.zeros_like(before), where=before > 0)
-    rescaled: Floats = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
+    rescaled: Floats = np.cumprod(np.minimum(1.0, chances(survival) * ratio), axis=-1)
     return rescaled
+
+
+def chances(survival: Floats) -> Floats:
+    """P(accepted >= i given >= i - 1) along the last axis; 0 where that never happens."""
+    before = np.concatenate([np.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
+    conditional: Floats = np.divide(survival, before, out=np.zeros_like(before), where=before > 0)
+    return conditional
 
 
 def only_chains(strategy: Strategy, subject: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, field_validator, model_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, StoredModel
 from tltlab.errors import ConfigError
 from tltlab.strategy import MODEL_FREE, Strategy
 
@@ -22,10 +22,11 @@ from .base import (
     ConstantAcceptance,
     GeometricAcceptance,
     Key,
+    Positive,
     RequestAcceptance,
     Share,
-    StoredModel,
     Wrapped,
+    chances,
     known_drafter,
     only_chains,
     reach,
@@ -37,12 +38,9 @@ POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 _LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
-_ALIKE: TypeAdapter[AcceptanceModel] = TypeAdapter(
-    Annotated[
-        ConstantAcceptance | GeometricAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance,
-        Field(discriminator="kind"),
-    ]
-)
+Alike = ConstantAcceptance | GeometricAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance
+"""Models in files that treat all requests alike."""
+_ALIKE: TypeAdapter[Alike] = TypeAdapter(Annotated[Alike, Field(discriminator="kind")])
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -93,9 +91,7 @@ class RequestCurve(FiniteModel):
     def survival(self, depth: int, levels: Floats, generated_tokens: Floats) -> Floats:
         """P(accepted >= i), i = 1..depth, shape (requests, depth)."""
         at = np.minimum(np.arange(depth), len(self.keep_logits) - 1)
-        logits = np.asarray(self.keep_logits)[at] + (levels + self.drift * progress(generated_tokens))[:, None]
-        survival: Floats = np.cumprod(1.0 / (1.0 + np.exp(-logits)), axis=1)
-        return survival
+        return _survival(np.asarray(self.keep_logits)[at], levels + self.drift * progress(generated_tokens))
 
 
 class CurveAcceptance(RequestAcceptance):
@@ -147,8 +143,8 @@ class SiblingAcceptance(RequestAcceptance):
     drafter: str | None = None
     alone: Share
     most: Share
-    exponent: Annotated[float, Field(gt=0)]
-    own_tokens: Annotated[float, Field(gt=0)] | None = None
+    exponent: Positive
+    own_tokens: Positive | None = None
     drafted_share: DraftedShare = 1.0
     notes: tuple[str, ...] = ()
 
@@ -213,7 +209,7 @@ class SpreadAcceptance(Wrapped, RequestAcceptance):
         return self.spread * normals(seed, [(*key[:3], 0) for key in keys])
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return _kept(self._shifted(strategy), levels)
+        return _survival(self._shifted(strategy), levels)
 
     @cached_property
     def _logits(self) -> dict[Strategy, Floats]:
@@ -223,24 +219,22 @@ class SpreadAcceptance(Wrapped, RequestAcceptance):
         """Logits of the chances at level 0, shape (reach,); infinite where a token is always or never kept."""
         if strategy not in self._logits:
             curve = self.base.curve(strategy)
-            before = np.concatenate([[1.0], curve[:-1]])
-            chance = np.divide(curve, before, out=np.zeros_like(curve), where=before > 0)
+            chance = chances(curve)
             with np.errstate(divide="ignore"):
                 logits = np.log(chance) - np.log1p(-chance)
             mean, levels = 1.0 + float(curve.sum()), self.spread * _LEVELS
             low, high = -10.0, 10.0
             for _ in range(50):
                 shift = (low + high) / 2
-                tokens = 1.0 + _kept(logits + shift, levels).sum(axis=1)
+                tokens = 1.0 + _survival(logits + shift, levels).sum(axis=1)
                 low, high = (shift, high) if 1.0 / float(_WEIGHTS @ (1.0 / tokens)) < mean else (low, shift)
             self._logits[strategy] = logits + shift
         return self._logits[strategy]
 
 
-def _kept(logits: Floats, levels: Floats) -> Floats:
+def _survival(logits: Floats, levels: Floats) -> Floats:
     """P(accepted >= i), shape (requests, reach)."""
-    chances: Floats = 1.0 / (1.0 + np.exp(-(logits[None, :] + levels[:, None])))
-    return np.asarray(np.cumprod(chances, axis=1), np.float64)
+    return np.asarray(np.cumprod(1.0 / (1.0 + np.exp(-(logits[None, :] + levels[:, None]))), axis=1), np.float64)
 
 
 def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:

@@ -9,36 +9,15 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, StoredModel
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .base import (
-    ConstantAcceptance,
-    GeometricAcceptance,
-    ScaledAcceptance,
-    ScaledRequests,
-    Share,
-    StoredModel,
-    Variation,
-)
-from .by_request import CurveAcceptance, SiblingAcceptance, SpreadAcceptance
-from .measured import BatchAcceptance, FittedAcceptance
-from .trees import TreeAcceptance
+from .base import Positive, ScaledAcceptance, ScaledRequests, Share, Variation
+from .by_request import Alike, CurveAcceptance, SiblingAcceptance, SpreadAcceptance
 
-Positive = Annotated[float, Field(gt=0)]
-Base = Annotated[
-    ConstantAcceptance
-    | GeometricAcceptance
-    | FittedAcceptance
-    | BatchAcceptance
-    | TreeAcceptance
-    | CurveAcceptance
-    | SiblingAcceptance
-    | SpreadAcceptance,
-    Field(discriminator="kind"),
-]
+Base = Alike | CurveAcceptance | SiblingAcceptance | SpreadAcceptance
 
 
 class Freshness(FiniteModel):
@@ -84,7 +63,7 @@ class MeasuredState(FiniteModel):
     updates: Annotated[float, Field(ge=0)]
 
 
-class FreshAcceptance(StoredModel):
+class FreshAcceptance(FiniteModel, StoredModel):
     """Any model as it holds for a drafter of some age and training: ask `at_freshness`.
 
     Only strategies of `drafter` are touched. `measured` is the state that the base describes, None the fresh and fully
@@ -92,7 +71,7 @@ class FreshAcceptance(StoredModel):
     """
 
     kind: Literal["fresh"] = "fresh"
-    base: Base
+    base: Annotated[Base, Field(discriminator="kind")]
     drafter: str = "learned"
     freshness: Freshness = Freshness()
     measured: MeasuredState | None = None

@@ -8,7 +8,7 @@ replay per position.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
@@ -16,10 +16,9 @@ from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 
-from .base import Acceptance, AcceptanceModel, ConstantAcceptance, GeometricAcceptance, RequestAcceptance
-from .by_request import CurveAcceptance, SiblingAcceptance, SpreadAcceptance
-from .freshness import FreshAcceptance
-from .measured import BatchAcceptance, FittedAcceptance
+from .base import Acceptance
+from .by_request import SiblingAcceptance
+from .freshness import Base, FreshAcceptance
 from .trees import TreeAcceptance, TreeRange
 
 _TLT_TREES = TreeAcceptance(
@@ -39,7 +38,7 @@ _TLT_TREES = TreeAcceptance(
     ),
 )
 
-SHIPPED: dict[str, AcceptanceModel | RequestAcceptance | FreshAcceptance] = {
+SHIPPED: dict[str, Base | FreshAcceptance] = {
     "tlt-qwen2.5-32b": _TLT_TREES,
     "tlt-qwen2.5-32b-fresh": FreshAcceptance(
         base=_TLT_TREES,
@@ -62,20 +61,7 @@ SHIPPED: dict[str, AcceptanceModel | RequestAcceptance | FreshAcceptance] = {
 }
 """Models that come along, by name."""
 
-_FILE: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        ConstantAcceptance
-        | GeometricAcceptance
-        | FittedAcceptance
-        | BatchAcceptance
-        | TreeAcceptance
-        | CurveAcceptance
-        | SiblingAcceptance
-        | SpreadAcceptance
-        | FreshAcceptance,
-        Field(discriminator="kind"),
-    ]
-)
+_FILE: TypeAdapter[Base | FreshAcceptance] = TypeAdapter(Annotated[Base | FreshAcceptance, Field(discriminator="kind")])
 _SHORT = {"constant": "tokens", "geometric": "alpha"}
 
 
@@ -102,9 +88,9 @@ def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Accepta
     return _validated(read_json(Path(source)), str(source))
 
 
-def _validated(value: Any, origin: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:
+def _validated(value: Any, origin: str) -> Base | FreshAcceptance:
     with faults_in(origin):
         try:
-            return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
+            return _FILE.validate_python(value)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from error

@@ -17,7 +17,7 @@ from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import AcceptanceModel, from_survival, known_drafter, only_chains, reach
+from .base import AcceptanceModel, Share, from_survival, known_drafter, only_chains, reach
 
 FARTHEST = 4
 """Copies are extrapolated to drafts so many times as deep as the deepest measured ones."""
@@ -60,7 +60,7 @@ def copied_runs(accepted: Sequence[float], depth: int) -> Floats:
 class FittedDepth(FrozenModel):
     """What was measured for one drafter at one depth: P(accepted = j) for j = 0..depth, and mean tokens drafted."""
 
-    accepted: tuple[Annotated[float, Field(ge=0, le=1)], ...]
+    accepted: tuple[Share, ...]
     drafted: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     num_samples: int | None = None
 
@@ -125,13 +125,10 @@ class FittedAcceptance(AcceptanceModel):
         depth, fitted = self._measured(strategy)
         return fitted.drafted * reach(strategy) / depth
 
-    @cached_property
-    def _measured_drafters(self) -> frozenset[str]:
-        return frozenset(name for name, depths in self.drafters_by_depth.items() if depths)
-
     def _measured(self, strategy: Strategy) -> tuple[int, FittedDepth]:
         only_chains(strategy, "fitted acceptance")
-        known_drafter(strategy, self._measured_drafters, "the acceptance model")
+        measured = [name for name, depths in self.drafters_by_depth.items() if depths]
+        known_drafter(strategy, measured, "the acceptance model")
         depths, most = self.drafters_by_depth[strategy.drafter], reach(strategy)
         enough = [d for d in sorted(depths) if d >= most]
         deepest = max(depths)

@@ -11,9 +11,8 @@ from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import AcceptanceModel, from_survival, known_drafter, reach
+from .base import AcceptanceModel, Positive, Share, from_survival, known_drafter, reach
 
-Positive = Annotated[float, Field(gt=0)]
 Span = tuple[int, int]
 
 
@@ -43,10 +42,10 @@ class TreeAcceptance(AcceptanceModel):
 
     kind: Literal["tree"] = "tree"
     drafter: str | None = None
-    late_miss: Annotated[float, Field(ge=0, le=1)]
+    late_miss: Share
     onset_levels: Positive
     onset_shape: Positive
-    pruned: Annotated[float, Field(ge=0, le=1)]
+    pruned: Share
     best_top_k: Positive = 8.0
     top_k_penalty: Annotated[float, Field(ge=0)] = 0.0
     calibrated: TreeRange | None = None

@@ -64,7 +64,7 @@ def costs(
         if chosen and accept_length:
             rows.append(_row(model, chosen, size, context, accept_length))
     found = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
-    found |= {"evidence": None if model.evidence is None else model.evidence.told()}
+    found |= {"evidence": None if model.evidence is None else model.evidence.to_json()}
     emit(found | {"notes": list(model.notes)}, as_json=as_json, text=_table(found))
 
 

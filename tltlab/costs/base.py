@@ -6,14 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, StoredModel
 from tltlab.errors import ConfigError
-from tltlab.files import sealed, write_json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .evidence import Evidence
@@ -55,8 +53,8 @@ class CalibratedRange(FrozenModel):
         return [name for name, span in spans.items() if span and not span[0] <= quantities[name] <= span[1]]
 
 
-class CostModel(FrozenModel, ABC):
-    """Seconds of iterations and prefill on one worker, and that worker's limits.
+class CostModel(StoredModel, ABC):
+    """Seconds of iterations and prefill on one worker, and that worker's limits; its file is for `load_costs`.
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
@@ -105,11 +103,6 @@ class CostModel(FrozenModel, ABC):
     @abstractmethod
     def prefill_s(self, tokens: float) -> float:
         """Seconds to prefill this many tokens: proportional to them, so that chunks add up to the whole."""
-
-    def write(self, path: str | Path) -> Path:
-        """Write the file that `load_costs` reads, in one move."""
-        write_json(Path(path), sealed(self.model_dump(mode="json")))
-        return Path(path)
 
 
 class IterationCost(ABC):

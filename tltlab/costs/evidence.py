@@ -95,7 +95,7 @@ class Evidence(FrozenModel):
         expect = "how far off is not known" if error is None else f"nine in ten are off by less than {error:.0%}"
         return f"{distance} with {self.engine}{gaps}; {expect}"
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The keys of `evidence` in the commands' JSON."""
         derived = {
             "distance": self.distance,

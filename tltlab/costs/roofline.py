@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -19,38 +19,6 @@ from .base import CostModel, IterationCost, Seconds, padded
 
 Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class Terms(Protocol):
-    """What `Constants` hold, a number each or an array with one for each measurement."""
-
-    @property
-    def memory_efficiency(self) -> Numbers: ...
-    @property
-    def compute_efficiency(self) -> Numbers: ...
-    @property
-    def kv_efficiency(self) -> Numbers: ...
-    @property
-    def link_efficiency(self) -> Numbers: ...
-    @property
-    def prefill_efficiency(self) -> Numbers: ...
-    @property
-    def expert_efficiency(self) -> Numbers: ...
-    @property
-    def expert_spread(self) -> Numbers: ...
-    @property
-    def knee(self) -> Numbers: ...
-    @property
-    def step_s(self) -> Numbers: ...
-    @property
-    def layer_s(self) -> Numbers: ...
-    @property
-    def allreduce_s(self) -> Numbers: ...
-    @property
-    def per_request_s(self) -> Numbers: ...
-    @property
-    def tree_s(self) -> Numbers: ...
-    def need(self, term: str, /) -> Numbers: ...
 
 
 class Constants(FrozenModel):
@@ -93,6 +61,34 @@ class Constants(FrozenModel):
                 f"fit it to measurements with speculation, or write a value into the file"
             )
         return float(value)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConstantsByRow:
+    """`Constants`, an array of each with one value for every measurement."""
+
+    memory_efficiency: Floats
+    compute_efficiency: Floats
+    kv_efficiency: Floats
+    link_efficiency: Floats
+    prefill_efficiency: Floats
+    expert_efficiency: Floats
+    expert_spread: Floats
+    knee: Floats
+    step_s: Floats
+    layer_s: Floats
+    allreduce_s: Floats
+    per_request_s: Floats
+    sd_base_s: Floats
+    draft_level_s: Floats
+    draft_level_per_request_s: Floats
+    tree_s: Floats
+
+    def need(self, term: str) -> Floats:
+        return np.asarray(getattr(self, term), np.float64)
+
+
+Terms = Constants | ConstantsByRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, StoredModel
 from tltlab.errors import ConfigError
-from tltlab.files import sealed, write_json
-from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model
+from tltlab.hardware import BYTES_PER_VALUE, Count, Gpu, ModelShape, Positive, gpu, model
+
+from .base import Seconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-GpuCount = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Trained = Literal["all", "informative"]
 
@@ -190,7 +187,7 @@ class SyncCosts(FrozenModel):
         return self.base_s + self.num_bytes / self.bytes_per_s
 
 
-class StageCosts(FrozenModel):
+class StageCosts(StoredModel):
     """The stages of an RL step on the trainer's GPUs; None is a stage that the data did not identify.
 
     `num_gpus` is how many GPUs the figures hold for (None: not counted in GPUs). `sleep_s` and `wake_s` are what an
@@ -199,7 +196,7 @@ class StageCosts(FrozenModel):
     """
 
     kind: Literal["linear"] = "linear"
-    num_gpus: GpuCount | None = None
+    num_gpus: Count | None = None
     inference: InferenceCosts | None = InferenceCosts()
     reward: RewardCosts | None = RewardCosts()
     train: TrainCosts | None = TrainCosts()
@@ -207,11 +204,6 @@ class StageCosts(FrozenModel):
     sleep_s: Seconds = 0.0
     wake_s: Seconds = 0.0
     provenance: str | None = None
-
-    def write(self, path: str | Path) -> Path:
-        """Write the JSON file that `load_stages` reads."""
-        write_json(Path(path), sealed(self.model_dump(mode="json")))
-        return Path(path)
 
 
 class RooflineStages(FrozenModel):
@@ -228,7 +220,7 @@ class RooflineStages(FrozenModel):
     kind: Literal["roofline"]
     gpu: str | Gpu
     model: str | ModelShape
-    num_gpus: GpuCount
+    num_gpus: Count
     mfu_inference: Share = 0.4
     mfu_train: Share = 0.35
     inference_passes: Annotated[int, Field(gt=0)] = 1

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FrozenModel, faults_in
+from tltlab.config import FrozenModel, StoredModel, faults_in
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, sealed, write_json
+from tltlab.files import read_json
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
@@ -54,7 +54,7 @@ class ParetoTail(FrozenModel):
         return self.model_copy(update={"scale": self.scale + self.shape * by})
 
 
-class LengthModel(FrozenModel):
+class LengthModel(StoredModel):
     """Response lengths of RL rollouts: any marginal, a Gaussian copula for what samples of a prompt share.
 
     The response to a prompt with score u (standard normal, of the prompt in its epoch) has the score
@@ -106,11 +106,6 @@ class LengthModel(FrozenModel):
         if not isinstance(value, dict) or value.get("format") != "tltlab-lengths":
             raise ConfigError(f"{path} is not a model of lengths: it has no format 'tltlab-lengths'")
         return cls._checked(value, str(path))
-
-    def write(self, path: str | Path) -> Path:
-        """Write the model as JSON, in one move."""
-        write_json(Path(path), sealed(self.model_dump(mode="json")))
-        return Path(path)
 
     def with_changes(
         self, *, median: float | None = None, sigma: float | None = None, **fields: float | int | None

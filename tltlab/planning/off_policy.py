@@ -253,14 +253,11 @@ def _band(batch: int) -> int:
 
 def _uncovered(log: Sequence[Logged], pi: Sequence[Chances]) -> float:
     tried = {(_band(d.state.batch), d.strategy) for d in log}
-    return float(
-        np.mean(
-            [
-                math.fsum(p for s, p in of.items() if (_band(d.state.batch), s) not in tried)
-                for d, of in zip(log, pi, strict=True)
-            ]
-        )
-    )
+    shares = [
+        math.fsum(p for s, p in of.items() if (_band(d.state.batch), s) not in tried)
+        for d, of in zip(log, pi, strict=True)
+    ]
+    return float(np.mean(shares))
 
 
 def _alike(log: Sequence[Logged]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -62,16 +63,12 @@ def bind_assuming(
     The default is `fitted`, a model of this trace's own drafters, where it serves, else `LEARNED_DEFAULT` and
     `TEXT_DEFAULT`, published curves of other models.
     """
-    try:
+    with suppress(UnknownAcceptance):
         return bind(system, costs, acceptance, model_free)
-    except UnknownAcceptance:
-        pass
     if fitted is not None:
-        try:
+        with suppress(UnknownAcceptance):
             note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
             return _assumed(bind(system, costs, fitted, model_free), note)
-        except UnknownAcceptance:
-            pass
     if system.together:
         learned = acceptance if acceptance is not None and _played_by("learned", acceptance) else None
         text = next((model for model in (model_free, acceptance) if model is not None and _texts(system, model)), None)

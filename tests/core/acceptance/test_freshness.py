@@ -51,13 +51,13 @@ def test_a_base_that_was_measured_stale_improves_with_training():
     model = wrapped(alpha=0.3, measured={"age": 0, "updates": 0})
     same = model.at_freshness(DrafterState())
     better = model.at_freshness(DrafterState(updates=1000))
-    assert same.survival(CHAIN) == pytest.approx(0.3 ** np.arange(1, 6))
-    assert better.survival(CHAIN) == pytest.approx(0.6 ** np.arange(1, 6))
+    assert same.curve(CHAIN) == pytest.approx(0.3 ** np.arange(1, 6))
+    assert better.curve(CHAIN) == pytest.approx(0.6 ** np.arange(1, 6))
 
 
 def test_a_chance_never_exceeds_one():
     model = wrapped(alpha=0.9, measured={"age": 0, "updates": 0}).at_freshness(DrafterState(updates=1000))
-    assert model.survival(CHAIN) == pytest.approx(np.ones(5))
+    assert model.curve(CHAIN) == pytest.approx(np.ones(5))
 
 
 def test_other_drafters_are_left_alone():
@@ -256,7 +256,7 @@ def test_the_state_of_the_drafters_settles_any_model():
     assert plain.in_state(states) is plain
     model = wrapped().in_state(states)
     assert isinstance(model, AcceptanceModel)
-    assert model.survival(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
+    assert model.curve(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
     table = recorded([0, 3], [2], tokens=5).assign(sample=0)
     trace = TraceAcceptance(table)
     replayed = trace.in_state(states)

@@ -90,13 +90,13 @@ def test_survival_says_the_same_as_the_distribution_which_sums_to_one(alpha: flo
     model = GeometricAcceptance(alpha=alpha)
     p = model.distribution(chain(depth))
     assert (len(p), p.sum()) == (depth + 1, pytest.approx(1))
-    assert from_survival(model.survival(chain(depth))) == pytest.approx(p, abs=1e-12)
-    assert 1 + model.survival(chain(depth)).sum() == pytest.approx(model.tokens_per_iteration(chain(depth)))
+    assert from_survival(model.curve(chain(depth))) == pytest.approx(p, abs=1e-12)
+    assert 1 + model.curve(chain(depth)).sum() == pytest.approx(model.tokens_per_iteration(chain(depth)))
 
 
 @given(st.floats(0.01, 1), st.floats(0, 3), st.integers(1, 16))
 def test_scaling_multiplies_every_chance_up_to_one(alpha: float, ratio: float, depth: int):
-    kept = scaled(GeometricAcceptance(alpha=alpha).survival(chain(depth)), ratio)
+    kept = scaled(GeometricAcceptance(alpha=alpha).curve(chain(depth)), ratio)
     assert kept == pytest.approx(min(1.0, alpha * ratio) ** np.arange(1, depth + 1))
 
 

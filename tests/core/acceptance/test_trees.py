@@ -49,9 +49,9 @@ def test_more_levels_or_more_nodes_never_accept_less(model: TreeAcceptance, dept
 
 @given(MODELS, st.integers(1, 12))
 def test_a_chain_is_the_tree_with_one_branch_and_its_beginning_is_the_shorter_chain(model: TreeAcceptance, depth: int):
-    whole = model.survival(Strategy.chain("eagle", 13))
-    assert model.survival(Strategy.chain("eagle", depth)) == pytest.approx(whole[:depth])
-    assert model.survival(Strategy("eagle", 13, 1, depth + 1)) == pytest.approx(whole[:depth])
+    whole = model.curve(Strategy.chain("eagle", 13))
+    assert model.curve(Strategy.chain("eagle", depth)) == pytest.approx(whole[:depth])
+    assert model.curve(Strategy("eagle", 13, 1, depth + 1)) == pytest.approx(whole[:depth])
 
 
 def test_all_nodes_but_the_pending_one_are_drafted():

@@ -35,7 +35,7 @@ def fitted(cells: pd.DataFrame) -> TreeAcceptance:
 
 
 def errors(model: TreeAcceptance, cells: pd.DataFrame) -> np.ndarray:
-    found = np.array([1.0 + model.survival(strategy).sum() for strategy in strategies(cells)])
+    found = np.array([1.0 + model.curve(strategy).sum() for strategy in strategies(cells)])
     return found / cells["accept_length"].to_numpy(np.float64) - 1.0
 
 
@@ -54,7 +54,7 @@ def test_tlt_within_one_percent_on_cells_that_the_fit_left_out(shared_data: Path
     assert off.mean() < 0.005
     assert off.max() < 0.02
     tree = Strategy("eagle", 16, 8, 128)
-    assert curve.survival(tree) == pytest.approx(SHIPPED.survival(tree), rel=1e-3)
+    assert curve.curve(tree) == pytest.approx(SHIPPED.curve(tree), rel=1e-3)
     figure = cells[cells["table"] == "fig13"]
     by_depth, by_verify = left_out(figure, "draft_depth"), left_out(figure, "tokens_to_verify")
     assert by_depth.mean() < 0.01

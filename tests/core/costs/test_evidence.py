@@ -114,4 +114,4 @@ def test_every_preset_says_what_it_rests_on():
     assert found["h100-qwen2.5-32b-tp4"].distance == "measured together"
     assert found["h200-llama-3.3-70b-tp4"].unmeasured == ("gpu", "model")
     assert found["h100-qwen2.5-32b-tp4"].error() < found["h100-qwen2.5-7b"].error()
-    assert json.loads(json.dumps(found["cpu-small"].told()))["distance"] == "measured together"
+    assert json.loads(json.dumps(found["cpu-small"].to_json()))["distance"] == "measured together"

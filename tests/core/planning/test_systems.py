@@ -290,6 +290,6 @@ def test_a_bound_over_two_models_has_the_best_of_each_batch_size():
     )  # fmt: skip
     both, nobody = PerDrafter(models={"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
-    assert both.survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.survival(chain))
+    assert both.survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.curve(chain))
     expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)
     assert both.survival(text, nobody, nobody, nobody + 3) == pytest.approx(expected)

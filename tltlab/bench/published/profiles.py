@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.profiles import MOST_EFFICIENT, MOST_OF_EXPERTS, capped
-from tltlab.costs.roofline import Terms
+from tltlab.costs.roofline import ConstantsByRow, Terms
 from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
@@ -81,33 +81,14 @@ Param = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowTerms:
-    """The roofline's terms, one value for each measurement."""
+class RowTerms(ConstantsByRow):
+    """The roofline's terms and that of prompts, one value for each measurement."""
 
-    memory_efficiency: Floats
-    compute_efficiency: Floats
-    kv_efficiency: Floats
-    link_efficiency: Floats
-    prefill_efficiency: Floats
-    expert_efficiency: Floats
-    expert_spread: Floats
-    knee: Floats
-    step_s: Floats
-    layer_s: Floats
-    allreduce_s: Floats
-    per_request_s: Floats
-    tree_s: Floats
-    sd_base_s: Floats
-    draft_level_s: Floats
-    draft_level_per_request_s: Floats
     prompt_layer_s: Floats
 
     def where(self, chosen: Flags) -> RowTerms:
         """Those of some of the measurements."""
         return RowTerms(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
-
-    def need(self, term: str) -> Floats:
-        return np.asarray(getattr(self, term), np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
