@@ -19,6 +19,18 @@ from tltlab.strategy import Strategy
 CHAIN = Strategy.chain("learned", 5)
 HALF = Freshness(untrained=0.5, updates_to_train=2.0, floor=0.25, age_steps=4.0)
 
+COLUMNS = [
+    "rl_step",
+    "prompt_id",
+    "sample",
+    "turn",
+    "drafter",
+    "drafter_age",
+    "drafter_updates",
+    "max_depth",
+    "accept_if_drafted",
+]
+
 
 def wrapped(alpha: float = 0.8, **settings) -> FreshAcceptance:
     return FreshAcceptance(base=GeometricAcceptance(alpha=alpha), **{"freshness": HALF, **settings})
@@ -45,25 +57,15 @@ def test_the_level_multiplies_the_chance_of_every_token():
     assert model.distribution(CHAIN) == pytest.approx(expected.distribution(CHAIN))
     assert model.tokens_per_iteration(CHAIN) == pytest.approx(expected.tokens_per_iteration(CHAIN))
     assert model.num_drafted(CHAIN) == 5
+    assert model.curve(Strategy.chain("ngram", 5)) == pytest.approx(0.8 ** np.arange(1, 6)), "another drafter's"
 
 
-def test_a_base_that_was_measured_stale_improves_with_training():
-    model = wrapped(alpha=0.3, measured={"age": 0, "updates": 0})
-    same = model.at_freshness(DrafterState())
-    better = model.at_freshness(DrafterState(updates=1000))
-    assert same.curve(CHAIN) == pytest.approx(0.3 ** np.arange(1, 6))
-    assert better.curve(CHAIN) == pytest.approx(0.6 ** np.arange(1, 6))
-
-
-def test_a_chance_never_exceeds_one():
-    model = wrapped(alpha=0.9, measured={"age": 0, "updates": 0}).at_freshness(DrafterState(updates=1000))
-    assert model.curve(CHAIN) == pytest.approx(np.ones(5))
-
-
-def test_other_drafters_are_left_alone():
-    model = wrapped().at_freshness(DrafterState())
-    chain = Strategy.chain("ngram", 5)
-    assert model.distribution(chain) == pytest.approx(GeometricAcceptance(alpha=0.8).distribution(chain))
+@pytest.mark.parametrize(("alpha", "trained"), [(0.3, 0.6), (0.9, 1.0)])
+def test_a_base_that_was_measured_stale_improves_with_training_up_to_certainty(alpha: float, trained: float):
+    model = wrapped(alpha=alpha, measured={"age": 0, "updates": 0})
+    for updates, chance in ((0, alpha), (1000, trained)):
+        curve = model.at_freshness(DrafterState(updates=updates)).curve(CHAIN)
+        assert curve == pytest.approx(chance ** np.arange(1, 6))
 
 
 @pytest.mark.parametrize("base", ["tlt-qwen2.5-32b", "seer-siblings"])
@@ -129,8 +131,7 @@ def recorded(ages: list[int], updates: list[int | None], tokens: int = 4000) -> 
         chance = 0.8 * HALF.level(age, count or 0)
         accepted = np.minimum(rng.geometric(1 - chance, tokens) - 1, 6)
         rows.append((0, "p", sample, 0, "learned", age, count, 6, accepted))
-    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
-    return pd.DataFrame(rows, columns=names.split())
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def test_a_fit_finds_what_made_the_data():
@@ -184,8 +185,7 @@ def run_like(
                 chance = min(0.98, 0.7 * ease * truth.level(step - since, updates))
                 accepted = np.minimum(rng.geometric(1 - chance, length) - 1, 4)
                 rows.append((step, "p", sample, 0, "learned", step - since, updates, 4, accepted))
-    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
-    return pd.DataFrame(rows, columns=names.split())
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 AGES = Freshness(untrained=0.4, updates_to_train=50, floor=0.2, age_steps=6)
@@ -235,8 +235,7 @@ def test_easy_rl_steps_are_not_taken_for_training():
             for age in range(min(step, 3) + 1):
                 accepted = np.minimum(rng.geometric(1 - chance, 200) - 1, 4)
                 rows.append((step, "p", sample, 0, "learned", age, 20 * (step - age), 4, accepted))
-    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
-    found = fit_freshness(pd.DataFrame(rows, columns=names.split()), "learned").freshness
+    found = fit_freshness(pd.DataFrame(rows, columns=COLUMNS), "learned").freshness
     assert found.level(3, 100) / found.level(0, 100) > 0.95
     assert found.level(0, 0) / found.level(0, 100) > 0.95, "0.91 where each RL step's own ease is not taken out"
 

@@ -1,7 +1,5 @@
 """Trees: what the curve promises, its fit, and how close it comes to the published accept lengths."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,7 +73,3 @@ def test_a_model_for_one_drafter_refuses_another():
     assert model.drafters == ("eagle",)
     with pytest.raises(ConfigError, match="no drafter 'other', only eagle"):
         model.distribution(Strategy("other", 8, 8, 48))
-
-
-def test_it_reads_back_from_its_file(tmp_path: Path):
-    assert load_acceptance(SHIPPED.write(tmp_path / "tree.json")) == SHIPPED

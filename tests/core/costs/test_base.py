@@ -52,23 +52,18 @@ def test_a_term_that_is_needed_and_missing_is_named():
         costs.iteration(NO_SPECULATION, drafter_loaded=True)
 
 
-@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "fast"])
-def test_a_term_is_a_time(value: object):
-    with pytest.raises(ConfigError, match="base_s"):
-        load_costs({"kind": "linear", "base_s": value})
+@pytest.mark.parametrize(
+    ("term", "value"),
+    [*(("base_s", wrong) for wrong in (-1e-3, float("nan"), float("inf"), "fast")), ("bas_s", 1e-3)],
+)
+def test_a_term_is_a_time_of_a_known_name(term: str, value: object):
+    with pytest.raises(ConfigError, match=term):
+        load_costs({"kind": "linear", term: value})
 
 
-def test_an_unknown_term_is_refused():
-    with pytest.raises(ConfigError, match="bas_s"):
-        load_costs({"kind": "linear", "bas_s": 1e-3})
-
-
-def test_a_file_reads_back_as_it_was_written(tmp_path: Path):
-    assert load_costs(COSTS.write(tmp_path / "costs.json")) == COSTS
-
-
-def test_a_file_with_any_bit_changed_is_refused_or_the_same(tmp_path: Path):
+def test_a_file_reads_back_and_with_any_bit_changed_it_is_refused_or_the_same(tmp_path: Path):
     path = COSTS.write(tmp_path / "costs.json")
+    assert load_costs(path) == COSTS
     data = path.read_bytes()
     refused = 0
     for place in range(len(data)):

@@ -1,6 +1,5 @@
 """Stage costs: what they count, where they come from, and how well they fit a recorded run."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -142,12 +141,6 @@ def test_an_impossible_roofline_is_refused(wrong):
 
 def test_costs_come_back_from_their_file(tmp_path):
     assert load_stages(H100_7B.write(tmp_path / "stages.json")) == H100_7B
-
-
-def test_a_file_may_describe_a_roofline(tmp_path):
-    path = tmp_path / "stages.json"
-    path.write_text(json.dumps({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}))
-    assert load_stages(path) == H100_7B
 
 
 @pytest.mark.parametrize("name", stage_presets())

@@ -1,6 +1,5 @@
 """The budget of DAS: the optimum against a grid and against its conditions, the printed equations, and the rounding."""
 
-import json
 import math
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 from tltlab.testing import check_budget
 
 DEEP = Strategy.chain("suffix", 8)
@@ -162,7 +161,6 @@ def test_without_history_everyone_gets_what_the_strategy_says():
 
 def test_a_long_request_is_drafted_deep_and_short_ones_not_at_all():
     assert taught().allot(state(request("short", 10), request("long", 10), request("middle", 10)), DEEP) == [0, 8, 0]
-    assert taught().allot(state(request("short", 10)), NO_SPECULATION) == [0]
 
 
 def test_a_request_that_outgrew_its_class_is_drafted_for():
@@ -219,20 +217,6 @@ def test_drafts_that_are_all_kept_are_no_more_efficient_than_can_be():
         budget.finished(request("p", 1000, n), drafted=950, accepted=950)
     assert budget.efficiency == pytest.approx(1 / 0.9)
     assert budget.allot(state(request("p", 5)), DEEP)[0] <= 8
-
-
-def test_a_restored_budget_has_the_same_plan():
-    budget, again = taught(), LengthAwareBudget()
-    batch = state(request("short", 10), request("long", 10))
-    budget.allot(batch, DEEP)
-    again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
-    assert again.plans_ == budget.plans_
-    assert again.allot(batch, DEEP) == budget.allot(batch, DEEP)
-
-
-def test_trees_cannot_be_shared_out():
-    with pytest.raises(ConfigError, match="tree"):
-        LengthAwareBudget().allot(state(request("a", 1)), Strategy("eagle", 8, 4, 48))
 
 
 @pytest.mark.parametrize("settings", [{"replan_every": 0}, {"reach": 0.0}, {"window": 3}, {"quantiles": (0.9, 0.1)}])

@@ -7,7 +7,6 @@ from pydantic import TypeAdapter, ValidationError
 from tltlab.drafters.base import Draft
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import (
-    DEFAULT_DRAFTERS,
     SYSTEM_DRAFTERS,
     DrafterSpec,
     HybridSpec,
@@ -84,10 +83,6 @@ except ConfigError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "the suffix drafter needs: pip install 'tltlab[suffix]'"
-
-
-def test_every_engine_has_ngram_and_suffix():
-    assert {name: spec.kind for name, spec in DEFAULT_DRAFTERS.items()} == {"ngram": "ngram", "suffix": "suffix"}
 
 
 def drafts_of(name, earlier, sibling):

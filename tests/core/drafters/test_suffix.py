@@ -1,5 +1,4 @@
 import json
-import sys
 import time
 from collections import Counter
 
@@ -189,20 +188,16 @@ def test_a_group_in_which_a_request_runs_survives_until_it_is_closed():
 
 
 def test_trees_and_texts_that_nothing_needs_are_freed():
-    drafter = SuffixDrafter(("request", "group", "problem", "global"), window=1)
+    drafter, group = SuffixDrafter(SCOPES, window=1), SuffixDrafter(("request", "group"))
     for problem in range(50):
-        told(drafter, (problem, f"p{problem}", 0, 0), range(100), prompt=range(200, 300))
-        drafter.begin(problem)
-        drafter.close((problem, f"p{problem}", 0, 0))
+        for one in (drafter, group):
+            told(one, (problem, f"p{problem}", 0, 0), range(100), prompt=range(200, 300))
+            one.begin(problem)
+            one.close((problem, f"p{problem}", 0, 0))
     held = drafter.memory_bytes
     assert len(drafter.state_dict()["responses"]) == 50, "each problem keeps its last"
     drafter.forget()
     assert drafter.memory_bytes == 0
-    group = SuffixDrafter(("request", "group"))
-    for problem in range(50):
-        told(group, (problem, f"p{problem}", 0, 0), range(100), prompt=range(200, 300))
-        group.begin(problem)
-        group.close((problem, f"p{problem}", 0, 0))
     assert 0 < group.memory_bytes < held / 20
     assert len(group.state_dict()["responses"]) == 1
 
@@ -489,12 +484,6 @@ def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
         if window is None:
             drafter.open(key, prompt)
             assert drafter.propose(key, 4) == restored.propose(key, 4)
-
-
-def test_a_drafter_without_the_library_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding._C", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tltlab\[suffix\]'"):
-        SuffixDrafter()
 
 
 @pytest.mark.parametrize(

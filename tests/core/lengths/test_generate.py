@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tltlab.errors import ConfigError
 from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
 from tltlab.lengths.generate import generate, generate_steps
-from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail, of_regime
+from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 from tltlab.traces import metrics
 from tltlab.traces.csv import tables_of_lengths
 from tltlab.traces.schema import Manifest
@@ -133,11 +133,6 @@ def test_a_file_that_is_no_model_of_lengths_is_refused(tmp_path):
 def test_a_wrong_field_is_named(change, says):
     with pytest.raises(ConfigError, match=says):
         HEAVY.with_changes(**change)
-
-
-def test_an_unknown_regime_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="no regime 'chat'; there are: base-rl, reasoning"):
-        of_regime("chat")
 
 
 # Drawing
@@ -508,7 +503,7 @@ def test_like_a_csv_needs_the_prompt_share(run, tmp_path):
     [
         (["--prompts", 0], "prompts is 0"),
         (["--prompt-share", 2], "prompt_share: "),
-        (["--regime", "chat"], "no regime 'chat'"),
+        (["--regime", "chat"], "no regime 'chat'; there are: base-rl, reasoning"),
         (["--regime", "reasoning", "--like", TRACES / "tiny"], "give one of them"),
         (["--like", "nowhere"], "nowhere"),
         (["--like", "nowhere.json"], "nowhere.json"),

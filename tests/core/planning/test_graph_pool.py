@@ -208,9 +208,3 @@ def test_speculation_is_captured_up_to_the_activation_and_plain_decoding_beyond(
 def test_every_shipped_policy_has_a_plan_with_a_graph_for_every_batch(name: str):
     plan = plan_for(load_policy(name), 64, sglang_sizes(64))
     assert max(b for b, _ in plan.target_graphs) == 64
-
-
-def test_a_tuner_can_filter_policies_by_memory():
-    lean, rich = (Policy(selector=ExploreSpec(strategies=s)) for s in ((DEEP,), (DEEP, WIDE, SHORT)))
-    cap = POOL.memory_bytes(plan_for(lean, 32, SIZES))
-    assert [POOL.fits(plan_for(policy, 32, SIZES), cap) for policy in (lean, rich)] == [True, False]

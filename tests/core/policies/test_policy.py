@@ -177,6 +177,7 @@ def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
         ),
         ({"selector": {"kind": "fixed", "strategy": {"drafter": "ngram"}}}, ["selector.strategy.draft_depth: "]),
         ({"budget": {"kind": "fair"}}, ["budget: "]),
+        ({"budget": {"kind": "acceptance", "min_tokens": -1}}, ["budget.min_tokens: "]),
         ({"budget": {"kind": "length-aware", "token_s": 0}}, ["budget: ", "token_s must be above 0"]),
         ({"budget": {"kind": "length-aware", "efficiency": 2}}, ["budget: ", "at most 1 / reach"]),
         ({"drafters": {"mine": {"kind": "oracle"}}}, ["drafters.mine: ", "'oracle'"]),
@@ -428,8 +429,9 @@ def test_a_strategy_is_read_as_it_is_written(text: str):
 def test_trees_are_read_as_they_were_written_before():
     assert Strategy.parse("learned:8,4,48") == Strategy.parse("learned:8x4/48") == Strategy("learned", 8, 4, 48)
     assert Strategy.parse("learned:2x2") == Strategy("learned", 2, 2, 7)
-    for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8x4/4800"):
-        with pytest.raises(ConfigError, match=r"is no strategy|nodes at most"):
+    assert Strategy.parse("learned:2x4/21").tokens_to_verify == 21
+    for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:2x4/22"):
+        with pytest.raises(ConfigError, match=r"is no strategy|21 nodes at most"):
             Strategy.parse(text)
 
 

@@ -11,7 +11,7 @@ from tltlab.policies.bandits import EpsilonGreedy, Hedge, Ucb1
 from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector, rng_state, set_rng_state
-from tltlab.policies.simple import BatchTable, Explore, Fixed, NoSpeculation, bucket_of, checked_thresholds
+from tltlab.policies.simple import BatchTable, Explore, bucket_of, checked_thresholds
 from tltlab.policies.specs import HedgeSpec
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -37,11 +37,6 @@ def test_every_shipped_policy_keeps_the_contract_with_and_without_its_activation
         check_selector(SHIPPED[name].build)
 
 
-def test_no_speculation_and_fixed_say_the_same_always():
-    assert NoSpeculation().choose(at(512)) == NO_SPECULATION
-    assert (Fixed(DEEP).choose(at(512)), Fixed(DEEP).strategies) == (DEEP, (DEEP,))
-
-
 def test_a_table_looks_up_the_batch_and_reports_the_bucket():
     table = BatchTable([(2, DEEP), (5, SHALLOW), (33, NO_SPECULATION)])
     found = [(table.choose(at(batch)), table.bucket_) for batch in (1, 2, 4, 5, 32, 33, 4096)]
@@ -60,11 +55,6 @@ def test_bucket_lookup_is_total_and_agrees_with_the_definition(thresholds, batch
     assert 0 <= bucket < len(thresholds)
     assert batch >= thresholds[bucket] or bucket == 0
     assert bucket == len(thresholds) - 1 or batch < thresholds[bucket + 1]
-
-
-@given(THRESHOLDS, st.integers(0, 5000), st.integers(0, 100))
-def test_a_larger_batch_never_falls_in_an_earlier_bucket(thresholds, batch, more):
-    assert bucket_of(thresholds, batch) <= bucket_of(thresholds, batch + more)
 
 
 @pytest.mark.parametrize("thresholds", [[], [0], [-1, 4], [1, 8, 8], [8, 1]])
@@ -343,9 +333,3 @@ def test_the_contract_suite_passes_a_good_selector_also_one_that_reads_requests_
 def test_the_contract_suite_names_the_broken_promise(base, broken, sentence):
     with pytest.raises(AssertionError, match=sentence):
         check_selector(lambda rng: type("Broken", (base,), broken)())
-
-
-def test_a_tree_has_no_more_tokens_to_verify_than_nodes():
-    assert Strategy("learned", 2, 4, 21).tokens_to_verify == 21
-    with pytest.raises(ConfigError, match="21 nodes at most"):
-        Strategy("learned", 2, 4, 22)
