@@ -275,5 +275,3 @@ def test_the_shipped_trees_come_with_an_assumed_freshness_too():
     stale = model.in_state({"learned": DrafterState(age=10**6, updates=10**6)})
     assert best.tokens_per_iteration(tree) == pytest.approx(base.tokens_per_iteration(tree))
     assert stale.tokens_per_iteration(tree) < best.tokens_per_iteration(tree)
-    with pytest.raises(ConfigError, match=r"tlt-qwen2.5-32b-fresh.*assumed effect of the drafter's age"):
-        load_acceptance("tlt-qwen2.5-32b-stale")

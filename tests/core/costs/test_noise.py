@@ -7,7 +7,6 @@ import pytest
 from pydantic import ValidationError
 
 from tltlab.calibration.api import calibrate
-from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise, fit_noise
 from tltlab.traces.trace import read
@@ -62,11 +61,6 @@ def test_calibration_measures_it_and_costs_carry_it(tmp_path):
     assert costs.noise is not None
     assert 0.1 < costs.noise.spread < 0.5
     assert load_costs(costs.write(tmp_path / "costs.json")) == costs
-
-
-def test_older_cost_files_have_none():
-    assert LinearCosts(base_s=1.0).noise is None
-    assert load_costs("cpu-small").noise is None
 
 
 def _parts(ratio: np.ndarray) -> list[float]:

@@ -68,16 +68,12 @@ def test_a_workload_counts_prompts_and_responses_and_what_they_attend_to():
     assert work.num_pairs == (10**2 + 20**2) / 2
 
 
-def test_groups_with_equal_rewards_teach_nothing():
-    work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=[1, 1, 0, 1])
+@pytest.mark.parametrize(("rewards", "informative"), [([1, 1, 0, 1], [4, 8]), ([1, None, 1, 1], [1, 2])])
+def test_groups_with_equal_rewards_teach_nothing_and_an_unknown_one_may_differ(rewards, informative):
+    work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=rewards)
     assert work.num_tokens == 15
-    assert work.informative_tokens == 12
-    assert work.informative_pairs == (4**2 + 8**2) / 2
-
-
-def test_a_group_with_an_unknown_reward_counts_as_informative():
-    work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=[1, None, 1, 1])
-    assert work.informative_tokens == 3
+    assert work.informative_tokens == sum(informative)
+    assert work.informative_pairs == sum(n**2 for n in informative) / 2
 
 
 def test_stages_are_linear_in_their_work():

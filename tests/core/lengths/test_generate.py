@@ -101,11 +101,6 @@ def test_growth_moves_the_median_and_a_growing_tail_cuts_more():
     assert masses[0] < 0.001 < 0.2 < masses[-1]
 
 
-def test_a_model_survives_its_file(tmp_path):
-    model = HEAVY.model_copy(update={"notes": ("measured",)})
-    assert LengthModel.load(model.write(tmp_path / "lengths.json")) == model
-
-
 def test_a_file_that_is_no_model_of_lengths_is_refused(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"kind": "linear"}')
