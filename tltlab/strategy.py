@@ -77,6 +77,15 @@ class Strategy:
     def speculates(self) -> bool:
         return self.draft_depth > 0
 
+    @property
+    def reach(self) -> int:
+        """Most drafted tokens that an iteration can accept: the depth, or fewer where fewer are verified.
+
+        >>> Strategy.chain("ngram", 4).reach, Strategy("ngram", 4, 1, 3).reach, NO_SPECULATION.reach
+        (4, 2, 0)
+        """
+        return min(self.draft_depth, self.tokens_to_verify - 1)
+
     def __str__(self) -> str:
         if not self.speculates:
             return "none"

@@ -324,8 +324,7 @@ class Control:
     @property
     def roomy(self) -> bool:
         """Whether, for all that is known, each next draft may have all tokens of the strategy: then none is trimmed."""
-        strategy = self.ledger.in_force.strategy
-        deepest = min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+        deepest = self.ledger.in_force.strategy.reach
         return self._least_room >= deepest and isinstance(self.seat.budget, UniformBudget)
 
     def allot(self, request_ids: Sequence[str]) -> list[int]:
@@ -341,7 +340,7 @@ class Control:
     def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
         """How many tokens the next draft of each request gets of the budget."""
         if isinstance(self.seat.budget, UniformBudget) or not lives:
-            return [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(lives)
+            return [strategy.reach] * len(lives)
         requests = cast(Sequence[RequestState], lives)
         state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
         try:

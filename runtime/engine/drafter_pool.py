@@ -202,7 +202,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         """How deep the learned drafter must draft under `strategy`; 0 when it is not asked."""
         if not strategy.speculates or self.learned not in self._parts(strategy.drafter) or not self._serves():
             return 0
-        return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+        return strategy.reach
 
     def feed(self, strategy: Strategy, turn: int, clock: Clock) -> float:
         """Show the drafters that `strategy` may ask what has been generated, all requests in the order they came.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tltlab.acceptance.base import Settled, reach
+from tltlab.acceptance.base import Settled
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
@@ -94,4 +94,4 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, lo
         tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
         cdf = acceptance.cdf(strategy)
     cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded)
-    return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=reach(strategy), cdf=cdf)
+    return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=strategy.reach, cdf=cdf)

@@ -1,8 +1,7 @@
 """What any acceptance model answers, and those that treat all requests alike or tell them apart.
 
-Everywhere `accepted` counts without the bonus token and `tokens` with it. A strategy's reach is the number of drafted
-tokens that can be accepted: its draft depth, or fewer where fewer tokens are verified. `survival[i - 1]` is
-P(accepted >= i), i = 1..reach.
+Everywhere `accepted` counts without the bonus token and `tokens` with it. `survival[i - 1]` is P(accepted >= i),
+i = 1..`Strategy.reach`.
 """
 
 from __future__ import annotations
@@ -26,15 +25,6 @@ Key = tuple[int, str, int, int]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Variation = Literal["nothing", "request", "position"]
-
-
-def reach(strategy: Strategy) -> int:
-    """Most drafted tokens that an iteration under `strategy` can accept.
-
-    >>> reach(Strategy.chain("ngram", 4)), reach(Strategy("ngram", 4, 1, 3)), reach(NO_SPECULATION)
-    (4, 2, 0)
-    """
-    return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
 
 class Acceptance(Protocol):
@@ -360,12 +350,12 @@ class ConstantAcceptance(AcceptanceModel):
     tokens: Annotated[float, Field(ge=1)]
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
-        return min(self.tokens, reach(strategy) + 1.0)
+        return min(self.tokens, strategy.reach + 1.0)
 
     def distribution(self, strategy: Strategy) -> Floats:
         accepted = self.tokens_per_iteration(strategy) - 1.0
         low = math.floor(accepted)
-        p = np.zeros(reach(strategy) + 1)
+        p = np.zeros(strategy.reach + 1)
         p[low] = 1.0 - (accepted - low)
         if accepted > low:
             p[low + 1] = accepted - low
@@ -383,7 +373,7 @@ class GeometricAcceptance(AcceptanceModel):
 
     def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "geometric acceptance")
-        return from_survival(np.power(self.alpha, np.arange(1, reach(strategy) + 1, dtype=np.float64)))
+        return from_survival(np.power(self.alpha, np.arange(1, strategy.reach + 1, dtype=np.float64)))
 
 
 def from_survival(survival: Floats) -> Floats:

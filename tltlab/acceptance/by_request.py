@@ -29,7 +29,6 @@ from .base import (
     chances,
     known_drafter,
     only_chains,
-    reach,
 )
 from .measured import BatchAcceptance, FittedAcceptance
 from .trees import TreeAcceptance
@@ -117,10 +116,10 @@ class CurveAcceptance(RequestAcceptance):
         return np.array([measured.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return self._curve(strategy).survival(reach(strategy), levels, generated_tokens)
+        return self._curve(strategy).survival(strategy.reach, levels, generated_tokens)
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return self._curve(strategy).drafted_share * reach(strategy)
+        return self._curve(strategy).drafted_share * strategy.reach
 
     def _curve(self, strategy: Strategy) -> RequestCurve:
         only_chains(strategy, "per-request acceptance")
@@ -171,11 +170,11 @@ class SiblingAcceptance(RequestAcceptance):
         only_chains(strategy, "sibling acceptance")
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the acceptance model")
-        survival: Floats = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, reach(strategy) + 1)
+        survival: Floats = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, strategy.reach + 1)
         return survival
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return self.drafted_share * reach(strategy)
+        return self.drafted_share * strategy.reach
 
 
 class SpreadAcceptance(Wrapped, RequestAcceptance):

@@ -17,7 +17,7 @@ from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import AcceptanceModel, Share, from_survival, known_drafter, only_chains, reach
+from .base import AcceptanceModel, Share, from_survival, known_drafter, only_chains
 
 FARTHEST = 4
 """Copies are extrapolated to drafts so many times as deep as the deepest measured ones."""
@@ -109,11 +109,11 @@ class FittedAcceptance(AcceptanceModel):
 
     def outside(self, strategy: Strategy) -> list[str]:
         depths = self.drafters_by_depth.get(strategy.drafter, {})
-        return ["draft_depth"] if strategy.drafter in MODEL_FREE and depths and reach(strategy) not in depths else []
+        return ["draft_depth"] if strategy.drafter in MODEL_FREE and depths and strategy.reach not in depths else []
 
     def distribution(self, strategy: Strategy) -> Floats:
         depth, fitted = self._measured(strategy)
-        most = reach(strategy)
+        most = strategy.reach
         if strategy.drafter in MODEL_FREE and depth != most:
             return copied_runs(fitted.accepted, most)
         p = np.asarray(fitted.accepted)
@@ -123,13 +123,13 @@ class FittedAcceptance(AcceptanceModel):
 
     def num_drafted(self, strategy: Strategy) -> float:
         depth, fitted = self._measured(strategy)
-        return fitted.drafted * reach(strategy) / depth
+        return fitted.drafted * strategy.reach / depth
 
     def _measured(self, strategy: Strategy) -> tuple[int, FittedDepth]:
         only_chains(strategy, "fitted acceptance")
         measured = [name for name, depths in self.drafters_by_depth.items() if depths]
         known_drafter(strategy, measured, "the acceptance model")
-        depths, most = self.drafters_by_depth[strategy.drafter], reach(strategy)
+        depths, most = self.drafters_by_depth[strategy.drafter], strategy.reach
         enough = [d for d in sorted(depths) if d >= most]
         deepest = max(depths)
         if not enough and strategy.drafter in MODEL_FREE and deepest >= 2 and most <= FARTHEST * deepest:

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .base import Key, Variation, known_drafter, only_chains, reach
+from .base import Key, Variation, known_drafter, only_chains
 from .measured import FittedAcceptance, FittedDepth
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
@@ -99,7 +99,7 @@ class TraceAcceptance:
         return math.nan
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return float(reach(strategy))
+        return float(strategy.reach)
 
     def cdf(self, strategy: Strategy) -> None:
         return None
@@ -112,7 +112,7 @@ class TraceAcceptance:
         only_chains(strategy, "the trace's acceptance.parquet")
         known_drafter(strategy, self.drafters, "the trace's acceptance.parquet")
         deepest = min(self._row(name, key)[0] for name, key in self._rows if name == strategy.drafter)
-        if reach(strategy) > deepest:
+        if strategy.reach > deepest:
             raise ConfigError(
                 f"the trace's acceptance.parquet goes to depth {deepest} of drafter {strategy.drafter!r}; "
                 f"{strategy} is deeper: annotate the trace with a larger max_depth"

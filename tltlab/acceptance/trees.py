@@ -11,7 +11,7 @@ from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import AcceptanceModel, Positive, Share, from_survival, known_drafter, reach
+from .base import AcceptanceModel, Positive, Share, from_survival, known_drafter
 
 Span = tuple[int, int]
 
@@ -61,7 +61,7 @@ class TreeAcceptance(AcceptanceModel):
     def curve(self, strategy: Strategy) -> Floats:
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the tree acceptance model")
-        level = np.arange(1, reach(strategy) + 1, dtype=np.float64)
+        level = np.arange(1, strategy.reach + 1, dtype=np.float64)
         chain = strategy.top_k == 1
         share = np.ones_like(level) if chain else level / (strategy.tokens_to_verify - 1)
         branching = 1.0 if chain else np.exp(self.top_k_penalty * np.log(strategy.top_k / self.best_top_k) ** 2)

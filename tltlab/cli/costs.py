@@ -50,10 +50,10 @@ def costs(
         raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
     model = load_costs(name)
     chosen = None if strategy is None else _strategy(strategy, drafter)
-    if chosen and accept_length and accept_length > 1 + min(chosen.draft_depth, chosen.tokens_to_verify - 1):
+    if chosen and accept_length and accept_length > 1 + chosen.reach:
         raise ConfigError(
             f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
-            f"{1 + min(chosen.draft_depth, chosen.tokens_to_verify - 1)} tokens, bonus included"
+            f"{1 + chosen.reach} tokens, bonus included"
         )
     sizes = whole_numbers("--batch", batch)
     if min(sizes) < 1:

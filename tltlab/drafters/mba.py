@@ -111,7 +111,7 @@ class MbaBudget(DraftBudget):
         recent = [self.prior if r.recent_acceptance is None else r.recent_acceptance for r in requests]
         accepted = float(np.mean(recent)) if recent else self.prior
         alpha = accepted / (accepted + 1.0)
-        most = min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+        most = strategy.reach
         depth = best_depth(
             alpha, state.batch, base_s=self.base_s, token_s=self.token_s, draft_s=self.draft_s, most=most
         )

@@ -1,7 +1,4 @@
-"""The table of systems from the literature, one row each: compositions of the core's parts.
-
-What a row leaves out is plain: nothing. What a paper does not say is in `assumptions`.
-"""
+"""The table of systems from the literature, one row each: compositions of the core's parts."""
 
 from __future__ import annotations
 

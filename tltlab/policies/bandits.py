@@ -177,7 +177,7 @@ class Hedge(Selector):
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         if strategy not in self.strategies:
             return
-        deepest = max(min(arm.draft_depth, arm.tokens_to_verify - 1) for arm in self.strategies)
+        deepest = max(arm.reach for arm in self.strategies)
         if outcome.scored:
             for at, arm in enumerate(self.strategies):
                 self.losses_[at] += 1.0 - outcome.scored[arm] / deepest

@@ -100,7 +100,7 @@ class Goodput(Selector):
             for name, of_drafter in counts.items():
                 counts[name] = [forget * count for count in of_drafter]
         if strategy.speculates and strategy in self._tokens and len(outcome.accepted):
-            depth = _reach(strategy)
+            depth = strategy.reach
             accepted = np.asarray(outcome.accepted, np.float64)
             kept = kept_by_position(accepted, depth).sum(axis=0).tolist()
             reached = [float(len(accepted)), *kept[:-1]]
@@ -121,7 +121,7 @@ class Goodput(Selector):
                 expected.append(tokens)
         for strategy in self.strategies:
             if strategy.speculates:
-                self._tokens[strategy] = yields[strategy.drafter][_reach(strategy) - 1]
+                self._tokens[strategy] = yields[strategy.drafter][strategy.reach - 1]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -140,10 +140,6 @@ class Goodput(Selector):
         self.kept_ = {name: list(counts) for name, counts in state["kept"].items()}
         self._estimate()
         set_rng_state(self.rng, state["rng"])
-
-
-def _reach(strategy: Strategy) -> int:
-    return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
 
 def kept_by_position(accepted: Floats, depth: int) -> Floats:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance, from_survival, reach, scaled
+from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance, from_survival, scaled
 from tltlab.acceptance.load import SHIPPED, load_acceptance
 from tltlab.acceptance.measured import FittedAcceptance, FittedDepth, copied_runs
 from tltlab.calibration.acceptance.measured import equal_chain
@@ -28,7 +28,7 @@ def chain(depth: int) -> Strategy:
 
 def test_reach_is_what_an_iteration_can_accept():
     shapes = [chain(4), Strategy("ngram", 4, 1, 3), Strategy("learned", 4, 8, 48), Strategy("learned", 4, 2, 3)]
-    assert [reach(strategy) for strategy in (*shapes, NO_SPECULATION)] == [4, 2, 4, 2, 0]
+    assert [strategy.reach for strategy in (*shapes, NO_SPECULATION)] == [4, 2, 4, 2, 0]
 
 
 def test_constant_yields_the_same_every_time_but_no_more_than_was_drafted():
