@@ -84,14 +84,16 @@ def test_a_new_rl_step_does_not_wait_for_the_hold_of_the_last():
     assert follow(selector, [64], rl_step=1) == [False]
 
 
-def test_while_off_the_inner_selector_neither_chooses_nor_learns():
+def test_while_off_the_inner_selector_neither_chooses_nor_learns_and_while_on_chances_are_its_own():
     spy = Spy()
     selector = ElasticActivation(spy, max_requests=8, hold_iterations=0)
     selector.observe(selector.choose(at(64)), OUTCOME)
     assert (spy.asked, spy.told) == (0, [])
+    assert (selector.propensity_, selector.bucket_) == (1.0, None)
     assert selector.reward(NO_SPECULATION, OUTCOME) is None
     selector.observe(selector.choose(at(8)), OUTCOME)
     assert (spy.asked, spy.told) == (1, [D4])
+    assert (selector.propensity_, selector.bucket_) == (0.25, 3)
     assert selector.reward(D4, OUTCOME) == 7.0
 
 
@@ -102,14 +104,6 @@ def test_the_inner_selector_is_not_told_of_a_plain_iteration_that_is_reported_la
     selector.choose(at(8))
     selector.observe(plain, OUTCOME)
     assert spy.told == []
-
-
-def test_propensity_and_bucket_are_the_inner_ones_while_on():
-    selector = ElasticActivation(Spy(), max_requests=8, hold_iterations=0)
-    selector.choose(at(8))
-    assert (selector.propensity_, selector.bucket_) == (0.25, 3)
-    selector.choose(at(9))
-    assert (selector.propensity_, selector.bucket_) == (1.0, None)
 
 
 def test_no_speculation_joins_the_strategies_once():

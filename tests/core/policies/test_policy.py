@@ -72,19 +72,18 @@ def test_a_shipped_policy_drafts_at_a_few_depths_with_drafters_that_every_engine
 
 
 @pytest.mark.parametrize(
-    ("name", "drafters"), [("beg-mab-suffix", {"ngram", "suffix"}), ("beg-mab-learned", {"learned", "suffix"})]
+    ("name", "drafters", "arms"),
+    [
+        ("beg-mab", {"ngram"}, [4, 4, 3]),
+        ("beg-mab-suffix", {"ngram", "suffix"}, [5, 5, 5]),
+        ("beg-mab-learned", {"learned", "suffix"}, [5, 5, 5]),
+    ],
 )
-def test_the_shipped_bandits_over_two_drafters_can_choose_between_them_in_every_bucket(name, drafters):
-    for bucket in load_policy(name).selector.buckets:
-        assert {s.drafter for s in bucket.strategies} == drafters | {"none"}
-        assert len(bucket.strategies) == 5
-
-
-@pytest.mark.parametrize("name", ["beg-mab", "beg-mab-suffix", "beg-mab-learned"])
-def test_the_shipped_bandits_have_a_choice_in_each_bucket_and_draft_deeper_for_smaller_batches(name):
-    buckets = load_policy(name).selector.buckets
-    assert all(len(bucket.strategies) > 1 for bucket in buckets)
-    deepest = [max(s.draft_depth for s in bucket.strategies) for bucket in buckets]
+def test_shipped_bandits_have_all_drafters_in_each_bucket_and_draft_deeper_at_small_batches(name, drafters, arms):
+    buckets = [bucket.strategies for bucket in load_policy(name).selector.buckets]
+    assert [len(strategies) for strategies in buckets] == arms
+    assert all({s.drafter for s in strategies} == drafters | {"none"} for strategies in buckets)
+    deepest = [max(s.draft_depth for s in strategies) for strategies in buckets]
     assert deepest == sorted(deepest, reverse=True)
 
 

@@ -63,20 +63,13 @@ def test_thresholds_must_be_positive_and_ascend(thresholds):
         BatchTable([(t, DEEP) for t in thresholds])
 
 
-def test_exploration_holds_a_pick_for_a_block_and_reports_its_chance():
+def test_exploration_is_uniform_holds_a_pick_for_a_block_and_reports_its_chance():
     explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=5, rng=np.random.default_rng(0))
-    picks = [explore.choose(at(8)) for _ in range(300)]
-    blocks = [picks[i : i + 5] for i in range(0, 300, 5)]
-    assert all(len(set(block)) == 1 for block in blocks)
-    assert {block[0] for block in blocks} == {NO_SPECULATION, SHALLOW, DEEP}
-    assert explore.propensity_ == 1 / 3
-
-
-def test_exploration_is_uniform():
-    explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=1, rng=np.random.default_rng(0))
-    picks = [explore.choose(at(8)) for _ in range(6000)]
+    picks = [explore.choose(at(8)) for _ in range(30_000)]
+    assert all(len(set(picks[i : i + 5])) == 1 for i in range(0, 30_000, 5))
     for strategy in explore.strategies:
-        assert picks.count(strategy) == pytest.approx(2000, abs=150)
+        assert picks[::5].count(strategy) == pytest.approx(2000, abs=150)
+    assert explore.propensity_ == 1 / 3
 
 
 def test_a_strategy_given_twice_or_none_at_all_is_refused():
