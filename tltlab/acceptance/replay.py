@@ -84,7 +84,7 @@ class TraceAcceptance:
         """The same recording with the drafter as old as `state` says; the rows are shared."""
         return self._of_rows(self._rows, state.age)
 
-    def at_best(self, drafters: Iterable[str] = ()) -> TraceAcceptance:
+    def at_best(self, drafters: Iterable[str]) -> TraceAcceptance:
         """The most that any of the recorded ages accepts at each position."""
         best = {
             key: {0: (min(depth for depth, _ in ages.values()), np.max([row for _, row in ages.values()], axis=0))}

@@ -37,10 +37,9 @@ class LengthPredictor(BaseEstimator):  # type: ignore[misc, unused-ignore]
     True
     """
 
-    def __init__(self, num_intervals: int = 12, max_iter: int = 60, min_samples_leaf: int = 30) -> None:
+    def __init__(self, num_intervals: int = 12, max_iter: int = 60) -> None:
         self.num_intervals = num_intervals
         self.max_iter = max_iter
-        self.min_samples_leaf = min_samples_leaf
 
     def fit(self, x: Floats, tokens: Floats, cut: Flags) -> Self:
         """Learn from features (responses, features), tokens that came, and whether the cap cut them.
@@ -72,7 +71,7 @@ class LengthPredictor(BaseEstimator):  # type: ignore[misc, unused-ignore]
             self.used_ = np.array([len(np.unique(column[np.isfinite(column)])) > 1 for column in x.T], bool)
             features = np.column_stack([interval, x[response][:, self.used_]])
             self.model_ = HistGradientBoostingClassifier(
-                max_iter=self.max_iter, min_samples_leaf=self.min_samples_leaf, max_leaf_nodes=8, learning_rate=0.1,
+                max_iter=self.max_iter, min_samples_leaf=30, max_leaf_nodes=8, learning_rate=0.1,
                 l2_regularization=1.0, early_stopping=False, random_state=0,
             )  # fmt: skip
             with threadpool_limits(1):

@@ -207,8 +207,6 @@ class GraphPool(FrozenModel):
 
     def target_bytes(self, runner: TargetRunner) -> float:
         """Bytes of one target runner."""
-        if not runner.batches:
-            return 0.0
         largest = runner.batches[-1]
         tokens, most = runner.tokens_to_verify * sum(runner.batches), runner.tokens_to_verify * largest
         nodes = len(runner.batches) * (self.num_layers + 1) * self.bytes_per_layer
@@ -217,8 +215,6 @@ class GraphPool(FrozenModel):
 
     def drafter_bytes(self, runner: DrafterRunner) -> float:
         """Bytes of one drafter runner, both its graphs per batch."""
-        if not runner.batches:
-            return 0.0
         strategy, largest = runner.strategy, runner.batches[-1]
         nodes = len(runner.batches) * _drafter_passes(strategy) * self.bytes_per_layer
         softmax = self._head() + 4 * self.vocab_size

@@ -103,11 +103,11 @@ def evaluate(
     return estimate(everything, pi, folds, level=level, num_resamples=num_resamples, rng=np.random.default_rng(seed))
 
 
-def folds_of(log: Sequence[Logged], num_folds: int = NUM_FOLDS) -> list[int]:
+def folds_of(log: Sequence[Logged]) -> list[int]:
     """The fold of each decision: whole RL steps, or whole workers' where there is one RL step only."""
     several = len({d.state.rl_step for d in log}) > 1
     keys = [d.state.rl_step if several else d.state.worker for d in log]
-    number = {key: i % num_folds for i, key in enumerate(sorted(set(keys)))}
+    number = {key: i % NUM_FOLDS for i, key in enumerate(sorted(set(keys)))}
     return [number[key] for key in keys]
 
 

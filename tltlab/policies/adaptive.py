@@ -17,6 +17,7 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .goodput import kept_by_position
+from .reward import Reward
 from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
 
 NUM_BANDS = 14
@@ -43,6 +44,7 @@ RL_STEP_DRAFTS = np.array([100.0, *([32.0] * NUM_BANDS)])[:, None, None]
 RL step: the target has moved, and training the drafter."""
 NO_PROMISE = 0.01
 """What the other strategies have to promise together before the share of time for them is used up."""
+_TOKENS_PER_SECOND = Reward("paper")
 _WARM_UP = 4.0
 _CLIP = 4.0
 
@@ -337,9 +339,7 @@ class Adaptive(Selector):
 
     def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
         """Tokens per second of the iteration, None where it teaches nothing about time."""
-        if outcome.had_prefill or outcome.elapsed_s <= 0.0 or outcome.batch < 1 or strategy not in self._index:
-            return None
-        return outcome.accept_length * outcome.batch / outcome.elapsed_s
+        return _TOKENS_PER_SECOND(strategy, outcome) if strategy in self._index else None
 
     def state_dict(self) -> dict[str, Any]:
         return {
