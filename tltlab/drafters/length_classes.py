@@ -30,8 +30,6 @@ class LengthClasses:
     >>> classes = LengthClasses()
     >>> for prompt, length in [("short", 10), ("middle", 100), ("long", 1000)] * 4:
     ...     classes.finished(prompt, length)
-    >>> classes.start_class("long"), classes.start_class("new")
-    (2, None)
     >>> [values.tolist() for values in classes.expect(["short", "long"], np.array([0.0, 400.0]))]
     [[0, 2], [10.0, 600.0]]
     """
@@ -56,11 +54,6 @@ class LengthClasses:
             self.records_ = (self.records_ + self.pending_)[-self.window :]
             self.pending_ = []
             self._is_fit = False
-
-    def start_class(self, prompt_id: str) -> int | None:
-        """The class that the prompt's history gives its next response; None without any."""
-        tables = self._tables
-        return None if tables is None else tables.start.get(prompt_id)
 
     def expect(self, prompt_ids: Sequence[str], generated_tokens: Floats) -> tuple[Ints, Floats] | None:
         """Class and expected remaining tokens of running requests, shape (requests,); None while nothing is known.

@@ -76,18 +76,6 @@ class BegMab(Selector):
                     f"such arm: add no speculation to {', '.join(map(str, arms))}, or give plain_rate"
                 )
 
-    @classmethod
-    def from_paper(
-        cls, strategies: Sequence[Strategy], thresholds: Sequence[int], *, rng: np.random.Generator, **settings: Any
-    ) -> BegMab:
-        """Over the `paper_buckets` of the strategies; `settings` are what the constructor takes beside buckets.
-
-        >>> trees = [Strategy("learned", 8, 4, 48), Strategy("learned", 6, 4, 48), Strategy("learned", 4, 4, 16)]
-        >>> [len(arms) for arms in BegMab.from_paper(trees, [1, 8], rng=np.random.default_rng(0)).arms]
-        [2, 1]
-        """
-        return cls(paper_buckets(strategies, thresholds), rng=rng, **settings)
-
     def choose(self, state: StepState) -> Strategy:
         bucket = self.bucket_ = bucket_of(self.thresholds, state.batch)
         arms = self.arms[bucket]

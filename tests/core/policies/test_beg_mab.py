@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
-from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -197,20 +197,19 @@ TREES = [Strategy("learned", 8, 4, v) for v in (8, 48, 16, 32)]
 
 def test_the_papers_grouping_gives_most_tokens_to_the_smallest_batches():
     """The released settings: 48 / 32 / 16 / 8 tokens at batches 1 / 2-4 / 5-20 / 21 and up."""
-    mab = BegMab.from_paper(TREES, [1, 2, 5, 21], rng=np.random.default_rng(0))
+    mab = bandit(paper_buckets(TREES, [1, 2, 5, 21]))
     tokens = [mab.choose(at(batch)).tokens_to_verify for batch in (1, 2, 4, 5, 20, 21, 300)]
     assert tokens == [48, 32, 32, 16, 16, 8, 8]
 
 
 def test_the_papers_grouping_keeps_strategies_with_equal_tokens_together():
     deep, shallow = Strategy("learned", 10, 4, 48), Strategy("learned", 6, 4, 48)
-    mab = BegMab.from_paper([deep, *TREES, shallow], [1, 2, 5, 21], rng=np.random.default_rng(0))
-    assert mab.arms[0] == (deep, TREES[1], shallow)
+    assert paper_buckets([deep, *TREES, shallow], [1, 2, 5, 21])[0] == (1, [deep, TREES[1], shallow])
 
 
 def test_the_papers_grouping_needs_a_threshold_per_group_and_says_what_it_got():
     with pytest.raises(ConfigError, match=r"got 4 of the former \(48, 32, 16, 8\) and 2 of the latter \(1, 5\)"):
-        BegMab.from_paper(TREES, [1, 5], rng=np.random.default_rng(0))
+        paper_buckets(TREES, [1, 5])
 
 
 @pytest.mark.parametrize(
