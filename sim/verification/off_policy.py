@@ -83,9 +83,9 @@ def estimator_errors(
             pi = chances(policy, log, folds)
             estimation = estimate(log, pi, folds, level=level, num_resamples=500, rng=np.random.default_rng([seed, 1]))
             truth = expected.mean(log, pi)
-            for one in estimation.estimates:
+            for estimator, one in estimation.estimates.items():
                 row = (truth, one.value, one.low, one.high, bool(estimation.warnings))
-                rows_of.setdefault((name, one.name), []).append(row)
+                rows_of.setdefault((name, estimator), []).append(row)
         on_seed(done)
     return [_errors(target, name, rows) for (target, name), rows in rows_of.items()]
 

@@ -84,7 +84,7 @@ def _plain(found: Evaluation) -> dict[str, Any]:
     """The evaluation as JSON types; what is unknown is null."""
     others = ("estimates", "logged", "warnings")
     rest = {name: getattr(found, name) for name in Evaluation.__slots__ if name not in others}
-    estimates = {one.name: _interval(one) for one in found.estimates}
+    estimates = {name: _interval(one) for name, one in found.estimates.items()}
     return {**estimates, "logged": _interval(found.logged), **rest, "warnings": list(found.warnings)}
 
 

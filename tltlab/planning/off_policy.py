@@ -52,7 +52,6 @@ ROUNDING = 1e-6
 class Estimate:
     """One estimator's mean reward and its interval; NaN where nothing logged could be used."""
 
-    name: str
     value: float
     low: float
     high: float
@@ -62,12 +61,13 @@ class Estimate:
 class Evaluation:
     """What the log says about a policy.
 
-    `logged` is the logging policy's own mean reward on the same decisions. `effective` is Kish's effective sample size,
-    sum(w)^2 / sum(w^2); `uncovered_share` the policy's probability on strategies that the log never tried at such batch
-    sizes; `mean_weight` is near 1 where the log covers the policy. `warnings` say why not to trust the estimates.
+    `estimates` are by estimator, `logged` is the logging policy's own mean reward on the same decisions. `effective` is
+    Kish's effective sample size, sum(w)^2 / sum(w^2); `uncovered_share` the policy's probability on strategies that the
+    log never tried at such batch sizes; `mean_weight` is near 1 where the log covers the policy. `warnings` say why not
+    to trust the estimates.
     """
 
-    estimates: tuple[Estimate, ...]
+    estimates: dict[str, Estimate]
     logged: Estimate
     num_decisions: int
     num_without_choice: int
@@ -78,9 +78,6 @@ class Evaluation:
     uncovered_share: float
     level: float
     warnings: tuple[str, ...]
-
-    def __getitem__(self, name: str) -> Estimate:
-        return next(estimate for estimate in self.estimates if estimate.name == name)
 
 
 def evaluate(
@@ -147,15 +144,15 @@ def estimate(
     num_clusters = int(cluster.max()) + 1
     counts = rng.multinomial(num_clusters, np.full(num_clusters, 1.0 / num_clusters), size=num_resamples)
     intervals = {
-        name: _interval(name, _summed(cluster, top), _summed(cluster, bottom), counts, level)
+        name: _interval(_summed(cluster, top), _summed(cluster, bottom), counts, level)
         for name, (top, bottom) in sums.items()
     }
     # Correct chances must hardly ever be called wrong.
-    weight = _interval("weight", _summed(cluster, weights), _summed(cluster, ones), counts, CERTAIN)
+    weight = _interval(_summed(cluster, weights), _summed(cluster, ones), counts, CERTAIN)
     total, squares = float(weights.sum()), float((weights**2).sum())
     evaluation = Evaluation(
-        estimates=(intervals["ips"], intervals["snips"], intervals["dr"]),
-        logged=intervals["logged"],
+        logged=intervals.pop("logged"),
+        estimates=intervals,
         num_decisions=len(chosen),
         num_without_choice=len(log) - len(chosen),
         num_clusters=num_clusters,
@@ -230,21 +227,21 @@ def _summed(cluster: Ints, values: Floats) -> Floats:
     return np.bincount(cluster, values).astype(np.float64)
 
 
-def _interval(name: str, top: Floats, bottom: Floats, counts: Ints, level: float) -> Estimate:
+def _interval(top: Floats, bottom: Floats, counts: Ints, level: float) -> Estimate:
     """sum(top) / sum(bottom) over clusters, and the expanded percentile interval of its bootstrap."""
     num_clusters = len(top)
     if not bottom.sum():
-        return Estimate(name=name, value=math.nan, low=math.nan, high=math.nan)
+        return Estimate(value=math.nan, low=math.nan, high=math.nan)
     value = float(top.sum() / bottom.sum())
     if num_clusters == 1:
-        return Estimate(name=name, value=value, low=math.nan, high=math.nan)
+        return Estimate(value=value, low=math.nan, high=math.nan)
     drawn_top, drawn_bottom = counts @ top, counts @ bottom
     drawn = drawn_top[drawn_bottom > 0] / drawn_bottom[drawn_bottom > 0]
     # Hesterberg 2015, section 4.3: percentiles that give the t interval's width where all is normal.
     quantile = student_margin(math.sqrt(num_clusters / (num_clusters - 1)), num_clusters - 1, level)
     tail = float(norm.cdf(-quantile))
     low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    return Estimate(name=name, value=value, low=float(low), high=float(high))
+    return Estimate(value=value, low=float(low), high=float(high))
 
 
 def _band(batch: int) -> int:

@@ -73,8 +73,8 @@ def test_all_estimates_are_unbiased_and_the_doubly_robust_one_is_closest():
         found, truth = judged(bandit_log(seed))
         assert found.warnings == ()
         for name in errors:
-            errors[name].append(found[name].value - truth)
-            held[name] += found[name].low <= truth <= found[name].high
+            errors[name].append(found.estimates[name].value - truth)
+            held[name] += found.estimates[name].low <= truth <= found.estimates[name].high
     assert abs(found.logged.value - truth) > 0.2, "weighing is what makes it right"
     for own in errors.values():
         # The mean error lies within four standard errors of none.
@@ -88,7 +88,7 @@ def test_all_estimates_are_unbiased_and_the_doubly_robust_one_is_closest():
 def test_evaluating_the_logging_policy_gives_its_own_mean():
     log = bandit_log(2)
     found, _ = judged(log, lambda d: dict(zip(ARMS, (0.5, 0.3, 0.2), strict=True)))
-    assert found["ips"].value == found["snips"].value == pytest.approx(found.logged.value)
+    assert found.estimates["ips"].value == found.estimates["snips"].value == pytest.approx(found.logged.value)
     assert found.effective == pytest.approx(found.num_decisions)
     assert found.mean_weight == pytest.approx(1.0)
 
@@ -100,7 +100,7 @@ def test_a_strategy_that_was_never_tried_warns():
     log = bandit_log(3)
     pi = [{unknown: 1.0} for _ in log]
     found = estimate(log, pi, folds_of(log), rng=np.random.default_rng(0))
-    assert math.isnan(found["snips"].value)
+    assert math.isnan(found.estimates["snips"].value)
     assert found.uncovered_share == 1.0
     assert any("never tried" in warning for warning in found.warnings)
 
@@ -232,8 +232,8 @@ def test_a_rollout_begins_without_a_strategy_in_force():
 
 def test_plain_decoding_is_once_as_fast_as_itself():
     found = evaluate(tiny(), SHIPPED["none"], num_resamples=200)
-    assert found["snips"].value == pytest.approx(1.0, abs=0.1)
-    assert found["snips"].low < 1.0 < found["snips"].high
+    assert found.estimates["snips"].value == pytest.approx(1.0, abs=0.1)
+    assert found.estimates["snips"].low < 1.0 < found.estimates["snips"].high
 
 
 def test_one_decision_for_several_iterations_is_their_mean():
