@@ -76,10 +76,10 @@ class Chart(Figure):
         if reading.between is not None:
             ends = np.column_stack([np.full(2, axes.get_xlim()[0]), reading.between])
             low, high = sorted((axes.transData - self.transFigure).transform(ends)[:, 1])
-        known: dict[str, Any] = {"box": [round(1e4 * end) for end in (box.x0, 1 - high, box.x1, 1 - low)]}
-        known |= {} if reading.x is None else {"x": placed[:, 0].tolist()}
-        known |= {} if reading.y is None else {"y": placed[:, 1].tolist()}
-        return known | {"holds": reading.holds, "texts": list(reading.texts)}
+        place: dict[str, Any] = {"box": [round(1e4 * end) for end in (box.x0, 1 - high, box.x1, 1 - low)]}
+        place |= {} if reading.x is None else {"x": placed[:, 0].tolist()}
+        place |= {} if reading.y is None else {"y": placed[:, 1].tolist()}
+        return place | {"holds": reading.holds, "texts": list(reading.texts)}
 
 
 def brief(value: float) -> str:
@@ -91,7 +91,7 @@ def brief(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _keep(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
+def _add_reading(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
     """The reading of a panel whose figure is a chart."""
     if isinstance(axes.figure, Chart):
         axes.figure.readings.append(Reading(axes=axes, texts=texts, x=x, y=y))
@@ -120,9 +120,9 @@ def bars(
     least = most = np.full(len(size), np.nan)
     if low is not None and high is not None:
         least, most = _floats(low), _floats(high)
-        known = np.isfinite(size) & np.isfinite(least) & np.isfinite(most)
-        away = np.stack([size - least, most - size])[:, known]
-        axes.errorbar(size[known], y[known], xerr=np.maximum(away, 0.0), fmt="none", ecolor="#111111", elinewidth=1.1,
+        finite = np.isfinite(size) & np.isfinite(least) & np.isfinite(most)
+        away = np.stack([size - least, most - size])[:, finite]
+        axes.errorbar(size[finite], y[finite], xerr=np.maximum(away, 0.0), fmt="none", ecolor="#111111", elinewidth=1.1,
                       capsize=3)  # fmt: skip
     if reference is not None:
         axes.axvline(reference, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
@@ -130,8 +130,8 @@ def bars(
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     finish(axes, xlabel=xlabel, title=title, grid="x")
-    told = [_told(*row) for row in zip(size, least, most, strict=True)]
-    _keep(axes, [f"{name}\n{xlabel}: {value or '–'}" for name, value in zip(labels, told, strict=True)], y=y)
+    texts = [_value_text(*row) for row in zip(size, least, most, strict=True)]
+    _add_reading(axes, [f"{name}\n{xlabel}: {value or '–'}" for name, value in zip(labels, texts, strict=True)], y=y)
     figure = axes.figure
     assert isinstance(figure, Figure)
     return figure
@@ -184,12 +184,12 @@ def _read_lines(
     for name, (x, y) in series.items():
         across, up = _floats(x), _floats(y)
         ends = [_floats(end) for end in bands[name]] if name in bands else [np.full(len(up), np.nan)] * 2
-        own = {at: _told(*row) for at, *row in zip(across, up, *ends, strict=True)}
+        values = {at: _value_text(*row) for at, *row in zip(across, up, *ends, strict=True)}
         passed = np.interp(every, across, up, left=np.nan, right=np.nan) if len(up) else np.full(len(every), np.nan)
         for i, (at, between) in enumerate(zip(every, passed, strict=True)):
-            value = own.get(at) or ("" if np.isnan(between) else f"about {brief(between)}")
+            value = values.get(at) or ("" if np.isnan(between) else f"about {brief(between)}")
             texts[i] += f"\n{name if len(series) > 1 else ylabel}: {value}" if value else ""
-    _keep(axes, texts, x=every)
+    _add_reading(axes, texts, x=every)
 
 
 def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: Sequence[str] | None = None) -> Figure:
@@ -224,7 +224,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
     _legend(axes, sum(bool(np.any(part)) for part in parts.values()))
     finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
-    _keep(axes, texts, x=across)
+    _add_reading(axes, texts, x=across)
     return figure
 
 
@@ -242,19 +242,19 @@ def scatter_identity(
         axes.plot(x[of_group], y[of_group], linestyle="none", marker=marker, markersize=5,
                   color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name,
                   gid=_series(i))  # fmt: skip
-    known = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
-    end = 1.08 * float(known.max()) or 1.0
+    coordinates = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
+    end = 1.08 * float(coordinates.max()) or 1.0
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
     if labels is not None:
         _legend(axes, len(set(group)), columns=3)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
-    there = np.isfinite(x) & np.isfinite(y)
+    finite = np.isfinite(x) & np.isfinite(y)
     texts = [
         f"{name}\n{xlabel}: {brief(at)}\n{ylabel}: {brief(up)}".lstrip()
-        for name, at, up in zip(group[there], x[there], y[there], strict=True)
+        for name, at, up in zip(group[finite], x[finite], y[finite], strict=True)
     ]
-    _keep(axes, texts, x=x[there], y=y[there])
+    _add_reading(axes, texts, x=x[finite], y=y[finite])
     return figure
 
 
@@ -308,8 +308,8 @@ def _series(number: int) -> str:
 
 def series_names(figure: Figure) -> tuple[str, ...]:
     """What the series of `lines`, `shares` or `scatter_identity` are called, in order; none of another figure."""
-    known = any(str(part.get_gid()).startswith("series-") for axes in figure.axes for part in axes.get_children())
-    return tuple(map(str, figure.axes[0].get_legend_handles_labels()[1])) if known else ()
+    has_series = any(str(part.get_gid()).startswith("series-") for axes in figure.axes for part in axes.get_children())
+    return tuple(map(str, figure.axes[0].get_legend_handles_labels()[1])) if has_series else ()
 
 
 def inline_svg(figure: Figure, names: Sequence[str]) -> str:
@@ -334,7 +334,7 @@ def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def _told(value: float, low: float, high: float) -> str:
+def _value_text(value: float, low: float, high: float) -> str:
     """A value with the ends of its interval, where they are known; "" where it is not."""
     if np.isnan(value):
         return ""

@@ -31,13 +31,13 @@ def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
     is found on every other decision and judged on the rest: the luckiest arm must not look the best.
     """
     rewards = _rewards(evidence)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     judged = False
-    for name, own in rewards.groupby("policy"):
-        scored = [scores for _, bucket in own.groupby("bucket") if (scores := _scores(bucket)) is not None]
-        if not scored:
+    for name, decisions in rewards.groupby("policy"):
+        tables = [scores for _, bucket in decisions.groupby("bucket") if (scores := _scores(bucket)) is not None]
+        if not tables:
             continue
-        table = pd.concat(scored)
+        table = pd.concat(tables)
         by_step = table.groupby("rl_step")[["got", "best", "blind"]].sum()
         if len(by_step) < ENOUGH_STEPS:
             continue
@@ -48,7 +48,7 @@ def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
         if 1 - lost.high < LOST_REWARD or missed <= gained:
             continue
         off = float((table["arm"] != table["best_arm"]).mean())
-        found.append(
+        findings.append(
             problem(
                 title=f"Bandit {name} explores more than it finds",
                 evidence=(
@@ -65,7 +65,7 @@ def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
         )
     if not judged:
         raise NotChecked(f"no bucket has two arms with {ENOUGH_REWARDS} rewards each, in {ENOUGH_STEPS} RL steps")
-    return found
+    return findings
 
 
 @check("one-arm-per-bucket", good="buckets have arms to choose from")
@@ -74,14 +74,14 @@ def one_arm_per_bucket(evidence: RunEvidence) -> list[Finding]:
     bandits = {name: policy for name, policy in evidence.policy_of_step.values() if _is_bandit(name, policy, "beg-mab")}
     if not bandits:
         raise NotChecked("no BEG-MAB chose in this run")
-    found = []
+    findings = []
     for name, policy in bandits.items():
-        where = [s for s, (own, _) in evidence.policy_of_step.items() if own == name]
+        rl_steps = [s for s, (policy_name, _) in evidence.policy_of_step.items() if policy_name == name]
         built = None if policy is None else policy.selector.build(np.random.default_rng(0))
-        arms = [len(arms) for arms in built.arms] if isinstance(built, BegMab) else _arms_taken(evidence, where)
+        arms = [len(arms) for arms in built.arms] if isinstance(built, BegMab) else _arms_taken(evidence, rl_steps)
         if max(arms) > 1:
             continue
-        found.append(
+        findings.append(
             problem(
                 title=f"Bandit {name} never chooses",
                 evidence=f"Each of its {len(arms)} buckets has one strategy, so epsilon and rewards change nothing.",
@@ -89,26 +89,26 @@ def one_arm_per_bucket(evidence: RunEvidence) -> list[Finding]:
                     "List several depths or drafters in each of selector.buckets; the paper's grouping by "
                     "tokens_to_verify leaves one arm a bucket where drafts are chains, as TLT's released settings do."
                 ),
-                where=f"RL steps {span(where)}",
+                where=f"RL steps {span(rl_steps)}",
             )
         )
-    return found
+    return findings
 
 
 def _is_bandit(name: str, policy: object, *kinds: str) -> bool:
     if name == "none":  # plain RL steps between those of the policy that policies.json names
         return False
     kind = getattr(getattr(policy, "selector", None), "kind", None)
-    return kind in kinds if kind is not None else any(name.startswith(known) for known in kinds)
+    return kind in kinds if kind is not None else any(name.startswith(bandit) for bandit in kinds)
 
 
 def _arms_taken(evidence: RunEvidence, rl_steps: list[int]) -> list[int]:
     """Strategies taken per bucket in the decisions of some RL steps, where the policy itself is not known."""
     decisions = evidence.known.decisions
-    own = None if decisions is None else decisions[decisions["rl_step"].isin(rl_steps) & decisions["bucket"].notna()]
-    if own is None or len(own) < ENOUGH_DECISIONS:
+    rows = None if decisions is None else decisions[decisions["rl_step"].isin(rl_steps) & decisions["bucket"].notna()]
+    if rows is None or len(rows) < ENOUGH_DECISIONS:
         raise NotChecked("neither the bandit's settings (policies.json) nor enough of its decisions are known")
-    return [len(bucket.groupby(["drafter", "draft_depth"])) for _, bucket in own.groupby("bucket")]
+    return [len(bucket.groupby(["drafter", "draft_depth"])) for _, bucket in rows.groupby("bucket")]
 
 
 def _rewards(evidence: RunEvidence) -> pd.DataFrame:
@@ -123,18 +123,18 @@ def _rewards(evidence: RunEvidence) -> pd.DataFrame:
     decisions = evidence.known.decisions
     if decisions is None or decisions["reward"].notna().sum() < ENOUGH_DECISIONS:
         raise NotChecked(f"the trace has fewer than {ENOUGH_DECISIONS} decisions with a reward")
-    told = decisions[decisions["rl_step"].isin(choosing) & decisions["reward"].notna()]
+    rows = decisions[decisions["rl_step"].isin(choosing) & decisions["reward"].notna()]
     batches = evidence.iterations[["rl_step", "worker", "iteration", "batch"]]
-    told = told.merge(batches, on=["rl_step", "worker", "iteration"])
-    told["bucket"] = told["bucket"].fillna(0)
-    told["policy"] = told["rl_step"].map({s: evidence.policy_of_step[s][0] for s in choosing})
-    told["arm"] = [
+    rows = rows.merge(batches, on=["rl_step", "worker", "iteration"])
+    rows["bucket"] = rows["bucket"].fillna(0)
+    rows["policy"] = rows["rl_step"].map({s: evidence.policy_of_step[s][0] for s in choosing})
+    rows["arm"] = [
         str(Strategy(*arm))
-        for arm in zip(told["drafter"], told["draft_depth"], told["top_k"], told["tokens_to_verify"], strict=True)
+        for arm in zip(rows["drafter"], rows["draft_depth"], rows["top_k"], rows["tokens_to_verify"], strict=True)
     ]
-    mean = told.groupby(["policy", "batch"])["reward"].transform("mean")
-    told["relative"] = told["reward"] / mean.where(mean > 0)
-    return told[told["relative"].notna()].sort_values(["rl_step", "worker", "iteration"], ignore_index=True)
+    mean = rows.groupby(["policy", "batch"])["reward"].transform("mean")
+    rows["relative"] = rows["reward"] / mean.where(mean > 0)
+    return rows[rows["relative"].notna()].sort_values(["rl_step", "worker", "iteration"], ignore_index=True)
 
 
 def _scores(bucket: pd.DataFrame) -> pd.DataFrame | None:
@@ -145,8 +145,8 @@ def _scores(bucket: pd.DataFrame) -> pd.DataFrame | None:
     if len(arms) < 2:
         return None
     best = str(first[arms].idxmax())
-    judged = judge.loc[judge["arm"].isin(arms), ["rl_step", "arm", "relative"]].rename(columns={"relative": "got"})
-    return judged.assign(best_arm=best, best=float(means[best]), blind=float(means[arms].mean()))
+    scores = judge.loc[judge["arm"].isin(arms), ["rl_step", "arm", "relative"]].rename(columns={"relative": "got"})
+    return scores.assign(best_arm=best, best=float(means[best]), blind=float(means[arms].mean()))
 
 
 def _means(rows: pd.DataFrame) -> pd.Series:

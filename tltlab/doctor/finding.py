@@ -55,42 +55,42 @@ def fine(evidence: str) -> Finding:
     return Finding(code="", severity="fine", title="", evidence=evidence)
 
 
-Seen = TypeVar("Seen")
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check(Generic[Seen]):
+class Check(Generic[Subject]):
     """One question to a run or a machine: `find` says what is wrong; `good` is what it means where that is nothing."""
 
     name: str
     good: str = ""
-    find: Callable[[Seen], Finding | list[Finding] | None]
+    find: Callable[[Subject], Finding | list[Finding] | None]
 
-    def look(self, seen: Seen) -> list[Finding]:
+    def look(self, subject: Subject) -> list[Finding]:
         """What it finds; where the check fails that is a finding too. Raises NotChecked."""
         try:
-            found = self.find(seen)
+            findings = self.find(subject)
         except NotChecked:
             raise
         except ConfigError as error:
             # A run may be too odd for one question, such as times of zero; the others still have answers.
             raise NotChecked(f"its figures allow no answer ({error})") from error
         except Exception as error:  # a defect of one check is no reason to withhold what the others found
-            found = hint(
+            findings = hint(
                 code="could-not-look",
                 title=f"could not look: {self.name}",
                 evidence=f"{type(error).__name__}: {' '.join(str(error).split())}.",
                 advice="That is a defect of the check, not of what it looked at; the other checks are not concerned.",
             )
-        named = found if isinstance(found, list) else [found] if found else []
+        named = findings if isinstance(findings, list) else [findings] if findings else []
         title = self.name.replace("-", " ")
         return [replace(each, code=each.code or self.name, title=each.title or title) for each in named]
 
 
-def check(name: str, *, good: str) -> Callable[[Callable[[Seen], Finding | list[Finding] | None]], Check[Seen]]:
+def check(name: str, *, good: str) -> Callable[[Callable[[Subject], Finding | list[Finding] | None]], Check[Subject]]:
     """Make a function a Check of this name; `good` is what it means where it finds nothing."""
 
-    def named(find: Callable[[Seen], Finding | list[Finding] | None]) -> Check[Seen]:
+    def named(find: Callable[[Subject], Finding | list[Finding] | None]) -> Check[Subject]:
         return Check(name=name, good=good, find=find)
 
     return named

@@ -27,7 +27,7 @@ LINES_BEFORE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
+class _Sentence:
     """A sentence of the run: its text, where it stands, the lines before it, and the RL step where that is known."""
 
     text: str
@@ -49,10 +49,10 @@ class _Signature:
     title: str
     advice: str
 
-    def fits(self, told: _Told) -> bool:
-        if not re.search(self.pattern, told.text, re.IGNORECASE):
+    def fits(self, sentence: _Sentence) -> bool:
+        if not re.search(self.pattern, sentence.text, re.IGNORECASE):
             return False
-        return bool(re.search(self.beside, told.before + told.text, re.IGNORECASE))
+        return bool(re.search(self.beside, sentence.before + sentence.text, re.IGNORECASE))
 
 
 SIGNATURES: tuple[_Signature, ...] = (
@@ -133,32 +133,32 @@ def deaths(evidence: RunEvidence) -> list[Finding]:
     """What the run, or one of its engines, died of, one finding for each known cause, and one for an unknown one."""
     if not evidence.events and not evidence.logs:
         raise NotChecked("the run has neither events.jsonl nor *.log files")
-    seen: dict[str, list[_Told]] = {}
-    for told in _sentences(evidence):
-        if signature := next((s for s in SIGNATURES if s.fits(told)), None):
-            seen.setdefault(signature.code, []).append(told)
-        elif told.text.startswith("the run stopped: ") and "KeyboardInterrupt" not in told.text:
-            seen.setdefault("run-stopped", []).append(told)
+    by_code: dict[str, list[_Sentence]] = {}
+    for sentence in _sentences(evidence):
+        if signature := next((s for s in SIGNATURES if s.fits(sentence)), None):
+            by_code.setdefault(signature.code, []).append(sentence)
+        elif sentence.text.startswith("the run stopped: ") and "KeyboardInterrupt" not in sentence.text:
+            by_code.setdefault("run-stopped", []).append(sentence)
     unknown = _Signature(code="run-stopped", pattern="", title="The run stopped with an error", advice="")
-    found = []
+    findings = []
     for signature in (*SIGNATURES, unknown):
-        if told_all := seen.get(signature.code):
-            first = told_all[0]
+        if sentences := by_code.get(signature.code):
+            first = sentences[0]
             quote = " ".join(first.text.split())
             quote = quote if len(quote) <= SENTENCE_LETTERS else quote[: SENTENCE_LETTERS - 3] + "..."
-            more = f" (and {len(told_all) - 1} more like it)" if len(told_all) > 1 else ""
+            more = f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""
             predicted = _predicted_pool(evidence) if signature.code == "capture-out-of-memory" else ""
-            where = [told.rl_step for told in told_all if told.rl_step is not None]
-            found.append(
+            rl_steps = [sentence.rl_step for sentence in sentences if sentence.rl_step is not None]
+            findings.append(
                 problem(
                     code=signature.code,
                     title=signature.title,
                     evidence=f'{first.source} says "{quote}"{more}.{predicted}',
                     advice=signature.advice or "The sentence says what it was; tltlab COMMAND --debug shows where.",
-                    where=f"RL steps {span(where)}" if where else None,
+                    where=f"RL steps {span(rl_steps)}" if rl_steps else None,
                 )
             )
-    return found
+    return findings
 
 
 @check("canary", good="the drafter's canary is content")
@@ -174,25 +174,25 @@ def canary(evidence: RunEvidence) -> Finding | None:
     )
     if not (bad := collapsed or untrained):
         return None
-    evidently = f"{len(bad)} of {len(verdicts)} verdicts; the first: {bad[0]['event']}."
-    where = f"RL steps {span([int(event['rl_step']) for event in bad])}"
+    summary = f"{len(bad)} of {len(verdicts)} verdicts; the first: {bad[0]['event']}."
+    rl_steps = f"RL steps {span([int(event['rl_step']) for event in bad])}"
     if collapsed:
         return problem(
             code="canary-collapsed",
             title="The learned drafter collapsed",
-            evidence=evidently,
+            evidence=summary,
             advice=(
                 "Check that its weights reach the engines whole and share the target's embedding and LM head; "
                 "until then drafter.fallback serves. drafter.canary.collapse sets the bound."
             ),
-            where=where,
+            where=rl_steps,
         )
     return hint(
         code="drafter-untrained",
         title="The learned drafter had not learned enough to serve",
-        evidence=evidently,
+        evidence=summary,
         advice="Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
-        where=where,
+        where=rl_steps,
     )
 
 
@@ -201,7 +201,7 @@ def serves_nobody(evidence: RunEvidence) -> Finding | None:
     """A drafter is trained that the policy never drafts with, or its training was given up."""
     if not evidence.events:
         raise NotChecked("the run has no events.jsonl")
-    known = (
+    phrases = (
         ("it is trained and serves nobody", "drafter-serves-nobody", "The policy never uses the trained drafter",
          "Set rollout.policy to one with strategies of that drafter, such as beg-mab-learned, or leave [drafter] out."),
         ("the drafter is not trained any more", "drafter-given-up", "Drafter training was given up in mid-run",
@@ -209,27 +209,27 @@ def serves_nobody(evidence: RunEvidence) -> Finding | None:
         ("does not go into service", "drafter-refused", "New drafter weights were refused",
          "The sentence says what is wrong with them; the drafter in service stays the last good one."),
     )  # fmt: skip
-    for part, code, title, advice in known:
-        if said := [event for event in evidence.events if part in str(event.get("event", ""))]:
-            steps = [int(event["rl_step"]) for event in said if isinstance(event.get("rl_step"), int)]
+    for part, code, title, advice in phrases:
+        if events := [event for event in evidence.events if part in str(event.get("event", ""))]:
+            steps = [int(event["rl_step"]) for event in events if isinstance(event.get("rl_step"), int)]
             return problem(
                 code=code,
                 title=title,
-                evidence=f'events.jsonl says "{said[0]["event"]}".',
+                evidence=f'events.jsonl says "{events[0]["event"]}".',
                 advice=advice,
                 where=f"RL steps {span(steps)}" if steps else None,
             )
     return None
 
 
-def _sentences(evidence: RunEvidence) -> Iterator[_Told]:
+def _sentences(evidence: RunEvidence) -> Iterator[_Sentence]:
     for event in evidence.events:
         rl_step = rl_step if isinstance(rl_step := event.get("rl_step"), int) else None
-        yield _Told(text=str(event.get("event", "")), source="events.jsonl", rl_step=rl_step)
+        yield _Sentence(text=str(event.get("event", "")), source="events.jsonl", rl_step=rl_step)
     for name, text in evidence.logs.items():
         lines = text.splitlines()
         for number, line in enumerate(lines):
-            yield _Told(text=line, source=name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
+            yield _Sentence(text=line, source=name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
 
 
 def _predicted_pool(evidence: RunEvidence) -> str:

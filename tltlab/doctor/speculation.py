@@ -13,7 +13,7 @@ from tltlab.strategy import MODEL_FREE
 
 from .evidence import ENOUGH_STEPS, RunEvidence, accepted_pairs, ratio
 from .finding import Finding, NotChecked, check, hint, problem, span
-from .plain_decoding import UNSURE, against_plain, told
+from .plain_decoding import UNSURE, against_plain, with_ends
 
 ACCEPT_FLOOR = 1.2
 """Tokens per draft below which no engine gains: TLT's Fig 13 puts its cheapest step at 1.71 plain ones, and a free
@@ -52,18 +52,18 @@ def acceptance_low(evidence: RunEvidence) -> Finding | None:
     for drafter, (rows, accepted) in judged.items():
         if accepted is None:
             continue
-        evidently = f"{drafter} yields {told(accepted)} tokens per draft, the bonus token included"
+        summary = f"{drafter} yields {with_ends(accepted)} tokens per draft, the bonus token included"
         lost: Interval | None = None
         with suppress(NotChecked):
             lost = against_plain(evidence, small[small["drafter"] == drafter])
         if lost is not None and lost.low > UNSURE:
-            evidently += f"; up to batch {SMALL_BATCH} its tokens take {told(lost)} times what plain decoding would"
+            summary += f"; up to batch {SMALL_BATCH} its tokens take {with_ends(lost)} times what plain decoding would"
         elif lost is not None or accepted.high >= ACCEPT_FLOOR:
             continue
         learned = drafter not in MODEL_FREE
         return problem(
             title=f"The drafts of {drafter} are kept too rarely to pay",
-            evidence=evidently + ".",
+            evidence=summary + ".",
             advice=(
                 "Train it before the run (tltlab train-drafter, then drafter.checkpoint) or more within it "
                 "(drafter.schedule.kind = always); until then set drafter.fallback or another rollout.policy."
@@ -134,12 +134,12 @@ def target_too_fast(evidence: RunEvidence) -> Finding | None:
     moved = {s: sum(kl.get(k, np.nan) for k in range(since[s], s)) for s in level.index}
     pairs = [(s - 1, s) for s in level.index if s - 1 in moved]
     change = [(moved[b] - moved[a], float(version.get(a) != version.get(b)), level[b] - level[a]) for a, b in pairs]
-    known = np.array([row for row in change if np.isfinite(row).all()])
-    if len(known) < ENOUGH_FOR_TREND or not np.ptp(known[:, 0]):
+    samples = np.array([row for row in change if np.isfinite(row).all()])
+    if len(samples) < ENOUGH_FOR_TREND or not np.ptp(samples[:, 0]):
         raise NotChecked(
-            f"{len(known)} pairs of RL steps in a row tell both acceptance and update KL; it takes {ENOUGH_FOR_TREND}"
+            f"{len(samples)} pairs of RL steps in a row tell both acceptance and update KL; it takes {ENOUGH_FOR_TREND}"
         )
-    slope, low, high = _slope(known[:, 0], known[:, 2], known[:, 1])
+    slope, low, high = _slope(samples[:, 0], samples[:, 2], samples[:, 1])
     usual = float(kl.median())
     if high >= 0 or slope * usual > -DROP:
         return None
@@ -147,7 +147,7 @@ def target_too_fast(evidence: RunEvidence) -> Finding | None:
         title="The policy moves faster than the drafter follows",
         evidence=(
             f"Acceptance changes by {slope * usual:+.1%} for each update of usual size (KL {usual:.2g} nats per token; "
-            f"95 %: {low * usual:+.1%} to {high * usual:+.1%}, {len(known)} pairs of RL steps)."
+            f"95 %: {low * usual:+.1%} to {high * usual:+.1%}, {len(samples)} pairs of RL steps)."
         ),
         advice=(
             "Train the drafter each RL step and more (drafter.schedule.kind = always, drafter.max_updates), or take "
@@ -229,17 +229,17 @@ def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
     return level
 
 
-def _slope(x: Floats, y: Floats, other: Floats | None = None) -> tuple[float, float, float]:
+def _slope(x: Floats, y: Floats, covariate: Floats | None = None) -> tuple[float, float, float]:
     """Least-squares slope of y on x with its 95 % interval; `other`, where it varies, is accounted for."""
     lost = 2
-    if other is not None and np.ptp(other):
+    if covariate is not None and np.ptp(covariate):
         # Frisch-Waugh: residuals on the other variable, and one degree of freedom less.
-        x, y = (v - np.polyval(np.polyfit(other, v, 1), other) for v in (x, y))
+        x, y = (v - np.polyval(np.polyfit(covariate, v, 1), covariate) for v in (x, y))
         lost = 3
     from scipy.stats import linregress
 
-    found = linregress(x, y)
+    fit = linregress(x, y)
     free = max(len(x) - lost, 1)
-    error = float(found.stderr) * np.sqrt((len(x) - 2) / free)
+    error = float(fit.stderr) * np.sqrt((len(x) - 2) / free)
     reach = student_margin(error, free)
-    return float(found.slope), float(found.slope) - reach, float(found.slope) + reach
+    return float(fit.slope), float(fit.slope) - reach, float(fit.slope) + reach

@@ -21,17 +21,17 @@ FALL = 0.03
 def rollout_share(evidence: RunEvidence) -> Finding | None:
     """The rollout is most of an RL step: how much faster the step can get at best."""
     steps = evidence.known.steps
-    known = pd.DataFrame() if steps is None else steps.reindex(columns=["rollout_s", "step_s"]).dropna()
-    if len(known) < ENOUGH_STEPS:
+    rows = pd.DataFrame() if steps is None else steps.reindex(columns=["rollout_s", "step_s"]).dropna()
+    if len(rows) < ENOUGH_STEPS:
         raise NotChecked(f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)")
-    share = ratio(known["rollout_s"].to_numpy(np.float64), known["step_s"].to_numpy(np.float64))
+    share = ratio(rows["rollout_s"].to_numpy(np.float64), rows["step_s"].to_numpy(np.float64))
     if share.low < 0.5:
         return None
     at_best = 1 / max(1 - share.estimate, 1e-3)
     return hint(
         title=f"The rollout is {share.estimate:.0%} of the RL step",
         evidence=(
-            f"{known['rollout_s'].median():.1f} of {known['step_s'].median():.1f} s ({share.low:.0%} to "
+            f"{rows['rollout_s'].median():.1f} of {rows['step_s'].median():.1f} s ({share.low:.0%} to "
             f"{share.high:.0%}): a rollout twice as fast makes RL steps {1 / (1 - share.estimate / 2):.2f} times as "
             f"fast, one in no time {at_best:.1f} times."
         ),
@@ -51,20 +51,20 @@ def drafts_lose_time(evidence: RunEvidence) -> Finding | None:
         terms = ["tokens"]
     # What plain rollouts take by their lengths, with relative errors.
     x, y = plain[terms].to_numpy(np.float64), plain["rollout_s"].to_numpy(np.float64)
-    found = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
-    expected = drafted[terms].to_numpy(np.float64) @ found
+    coefficients = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
+    expected = drafted[terms].to_numpy(np.float64) @ coefficients
     if (expected <= 0).any():
         raise NotChecked("plain rollouts do not tell what their lengths take")
-    off = float(np.sqrt(np.mean((x @ found / y - 1) ** 2)))
+    off = float(np.sqrt(np.mean((x @ coefficients / y - 1) ** 2)))
     least_error = off / np.sqrt(len(plain))
-    taken = mean_of_few((drafted["rollout_s"] / expected).to_numpy(np.float64), least_error=float(least_error))
-    if not taken.low > 1.0:
+    cost = mean_of_few((drafted["rollout_s"] / expected).to_numpy(np.float64), least_error=float(least_error))
+    if not cost.low > 1.0:
         return None
     return problem(
         title="Speculation is net negative",
         evidence=(
             f"{len(drafted)} rollouts that draft ({drafted['accept_length'].mean():.2f} tokens each) take "
-            f"{taken.estimate:.2f} times ({taken.low:.2f} to {taken.high:.2f}) what {len(plain)} plain ones would for "
+            f"{cost.estimate:.2f} times ({cost.low:.2f} to {cost.high:.2f}) what {len(plain)} plain ones would for "
             "these lengths."
         ),
         advice="Draft below a batch only (tltlab tune finds it), draft less deep, or switch it off.",
@@ -84,13 +84,13 @@ def worse_when_just_trained(evidence: RunEvidence) -> Finding | None:
     change = (rows["accept_length"] / usual - 1)[just].dropna()
     if len(change) < ENOUGH_STEPS:
         raise NotChecked(f"fewer than {ENOUGH_STEPS} RL steps after a training lie between others")
-    found = mean_of_few(change.to_numpy(np.float64))
-    if not found.high < 0 or found.estimate > -FALL:
+    fall = mean_of_few(change.to_numpy(np.float64))
+    if not fall.high < 0 or fall.estimate > -FALL:
         return None
     return problem(
         title="Acceptance falls on RL steps right after the drafter was trained",
         evidence=(
-            f"{len(change)} times the accept length is {found.estimate:+.1%} ({found.low:+.1%} to {found.high:+.1%}) "
+            f"{len(change)} times the accept length is {fall.estimate:+.1%} ({fall.low:+.1%} to {fall.high:+.1%}) "
             "off that of the RL steps around."
         ),
         advice="The drafter learns the wrong thing or is published half: compare its loss on the next rollout, check "
@@ -104,9 +104,9 @@ def _rows(evidence: RunEvidence) -> pd.DataFrame:
     steps = evidence.known.steps
     if steps is None or "accept_length" not in steps:
         raise NotChecked("the RL steps do not say how many tokens a draft yields (a training log may)")
-    known = steps[(steps["rollout_s"] > 0)].assign(accept_length=steps["accept_length"].astype(np.float64).fillna(1.0))
+    timed = steps[(steps["rollout_s"] > 0)].assign(accept_length=steps["accept_length"].astype(np.float64).fillna(1.0))
     lengths = evidence.known.outcomes.groupby("rl_step")["response_tokens"].agg(longest="max", tokens="sum")
-    found = known.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
-    if found.empty:
+    rows = timed.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
+    if rows.empty:
         raise NotChecked("no RL step says how long its rollout took")
-    return found
+    return rows

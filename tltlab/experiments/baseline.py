@@ -180,14 +180,14 @@ def _measured_verdict(measurement: Mapping[str, Any]) -> str:
         if (row["mode"], row["epoch"]) == (mode, epoch) and row["goal"].startswith(_BEST_STATIC)
     )
     best = static["goal"].removeprefix(_BEST_STATIC)
-    told_apart = _against_one(static, measurement["modes"][0]["rollouts"])
+    comparison = _against_best(static, measurement["modes"][0]["rollouts"])
     return (
         f"measured here, adaptive drafts (BEG-MAB) roll out {_times(plain)} as fast as no speculation and "
-        f"{_times(static)} as fast as the best fixed depth ({best}), {told_apart}"
+        f"{_times(static)} as fast as the best fixed depth ({best}), {comparison}"
     )
 
 
-def _against_one(ratio: Mapping[str, Any], rounds: int) -> str:
+def _against_best(ratio: Mapping[str, Any], rounds: int) -> str:
     if ratio["low"] is None or rounds < _ENOUGH_ROUNDS:
         return f"though {rounds} rounds are too few to tell them apart"
     if ratio["low"] > 1:
@@ -338,13 +338,13 @@ def _stages(machine: str, name: str, gpus: int) -> dict[str, Any]:
     }
 
 
-def _row(row: Mapping[Any, Any], where: str) -> dict[str, Any]:
+def _row(row: Mapping[Any, Any], setting: str) -> dict[str, Any]:
     """Speed-ups are the ratios of times turned round, so the ends of an interval change places; one may have no end."""
     tlt = row["system"] == "tlt"
     base = row["system"] == "verl"
     return {
         "kind": "predicted",
-        "setting": where,
+        "setting": setting,
         "system": row["title"],
         "of": "RL step",
         "speedup": 1 / row["step_ratio"],

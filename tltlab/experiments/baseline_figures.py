@@ -169,7 +169,7 @@ def _goals(
         for epoch in epochs:
             rows.append(_goal("never slower", mode, epoch, NEVER_BELOW, ratios[mode, epoch, "rollout"]))
         for epoch in epochs:
-            statics = [_of(rollouts, other, epoch) for other, kind in kinds.items() if kind == "static"]
+            statics = [_of(rollouts, static, epoch) for static, kind in kinds.items() if kind == "static"]
             best = min(statics, key=lambda of: float(np.mean([r.rate("rollout", JUDGED_BY) for r in of])))
             ratio = _speedup(best, _of(rollouts, mode, epoch), "rollout", JUDGED_BY, rng)
             row = _goal(f"times the best static, {best[0].mode}", mode, epoch, 1.0, ratio)
@@ -201,17 +201,17 @@ def over_best_fixed(rollouts: Sequence[Measured], per: str = JUDGED_BY) -> list[
     return rows
 
 
-def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, Any]) -> dict[str, Any]:
+def _goal(goal: str, mode: str, epoch: int, bound: float, speedup: dict[str, Any]) -> dict[str, Any]:
     ratio = speedup["ratio"]
     return {
         "goal": goal,
         "mode": mode,
         "epoch": epoch,
-        "wanted": wanted,
+        "wanted": bound,
         "ratio": ratio,
         "low": speedup["low"],
         "high": speedup["high"],
-        "met": ratio is not None and ratio >= wanted,
+        "met": ratio is not None and ratio >= bound,
     }
 
 

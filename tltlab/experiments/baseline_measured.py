@@ -79,7 +79,7 @@ def modes(*, learned: bool = False) -> list[Mode]:
     """Plain decoding by vLLM and by us, one depth throughout, one for each batch size, some that learn what pays."""
     table = tuple(TableRow(min_batch=b, strategy=_suffix(k)) for b, k in ((1, 8), (33, 4), (129, 2)))
     fixed = {k: Policy(selector=FixedSpec(strategy=_suffix(k))) for k in (1, 2, 4, 8)}
-    made = [
+    all_modes = [
         Mode(name="stock", kind="stock", policy=load_policy("none")),
         Mode(name="off", kind="off", policy=load_policy("none")),
         *(Mode(name=f"suffix {k}", kind="static", policy=policy) for k, policy in fixed.items()),
@@ -93,8 +93,8 @@ def modes(*, learned: bool = False) -> list[Mode]:
         ),
     ]
     if learned:
-        made.append(Mode(name="beg-mab learned", kind="adaptive", policy=_bandit(_WITH_LEARNED), learned=True))
-    return made
+        all_modes.append(Mode(name="beg-mab learned", kind="adaptive", policy=_bandit(_WITH_LEARNED), learned=True))
+    return all_modes
 
 
 def _bandit(arms: Mapping[int, Sequence[Strategy]]) -> Policy:
@@ -151,10 +151,10 @@ def bench_runtime(
     try:
         progress(f"starting stock vLLM on {model}")
         bench.stock = PlainStock(str(model), seed=seed, vllm_args=vllm_args)
-        for learned, held in drafters.items():
-            progress(f"starting an engine on {model} with the drafters {', '.join(held)}")
+        for learned, specs in drafters.items():
+            progress(f"starting an engine on {model} with the drafters {', '.join(specs)}")
             bench.engines[learned] = Engine(
-                str(model), drafters=held, max_draft_depth=MAX_DEPTH, seed=seed, vllm_args=vllm_args
+                str(model), drafters=specs, max_draft_depth=MAX_DEPTH, seed=seed, vllm_args=vllm_args
             )
         progress(f"{len(chosen)} modes, {epochs} epochs, {prompts} prompts x {group_size} of up to {cap} tokens")
         rollouts = bench.measure(chosen, epochs, rounds, seed, progress) if epochs else []
@@ -256,7 +256,7 @@ class _Bench:
         for learned, engine in self.engines.items():
             engine.set_policy(load_policy("none"))
             engines["learned" if learned else "model-free"] = engine
-        found = []
+        results = []
         for batch in batches:
             seconds: dict[str, list[float]] = {name: [] for name in engines}
             steps: dict[str, list[float]] = {name: [] for name in engines}
@@ -270,14 +270,14 @@ class _Bench:
             for name, took in seconds.items():
                 off = np.array(took[1:])
                 interval = paired_interval(stock, off, rng=order)
-                found.append(
+                results.append(
                     {
                         "batch": batch, "drafters": name, "stock_s": float(stock.mean()), "off_s": float(off.mean()),
                         "ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high),
                         "stock_step_s": float(np.median(steps["stock"])), "off_step_s": float(np.median(steps[name])),
                     }
                 )  # fmt: skip
-        return found
+        return results
 
     def measure_recorded(
         self, batches: Sequence[int], rounds: int, seed: int, progress: Callable[[str], None]
@@ -287,7 +287,7 @@ class _Bench:
         Tokens per second, with the ratio and its interval over rounds. What a recording writes meanwhile counts.
         """
         order = np.random.default_rng(seed)
-        found = []
+        results = []
         for batch in batches:
             repeats, speeds = 1, np.zeros((rounds + 1, 2))
             for round_ in range(rounds + 1):
@@ -297,14 +297,14 @@ class _Bench:
             plain, with_it = speeds[1:].T
             progress(f"batch {batch}: {rounds} x {repeats} rollouts recorded and not")
             interval = paired_interval(with_it, plain, rng=order)
-            found.append(
+            results.append(
                 {
                     "batch": batch, "stock_tokens_per_s": float(plain.mean()),
                     "recorded_tokens_per_s": float(with_it.mean()), "ratio": interval.estimate,
                     "low": finite(interval.low), "high": finite(interval.high),
                 }
             )  # fmt: skip
-        return found
+        return results
 
     def _tokens_per_s(self, batch: int, repeats: int, recorded: bool) -> tuple[float, float]:
         """Tokens per second of so many rollouts on stock vLLM, and their seconds."""
@@ -373,11 +373,11 @@ _HEADER = (
 )  # fmt: skip
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """A row per epoch and mode, then the goals."""
-    ratios = {(s["mode"], s["epoch"], s["part"]): s for s in found["speedups"] if s["measure"] == found["judged_by"]}
+    ratios = {(s["mode"], s["epoch"], s["part"]): s for s in result["speedups"] if s["measure"] == result["judged_by"]}
     lines = []
-    for epoch in sorted({row["epoch"] for row in found["modes"]}):
+    for epoch in sorted({row["epoch"] for row in result["modes"]}):
         rows = [
             (
                 row["mode"], f"{row['seconds']:.2f}", f"{row['tail_seconds']:.2f}", f"{row['plain_s']:.2f}",
@@ -386,12 +386,12 @@ def text(found: dict[str, Any]) -> str:
                 *(f"{row[f'{part}_share']:.1%}" for part in ("recorder", "policy", "drafting")),
                 *(_interval(ratios.get((row["mode"], epoch, part))) for part in ("rollout", "tail")),
             )
-            for row in found["modes"] if row["epoch"] == epoch
+            for row in result["modes"] if row["epoch"] == epoch
         ]  # fmt: skip
-        known = "drafters know earlier responses" if epoch > 1 else "drafters know nothing at first"
-        lines += [f"epoch {epoch}, {known}", table(_HEADER, rows, indent=2)]
-    if found["modes"]:
-        rounds = found["modes"][0]["rollouts"]
+        knowledge = "drafters know earlier responses" if epoch > 1 else "drafters know nothing at first"
+        lines += [f"epoch {epoch}, {knowledge}", table(_HEADER, rows, indent=2)]
+    if result["modes"]:
+        rounds = result["modes"][0]["rollouts"]
         lines += [
             "",
             "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the "
@@ -400,27 +400,27 @@ def text(found: dict[str, Any]) -> str:
             f"rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over "
             f"{rounds} rounds" + (", too narrow below ten" if rounds < 10 else ""),
         ]
-    if found.get("off"):
+    if result.get("off"):
         lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
         rows = [
             (
                 f"{row['batch']}", row["drafters"], f"{row['stock_s']:.3f}", f"{row['off_s']:.3f}", _interval(row),
                 f"{1e3 * row['stock_step_s']:.2f}", f"{1e3 * row['off_step_s']:.2f}",
             )
-            for row in found["off"]
+            for row in result["off"]
         ]  # fmt: skip
         header = ("batch", "drafters", "stock", "off", "speed", "ms an iteration", "off")
         lines.append(table(header, rows, indent=2))
-    if found.get("record_only"):
+    if result.get("record_only"):
         lines += ["", "stock vLLM that is only recorded, against the same engine unrecorded, tokens per second"]
         rows = [
             (f"{row['batch']}", f"{row['stock_tokens_per_s']:.0f}", f"{row['recorded_tokens_per_s']:.0f}",
              _interval(row, digits=3))
-            for row in found["record_only"]
+            for row in result["record_only"]
         ]  # fmt: skip
         lines.append(table(("batch", "stock", "recorded", "speed"), rows, indent=2))
     lines.append("")
-    for goal in found["goals"]:
+    for goal in result["goals"]:
         lines.append(
             f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "
             f"{goal['goal']}, goal {goal['wanted']:g}"
@@ -428,10 +428,10 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _interval(found: dict[str, Any] | None, *, digits: int = 2) -> str:
-    if found is None:
+def _interval(ratio: dict[str, Any] | None, *, digits: int = 2) -> str:
+    if ratio is None:
         return ""
-    if found["ratio"] is None:
+    if ratio["ratio"] is None:
         return "unknown"
-    low_high = "" if found["low"] is None else f" [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
-    return f"{found['ratio']:.{digits}f}x{low_high}"
+    low_high = "" if ratio["low"] is None else f" [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
+    return f"{ratio['ratio']:.{digits}f}x{low_high}"

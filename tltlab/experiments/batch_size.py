@@ -98,14 +98,14 @@ def table(visits: Sequence[Visit], policy: str) -> list[dict[str, Any]]:
     """
     rows = []
     for batch in sorted({visit.batch for visit in visits}):
-        here = {arm: _of(visits, batch, arm) for arm in dict.fromkeys(v.arm for v in visits if v.batch == batch)}
-        arms = sorted((arm for arm in here if arm is not None), key=lambda arm: (arm.speculates, arm.draft_depth))
-        ran: Counter[Strategy] = sum((Counter(visit.ran) for visit in here[None]), Counter())
-        best = max(arms, key=lambda arm: _log_pace(here[arm]))
+        by_arm = {arm: _of(visits, batch, arm) for arm in dict.fromkeys(v.arm for v in visits if v.batch == batch)}
+        arms = sorted((arm for arm in by_arm if arm is not None), key=lambda arm: (arm.speculates, arm.draft_depth))
+        ran: Counter[Strategy] = sum((Counter(visit.ran) for visit in by_arm[None]), Counter())
+        best = max(arms, key=lambda arm: _log_pace(by_arm[arm]))
         for arm in [*arms, None]:
-            ours = here[arm]
+            ours = by_arm[arm]
             drafts = sum(visit.drafts for visit in ours)
-            against, to_best = _speedup(here[NO_SPECULATION], ours), _speedup(here[best], ours)
+            against, to_best = _speedup(by_arm[NO_SPECULATION], ours), _speedup(by_arm[best], ours)
             plain = arm == NO_SPECULATION
             of_best = _ratio(of_best_by_round(visits, batch)) if arm is None else (None, None, None)
             rows.append(
@@ -134,8 +134,8 @@ def of_best_by_round(visits: Sequence[Visit], batch: int) -> list[float]:
     by_round = {arm: {v.round: v for v in _of(visits, batch, arm)} for arm in [*arms, None]}
     logs = []
     for round_, ours in sorted(by_round[None].items()):
-        others = [n for n in by_round[None] if n != round_] or [round_]
-        best = max(arms, key=lambda arm: _log_pace([by_round[arm][n] for n in others]))
+        other_rounds = [n for n in by_round[None] if n != round_] or [round_]
+        best = max(arms, key=lambda arm: _log_pace([by_round[arm][n] for n in other_rounds]))
         logs.append(_log_pace([ours]) - _log_pace([by_round[best][round_]]))
     return logs
 
@@ -186,11 +186,11 @@ def verdict(rows: Sequence[Mapping[str, Any]], policy: str, of_best: tuple[float
         gain = f"measured here, no draft was shown to be faster than plain decoding at batch sizes {_listed(batches)}"
     else:
         top = max((gains[batch] for batch in paying), key=lambda row: row["speedup"])
-        where = "at every batch size tried" if paying == batches else f"at batch sizes {_listed(paying)}"
+        extent = "at every batch size tried" if paying == batches else f"at batch sizes {_listed(paying)}"
         stops = [batch for batch in batches if batch > paying[-1]]
         then = f" and no gain was shown from {stops[0]} on" if stops else ""
         gain = (
-            f"measured here, drafts pay {where} ({top['arm']} at {top['batch']}: "
+            f"measured here, drafts pay {extent} ({top['arm']} at {top['batch']}: "
             f"{with_interval(top['speedup'], top['low'], top['high'])} times plain decoding){then}"
         )
     picks = {b: max((r for r in fixed if r["batch"] == b), key=lambda r: r["share"]) for b in batches}
@@ -324,7 +324,7 @@ def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     texts = engine.generate(requests, rl_step=0, temperature=TEMPERATURE).responses
     starts = [
         prompt.token_ids + text.token_ids[: len(text.token_ids) // 2]
-        for prompt, text in sorted(zip(prompts, texts, strict=True), key=lambda both: -len(both[1].token_ids))
+        for prompt, text in sorted(zip(prompts, texts, strict=True), key=lambda pair: -len(pair[1].token_ids))
     ]
     if len(starts) < max(work.batches):
         raise ConfigError(
@@ -415,15 +415,15 @@ class _Bench:
             )
             for n, start in enumerate(starts)
         ]
-        done = seen = 0
+        num_tokens = num_rows = 0
 
         def enough(ended: Sequence[Key]) -> bool:
-            nonlocal done, seen
+            nonlocal num_tokens, num_rows
             rows = self.engine.control.ledger.iterations
-            done += sum(row["num_generated"] for row in rows[seen:])
-            seen = len(rows)
+            num_tokens += sum(row["num_generated"] for row in rows[num_rows:])
+            num_rows = len(rows)
             # A request that has reached the model's context leaves a smaller batch.
-            return bool(ended) or done >= batch * self.work.settings.tokens
+            return bool(ended) or num_tokens >= batch * self.work.settings.tokens
 
         rollout = self.engine.generate(requests, rl_step=self.number, temperature=TEMPERATURE, until=enough)
         rows = [row for row in rollout.iterations if row["batch"] == batch and not row["prefill_tokens"]]

@@ -276,35 +276,35 @@ def _chains(settings: Settings, tensor_parallel: int) -> Iterator[dict[str, Any]
             for name, policy in chain_policies(drafter).items()
         }
         for name, plan in plans.items():
-            taken = memory_bytes(pool, plan)
+            num_bytes = memory_bytes(pool, plan)
             yield {
                 "model": settings.shape,
                 "runner": f"vLLM {runner}",
                 "plan": f"chains, {name}",
                 "strategies": " ".join(f"K={depth}" for depth in plan.depths),
                 "graphs": len(plan.full_graphs()) + len(plan.piecewise_graphs()),
-                "predicted_gib": taken / GIB,
-                "over_single": taken / memory_bytes(pool, plans["one strategy"]),
+                "predicted_gib": num_bytes / GIB,
+                "over_single": num_bytes / memory_bytes(pool, plans["one strategy"]),
             }
 
 
 def _measured(path: Path) -> Iterator[dict[str, Any]]:
     """What `tltlab bench gpu graphs` measured, engine by engine. ConfigError for a file of something else."""
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("part") != "graphs":
+    result = read_json(path)
+    if not isinstance(result, dict) or result.get("part") != "graphs":
         raise ConfigError(f"{path} is not what tltlab bench gpu graphs --out writes")
-    rows = [row for row in found["rows"] if row.get("memory", {}).get("measured_bytes")]
+    rows = [row for row in result["rows"] if row.get("memory", {}).get("measured_bytes")]
     single = {row["runner"]: row["memory"]["measured_bytes"] for row in rows if row["plan"] == "one strategy"}
     for row in rows:
-        taken, captured = row["memory"]["measured_bytes"], row["captured"]
+        num_bytes, captured = row["memory"]["measured_bytes"], row["captured"]
         yield {
-            "model": found["model"],
+            "model": result["model"],
             "runner": f"vLLM {row['runner']}",
             "plan": f"measured, {row['graphs']}, {row['plan']}",
             "graphs": len(captured["full"]) + len(captured["piecewise"]),
             "predicted_gib": row["memory"]["predicted_bytes"] / GIB,
-            "measured_gib": taken / GIB,
-            "over_single": taken / single[row["runner"]] if row["runner"] in single else None,
+            "measured_gib": num_bytes / GIB,
+            "over_single": num_bytes / single[row["runner"]] if row["runner"] in single else None,
         }
 
 
@@ -314,11 +314,11 @@ def _chains_verdict(rows: Sequence[Mapping[str, Any]], *, predicted: bool) -> st
     if not {"one strategy", "every strategy apart", "bucketed"} <= of_v2.keys():
         return ""
     gib = {name: row["predicted_gib"] if predicted else row["measured_gib"] for name, row in of_v2.items()}
-    one = gib["one strategy"]
+    base = gib["one strategy"]
     return (
-        f" Chains on vLLM's V2 runner, {'predicted' if predicted else 'measured'}: one strategy {one:.2f} GiB, every "
-        f"strategy apart {gib['every strategy apart']:.2f} ({gib['every strategy apart'] / one:.1f} times), bucketed "
-        f"{gib['bucketed']:.2f} ({gib['bucketed'] / one:.1f}); TLT: 1, "
+        f" Chains on vLLM's V2 runner, {'predicted' if predicted else 'measured'}: one strategy {base:.2f} GiB, every "
+        f"strategy apart {gib['every strategy apart']:.2f} ({gib['every strategy apart'] / base:.1f} times), bucketed "
+        f"{gib['bucketed']:.2f} ({gib['bucketed'] / base:.1f}); TLT: 1, "
         f"{tlt.MEASURED_GB['naive'] / tlt.MEASURED_GB['single']:.1f} and "
         f"{tlt.MEASURED_GB['bucketed'] / tlt.MEASURED_GB['single']:.1f}."
     )

@@ -110,13 +110,13 @@ def _rewards(
 
         policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
         drafted = {"policy": policy, "drafter": trained_beside(work.head, work.sizes)}
-        how: dict[str, dict[str, Any]] = {"without": {"policy": None, "drafter": None}, "with": drafted}
+        options: dict[str, dict[str, Any]] = {"without": {"policy": None, "drafter": None}, "with": drafted}
         runs, curves = [], []
         for number in range(seed, seed + settings.seeds):
             rewards = {}
             for side in _SIDES:
                 progress(f"{side} speculation: {settings.steps} RL steps, seed {number}")
-                recipe = on_devices(recipe_of(work.model, work.sizes, seed=number, **how[side]), settings)
+                recipe = on_devices(recipe_of(work.model, work.sizes, seed=number, **options[side]), settings)
                 rewards[side], by_step = rewards_of_run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
                 curves += [
                     {"side": side, "seed": number, "rl_step": step, "reward": reward}
@@ -152,26 +152,26 @@ def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -
         values = [row["with"][name] - row["without"][name] for row in rows]
         chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in ("with", "without")]
         intervals[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
-    known = len(rows) > 1
+    has_interval = len(rows) > 1
     return {
         **{name: interval_json(interval) for name, interval in intervals.items()},
-        "equal": all(interval.low <= 0 <= interval.high for interval in intervals.values()) if known else None,
+        "equal": all(interval.low <= 0 <= interval.high for interval in intervals.values()) if has_interval else None,
     }
 
 
 def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A row of the table: a reward with minus without, Student's interval over seeds, and what it would have found."""
     low, high = difference["low"], difference["high"]
-    known = low is not None and high is not None
+    has_interval = low is not None and high is not None
     return {
         "kind": "reward",
         "case": _REWARDS[kind],
-        "verdict": "unknown" if not known else "no difference" if low <= 0 <= high else "different",
+        "verdict": "unknown" if not has_interval else "no difference" if low <= 0 <= high else "different",
         **{side: float(np.mean([run[side][kind] for run in runs])) for side in _SIDES},
         "difference": difference["estimate"],
         "low": low,
         "high": high,
-        "detectable": detectable((high - low) / 2, len(runs)) if known else None,
+        "detectable": detectable((high - low) / 2, len(runs)) if has_interval else None,
         "samples": len(runs),
     }
 
@@ -210,7 +210,7 @@ def token_row(case: Mapping[str, Any]) -> dict[str, Any]:
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """Whether anything differs, and how large a difference would have been seen."""
     different = [row for row in rows if row["verdict"] == "different"]
-    untold = [row for row in rows if row["verdict"] not in ("different", "no difference")]
+    undecided = [row for row in rows if row["verdict"] not in ("different", "no difference")]
     clauses = []
     for row in (row for row in rows if row["kind"] == "reward"):
         clauses.append(
@@ -221,19 +221,18 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     cases = [row for row in rows if row["kind"] == "tokens"]
     if cases:
         wrong = [row["case"] for row in cases if row["verdict"] == "different"]
-        open_ = [row["case"] for row in cases if row in untold]
-        seen = [row["detectable"] for row in cases if row["detectable"] is not None]
+        open_ = [row["case"] for row in cases if row in undecided]
+        least = [row["detectable"] for row in cases if row["detectable"] is not None]
         fine = len(cases) - len(wrong) - len(open_)
         clause = f"tokens follow their exact distribution in {fine} of {len(cases)} audited cases"
         clause += f", not in {'; '.join(wrong)}" if wrong else ""
         clause += f", not tested in {'; '.join(open_)}" if open_ else ""
-        clauses.append(
-            clause
-            + (f" (a total variation of {max(seen):.2f} would have been seen in each that is sampled)" if seen else "")
-        )
+        if least:
+            clause += f" (a total variation of {max(least):.2f} would have been seen in each that is sampled)"
+        clauses.append(clause)
     if different:
         begins = f"a difference was found ({len(different)} of {len(rows)} rows)"
-    elif len(untold) == len(rows):
+    elif len(undecided) == len(rows):
         begins = "nothing could be told"
     else:
         begins = "no difference was found"
@@ -278,7 +277,7 @@ def _level(settings: Settings, cases: Sequence[Mapping[str, Any]]) -> float:
 def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]], settings: Settings) -> Figure:
     """Reward by RL step of both sides, and the p-values of the audited cases against what chance gives."""
     cases = [row for row in rows if row["kind"] == "tokens" and row["p_value"] is not None]
-    panels = [name for name, there in (("curves", len(curves)), ("p-values", len(cases))) if there]
+    panels = [name for name, num in (("curves", len(curves)), ("p-values", len(cases))) if num]
     figure = Figure(figsize=(7.2, 3.0 * len(panels) or 1.0), layout="constrained")
     if not panels:
         return figure

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from tltlab.runtime.models.make import Size
 
 
-def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable[[str], None]) -> Path:
-    """The folder `given`, or `folder`/models/subset-sum-SIZE, trained first where it is not there yet.
+def own_model(model: Path | None, folder: Path, *, size: str, progress: Callable[[str], None]) -> Path:
+    """The folder `model`, or `folder`/models/subset-sum-SIZE, trained first where it is not there yet.
 
-    ConfigError where `given` is no folder that `tltlab make-model` wrote.
+    ConfigError where `model` is no folder that `tltlab make-model` wrote.
     """
-    if given is not None:
+    if model is not None:
         for file in ("config.json", "train.jsonl"):
-            if not (given / file).is_file():
-                raise ConfigError(f"{given}: {file} is missing; name a folder that `tltlab make-model` wrote")
-        return given
+            if not (model / file).is_file():
+                raise ConfigError(f"{model}: {file} is missing; name a folder that `tltlab make-model` wrote")
+        return model
     model = folder / "models" / f"subset-sum-{size}"
     if not (model / "config.json").is_file():
         progress(f"no model was given: training a {size} one into {model}")

@@ -34,7 +34,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .baseline_figures import JUDGED_BY, PROCESSOR, Measured, over_best_fixed
 from .models import Count, bench_on, own_model
-from .result import ExperimentResult, chosen, with_interval
+from .result import ExperimentResult, select_cases, with_interval
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"
 SEVERAL = "beg-mab, several arms"
@@ -107,7 +107,7 @@ class Built:
 def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
     """Every policy by name, over the regime's drafters, or its first one where a policy knows no more."""
     name = regime.drafters[0]
-    told, start = regime.told, regime.phases[0].costs
+    told_costs, start = regime.told, regime.phases[0].costs
     few = [Strategy.chain(name, depth) for depth in (8, 4, 2, 1)]
     chains = [s for s in regime.strategies if s.speculates]
     rows = list(zip((1, 5, 17, 33), (*few[:3], NO_SPECULATION), strict=True))
@@ -118,7 +118,7 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
     thresholds = (1, 5, 17, 33)
     return {
         ADAPTIVE: Policy(selector=AdaptiveSpec(drafters=regime.drafters)),
-        "goodput": Built(lambda rng: Goodput(chains, told, rng=rng)),
+        "goodput": Built(lambda rng: Goodput(chains, told_costs, rng=rng)),
         "table by batch": Built(lambda rng: BatchTable(rows)),
         "table by context": Built(lambda rng: ContextTable(contexts)),
         "verify budget": Built(lambda rng: Goodput(trimmed, start, epsilon=0.0, rng=rng)),
@@ -140,11 +140,11 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     if not settings.simulated and not settings.models:
         raise ConfigError("nothing to do: with simulated=false, name models to measure on")
     seeds = [seed + i for i in range(settings.seeds)]
-    found = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
-    asked = chosen("regime", found, settings.only if settings.simulated else (), progress)
+    every_regime = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
+    cases = select_cases("regime", every_regime, settings.only if settings.simulated else (), progress)
     rows = []
     with backend(None, settings.jobs) as jobs:
-        for judgement in Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(each, seeds) for each in asked):
+        for judgement in Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(each, seeds) for each in cases):
             ours = next(row for row in judgement if row["policy"] == ADAPTIVE)
             progress(f"{ours['regime']}: {ADAPTIVE} takes {ours['ratio']:.3f} times as long as {ours['best_fixed']}")
             rows += judgement
@@ -167,15 +167,15 @@ def _measured(
     settings: Settings, model: str, folder: Path, seed: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A row per epoch and mode of `tltlab bench runtime` on a model."""
-    given = Path(model) if "/" in model or Path(model).is_dir() else None
-    where = own_model(given, folder, size=model, progress=progress)
-    found = bench_on(where, settings, seed=seed, progress=progress)
-    return measured_rows(where.name, found, settings.clock)
+    trained = Path(model) if "/" in model or Path(model).is_dir() else None
+    model_folder = own_model(trained, folder, size=model, progress=progress)
+    result = bench_on(model_folder, settings, seed=seed, progress=progress)
+    return measured_rows(model_folder.name, result, settings.clock)
 
 
-def measured_rows(name: str, found: Mapping[str, Any], clock: str = "wall") -> list[dict[str, Any]]:
+def measured_rows(name: str, result: Mapping[str, Any], clock: str = "wall") -> list[dict[str, Any]]:
     """What `bench_runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
-    rollouts = [Measured(**row) for row in found["rows"] if row["round"]]
+    rollouts = [Measured(**row) for row in result["rows"] if row["round"]]
     per, field = (JUDGED_BY, "seconds") if clock == "wall" else (PROCESSOR, "processor_s")
     took = pd.DataFrame([asdict(r) for r in rollouts]).groupby(["mode", "epoch"])[[field, "num_tokens"]].mean()
     return [
@@ -194,12 +194,12 @@ def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[dict[str, Any]]:
     best, fixed_by_seed = best_fixed(regime, seeds)
     fixed = np.concatenate([fixed_by_seed[seed] for seed in seeds])
     oracle = np.concatenate([regime.oracle_seconds(seed) for seed in seeds])
-    taken = {
+    seconds_by_policy = {
         name: np.concatenate([regime.seconds(policy, seed) for seed in seeds])
         for name, policy in policies_for(regime).items()
     } | {ORACLE: oracle}
     rows = []
-    for name, seconds in taken.items():
+    for name, seconds in seconds_by_policy.items():
         ratio = paired_interval(seconds, fixed, rng=np.random.default_rng(0))
         rows.append(
             {
@@ -246,25 +246,25 @@ def verdict(rows: pd.DataFrame) -> str:
 
 def measured_verdict(rows: pd.DataFrame) -> str:
     """What `adaptive` took on each model of the best fixed depth's time, and how fast both and stock vLLM were."""
-    said = []
+    clauses = []
     for regime, of in rows.groupby("regime", sort=False):
         tokens_per_s = of.set_index("policy")["tokens_per_s"]
         ours = next(row for row in of.to_dict("records") if row["policy"] == ADAPTIVE)
         speeds = (f"{tokens_per_s[name]:.0f} under {name}" for name in ("stock", ours["best_fixed"], ADAPTIVE))
         size = with_interval(ours["ratio"], ours["ratio_low"], ours["ratio_high"], ".3f")
-        said.append(f"{size} on {regime} ({', '.join(dict.fromkeys(speeds))} tokens/s)")
-    return f"measured here, adaptive takes {'; '.join(said)} times as long as the best fixed depth in hindsight."
+        clauses.append(f"{size} on {regime} ({', '.join(dict.fromkeys(speeds))} tokens/s)")
+    return f"measured here, adaptive takes {'; '.join(clauses)} times as long as the best fixed depth in hindsight."
 
 
 def repairs(rows: pd.DataFrame) -> str:
     """What each repair of BEG-MAB changes in the mean ratio: several arms of the published one, others beside that."""
     means = rows.groupby("policy")["ratio"].mean()
     published = means["beg-mab published"]
-    said = [f"several arms for one a bucket {means[SEVERAL] / published - 1:+.1%} of the published one's time"]
+    clauses = [f"several arms for one a bucket {means[SEVERAL] / published - 1:+.1%} of the published one's time"]
     for name, does in (("means", "means for medians"), ("relative", "relative rewards"), ("bands", "narrow buckets")):
-        said.append(f"{does} {means[f'beg-mab, arms and {name}'] / means[SEVERAL] - 1:+.1%} beside that")
-    said.append(f"all {means['beg-mab, all repairs'] / published - 1:+.1%}")
-    return f"repairs of BEG-MAB: {', '.join(said)}"
+        clauses.append(f"{does} {means[f'beg-mab, arms and {name}'] / means[SEVERAL] - 1:+.1%} beside that")
+    clauses.append(f"all {means['beg-mab, all repairs'] / published - 1:+.1%}")
+    return f"repairs of BEG-MAB: {', '.join(clauses)}"
 
 
 def _notes(predicted: pd.DataFrame, measured: pd.DataFrame) -> tuple[str, ...]:
@@ -296,9 +296,9 @@ def _notes(predicted: pd.DataFrame, measured: pd.DataFrame) -> tuple[str, ...]:
 def _picture(predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
     """Mean ratio by policy, with its least and largest over the regimes, and what was measured, with its interval."""
     means = predicted.groupby("policy")["ratio"].agg(["mean", "min", "max"]).sort_values("mean")
-    here = measured[["ratio", "ratio_low", "ratio_high"]].set_axis(["mean", "min", "max"], axis=1)
-    here.index = pd.Index([f"{row['policy']}, {row['regime']}" for row in measured.to_dict("records")], dtype=object)
-    shown = pd.concat([part for part in (here, means) if len(part)])
+    ratios = measured[["ratio", "ratio_low", "ratio_high"]].set_axis(["mean", "min", "max"], axis=1)
+    ratios.index = pd.Index([f"{row['policy']}, {row['regime']}" for row in measured.to_dict("records")], dtype=object)
+    shown = pd.concat([part for part in (ratios, means) if len(part)])
     return bars(
         shown.index.tolist(), shown["mean"].to_numpy(), shown["min"].to_numpy(), shown["max"].to_numpy(),
         xlabel="time over the best fixed strategy: mean, least and largest; measured: with its interval",

@@ -45,14 +45,14 @@ class ExperimentResult:
 
     def json(self) -> dict[str, Any]:
         """One JSON object; unknown figures are null."""
-        known = self.rows.astype(object).where(self.rows.notna(), None)
+        rows = self.rows.astype(object).where(self.rows.notna(), None)
         return {
             "name": self.name,
             "question": self.question,
             "verdict": self.verdict,
             "prediction": self.prediction,
             "settings": dict(self.settings),
-            "rows": [{key: _plain(value) for key, value in row.items()} for row in known.to_dict("records")],
+            "rows": [{key: _plain(value) for key, value in row.items()} for row in rows.to_dict("records")],
             "notes": list(self.notes),
             "command": self.command,
             "versions": dict(self.versions),
@@ -148,19 +148,19 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
     (2, 4)
     """
     hints = get_type_hints(kind)
-    given: dict[str, Any] = dict(changes or {})
+    values: dict[str, Any] = dict(changes or {})
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not key=value; settings: {_known(kind)}")
         if key not in hints:
             raise ConfigError(f"no setting named {key!r}; settings: {_known(kind)}")
-        given[key] = value.split(",") if get_origin(hints[key]) is tuple else value
+        values[key] = value.split(",") if get_origin(hints[key]) is tuple else value
     with faults_in("settings"):
-        return TypeAdapter(kind).validate_python(given)
+        return TypeAdapter(kind).validate_python(values)
 
 
-def chosen(kind: str, cases: Iterable[C], only: Sequence[str], progress: Callable[[str], None]) -> Iterator[C]:
+def select_cases(kind: str, cases: Iterable[C], only: Sequence[str], progress: Callable[[str], None]) -> Iterator[C]:
     """The cases that `only` names, all where it is empty; `progress` says each when its turn comes.
 
     Raises ConfigError for a name that no case of this `kind` has.

@@ -105,15 +105,15 @@ def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
     if not drafts:
         raise RunError(f"the learned drafter drafted nothing in the run {name}")
     return [
-        _row("live", name, seed, kept.rl_step)
+        _row("live", name, seed, step.rl_step)
         | {
-            "drafter_age": int(steps[kept.rl_step]["drafter_age"]),
-            "drafter_updates": int(steps[kept.rl_step]["drafter_updates"]),
-            "accept_length": kept.accept_length,
-            "drafts": kept.drafts,
-            "target_moved": float(steps[kept.rl_step]["drift_kl"]),
+            "drafter_age": int(steps[step.rl_step]["drafter_age"]),
+            "drafter_updates": int(steps[step.rl_step]["drafter_updates"]),
+            "accept_length": step.accept_length,
+            "drafts": step.drafts,
+            "target_moved": float(steps[step.rl_step]["drift_kl"]),
         }
-        for kept in drafts
+        for step in drafts
     ]
 
 
@@ -133,16 +133,16 @@ def same_responses(trace: Trace, stop_after: int, seed: int) -> list[dict[str, A
         sides = []
         for name, age in ((STOPPED, step - stop_after), (ADAPTIVE, int(of_step["drafter_age"].min()))):
             drafter = of_step[of_step["drafter_age"] == age]
-            texts = [[int(n) for n in kept] for kept in drafter["accept_if_drafted"]]
-            kept = [text[at] for text in texts for at in walk(text)]
-            if kept:
+            texts = [[int(n) for n in tokens] for tokens in drafter["accept_if_drafted"]]
+            accepted = [text[at] for text in texts for at in walk(text)]
+            if accepted:
                 sides.append(
                     _row("same responses", name, seed, step)
                     | {
                         "drafter_age": age,
                         "drafter_updates": int(drafter["drafter_updates"].iloc[0]),
-                        "accept_length": 1 + sum(kept) / len(kept),
-                        "drafts": len(kept),
+                        "accept_length": 1 + sum(accepted) / len(accepted),
+                        "drafts": len(accepted),
                         "target_moved": None,
                     }
                 )
@@ -201,8 +201,8 @@ def _lengths(rows: Sequence[Mapping[str, Any]], part: str, name: str) -> dict[tu
 def _ratio(
     ours: Mapping[tuple[int, int], float], theirs: Mapping[tuple[int, int], float], rng: np.random.Generator
 ) -> Interval | None:
-    both = sorted(ours.keys() & theirs.keys())
-    return paired_interval([ours[key] for key in both], [theirs[key] for key in both], rng=rng) if both else None
+    keys = sorted(ours.keys() & theirs.keys())
+    return paired_interval([ours[key] for key in keys], [theirs[key] for key in keys], rng=rng) if keys else None
 
 
 def verdict(losses: Staleness, stop_after: int) -> str:

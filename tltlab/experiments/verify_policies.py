@@ -125,9 +125,9 @@ class PolicyVerification:
         return {
             "policies": json_rows(self.rows),
             **{
-                f"{which}_{error}": float(getattr(self.rows[error].abs(), of)())
+                f"{label}_{error}": float(getattr(self.rows[error].abs(), of)())
                 for error in ("error", "error_at_speed", "error_common")
-                for which, of in (("median", "median"), ("worst", "max"))
+                for label, of in (("median", "median"), ("worst", "max"))
             },
             **{f"median_{error}": float(self.rows[error].abs().median()) for error in _ERRORS_APART},
             "median_rollout_error": float(self.rollouts["error"].abs().median()),
@@ -149,13 +149,13 @@ def named_policies(text: str) -> dict[str, Policy]:
     >>> list(named_policies("none,ngram:4@8"))
     ['none', 'ngram:4@8']
     """
-    given = [part.strip() for part in text.split(",") if part.strip()]
-    if "default" in given:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if "default" in parts:
         suffix = importlib.util.find_spec("arctic_inference") is not None
-        at = given.index("default")
-        given[at : at + 1] = [*DEFAULT, *(WITH_SUFFIX if suffix else ())]
+        at = parts.index("default")
+        parts[at : at + 1] = [*DEFAULT, *(WITH_SUFFIX if suffix else ())]
     policies: dict[str, Policy] = {}
-    for part in given:
+    for part in parts:
         name = Path(part).stem if os.path.isfile(part) else part
         name = part if name in policies else name
         if name in policies or name == EXPLORE:
@@ -197,8 +197,8 @@ def verify_policies(
                 done = session.round(number, num_repeated=NUM_REPEATED)
                 say(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
         say("predicting each rollout from those of the other policies")
-        own = {p.selector.module for p in policies.values() if isinstance(p.selector, CustomSpec)}
-        verification = judge(folder, samples=samples, seed=seed, allow_code=own)
+        modules = {p.selector.module for p in policies.values() if isinstance(p.selector, CustomSpec)}
+        verification = judge(folder, samples=samples, seed=seed, allow_code=modules)
         if out is not None:
             write_json(out / "summary.json", verification.json())
     return verification
@@ -238,20 +238,20 @@ def compared(
     `recorded_iterations_s`, those of the busiest worker.
     """
     rows, by_round = [], []
-    for name, mine in rollouts.groupby("policy", sort=False):
-        measured = mine.sort_values("round")["measured_s"].to_numpy(np.float64)
+    for name, of_policy in rollouts.groupby("policy", sort=False):
+        measured = of_policy.sort_values("round")["measured_s"].to_numpy(np.float64)
         by_round.append(measured)
         low, high = mean_interval(measured)
         mean = float(measured.mean())
         row: dict[str, Any] = {"policy": name, "measured_s": mean, "low": low, "high": high}
         for column, error, seconds in (
-            ("predicted_s", "error", mine["predicted_s"]),
-            ("predicted_common_s", "error_common", mine["predicted_common_s"]),
-            ("predicted_at_speed_s", "error_at_speed", mine["predicted_s"] * mine["speed"]),
+            ("predicted_s", "error", of_policy["predicted_s"]),
+            ("predicted_common_s", "error_common", of_policy["predicted_common_s"]),
+            ("predicted_at_speed_s", "error_at_speed", of_policy["predicted_s"] * of_policy["speed"]),
         ):
             row[column] = float(seconds.mean())
             row[error] = row[column] / mean - 1
-        counts = float(mine["predicted_s"].mean() / mine["recorded_iterations_s"].mean())
+        counts = float(of_policy["predicted_s"].mean() / of_policy["recorded_iterations_s"].mean())
         row |= {"error_of_counts": counts - 1, "error_of_times": (1 + row["error"]) / counts - 1}
         rows.append(row)
     policies = pd.DataFrame(rows)
@@ -259,16 +259,16 @@ def compared(
     policies, by_round = policies.iloc[order].reset_index(drop=True), [by_round[i] for i in order]
     apart = pairs_apart(list(zip(policies["low"], policies["high"], strict=True)))
     apart_by_round = pairs_apart_by_round(np.stack(by_round))
-    means, own, common = (policies[c].to_numpy(np.float64) for c in ("measured_s", "predicted_s", "predicted_common_s"))
+    means, predicted, common = policies[["measured_s", "predicted_s", "predicted_common_s"]].to_numpy(np.float64).T
     return PolicyVerification(
         rows=policies,
         rollouts=rollouts,
         num_rounds=len(by_round[0]),
         num_pairs=len(apart),
         num_pairs_by_round=len(apart_by_round),
-        kendall_tau=kendall_tau(means, own, apart),
+        kendall_tau=kendall_tau(means, predicted, apart),
         kendall_tau_common=kendall_tau(means, common, apart),
-        kendall_tau_by_round=kendall_tau(means, own, apart_by_round),
+        kendall_tau_by_round=kendall_tau(means, predicted, apart_by_round),
         kendall_tau_common_by_round=kendall_tau(means, common, apart_by_round),
         repeat_spread=repeat_spread,
         repeat_bias=repeat_bias,
@@ -281,19 +281,19 @@ def _rows(
     """One policy's rollouts, predicted from all of the others."""
     force = forces[steps[0]]
     # Drafts that a budget cut short say little about whole ones.
-    others = [s for s, other in forces.items() if other.name != force.name and other.policy.budget is None]
-    fitted = _fitted(trace.select(others), force)
-    beside_s = overhead_s(trace, others)
+    other_steps = [s for s, entry in forces.items() if entry.name != force.name and entry.policy.budget is None]
+    fitted = _fitted(trace.select(other_steps), force)
+    beside_s = overhead_s(trace, other_steps)
     rows = []
     for step in steps:
         together = [s for s in trace.rl_steps if number[s] == number[step]]
         # What is averaged over many rollouts' lengths needs fewer samples of each.
         each = -(-samples // len(together))
-        speed = _speed(trace.select([s for s in together if s in others]), fitted)
+        speed = _speed(trace.select([s for s in together if s in other_steps]), fitted)
 
-        own = trace.select([step])
-        assert own.iterations is not None
-        under_costs = own.iterations[["worker"]].assign(seconds=iteration_times(fitted.costs, own))
+        rollout = trace.select([step])
+        assert rollout.iterations is not None
+        under_costs = rollout.iterations[["worker"]].assign(seconds=iteration_times(fitted.costs, rollout))
 
         def predicted(lengths_of: int, samples: int, step: int = step) -> float:
             return beside_s + _makespan_s(trace.select([lengths_of]), forces[step], fitted, samples, seed)
@@ -304,7 +304,7 @@ def _rows(
                 "round": int(number[step]),
                 "policy": force.name,
                 "predicted_s": predicted(step, samples),
-                "predicted_common_s": float(np.mean([predicted(other, each) for other in together])),
+                "predicted_common_s": float(np.mean([predicted(in_force, each) for in_force in together])),
                 "recorded_iterations_s": beside_s + float(under_costs.groupby("worker")["seconds"].sum().max()),
                 "speed": speed,
             }
@@ -312,8 +312,8 @@ def _rows(
     return rows
 
 
-def _fitted(others: Trace, force: InForce) -> Calibration:
-    fitted = calibrate(others).without_noise()
+def _fitted(rollouts: Trace, force: InForce) -> Calibration:
+    fitted = calibrate(rollouts).without_noise()
     drafters = set() if fitted.acceptance is None else set(fitted.acceptance.bands[0].drafters_by_depth)
     missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - drafters)
     if missing:
@@ -330,16 +330,16 @@ def _makespan_s(step: Trace, force: InForce, fitted: Calibration, samples: int, 
         step, costs=fitted.costs, acceptance=fitted.acceptance, placement="recorded", mode="sampled", seed=seed
     )
     entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
-    made = [
+    makespans = [
         replace(scenario, seed=seed + k).rollouts(force.policy, entropy=entropy)[-1].makespan_s for k in range(samples)
     ]
-    return float(np.mean(made))
+    return float(np.mean(makespans))
 
 
-def _speed(others: Trace, fitted: Calibration) -> float:
+def _speed(rollouts: Trace, fitted: Calibration) -> float:
     """How much slower than predicted the machine was in these rollouts, summed over iterations."""
-    assert others.iterations is not None
-    return float(others.iterations["duration"].sum() / iteration_times(fitted.costs, others).sum())
+    assert rollouts.iterations is not None
+    return float(rollouts.iterations["duration"].sum() / iteration_times(fitted.costs, rollouts).sum())
 
 
 def text(verification: PolicyVerification) -> str:

@@ -78,9 +78,9 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
     verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
     blocks: list[Block] = [Text(text=SIMULATED)]
-    for ratio, what, heading in (("ratio", "rollout", "Rollouts"), ("step_ratio", "RL step", "Whole RL steps")):
+    for ratio, subject, heading in (("ratio", "rollout", "Rollouts"), ("step_ratio", "RL step", "Whole RL steps")):
         if ratio == "ratio" or any(row.get(ratio) is not None for row in rows):
-            blocks.append(_ratio_picture(rows, labels, ratio, f"{what} time over that of {baseline}", heading))
+            blocks.append(_ratio_picture(rows, labels, ratio, f"{subject} time over that of {baseline}", heading))
     shown = [_with_words(row) for row in rows]
     columns = {key: _COLUMNS[key]} | {k: v for k, v in _COLUMNS.items() if k not in ("system", "policy", "name")}
     caption = (
@@ -101,8 +101,8 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
         keys = [("chosen", str(result.get("name", best[key]))), ("worth it", "yes" if result.get("worth_it") else "no")]
     steps = result.get("num_rl_steps")
     keys += [("baseline", baseline)] + ([("RL steps", str(steps))] if steps is not None else [])
-    where = " · ".join(dict.fromkeys(v for v in (result.get("trace"), path.name) if isinstance(v, str) and v))
-    return Page(title=title, subtitle=where, key_figures=tuple(keys), parts=tuple(parts), verdict=str(verdict))
+    subtitle = " · ".join(dict.fromkeys(v for v in (result.get("trace"), path.name) if isinstance(v, str) and v))
+    return Page(title=title, subtitle=subtitle, key_figures=tuple(keys), parts=tuple(parts), verdict=str(verdict))
 
 
 def _what_if(result: Mapping[str, Any], path: Path) -> Page:
@@ -111,22 +111,22 @@ def _what_if(result: Mapping[str, Any], path: Path) -> Page:
     series: dict[str, tuple[list[float], list[float]]] = {}
     bands: dict[str, tuple[list[float | None], list[float | None]]] = {}
     for key, name in (("rollout", "rollout"), ("rl_step", "RL step")):
-        if known := [row for row in result["by_accept"] if row["accept"] is not None and row[key] is not None]:
-            series[name] = [row["accept"] for row in known], [row[key]["mean"] for row in known]
-            bands[name] = [row[key]["low"] for row in known], [row[key]["high"] for row in known]
+        if rows := [row for row in result["by_accept"] if row["accept"] is not None and row[key] is not None]:
+            series[name] = [row["accept"] for row in rows], [row[key]["mean"] for row in rows]
+            bands[name] = [row[key]["low"] for row in rows], [row[key]["high"] for row in rows]
     parts = page.parts
     if series:
         figure = lines(series, bands=bands, xlabel="drafted tokens accepted, each", ylabel="times as fast",
                        title="By acceptance (simulated)")  # fmt: skip
-        told = "; ".join(
+        points_text = "; ".join(
             f"{name}: " + ", ".join(f"{y:.2f}x at {x:.0%}" for x, y in zip(*points, strict=True))
             for name, points in series.items()
         )
         caption = "Over decoding without speculation, each with the best table for that acceptance. Bands: 95 %."
-        picture = Picture.of(figure, alt=f"Times as fast by acceptance. {told}.", caption=caption)
+        picture = Picture.of(figure, alt=f"Times as fast by acceptance. {points_text}.", caption=caption)
         parts = (Section(title="By acceptance", blocks=(picture,)), *parts)
-    found = {"rollout": result["speedup"]["rollout"], "RL step": result["speedup"]["rl_step"]}
-    keys = [(name, f"{times['mean']:.2f}x") for name, times in found.items() if times is not None]
+    speedups = {"rollout": result["speedup"]["rollout"], "RL step": result["speedup"]["rl_step"]}
+    keys = [(name, f"{times['mean']:.2f}x") for name, times in speedups.items() if times is not None]
     accept = result["accept"]
     keys += [("drafted tokens accepted", "as recorded" if accept is None else f"{accept:.0%}")]
     keys += [("responses", f"{result['num_responses']:,}"), ("RL steps", str(result["num_rl_steps"]))]
@@ -193,9 +193,9 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         orders = tuple((f"{end['number']} x {end['factor']:g}", ", ".join(map(str, end["order"]))) for end in ends)
         lead = Text(text="The order, fastest first, with each number that was assumed at the ends of its range.")
         parts.append(Section(title="Over the plausible ranges", blocks=(lead, Items(rows=orders))))
-    left = result.get("left_out")
-    if isinstance(left, dict) and left:
-        items = Items(rows=tuple((str(name), str(why)) for name, why in left.items()))
+    exclusions = result.get("left_out")
+    if isinstance(exclusions, dict) and exclusions:
+        items = Items(rows=tuple((str(name), str(why)) for name, why in exclusions.items()))
         parts.append(Section(title="Left out", blocks=(items,)))
     return parts
 
@@ -285,11 +285,11 @@ def _policy(result: Mapping[str, Any], provenance: Mapping[str, Any], path: Path
     return Page(title="A policy", subtitle=path.name, key_figures=figures, parts=parts, verdict=verdict)
 
 
-def _origin(result: Mapping[str, Any], told_above: set[str]) -> Part:
+def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
     """What else the result says: settings as facts, longer things folded, and the command to repeat it."""
     provenance = result.get("provenance")
     more = dict(provenance) if isinstance(provenance, dict) else {}
-    settings = {k: v for k, v in (more | dict(result)).items() if k not in told_above | {"provenance"}}
+    settings = {k: v for k, v in (more | dict(result)).items() if k not in shown_above | {"provenance"}}
     command = settings.pop("command", None) or settings.pop("argv", None)
     versions = versions_of(settings)
     settings.pop("versions", None)
@@ -300,11 +300,11 @@ def _origin(result: Mapping[str, Any], told_above: set[str]) -> Part:
             name = key.replace("_", " ")
             folded.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
         elif value is not None:
-            plain.append((key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else _said(value)))
+            plain.append((key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else _text(value)))
     blocks: list[Block] = [Facts(rows=(*plain, *versions.items()))] if plain or versions else []
     blocks += repeat_blocks(command, "The command that made it is not told by this file.")
     return Section(title="Where it comes from", blocks=(*blocks, *folded))
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

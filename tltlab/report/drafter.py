@@ -45,12 +45,12 @@ def drafter_part(trace: Trace, elsewhere: str | None = None) -> Part:
 def _training_blocks(training: pd.DataFrame) -> list[Block]:
     updates = recorded_updates(training)
     rows = []
-    for step, own in training.groupby("rl_step"):
-        loss = own["loss"].dropna()
+    for step, periods in training.groupby("rl_step"):
+        loss = periods["loss"].dropna()
         rows.append((
-            str(step), str(len(own)), f"{own['train_s'].sum():.2f}", f"{own['setup_s'].sum():.2f}",
-            f"{own['yield_s'].max():.3f}", str(updates[int(own["rl_step"].iloc[0])]), f"{int(own['tokens'].sum()):,}",
-            "–" if loss.empty else f"{loss.iloc[-1]:.3f}",
+            str(step), str(len(periods)), f"{periods['train_s'].sum():.2f}", f"{periods['setup_s'].sum():.2f}",
+            f"{periods['yield_s'].max():.3f}", str(updates[int(periods["rl_step"].iloc[0])]),
+            f"{int(periods['tokens'].sum()):,}", "–" if loss.empty else f"{loss.iloc[-1]:.3f}",
         ))  # fmt: skip
     columns = ("RL step", "periods", "training s", "set-up s", "longest yield s", "updates", "tokens", "loss")
     caption = "Training on idle workers: periods and their seconds over all workers; a group's update counts once."
@@ -65,8 +65,8 @@ def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
     oldest = table[table["drafter_updates"] == table["drafter_updates"].min()]
     series, bands = banded(
         {
-            name: [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
-            for name, own in (("in service", newest), ("as it was at first", oldest))
+            name: [(step, _accept_length(of_step)) for step, of_step in _by_response(rows, depth).groupby("rl_step")]
+            for name, rows in (("in service", newest), ("as it was at first", oldest))
         }
     )
     lengths = "; ".join(f"{name}: {y[0]:.2f} at first, {y[-1]:.2f} at last" for name, (_, y) in series.items())
@@ -107,15 +107,15 @@ def _accept_length(rows: pd.DataFrame) -> Estimate:
 def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, Estimate]]:
     """Age, accept length in percent of the newest drafter's on RL steps that have both, and its interval."""
     per_age = {}
-    for _, own in table.groupby("drafter_age"):
-        sums = _by_response(own, depth).groupby("rl_step")[["kept", "drafts"]].sum()
-        per_age[int(own["drafter_age"].iloc[0])] = 1 + sums["kept"] / sums["drafts"]
+    for _, of_age in table.groupby("drafter_age"):
+        sums = _by_response(of_age, depth).groupby("rl_step")[["kept", "drafts"]].sum()
+        per_age[int(of_age["drafter_age"].iloc[0])] = 1 + sums["kept"] / sums["drafts"]
     means = pd.DataFrame(per_age)
     newest = means.bfill(axis=1).iloc[:, 0]
     rows = []
     for age in means.columns:
-        both = means[age].notna()
-        a, b = means.loc[both, age].to_numpy(), newest[both].to_numpy()
+        shared = means[age].notna()
+        a, b = means.loc[shared, age].to_numpy(), newest[shared].to_numpy()
         low, high = resampled_ratio(a, b)
         rows.append((int(age), (100 * float(a.sum() / b.sum()), 100 * low, 100 * high)))
     return rows

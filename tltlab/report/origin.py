@@ -29,9 +29,9 @@ def findings_part(run: Path) -> Part:
     blocks: list[Block] = [Text(text="None of the known failure signatures was found.")]
     if diagnosis.findings:
         rows = []
-        for one in diagnosis.findings:
-            where = f" ({one.where})" if one.where else ""
-            rows.append((f"{one.severity}: {one.title}{where}", f"{one.evidence} {one.advice}".strip()))
+        for finding in diagnosis.findings:
+            place = f" ({finding.where})" if finding.where else ""
+            rows.append((f"{finding.severity}: {finding.title}{place}", f"{finding.evidence} {finding.advice}".strip()))
         blocks = [Items(rows=tuple(rows))]
     good = "; ".join(check.good for check in diagnosis.good)
     blocks.append(Text(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
@@ -60,11 +60,11 @@ def events_part(run: Path) -> Part:
             rows.append((str(event.get("rl_step", "–")), str(event.get("event", ""))))
     if not rows:
         return Absent(title=title, reason="events.jsonl has no event")
-    shown, left = rows, 0
+    shown, num_hidden = rows, 0
     if len(rows) > _MOST_EVENTS:
         half = _MOST_EVENTS // 2
-        shown, left = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
-    summary = f"{len(rows)} events" + (f", {left} in the middle are left out here" if left else "")
+        shown, num_hidden = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
+    summary = f"{len(rows)} events" + (f", {num_hidden} in the middle are left out here" if num_hidden else "")
     table = Table(
         caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
         summary=summary,

@@ -260,11 +260,11 @@ def records(
 ) -> Table:
     """A table of dicts. `columns` maps a key to its heading and number format ("" for text); keys that no row knows
     are left out, `text` names text columns beside the first."""
-    kept = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    left = frozenset({0, *(i for i, key in enumerate(kept) if key in text)})
-    cells = tuple(tuple(_cell(row.get(key), columns[key][1]) for key in kept) for row in rows)
+    keys = [key for key in columns if any(row.get(key) is not None for row in rows)]
+    at_left = frozenset({0, *(i for i, key in enumerate(keys) if key in text)})
+    cells = tuple(tuple(_cell(row.get(key), columns[key][1]) for key in keys) for row in rows)
     return Table(
-        caption=caption, columns=tuple(columns[k][0] for k in kept), rows=cells, text_columns=left, summary=summary
+        caption=caption, columns=tuple(columns[k][0] for k in keys), rows=cells, text_columns=at_left, summary=summary
     )
 
 

@@ -57,13 +57,13 @@ def to_perfetto(
         event |= {"ts": start_s * _US, "dur": (end_s - start_s) * _US}
         events.append(event | ({"args": args} if args else {}))
 
-    def named(tid: int, what: str, **args: Any) -> dict[str, Any]:
-        return {"ph": "M", "pid": process, "tid": tid, "name": what, "args": args}
+    def named(tid: int, kind: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "pid": process, "tid": tid, "name": kind, "args": args}
 
     rollouts = {step: d for step, d in metrics.rollout_s(trace).items() if step in shift and d is not None}
     for step, duration in rollouts.items():
-        one = trace.select([step])
-        facts = {"bubble_fraction": metrics.bubble_fraction(one), "tail_fraction": metrics.tail_fraction(one)}
+        rollout = trace.select([step])
+        facts = {"bubble_fraction": metrics.bubble_fraction(rollout), "tail_fraction": metrics.tail_fraction(rollout)}
         arguments = {name: value for name, value in facts.items() if value is not None}
         add(_STEPS, f"rollout {step}", shift[step], shift[step] + duration, **arguments)
     for lane, kind, start_s, end_s in segments.itertuples(index=False):
@@ -85,9 +85,9 @@ def to_perfetto(
 def write_perfetto(path: str | Path, *traces: Any, rl_step: int | Literal["all"] = "all") -> Path:
     """Write traces, one process each, as one JSON file in one move; RL steps of several start together."""
     path = Path(path)
-    given = [getattr(trace, "trace", trace) for trace in traces]
-    offsets = aligned_offsets(*given) if rl_step == "all" and len(given) > 1 else None
-    parts = [to_perfetto(one, rl_step=rl_step, process=i, offsets=offsets) for i, one in enumerate(given, 1)]
+    traces = tuple(getattr(trace, "trace", trace) for trace in traces)
+    offsets = aligned_offsets(*traces) if rl_step == "all" and len(traces) > 1 else None
+    parts = [to_perfetto(trace, rl_step=rl_step, process=i, offsets=offsets) for i, trace in enumerate(traces, 1)]
     whole = parts[0] | {"traceEvents": [event for part in parts for event in part["traceEvents"]]}
     write_file(path, json.dumps(whole, separators=(",", ":"), allow_nan=False))
     return path

@@ -32,29 +32,30 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     """
     if not trace.num_rows("tokens"):
         return Absent(title=TITLE, reason="the trace has no tokens.parquet, so what was said is not known")
-    one = trace.select([_step(trace)])
-    tokens = one.tokens
+    last = trace.select([_step(trace)])
+    tokens = last.tokens
     if tokens is None or tokens.empty:
         return Absent(title=TITLE, reason="tokens.parquet has none of the last RL step")
-    rows = tokens.merge(one.outcomes, on=list(KEY), how="inner", sort=False)
-    drafts, notes = _drafts(one)
+    rows = tokens.merge(last.outcomes, on=list(KEY), how="inner", sort=False)
+    drafts, notes = _drafts(last)
     names = {str(name): at for at, name in enumerate(sorted(drafts["drafter"].dropna().unique()))}
-    decode, how = _decoder(run, recipe)
-    told = [*notes, *([] if names or notes else ["nothing was drafted in this RL step"]), how]
+    decode, decoding = _decoder(run, recipe)
+    remarks = [*notes, *([] if names or notes else ["nothing was drafted in this RL step"]), decoding]
     blocks: list[Block] = [
         Text(
-            text=f"Of RL step {one.rl_steps[0]}. Marked text was drafted and kept, in a colour for each drafter; the "
+            text=f"Of RL step {last.rl_steps[0]}. Marked text was drafted and kept, in a colour for each drafter; the "
             "rest is the model's own, underlined where nothing of a draft was kept. Point at it to see how much of a "
-            f"draft was kept. {'; '.join(told).capitalize()}."
+            f"draft was kept. {'; '.join(remarks).capitalize()}."
         )
     ]
     for label, row in _chosen(rows):
-        own = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
-        pieces = _pieces(row["token_ids"].tolist(), own, names, decode)
+        of_row = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
+        pieces = _pieces(row["token_ids"].tolist(), of_row, names, decode)
         facts = (
             f"reward {number(row['reward'], '.3g')}", f"{row['response_tokens']:,} tokens",
             f"ended: {row['finish_reason']}",
-            f"{int(own['accepted'].sum()):,} of them drafted, {len(own):,} drafts" if len(own) else "no drafts known",
+            f"{int(of_row['accepted'].sum()):,} of them drafted, {len(of_row):,} drafts"
+            if len(of_row) else "no drafts known",
         )  # fmt: skip
         prompt = decode(row["prompt_token_ids"].tolist())
         blocks.append(Response(label=f"{label}: {', '.join(facts)}", prompt=prompt, pieces=pieces))
@@ -71,13 +72,13 @@ def _step(trace: Trace) -> int:
     return int(iterations.loc[iterations["num_drafted"] > 0, "rl_step"].max())
 
 
-def _drafts(one: Trace) -> tuple[pd.DataFrame, list[str]]:
-    if one.num_rows("iterations") > _MOST_ITERATIONS:
-        return recorded_drafts(one.replace(iterations=None))[0], ["drafts are not told apart in an RL step so long"]
+def _drafts(step: Trace) -> tuple[pd.DataFrame, list[str]]:
+    if step.num_rows("iterations") > _MOST_ITERATIONS:
+        return recorded_drafts(step.replace(iterations=None))[0], ["drafts are not told apart in an RL step so long"]
     try:
-        return recorded_drafts(one)
+        return recorded_drafts(step)
     except TltlabError as error:
-        return recorded_drafts(one.replace(iterations=None))[0], [str(error)]
+        return recorded_drafts(step.replace(iterations=None))[0], [str(error)]
 
 
 def _chosen(rows: pd.DataFrame) -> list[tuple[str, Mapping[str, Any]]]:
@@ -100,8 +101,8 @@ def _decoder(run: Path, recipe: Any) -> tuple[Callable[[Sequence[int]], str], st
             return FolderTokenizer(folder).decode, "special tokens are shown"
         except ConfigError as error:
             why = str(error) if (folder / "tokenizer.json").is_file() else ""
-    told = f"token ids are shown, for there is no tokenizer here {why}".strip()
-    return lambda ids: " ".join(map(str, ids)) + " ", told
+    note = f"token ids are shown, for there is no tokenizer here {why}".strip()
+    return lambda ids: " ".join(map(str, ids)) + " ", note
 
 
 def _pieces(
@@ -112,19 +113,19 @@ def _pieces(
     refused: dict[int, str] = {}
     rows: list[dict[str, Any]] = drafts.to_dict("records")  # type: ignore[assignment]
     for at, row in enumerate(rows):
-        begin, kept = int(row["generated_tokens"]), int(row["accepted"])
-        origin[begin : begin + kept] = at + 1
-        if not kept and begin < len(ids):
+        begin, accepted = int(row["generated_tokens"]), int(row["accepted"])
+        origin[begin : begin + accepted] = at + 1
+        if not accepted and begin < len(ids):
             refused[begin] = f"{row['drafter']} drafted up to {row['reach']}, none was kept"
-    left_out = range(_HEAD, max(_HEAD, len(ids) - _TAIL))
+    gap = range(_HEAD, max(_HEAD, len(ids) - _TAIL))
     cuts = {0, len(ids), *(np.flatnonzero(np.diff(origin)) + 1).tolist(), *refused, *(at + 1 for at in refused)}
     pieces: list[Piece] = []
-    for begin, end in pairwise(sorted(cuts | ({left_out.start, left_out.stop} if left_out else set()))):
-        if begin in left_out:
-            if begin == left_out.start:
-                pieces.append(Piece(text=f" [{len(left_out):,} tokens are left out] "))
+    for begin, end in pairwise(sorted(cuts | ({gap.start, gap.stop} if gap else set()))):
+        if begin in gap:
+            if begin == gap.start:
+                pieces.append(Piece(text=f" [{len(gap):,} tokens are left out] "))
             continue
-        first = left_out.stop if left_out and begin >= left_out.stop else 0
+        first = gap.stop if gap and begin >= gap.stop else 0
         # What a token says depends on those before it: spaces, and letters that several of them make.
         before, through = decode(ids[first:begin]).rstrip("\ufffd"), decode(ids[first:end])
         text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])

@@ -44,15 +44,15 @@ def timeline_part(trace: Trace) -> Part:
 
 
 def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
-    figure, one = timeline(trace, rl_step=step), trace.select([step])
-    idle, tail = metrics.bubble_fraction(one, idle=True), metrics.tail_fraction(one)
+    figure, part = timeline(trace, rl_step=step), trace.select([step])
+    idle, tail = metrics.bubble_fraction(part, idle=True), metrics.tail_fraction(part)
     alt = (
         f"One lane per worker over RL step {step}, and the number of running requests below: "
-        f"{number(metrics.rollout_s(one)[step], '.3g', ' s')} of rollout, {number(idle, '.0%')} of worker time idle."
+        f"{number(metrics.rollout_s(part)[step], '.3g', ' s')} of rollout, {number(idle, '.0%')} of worker time idle."
     )
-    which = f"RL step {step}{', of median rollout time' * median}."
+    label = f"RL step {step}{', of median rollout time' * median}."
     caption = (
-        f"{which} Workers are idle for {number(idle, '.0%')} of the rollout: what trains a drafter is not. For "
+        f"{label} Workers are idle for {number(idle, '.0%')} of the rollout: what trains a drafter is not. For "
         f"{number(tail, '.0%')} of it fewer than 1/8 of the responses were running."
     )
     return Picture.of(figure, alt=alt, caption=caption)
@@ -71,11 +71,11 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
         memory = "" if predicted is None else f" Predicted: {predicted / 2**30:.2f} GiB on each GPU."
         blocks.append(Text(text=f"Planned: {'; '.join(planned['notes'])}.{memory}"))
     if (mode := captured[0].get("mode")) is not None:
-        first, taken = captured[0], captured[0].get("num_bytes")
-        memory = "" if taken is None else f", which took {taken / 2**30:.2f} GiB"
+        first, num_bytes = captured[0], captured[0].get("num_bytes")
+        memory = "" if num_bytes is None else f", which took {num_bytes / 2**30:.2f} GiB"
         num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
-        told = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
-        blocks.append(Text(text=told))
+        sentence = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
+        blocks.append(Text(text=sentence))
     shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
     decoding = table[table["prefill_tokens"] == 0]
     tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()
@@ -84,10 +84,10 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
         {
             "depth": "plain" if not depth else str(depth),
             "iterations": int((table["draft_depth"] == depth).sum()),
-            **{kind: own.get(kind, 0.0) / own.sum() for kind in GRAPH_KINDS},
+            **{kind: row.get(kind, 0.0) / row.sum() for kind in GRAPH_KINDS},
             "padding": padded.get(depth),
         }
-        for depth, own in shares_of.iterrows()
+        for depth, row in shares_of.iterrows()
     ]
     columns = {
         "depth": ("draft depth", ""), "iterations": ("iterations", ",d"), "full": ("one full graph", ".1%"),
@@ -236,15 +236,15 @@ def off_policy_part(trace: Trace) -> Part:
     steps = trace.steps
     if steps is None or not (steps["off_policy_share"] > 0).any():
         return Absent(title=title, reason="every RL step learnt from its own policy, or its trace does not tell")
-    known = steps["length_bias"].dropna()
-    told = "" if known.empty else (
-        f" Responses trained on have {known.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "
+    bias = steps["length_bias"].dropna()
+    note = "" if bias.empty else (
+        f" Responses trained on have {bias.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "
         "are starved."
     )  # fmt: skip
     series = {"updates behind": (steps["rl_step"], steps["staleness"].astype(float))}
     figure = lines(series, xlabel="RL step", ylabel="updates", title="Age of the tokens trained on")
     alt = f"Mean updates behind in each RL step, {number(steps['staleness'].iloc[-1], '.2f')} at last."
-    caption = f"Updates between the policy that drew a token and the one that learns from it, mean.{told}"
+    caption = f"Updates between the policy that drew a token and the one that learns from it, mean.{note}"
     picture = Picture.of(figure, alt=alt, caption=caption)
     columns = {
         "rl_step": ("RL step", "d"), "staleness": ("updates behind, mean", ".2f"),
@@ -258,8 +258,8 @@ def off_policy_part(trace: Trace) -> Part:
 
 def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
     """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
-    both = dict(zip(names, (first, second), strict=True))
-    rows = {name: steps_rows(trace) for name, trace in both.items()}
+    traces = dict(zip(names, (first, second), strict=True))
+    rows = {name: steps_rows(trace) for name, trace in traces.items()}
     blocks: list[Block] = []
     for key, ylabel, title in (
         ("reward", "mean reward", "Reward"),
@@ -268,10 +268,10 @@ def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -
         ("p95_tokens", "tokens", "95th percentile of lengths"),
     ):
         series: dict[str, tuple[list[int], list[float]]] = {}
-        for name, own in rows.items():
-            known = [row for row in own if row[key] is not None]
-            if known:
-                series[name] = [row["rl_step"] for row in known], [row[key] for row in known]
+        for name, of_run in rows.items():
+            points = [row for row in of_run if row[key] is not None]
+            if points:
+                series[name] = [row["rl_step"] for row in points], [row[key] for row in points]
         if series:
             ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
             figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
@@ -279,7 +279,7 @@ def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -
     over: Part = Absent(title="Over the run", reason="neither has responses")
     if blocks:
         over = Section(title="Over the run", blocks=tuple(blocks))
-    return (_timelines(first, second, names), over, _both_lengths(both))
+    return (_timelines(first, second, names), over, _both_lengths(traces))
 
 
 def _timelines(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
@@ -292,8 +292,8 @@ def _timelines(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
     return Section(title="Timelines", blocks=(Picture.of(figure, alt=alt, caption=caption),))
 
 
-def _both_lengths(both: Mapping[str, Trace]) -> Part:
-    drawn = {name: _lengths(trace) for name, trace in both.items() if trace.num_rows("outcomes")}
+def _both_lengths(traces: Mapping[str, Trace]) -> Part:
+    drawn = {name: _lengths(trace) for name, trace in traces.items() if trace.num_rows("outcomes")}
     if not drawn:
         return Absent(title="Response lengths", reason="neither has responses")
     longest = "; ".join(f"{name}: the longest has {lengths[-1]:,.0f} tokens" for name, lengths in drawn.items())

@@ -65,29 +65,29 @@ class Runs:
         self._rows: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._lock = threading.Lock()
 
-    def found(self) -> dict[str, Path]:
+    def paths(self) -> dict[str, Path]:
         """Where each run is, by its path in the folder ("." for the folder itself), at most 500, in order."""
         runs: dict[str, Path] = {}
-        left, looked = [(self.folder, 0)], 0
-        while left and len(runs) < _MOST_RUNS and looked < _MOST_FOLDERS:
-            folder, depth = left.pop()
-            looked += 1
+        stack, num_looked = [(self.folder, 0)], 0
+        while stack and len(runs) < _MOST_RUNS and num_looked < _MOST_FOLDERS:
+            folder, depth = stack.pop()
+            num_looked += 1
             if _is_run(folder):
                 runs[folder.relative_to(self.folder).as_posix()] = folder
             if depth < _DEPTH and not is_trace(folder):
                 inner = [item for item in _folders(folder) if not _part_of(folder, item)]
-                left += [(item, depth + 1) for item in sorted(inner, reverse=True)]
+                stack += [(item, depth + 1) for item in sorted(inner, reverse=True)]
         return runs
 
     def state(self, name: str | None = None) -> str:
         """What changes when the page of a run, or with None that of the list, has become old. KeyError: no such run."""
         if name is not None:
-            return _stamp(self.found()[name])
-        return _digest({name: _stamp(path) for name, path in self.found().items()})
+            return _stamp(self.paths()[name])
+        return _digest({name: _stamp(path) for name, path in self.paths().items()})
 
     def list_page(self) -> str:
         """All runs, the newest first, each with its verdict."""
-        runs = self.found()
+        runs = self.paths()
         stamps = {name: _stamp(path) for name, path in runs.items()}
         until, num_read, unread = time.monotonic() + self._patience_s, 0, 0
         with self._lock:
@@ -122,19 +122,19 @@ class Runs:
 
     def run_page(self, name: str) -> str:
         """The page of a run; of one that cannot be read, why. KeyError: no such run."""
-        path = self.found()[name]
+        path = self.paths()[name]
         stamp = _stamp(path)
-        return self._kept(_link("run", name), stamp, lambda: _page(path), live=_state(path) == _LIVE)
+        return self._cached(_link("run", name), stamp, lambda: _page(path), live=_state(path) == _LIVE)
 
     def comparison(self, first: str, second: str) -> str:
         """The page of two runs side by side. KeyError: no such run; raises TraceError for one that cannot be read."""
-        runs = self.found()
+        runs = self.paths()
         paths = runs[first], runs[second]
         stamp = _digest([_stamp(path) for path in paths])
         address = f"{_link('compare', first)}&run={quote(second)}"
-        return self._kept(address, stamp, lambda: compare_runs(*paths), live=False)
+        return self._cached(address, stamp, lambda: compare_runs(*paths), live=False)
 
-    def _kept(self, address: str, stamp: str, make: Any, *, live: bool) -> str:
+    def _cached(self, address: str, stamp: str, make: Any, *, live: bool) -> str:
         with self._lock:  # one at a time: pages take a core each
             if address not in self._pages or self._pages[address][0] != stamp:
                 follows = "" if address.startswith("compare") else address.replace("run?", "state?", 1)
@@ -295,10 +295,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, runs: Runs) -> tuple[HTTPStatus, str, str]:
         address = urlsplit(self.path)
         try:
-            asked = parse_qs(address.query, strict_parsing=bool(address.query), max_num_fields=16)
+            query = parse_qs(address.query, strict_parsing=bool(address.query), max_num_fields=16)
         except ValueError as error:
             raise ConfigError(f"not a query: {address.query[:200]}") from error
-        names = asked.get("run", [])
+        names = query.get("run", [])
         if address.path == "/":
             return HTTPStatus.OK, "text/html", runs.list_page()
         if address.path == "/run" and len(names) == 1:

@@ -57,9 +57,9 @@ def acceptance_part(trace: Trace) -> Part:
         bin=batch_bins(table["batch"]),
     )
     points = {
-        str(name): [(at, _accept_length(rows)) for at, rows in own.groupby("bin")
+        str(name): [(at, _accept_length(rows)) for at, rows in of_name.groupby("bin")
                     if rows["drafts"].sum() >= _FEWEST_DRAFTS]
-        for name, own in table.groupby("drafter", sort=True)
+        for name, of_name in table.groupby("drafter", sort=True)
     }  # fmt: skip
     series, bands = banded({name: of_drafter for name, of_drafter in points.items() if of_drafter})
     blocks: list[Block] = []
@@ -104,11 +104,11 @@ def _accept_length(rows: pd.DataFrame) -> Estimate:
 
 def _by_strategy(table: pd.DataFrame) -> Table:
     rows = []
-    for name, own in table.groupby("strategy", sort=True):
-        value, low, high = _accept_length(own)
-        kept, drafts = own["num_accepted"].sum() / own["num_drafted"].sum(), int(own["drafts"].sum())
+    for name, part in table.groupby("strategy", sort=True):
+        value, low, high = _accept_length(part)
+        share, drafts = part["num_accepted"].sum() / part["num_drafted"].sum(), int(part["drafts"].sum())
         interval = "–" if np.isnan(low) else f"{low:.2f} to {high:.2f}"
-        rows.append((str(name), f"{len(own):,}", f"{drafts:,}", f"{value:.2f}", interval, f"{kept:.1%}"))
+        rows.append((str(name), f"{len(part):,}", f"{drafts:,}", f"{value:.2f}", interval, f"{share:.1%}"))
     return Table(
         caption="By strategy, over all batches. Each was chosen for other batches and RL steps: this is "
         "no comparison of strategies.",
@@ -125,9 +125,9 @@ def arms_part(trace: Trace) -> Part:
         return Absent(title=title, reason="the trace has no decisions.parquet")
     table = table.assign(arm=strategy_names(table))
     counts = table["arm"].value_counts(sort=False).sort_index().sort_values(ascending=False, kind="stable")
-    kept = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
-    table["arm"] = table["arm"].where(table["arm"].isin(kept), "other")
-    arms = [*kept, *(["other"] if (table["arm"] == "other").any() else [])]
+    shown = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
+    table["arm"] = table["arm"].where(table["arm"].isin(shown), "other")
+    arms = [*shown, *(["other"] if (table["arm"] == "other").any() else [])]
     if len(arms) == 1:
         only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
         return Section(title=title, blocks=(Text(text=only),))
@@ -152,10 +152,10 @@ def _choices_by_batch(trace: Trace, table: pd.DataFrame, arms: list[str]) -> lis
     """The same over running requests, for the policy of the last RL step: others chose for other reasons."""
     if trace.iterations is None:
         return []
-    whose = ""
+    under = ""
     if trace.steps is not None and trace.steps["policy"].nunique() > 1:
         last = trace.steps["policy"].iloc[-1]
-        whose = f" under {last}"
+        under = f" under {last}"
         table = table[table["rl_step"].isin(trace.steps.loc[trace.steps["policy"] == last, "rl_step"])]
     keys = ["rl_step", "worker", "iteration"]
     met = table.merge(trace.iterations[[*keys, "batch"]], on=keys, how="inner")
@@ -163,9 +163,9 @@ def _choices_by_batch(trace: Trace, table: pd.DataFrame, arms: list[str]) -> lis
         return []
     at = pd.Series(np.log2(batch_bins(met["batch"]).to_numpy()).astype(int), index=met.index)
     names = {int(k): _range(int(2**k)) for k in sorted(at.unique())}
-    figure = _choices(met["arm"], at, arms, "running requests on the worker", f"Choices by batch{whose}", names)
-    alt = f"Share of decisions for each strategy, by the number of running requests{whose}."
-    caption = f"What was chosen at which batch{whose}. A policy that adapts drafts deeper where the batch is small."
+    figure = _choices(met["arm"], at, arms, "running requests on the worker", f"Choices by batch{under}", names)
+    alt = f"Share of decisions for each strategy, by the number of running requests{under}."
+    caption = f"What was chosen at which batch{under}. A policy that adapts drafts deeper where the batch is small."
     return [Picture.of(figure, alt=alt, caption=caption)]
 
 
@@ -190,10 +190,10 @@ def _arm_order(name: str) -> tuple[bool, str, int, str]:
 def _arm_table(table: pd.DataFrame, arms: list[str]) -> Table:
     rows = []
     for arm in arms:
-        own = table[table["arm"] == arm]
-        chance, reward = own["propensity"].dropna(), own["reward"].dropna()
+        of_arm = table[table["arm"] == arm]
+        chance, reward = of_arm["propensity"].dropna(), of_arm["reward"].dropna()
         chances = "–" if chance.empty else f"{chance.median():.2f} ({chance.min():.2f} to {chance.max():.2f})"
-        rows.append((arm, f"{len(own):,}", f"{len(own) / len(table):.1%}", chances,
+        rows.append((arm, f"{len(of_arm):,}", f"{len(of_arm) / len(table):.1%}", chances,
                      "–" if reward.empty else f"{reward.median():.4g}"))  # fmt: skip
     return Table(
         caption="Arms. Probability: the one with which the policy chose the arm when it did, median and range. Reward: "

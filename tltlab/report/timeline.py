@@ -63,36 +63,35 @@ def timeline(
 
     >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
     """
-    first = read(getattr(trace, "trace", trace))
-    others = [] if compare is None else [read(getattr(compare, "trace", compare))]
+    traces = [read(getattr(each, "trace", each)) for each in (trace, compare) if each is not None]
     if out is not None and Path(out).suffix not in FORMATS:
         raise ConfigError(f"{out}: a timeline is written as {' or '.join(FORMATS)} (or as .json for Perfetto)")
-    chosen = median_step(first, *others) if rl_step is None else rl_step
+    chosen = median_step(*traces) if rl_step is None else rl_step
     offsets: Offsets = {} if chosen == "all" else {chosen: 0.0}
     if chosen == "all":
-        alone = not others and not rollout_only
-        offsets = step_offsets(first) if alone else aligned_offsets(first, *others, rollout_only=rollout_only)
+        alone = len(traces) == 1 and not rollout_only
+        offsets = step_offsets(*traces) if alone else aligned_offsets(*traces, rollout_only=rollout_only)
     names = title if isinstance(title, tuple) else (title, None)
-    drawn = [(one, lanes(one, chosen, offsets=offsets, rollout_only=rollout_only)) for one in (first, *others)]
+    drawn = [(shown, lanes(shown, chosen, offsets=offsets, rollout_only=rollout_only)) for shown in traces]
     heights: list[float] = []
     for _, segments in drawn:
         heights += [_lanes_inches(segments["lane"].nunique()), 1.0]
     figure = Chart(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
-    for number, (one, segments) in enumerate(drawn):
+    for number, (shown, segments) in enumerate(drawn):
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
         _draw_lanes(above, segments, end_s)
-        _draw_bubbles(above, one if chosen == "all" else one.select([chosen]), segments)
+        _draw_bubbles(above, shown if chosen == "all" else shown.select([chosen]), segments)
         figure.readings += _read_lanes(above, segments, end_s)
-        _draw_running(below, one, offsets, end_s)
-        figure.readings += _read_running(below, one, offsets, end_s)
-        above.set_title(_title(one, chosen, names[number]), loc="left", fontsize=10)
+        _draw_running(below, shown, offsets, end_s)
+        figure.readings += _read_running(below, shown, offsets, end_s)
+        above.set_title(_title(shown, chosen, names[number]), loc="left", fontsize=10)
     most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
     for axes in grid[1::2, 0]:
         axes.set_ylim(0, most)
     grid[-1, 0].set_xlim(0.0, end_s)
-    grid[-1, 0].set_xlabel(_time_label(chosen, aligned=bool(others), rollout_only=rollout_only), fontsize=9)
+    grid[-1, 0].set_xlabel(_time_label(chosen, aligned=len(traces) > 1, rollout_only=rollout_only), fontsize=9)
     _legend(figure, pd.concat([segments["kind"] for _, segments in drawn]))
     if out is not None:
         save_figure(figure, Path(out))
@@ -158,13 +157,13 @@ def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Readin
             start, end = float(stop["start_s"].iloc[0]), float(stop["end_s"].max())
             seconds = stop.groupby("kind")["lasts"].sum().sort_values(ascending=False)
             whole = float(seconds.sum()) or 1.0
-            told = [str(kind) if len(seconds) == 1 else f"{kind} {s / whole:.0%}" for kind, s in seconds.items()]
+            words = [str(kind) if len(seconds) == 1 else f"{kind} {s / whole:.0%}" for kind, s in seconds.items()]
             at += [start, end]
-            texts += [f"{names[row]}: {', '.join(told)}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
+            texts += [f"{names[row]}: {', '.join(words)}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
         # What ends where the next begins leaves nothing between.
-        kept = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
-        x, said = np.array(at)[kept], [texts[i] for i in kept]
-        readings.append(Reading(axes=axes, texts=said, x=x, holds=True, between=(row - 0.5, row + 0.5)))
+        stops = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
+        x, shown_texts = np.array(at)[stops], [texts[i] for i in stops]
+        readings.append(Reading(axes=axes, texts=shown_texts, x=x, holds=True, between=(row - 0.5, row + 0.5)))
     return readings
 
 
@@ -249,11 +248,11 @@ def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> Non
 
 def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> str:
     part = trace if rl_step == "all" else trace.select([rl_step])
-    what = "all RL steps" if rl_step == "all" else f"RL step {rl_step}"
+    steps = "all RL steps" if rl_step == "all" else f"RL step {rl_step}"
     policies = [] if part.steps is None else part.steps["policy"].dropna().unique().tolist()
     kind = ", ".join([trace.manifest.kind, *(policies if len(policies) == 1 else [])])
     name = title or (f"{trace.manifest.name} ({kind})" if trace.manifest.name else kind)
-    facts = [f"{name}: {what}"]
+    facts = [f"{name}: {steps}"]
     if (duration := metrics.makespan_s(part)) is not None:
         facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")
     if (idle := metrics.bubble_fraction(part, idle=True)) is not None:

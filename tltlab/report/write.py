@@ -117,7 +117,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     traces, runs = (read(first), read(second)), [run_folder(locate(path)) for path in (first, second)]
     names = tuple(f"{letter}: {Path(path).resolve().name}" for letter, path in zip("AB", (first, second), strict=True))
     figures = [dict(key_figures(trace)) for trace in traces]
-    rows = tuple((name, *(own.get(name, "–") for own in figures)) for name in dict.fromkeys([*figures[0], *figures[1]]))
+    rows = tuple((name, *(run.get(name, "–") for run in figures)) for name in dict.fromkeys([*figures[0], *figures[1]]))
     caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
     blocks = (
         Table(caption=caption, columns=("figure", *names), rows=rows),
@@ -138,7 +138,7 @@ def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Part:
         return Absent(title=title, reason="not both have a run.json with the recipe")
     flat = [dict(leaves(recipe)) for recipe in recipes]
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
-    rows = tuple((key, *(json.dumps(own[key]) if key in own else "–" for own in flat)) for key in keys)
+    rows = tuple((key, *(json.dumps(of_run[key]) if key in of_run else "–" for of_run in flat)) for key in keys)
     if not rows:
         return Section(title=title, blocks=(Text(text="None: both were started with the same recipe."),))
     table = Table(caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2}))

@@ -31,7 +31,7 @@ def ui(
     """
     runs = Runs(folder)
     with Server(runs, port) as server:
-        found = len(runs.found())
+        found = len(runs.paths())
         told = {"url": server.url, "folder": str(folder), "runs": found}
         emit(told, as_json=as_json, text=f"{found} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
         sys.stdout.flush()

@@ -103,20 +103,20 @@ FAST: Mapping[str, Any] = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4,
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
     """The experiment; its runs stay in `folder`/systems-runs. ConfigError for a system that there is not."""
-    known = {**SYSTEMS, ONE_STEP_OFF: None}
-    if unknown := [name for name in settings.only if name not in known]:
-        raise ConfigError(f"only: no system named {unknown[0]!r}; there are {', '.join(known)}")
+    systems = {**SYSTEMS, ONE_STEP_OFF: None}
+    if unknown := [name for name in settings.only if name not in systems]:
+        raise ConfigError(f"only: no system named {unknown[0]!r}; there are {', '.join(systems)}")
     model = own_model(settings.model, folder, size=settings.size, progress=progress)
     from tltlab.runtime.models.runs import warmed_up
     from tltlab.runtime.ray.start import ray_running
 
-    asked, runs = settings.only or tuple(known), folder / "systems-runs"
+    names, runs = settings.only or tuple(systems), folder / "systems-runs"
     head = settings.head
-    if head is None and any(name in CHANGES and learns(name) for name in asked):
+    if head is None and any(name in CHANGES and learns(name) for name in names):
         head = warmed_up(model, runs / f"head-{model.name}", settings.sizes(warm_up_texts=128), progress)
     rows = []
     with ray_running():
-        for name in asked:
+        for name in names:
             row: dict[str, Any] = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
             if name in CHANGES:
                 progress(f"{name}: {settings.steps} RL steps")
@@ -200,15 +200,15 @@ def _measured(settings: Settings, name: str, model: Path, head: Path | None, out
 
     with GrpoRun(recipe_for(settings, name, model, head, out, seed), out) as grpo:
         reports = [grpo.step() for _ in range(settings.steps)][1:]
-    found = verify(out)
-    later = found.rows[found.rows["rl_step"] > 0]
+    verification = verify(out)
+    later = verification.rows[verification.rows["rl_step"] > 0]
     tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
     last = reports[-1].metrics
     return {
         "rollout_s": rollout_s / len(reports),
         "predicted_s": float(later["predicted_s"].mean()),
-        "error": found.median_error,
-        "error_at_speed": found.median_error_at_step_time,
+        "error": verification.median_error,
+        "error_at_speed": verification.median_error_at_step_time,
         "tokens_per_s": tokens / rollout_s,
         "step_s": sum(r.seconds for r in reports) / len(reports),
         "policies_behind": last.get("staleness/mean", 1.0 if name == ONE_STEP_OFF else 0.0),

@@ -20,7 +20,7 @@ from pydantic import Field
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.charts import bars
 from tltlab.coordination.progress import SpotTraining
-from tltlab.experiments.result import ExperimentResult, chosen
+from tltlab.experiments.result import ExperimentResult, select_cases
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.drift import Drift, Surface, compared, drawn, regimes
@@ -59,13 +59,13 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     trace = log_normal(rl_steps=2, prompts=settings.prompts, cap=8192, workers=settings.workers, seed=seed)
     surface = _surface(trace, settings.costs, settings.accept)
     seeds = [seed + i for i in range(settings.seeds)]
-    found = chosen("regime", regimes(float(surface.updates[-1].mean())), settings.only, progress)
-    cases: Iterator[tuple[Surface, Drift, bool]] = ((surface, drift, False) for drift in found)
+    drifts = select_cases("regime", regimes(float(surface.updates[-1].mean())), settings.only, progress)
+    cases: Iterator[tuple[Surface, Drift, bool]] = ((surface, drift, False) for drift in drifts)
     if not settings.only:
-        cases = chain(cases, ((where, drift, True) for where, drift in _unseen(settings, seed, progress)))
+        cases = chain(cases, ((machine, drift, True) for machine, drift in _unseen(settings, seed, progress)))
     tables = [
-        compared(where, [drift] * len(seeds), settings.rl_steps, seeds).assign(unseen=unseen, about=drift.about)
-        for where, drift, unseen in cases
+        compared(machine, [drift] * len(seeds), settings.rl_steps, seeds).assign(unseen=unseen, about=drift.about)
+        for machine, drift, unseen in cases
     ]
     rows = pd.concat(tables, ignore_index=True)
     notes = (
@@ -106,19 +106,19 @@ def verdict(rows: pd.DataFrame) -> str:
     every = rows[rows["schedule"] == "gated"].sort_values("over_best")
     gated, unseen = every[~every["unseen"]], every[every["unseen"]]
     worst, best = gated.iloc[-1], gated.iloc[0]
-    seen = rows[~rows["unseen"]]
-    behind = {name: float(seen[seen["schedule"] == name]["over_best"].max()) for name in ("frozen", "idle time")}
-    said = (
+    fitted = rows[~rows["unseen"]]
+    behind = {name: float(fitted[fitted["schedule"] == name]["over_best"].max()) for name in ("frozen", "idle time")}
+    text = (
         f"simulated, a gated drafter takes {worst['over_best']:.3f} times as long as the better of frozen and always "
         f"trained at worst ({worst['regime']}, of {len(gated)} regimes) and {best['over_best']:.3f} at best "
         f"({best['regime']}): it {'clears' if worst['over_best'] <= GOAL else 'does not clear'} the bar of {GOAL:g}; "
         f"frozen takes up to {behind['frozen']:.2f}, always trained up to {behind['idle time']:.2f}"
     )
     if unseen.empty:
-        return said
+        return text
     worst, within = unseen.iloc[-1], int((unseen["over_best"] <= GOAL).sum())
     return (
-        f"{said}; of {len(unseen)} regimes drawn at random, on which nothing was chosen, {within} are within {GOAL:g}, "
+        f"{text}; of {len(unseen)} regimes drawn at random, on which nothing was chosen, {within} are within {GOAL:g}, "
         f"in the mean {unseen['over_best'].mean():.3f}, at worst {worst['over_best']:.3f} ({worst['regime']}: "
         f"{worst['about']})"
     )

@@ -78,8 +78,8 @@ class LongestBudget(DraftBudget):
         self.lengths = lengths
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-        left = [max(self.lengths[r.key] - r.generated_tokens, 1.0) for r in state.requests]
-        return [strategy.draft_depth if tokens >= LONG * max(left) else 0 for tokens in left]
+        tokens_left = [max(self.lengths[r.key] - r.generated_tokens, 1.0) for r in state.requests]
+        return [strategy.draft_depth if tokens >= LONG * max(tokens_left) else 0 for tokens in tokens_left]
 
 
 @dataclass(frozen=True)
@@ -135,18 +135,18 @@ def on_trace(trace: Trace, workers: int, most_steps: int, name: str) -> list[dic
     chosen = steps[len(steps) // 2 :][-most_steps:]
     rows = []
     for (moment, knows), names in QUESTIONS.items():
-        made = [_step(scenario, requests[step], table, step, moment, names) for step in chosen]
-        plain, true, predicted = (np.array([row[i] for row in made]) for i in range(3))
+        plays = [_step(scenario, requests[step], table, step, moment, names) for step in chosen]
+        plain, true, predicted = (np.array([row[i] for row in plays]) for i in range(3))
         gain, reached = plain - true, plain - predicted
         worth = gain.sum() > LEAST_GAIN * plain.sum()
-        low, high = resampled_ratio(reached, gain) if worth and len(made) > 2 and (gain > 0).all() else (math.nan,) * 2
+        low, high = resampled_ratio(reached, gain) if worth and len(plays) > 2 and (gain > 0).all() else (math.nan,) * 2
         rows.append(
             {
-                "trace": name, "moment": moment, "knows": knows, "rl_steps": len(made),
+                "trace": name, "moment": moment, "knows": knows, "rl_steps": len(plays),
                 "rollout_s": float(plain.mean()),
                 "clairvoyant_saves": float(gain.sum() / plain.sum()),
                 "share": float(reached.sum() / gain.sum()) if worth else math.nan, "share_low": low, "share_high": high,
-                "rank": float(np.mean([row[3] for row in made])),
+                "rank": float(np.mean([row[3] for row in plays])),
             }
         )  # fmt: skip
     return rows
@@ -157,22 +157,22 @@ def _step(
 ) -> tuple[float, float, float, float]:
     """Seconds as placed, by true lengths and by predicted ones, and the rank correlation."""
     earlier = (table["rl_step"] < step).to_numpy()
-    here = (table["rl_step"] == step).to_numpy()
+    in_step = (table["rl_step"] == step).to_numpy()
     tokens = table["response_tokens"].to_numpy(np.float64)
     mid = moment == MID
     at = float(np.median(tokens[earlier])) if mid else 0.0
     x = features(table, at, knows)
-    learns, asked = earlier & (tokens > at), here & (tokens > at)
+    train, test = earlier & (tokens > at), in_step & (tokens > at)
     cut = is_cut(table)
-    left = tokens - at
+    tokens_left = tokens - at
     predictor = LengthPredictor()
     try:
-        expected = predictor.fit(x[learns], left[learns], cut[learns]).predict(x[asked])
+        expected = predictor.fit(x[train], tokens_left[train], cut[train]).predict(x[test])
     except ConfigError:
-        expected = np.ones(int(asked.sum()))
-    indices: Ints = np.flatnonzero(asked[here]).astype(np.int64)
+        expected = np.ones(int(test.sum()))
+    indices: Ints = np.flatnonzero(test[in_step]).astype(np.int64)
     if mid:
-        requests = _rest(requests, indices, round(at))
+        requests = _remainder(requests, indices, round(at))
     lengths = requests.response_tokens
     rng = np.random.default_rng([step, mid])
     guess = [round(value) for value in expected.tolist()]
@@ -181,8 +181,8 @@ def _step(
     if moment == DRAFTS:
         drafting = replace(scenario, acceptance=GeometricAcceptance(alpha=KEPT))
         queues = place(requests, scenario.workers, "round_robin")
-        told = (None, *(dict(zip(requests.keys, tokens, strict=True)) for tokens in (lengths, guess)))
-        alike_s, true_s, predicted_s = (_seconds(drafting, requests, queues, DraftsForLongest(who)) for who in told)
+        hints = (None, *(dict(zip(requests.keys, tokens, strict=True)) for tokens in (lengths, guess)))
+        alike_s, true_s, predicted_s = (_seconds(drafting, requests, queues, DraftsForLongest(hint)) for hint in hints)
         return alike_s, true_s, predicted_s, rank
     dealt = [np.array_split(rng.permutation(len(lengths)), scenario.workers) for _ in range(SHUFFLES)]
     plain_s = float(np.mean([_seconds(scenario, requests, [q.tolist() for q in queues]) for queues in dealt]))
@@ -191,7 +191,7 @@ def _step(
     return plain_s, true_s, predicted_s, rank
 
 
-def _rest(requests: Requests, indices: Ints, at: int) -> Requests:
+def _remainder(requests: Requests, indices: Ints, at: int) -> Requests:
     """What is left of the responses that still run when all have `at` tokens."""
     chosen = indices.tolist()
     return replace(
@@ -214,28 +214,28 @@ def _seconds(
 
 def verdict(rows: pd.DataFrame) -> str:
     """What predictions from all that is known reach at each moment, where most and where least."""
-    said = []
+    clauses = []
     for moment in (BEFORE, MID, DRAFTS):
-        found = rows[(rows["moment"] == moment) & rows["share"].notna()]
-        if found.empty:
-            said.append(f"{moment} there is nothing to gain")
+        reached = rows[(rows["moment"] == moment) & rows["share"].notna()]
+        if reached.empty:
+            clauses.append(f"{moment} there is nothing to gain")
             continue
         # The last question of a moment is the one that knows most.
-        best = found.groupby("trace").tail(1).sort_values("share")
+        best = reached.groupby("trace").tail(1).sort_values("share")
         worst, top = best.iloc[0], best.iloc[-1]
-        said.append(
+        clauses.append(
             f"{moment} predictions reach {worst['share']:.0%} ({worst['trace']}) to {top['share']:.0%} "
             f"({top['trace']}) of what true lengths save, "
             f"{best['clairvoyant_saves'].min():.1%} to {best['clairvoyant_saves'].max():.1%}"
         )
-    return f"simulated, {'; '.join(said)}"
+    return f"simulated, {'; '.join(clauses)}"
 
 
 def _picture(rows: pd.DataFrame) -> Figure:
     """Shares by trace and knowledge."""
-    known = rows[rows["share"].notna()]
-    labels = [f"{row['trace']}, {row['moment']}: {row['knows']}" for row in known.to_dict("records")]
+    shown = rows[rows["share"].notna()]
+    labels = [f"{row['trace']}, {row['moment']}: {row['knows']}" for row in shown.to_dict("records")]
     return bars(
-        labels, known["share"].to_numpy(), known["share_low"].to_numpy(), known["share_high"].to_numpy(),
+        labels, shown["share"].to_numpy(), shown["share_low"].to_numpy(), shown["share_high"].to_numpy(),
         xlabel="share of the clairvoyant gain", title="Longest first by predicted lengths (simulated)", reference=1.0,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from pydantic import Field
 from tltlab.charts import bars
 from tltlab.costs.profiles import nearest_engine, profile_costs
 from tltlab.costs.stages import RooflineStages
-from tltlab.experiments.result import ExperimentResult, chosen
+from tltlab.experiments.result import ExperimentResult, select_cases
 from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.claims import CLAIMS, difference
@@ -85,7 +85,7 @@ FAST: Mapping[str, Any] = {"rl_steps": 3, "share": 0.25, "cap": 8192}
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
     """The experiment; ConfigError for a workload that there is not."""
-    cases = chosen("workload", CASES, settings.only, progress)
+    cases = select_cases("workload", CASES, settings.only, progress)
     rows = pd.DataFrame([measured(case, settings, seed) for case in cases])
     notes = (
         "speed-ups of an RL step are over the same system without speculation; intervals are of 95 % over RL steps, "
@@ -149,16 +149,16 @@ def _answer(row: Mapping[str, Any], cap: int) -> str:
     low, high = min(row["step_low"], row["least"]), max(row["step_high"], row["most"])
     span = f"{row['step']:.2f}x, {low:.2f} {'or more' if math.isinf(high) else f'to {high:.2f}'}"
     if row["kind"] != "published":
-        said = "pays" if low > 1 else "does not pay" if high <= 1 else "is not told from no gain"
-        return f"{said}: {span}; drafting for any number of requests {row[ALWAYS]:.2f}x"
-    said = difference(
+        outcome = "pays" if low > 1 else "does not pay" if high <= 1 else "is not told from no gain"
+        return f"{outcome}: {span}; drafting for any number of requests {row[ALWAYS]:.2f}x"
+    outcome = difference(
         CLAIMS["tlt"], row["step"], low, high, responses_per_worker=row["responses_per_worker"], cap=cap, of_same=True
     )
     # The paper's rollouts are a larger share of its RL steps than those that FLOPs give.
-    there = 1 / (1 - PAPER_ROLLOUT_SHARE + PAPER_ROLLOUT_SHARE / row["rollout"])
+    equal_share = 1 / (1 - PAPER_ROLLOUT_SHARE + PAPER_ROLLOUT_SHARE / row["rollout"])
     return (
-        f"{span}: {said}; a rollout is {row['rollout_share']:.0%} of an RL step here and {PAPER_ROLLOUT_SHARE:.0%} "
-        f"there, where the same rollout ({row['rollout']:.2f}x) would give {there:.2f}x"
+        f"{span}: {outcome}; a rollout is {row['rollout_share']:.0%} of an RL step here and {PAPER_ROLLOUT_SHARE:.0%} "
+        f"there, where the same rollout ({row['rollout']:.2f}x) would give {equal_share:.2f}x"
     )
 
 
