@@ -26,7 +26,7 @@ import pandas as pd
 from IPython.display import display
 
 from tltlab.charts import lines
-from tltlab.experiments.simulated.open_questions import CASES, Settings, measured
+from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured
 from tltlab.sim.maps import Grid, break_even, survey, turns_said
 from tltlab.sim.systems import compare_systems
 
@@ -94,7 +94,7 @@ display(table[columns].round(3))
 # Here with a few short responses; `tltlab experiment open-questions` has them at full size.
 
 # %%
-small = Settings(rl_steps=2, cap=512)
+small = OpenQuestionsSettings(rl_steps=2, cap=512)
 answers = [measured(replace(case, workers=2, load=8), small, 0) for case in CASES if case.kind != "published"]
 for row in answers:
     print(f"{row['workload']}: {row['answer']}")

@@ -39,7 +39,7 @@ TRIALS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class DemoSetting:
     """How much of everything: RL steps without speculation, exploring, tuned, under `adaptive`; a drafter's run."""
 
     size: str | Size
@@ -58,11 +58,11 @@ class Setting:
                 *[ADAPTIVE] * self.adaptive_steps]  # fmt: skip
 
 
-FULL = Setting(
+FULL = DemoSetting(
     size="small", plain_steps=4, explore_steps=6, tuned_steps=6, adaptive_steps=4, heldout=512,
     drafter=Sizes(steps=12, heldout=0),
 )  # fmt: skip
-FAST = Setting(
+FAST = DemoSetting(
     size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, adaptive_steps=2, heldout=256,
     drafter=Sizes(steps=6, heldout=0),
 )  # fmt: skip
@@ -70,7 +70,7 @@ FAST = Setting(
 
 # Both runs' processes are forks of one, which imports while the model is trained.
 @preforking()
-def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
+def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[str, Any]:
     """Run every stage into `out`; returns what `summary.json` says."""
     began = time.perf_counter()
 
@@ -189,7 +189,7 @@ def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]
     }
 
 
-def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int) -> Recipe:
+def demo_recipe(model: Path, setting: DemoSetting, report: dict[str, Any], seed: int) -> Recipe:
     """The recipe of the demo's training run on the model that it just made."""
     return Recipe(
         model=str(model),

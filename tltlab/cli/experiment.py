@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import typer
 
@@ -43,12 +43,13 @@ def experiment(
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     module = chosen.load()
+    kind = get_type_hints(module.run)["settings"]
     asked = list(overrides or [])
     if model is not None:
-        if "model" not in {field.name for field in fields(module.Settings)}:
+        if "model" not in {field.name for field in fields(kind)}:
             raise ConfigError(f"--model {model}: the experiment {name} runs no model")
         asked.append(f"model={model}")
-    settings = read_settings(module.Settings, module.FAST if fast else None, asked)
+    settings = read_settings(kind, module.FAST if fast else None, asked)
     check_replaceable(out / name)
     progress(f"{name}: {describe_settings(settings)}")
     result = replace(

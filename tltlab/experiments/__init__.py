@@ -1,23 +1,27 @@
 """The experiments that everyone asks of TLT, one command each: `tltlab experiment NAME`.
 
-Each is a module of this package with three names, and a row of `EXPERIMENTS`:
+Each is a module of this package with two names, and a row of `EXPERIMENTS`:
 
-    Settings    a frozen dataclass of what may be set on the command line as key=value
     FAST        the settings that --fast changes, a dict
     run(settings, *, folder, seed, progress) -> ExperimentResult
 
-`folder` is where the command writes, for what is worth keeping between experiments: a model that was trained first.
-An experiment leaves no engine and no Ray behind. Every size stands in its settings, so the same command with larger
-ones and a `model=` of your own runs on GPUs.
+The type of `settings` is a frozen dataclass of what may be set on the command line as key=value. `folder` is where the
+command writes, for what is worth keeping between experiments: a model that was trained first. An experiment leaves no
+engine and no Ray behind. Every size stands in its settings, so the same command with larger ones and a `model=` of your
+own runs on GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
 from tltlab.errors import ConfigError, did_you_mean
+
+Progress = Callable[[str], None]
+"""Says what is going on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

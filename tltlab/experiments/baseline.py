@@ -14,7 +14,7 @@ as its figure 2 shows of a production run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -39,6 +39,7 @@ from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import REGIMES
 from tltlab.traces.trace import Trace
 
+from . import Progress
 from .models import Count, bench_on, own_model
 from .result import ExperimentResult
 
@@ -57,7 +58,7 @@ _BEST_STATIC = "times the best static, "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BaselineSettings:
     """`parts` says what is run. The first line of fields is the measured part's, as in `tltlab bench runtime`.
 
     `model` is a folder of `tltlab make-model`, else one of `size` is trained; `measured` is a file that `tltlab bench
@@ -95,7 +96,7 @@ FAST: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: BaselineSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; a model that is trained stays in `folder`/models."""
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -126,7 +127,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     )
 
 
-def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measured(settings: BaselineSettings, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
     """What `tltlab bench runtime` finds."""
     if settings.measured is not None:
         measurement: dict[str, Any] = read_json(settings.measured)
@@ -211,7 +212,7 @@ def _measured_notes(measurement: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _predicted_verdict(settings: Settings, rows: Sequence[Mapping[str, Any]]) -> str:
+def _predicted_verdict(settings: BaselineSettings, rows: Sequence[Mapping[str, Any]]) -> str:
     def spread(system: str, lengths: str = "") -> str:
         speedups = [r["speedup"] for r in rows if r["system"] == system and r["setting"].endswith(lengths)]
         if not speedups:
@@ -264,7 +265,7 @@ def _bars(axes: Axes, rows: pd.DataFrame, labels: Sequence[str], title: str, pap
 
 
 def predicted_rows(
-    settings: Settings, *, seed: int, progress: Callable[[str], None]
+    settings: BaselineSettings, *, seed: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row per machine, model and system, VeRL's speed being 1; and what is assumed, in sentences."""
     from tltlab.sim.systems import compare_systems
@@ -310,7 +311,7 @@ def costs_of(machine: str, name: str) -> CostModel:
     return load_costs(shipped.model_dump(mode="json") | {"tp": tp, "kv_capacity_tokens": room})
 
 
-def lengths_trace(lengths: str, settings: Settings, seed: int) -> Trace:
+def lengths_trace(lengths: str, settings: BaselineSettings, seed: int) -> Trace:
     """Responses to simulate: of one of `length_model.REGIMES`, or `LONG_TAIL`. ConfigError for another name."""
     if lengths != LONG_TAIL and lengths not in REGIMES:
         raise ConfigError(f"no lengths named {lengths!r}; there are {', '.join(REGIMES)}, {LONG_TAIL}")
@@ -359,7 +360,7 @@ def _row(row: Mapping[Any, Any], setting: str) -> dict[str, Any]:
     }
 
 
-def _common_notes(settings: Settings) -> Iterator[str]:
+def _common_notes(settings: BaselineSettings) -> Iterator[str]:
     least, most = (PAPER_ROLLOUT_SHARE / (1 / speedup - (1 - PAPER_ROLLOUT_SHARE)) for speedup in PAPER_RANGE)
     yield (
         f"predicted: {settings.gpu_prompts} prompts x {settings.gpu_group_size} up to {settings.gpu_cap} tokens an RL "

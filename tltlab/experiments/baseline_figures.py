@@ -27,7 +27,7 @@ TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW, OFF_GOAL = 1.7, 1.3, 0.97, 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ModeRollout:
     """One rollout of one mode. Seconds, tokens and plain seconds are of the whole rollout and of its tail.
 
     `plain_s` is what plain decoding of the same lengths would take (`PlainSteps`), `tail_plain_s` its tail's part. The
@@ -89,7 +89,7 @@ class PlainSteps:
         return decoding + (self._prefill_s if beyond == 0 else 0.0)
 
 
-def summarise(rollouts: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
+def summarise(rollouts: Sequence[ModeRollout], *, seed: int = 0) -> dict[str, Any]:
     """Means of every mode and epoch, speed-ups over stock vLLM with 95 % intervals, and the goals.
 
     Where no mode is of kind "stock", as in files of old, they are over the one of kind "off".
@@ -117,11 +117,11 @@ def summarise(rollouts: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _of(rollouts: Sequence[Measured], mode: str, epoch: int) -> list[Measured]:
+def _of(rollouts: Sequence[ModeRollout], mode: str, epoch: int) -> list[ModeRollout]:
     return sorted((r for r in rollouts if (r.mode, r.epoch) == (mode, epoch)), key=lambda r: r.round)
 
 
-def _means(rollouts: list[Measured]) -> dict[str, Any]:
+def _means(rollouts: list[ModeRollout]) -> dict[str, Any]:
     seconds = sum(r.seconds for r in rollouts)
     pairs = sum(r.num_pairs for r in rollouts)
     return {
@@ -142,7 +142,7 @@ def _means(rollouts: list[Measured]) -> dict[str, Any]:
 
 
 def _speedup(
-    slow: list[Measured], fast: list[Measured], part: Part, per: str, rng: np.random.Generator
+    slow: list[ModeRollout], fast: list[ModeRollout], part: Part, per: str, rng: np.random.Generator
 ) -> dict[str, float | None]:
     """Ratio of the two modes' sums over rounds, `slow` / `fast`, with its interval; None where it is not known."""
     a, b = (np.array([r.rate(part, per) for r in side]) for side in (slow, fast))
@@ -153,7 +153,7 @@ def _speedup(
 
 
 def _goals(
-    rollouts: Sequence[Measured],
+    rollouts: Sequence[ModeRollout],
     kinds: dict[str, Kind],
     epochs: list[int],
     speedups: list[dict[str, Any]],
@@ -179,7 +179,7 @@ def _goals(
     return rows
 
 
-def over_best_fixed(rollouts: Sequence[Measured], per: str = JUDGED_BY) -> list[dict[str, Any]]:
+def over_best_fixed(rollouts: Sequence[ModeRollout], per: str = JUDGED_BY) -> list[dict[str, Any]]:
     """A row per epoch and mode: its time over that of the fixed depth, or none, that did best, with its interval.
 
     `best_fixed` is that mode, chosen in hindsight; time is what `per` names.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,7 +34,8 @@ from tltlab.stats import finite, paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-from .baseline_figures import NOTHING, Kind, Measured, PlainSteps, stock_goal, summarise
+from . import Progress
+from .baseline_figures import NOTHING, Kind, ModeRollout, PlainSteps, stock_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
@@ -115,7 +116,7 @@ def bench_runtime(
     max_response_tokens: int = MAX_RESPONSE_TOKENS,
     off_batches: Sequence[int] = (),
     seed: int = 0,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     """Roll out the first `prompts` training prompts of the folder `model` under every mode, `rounds` times each epoch.
 
@@ -138,7 +139,7 @@ def bench_runtime(
     room = int(AutoConfig.from_pretrained(model).max_position_embeddings)
     cap = min(max_response_tokens, room - max(len(prompt.token_ids) for prompt in work))
     torch.set_num_threads(1)
-    bench = _Bench(work, group_size, cap)
+    bench = _ModeBench(work, group_size, cap)
     drafters: dict[bool, dict[str, DrafterSpec]] = {False: {"ngram": NgramSpec(), "suffix": SuffixSpec()}}
     if draft is not None:
         drafters[True] = drafters[False] | {"learned": LearnedSpec(method="draft_model", model=str(draft))}
@@ -193,7 +194,7 @@ def bench_runtime(
     }
 
 
-class _Bench:
+class _ModeBench:
     """Prompts, engines by `Mode.learned` to roll them out, and the next rollout's number, which is its RL step."""
 
     def __init__(self, prompts: Sequence[Prompt], group_size: int, cap: int) -> None:
@@ -205,8 +206,8 @@ class _Bench:
         self.rl_step = 0
 
     def measure(
-        self, chosen: Sequence[Mode], epochs: int, rounds: int, seed: int, progress: Callable[[str], None]
-    ) -> list[Measured]:
+        self, chosen: Sequence[Mode], epochs: int, rounds: int, seed: int, progress: Progress
+    ) -> list[ModeRollout]:
         """Every mode in every epoch, `rounds` times after a round 0; what a mode learns in an epoch stays with it."""
         for engine in self.engines.values():
             engine.warm_up(TEMPERATURE)
@@ -243,9 +244,7 @@ class _Bench:
         names = [mode.name for mode in chosen]
         return sorted(rows, key=lambda row: (row.epoch, names.index(row.mode), row.round))
 
-    def measure_off(
-        self, batches: Sequence[int], rounds: int, seed: int, progress: Callable[[str], None]
-    ) -> list[dict[str, Any]]:
+    def measure_off(self, batches: Sequence[int], rounds: int, seed: int, progress: Progress) -> list[dict[str, Any]]:
         """Stock vLLM and each engine with no drafts to make, in turn, at each batch size.
 
         Mean seconds of a rollout with their ratio and its interval, and the median seconds of an iteration.
@@ -280,7 +279,7 @@ class _Bench:
         return results
 
     def measure_recorded(
-        self, batches: Sequence[int], rounds: int, seed: int, progress: Callable[[str], None]
+        self, batches: Sequence[int], rounds: int, seed: int, progress: Progress
     ) -> list[dict[str, Any]]:
         """Stock vLLM recorded and not, in turn, the same engine, for BLOCK_S at a time, at each batch size.
 
@@ -338,12 +337,12 @@ class _Bench:
         return [(r.key, prompts[r.key[1]], r.token_ids) for old in rollouts for r in old.responses]
 
 
-def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, round_: int) -> Measured:
+def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, round_: int) -> ModeRollout:
     """The figures of a rollout; its tail is `tltlab.traces.metrics.tail_fraction`'s."""
     lengths = [len(response.token_ids) for response in rollout.responses]
     tail = tail_start([response.t_finish for response in rollout.responses])
     verifying = [row for row in rollout.iterations if row["num_drafted"]]
-    return Measured(
+    return ModeRollout(
         mode=mode.name,
         kind=mode.kind,
         epoch=epoch,

@@ -9,7 +9,7 @@ it is. Only iterations of the whole batch without prefill count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from tltlab.policies.simple import Fixed
 from tltlab.stats import mean_of_few
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from . import Progress
 from .models import Count, own_model
 from .result import ExperimentResult, with_interval
 
@@ -41,7 +42,7 @@ _FEWEST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BatchSizeSettings:
     """`model` is a folder of `tltlab make-model`, else one of `size` is trained. Arms are no speculation, chains of
     `depths` by `drafter`, and what `policy` chooses from: a shipped one by name, or a policy file.
 
@@ -66,7 +67,7 @@ FAST: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: BatchSizeSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; a model that is trained stays in `folder`/models."""
     policy = load_policy(settings.policy)
     if len(policy.strategies) < 2:
@@ -207,7 +208,7 @@ def _listed(batches: Sequence[int]) -> str:
     return str(batches[0]) if len(batches) == 1 else f"{', '.join(map(str, batches[:-1]))} and {batches[-1]}"
 
 
-def _notes(settings: Settings, model: Path, visits: Sequence[Visit]) -> tuple[str, ...]:
+def _notes(settings: BatchSizeSettings, model: Path, visits: Sequence[Visit]) -> tuple[str, ...]:
     past = sum(visit.past_end for visit in visits) / max(sum(visit.generated for visit in visits), 1)
     return (
         f"{model}: requests go on from within its longest responses and past the end of the text, which {past:.0%} of "
@@ -256,7 +257,7 @@ def _picture(frame: pd.DataFrame, policy: str) -> Figure:
 class Work:
     """What is measured: the settings' rounds of every batch size under every arm and the policy."""
 
-    settings: Settings
+    settings: BatchSizeSettings
     arms: tuple[Strategy, ...]
     policy: Policy
 
@@ -285,7 +286,7 @@ class Visit:
     generated: int
 
 
-def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], None]) -> list[Visit]:
+def measure(model: Path, work: Work, *, seed: int, progress: Progress) -> list[Visit]:
     """All visits, on an engine that is closed afterwards. ConfigError where `model` has no prompts of its own."""
     import torch
     from transformers import AutoConfig
@@ -307,7 +308,7 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
     try:
         engine.warm_up(TEMPERATURE)
         rng = np.random.default_rng(seed)
-        bench = _Bench(engine, work, _starts(engine, model, work, room), room, config.eos_token_id, rng)
+        bench = _BatchBench(engine, work, _starts(engine, model, work, room), room, config.eos_token_id, rng)
         return bench.run(seed, progress)
     finally:
         engine.close()
@@ -333,7 +334,7 @@ def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     return starts[: max(max(work.batches), work.settings.requests)]
 
 
-class _Bench:
+class _BatchBench:
     """The engine, what is asked of it, and the number of the next batch of requests, which is its RL step."""
 
     def __init__(
@@ -343,7 +344,7 @@ class _Bench:
         self.ends = set(end) if isinstance(end, list) else {end}
         self.number = 0
 
-    def run(self, seed: int, progress: Callable[[str], None]) -> list[Visit]:
+    def run(self, seed: int, progress: Progress) -> list[Visit]:
         """Every batch size in turn within a round, arms and policy in a new order at each."""
         work = self.work
         learning = {

@@ -41,6 +41,7 @@ from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_grap
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
+from . import Progress
 from . import graph_readings as tlt
 from .models import Count
 from .result import ExperimentResult
@@ -50,7 +51,7 @@ Rows = tuple[tuple[int, Strategy], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class GraphMemorySettings:
     """Without `trace` lengths are drawn as in TLT's recipe for 32B: 256 prompts x 8 up to 32,768 tokens, 16 workers.
 
     `depths` and `verify` span the strategies that the exact search chooses from, with TLT's four and no speculation.
@@ -119,7 +120,7 @@ class _Pools:
         return {"predicted_gib": chosen, "low_gib": min(all_gib), "high_gib": max(all_gib)}
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: GraphMemorySettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; nothing is written to `folder`."""
     costs, acceptance = load_costs(settings.costs), load_acceptance(settings.acceptance)
     if not isinstance(acceptance, AcceptanceModel):
@@ -166,7 +167,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     )
 
 
-def _trace(settings: Settings, seed: int) -> Trace:
+def _trace(settings: GraphMemorySettings, seed: int) -> Trace:
     if settings.trace is not None:
         return read(settings.trace)
     return generate(
@@ -179,7 +180,7 @@ def _trace(settings: Settings, seed: int) -> Trace:
     )
 
 
-def _strategies(settings: Settings) -> tuple[Strategy, ...]:
+def _strategies(settings: GraphMemorySettings) -> tuple[Strategy, ...]:
     """TLT's four, every depth with every number of tokens to verify that its tree can have, and no speculation."""
     grid = [
         Strategy("learned", depth, settings.top_k, verify)
@@ -207,12 +208,12 @@ def _seconds_per_token(
 
 
 def _plans(
-    settings: Settings,
+    settings: GraphMemorySettings,
     strategies: Sequence[Strategy],
     weights: Mapping[int, float],
     per_token_s: Callable[[Strategy, int], float],
     pool: GraphPool,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[_Plan]:
     top = settings.max_batch
     sizes = sglang_sizes(top)
@@ -266,7 +267,7 @@ def _table_5() -> Iterator[dict[str, Any]]:
         }
 
 
-def _chains(settings: Settings, tensor_parallel: int) -> Iterator[dict[str, Any]]:
+def _chains(settings: GraphMemorySettings, tensor_parallel: int) -> Iterator[dict[str, Any]]:
     """Plans of chains on vLLM, with a learned drafter on its V2 runner, without one on its V1 runner."""
     shape = find_model(settings.shape)
     pool = vllm_pool(shape.layers, shape.hidden, shape.vocab, tensor_parallel=tensor_parallel)
@@ -331,7 +332,7 @@ def _short(strategy: Strategy) -> str:
     return f"{strategy.draft_depth}_{strategy.top_k}_{strategy.tokens_to_verify}"
 
 
-def _verdict(rows: pd.DataFrame, settings: Settings, saved: tuple[float, float]) -> str:
+def _verdict(rows: pd.DataFrame, settings: GraphMemorySettings, saved: tuple[float, float]) -> str:
     by = rows.set_index("plan")
     naive, released, equal, free = (
         by.loc[name] for name in ("naive", "buckets as released", "exact, memory as released", "exact, no cap")
@@ -348,7 +349,7 @@ def _verdict(rows: pd.DataFrame, settings: Settings, saved: tuple[float, float])
     )
 
 
-def _notes(settings: Settings, strategies: Sequence[Strategy], acceptance: AcceptanceModel) -> Iterator[str]:
+def _notes(settings: GraphMemorySettings, strategies: Sequence[Strategy], acceptance: AcceptanceModel) -> Iterator[str]:
     yield (
         "seconds: worker-seconds of decoding per RL step at batches up to max_batch, mean over RL steps; larger "
         "batches decode plainly and are in no plan"
@@ -369,7 +370,7 @@ def _notes(settings: Settings, strategies: Sequence[Strategy], acceptance: Accep
         yield "nothing was captured, all figures are predicted; `tltlab bench gpu graphs` measures on a CUDA device"
 
 
-def _picture(rows: pd.DataFrame, settings: Settings) -> Figure:
+def _picture(rows: pd.DataFrame, settings: GraphMemorySettings) -> Figure:
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     exact = rows[rows["plan"].str.startswith("exact")].sort_values("predicted_gib")

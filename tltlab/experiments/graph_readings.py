@@ -37,7 +37,7 @@ RL_CONTEXT = 2048 + 32_768
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PoolReading:
     """What one reading assumes: strategies by batch, model facts and engine, how drafters are captured, and `why`."""
 
     name: str
@@ -73,26 +73,26 @@ class Reading:
 
 
 READINGS = (
-    Reading("depths share a target, logits kept", DEPTHS, keeps_logits=True,
-            why="an SGLang before July 2025: its buffers alone explain the single figure within 3 %"),
-    Reading("top_ks share a target, logits kept", TOP_KS, keeps_logits=True,
-            why="as the first, with wider instead of deeper drafts"),
-    Reading("depths share a target, logits kept, context 34K", DEPTHS, keeps_logits=True, context_tokens=RL_CONTEXT,
-            why="the context of the RL runs instead of Llama-3's 8,192; leaves 1 MB per graph"),
-    Reading("top_ks share a target, logits kept, context 34K", TOP_KS, keeps_logits=True, context_tokens=RL_CONTEXT,
-            why="wider drafts and the context of the RL runs; leaves 1 MB per graph"),
-    Reading("depths share a target, logits kept, context 128K", DEPTHS, keeps_logits=True, context_tokens=131_072,
-            why="Llama-3.1's context: the buffers alone exceed the single figure"),
-    Reading("depths share a target, one logits buffer", DEPTHS,
-            why="the released code's engine; needs 225 MB per graph, several times what engines log"),
-    Reading("shipped strategies, one logits buffer", SHIPPED,
-            why="the released code, its strategies and thresholds 1, 2, 5, 21; the same overhead"),
-    Reading("shipped strategies, one logits buffer, context 128K", SHIPPED, context_tokens=131_072,
-            why="as above with page tables for Llama-3.1's context"),
-    Reading("shipped strategies, one logits buffer, drafters at all sizes", SHIPPED, bucket_drafters=False,
-            why="as if only the target were bucketed, which the released code does not do"),
-    Reading("shipped strategies, logits kept", SHIPPED, keeps_logits=True,
-            why="few tokens to verify take little, so four strategies cannot take four times one"),
+    PoolReading("depths share a target, logits kept", DEPTHS, keeps_logits=True,
+                why="an SGLang before July 2025: its buffers alone explain the single figure within 3 %"),
+    PoolReading("top_ks share a target, logits kept", TOP_KS, keeps_logits=True,
+                why="as the first, with wider instead of deeper drafts"),
+    PoolReading("depths share a target, logits kept, context 34K", DEPTHS, keeps_logits=True, context_tokens=RL_CONTEXT,
+                why="the context of the RL runs instead of Llama-3's 8,192; leaves 1 MB per graph"),
+    PoolReading("top_ks share a target, logits kept, context 34K", TOP_KS, keeps_logits=True, context_tokens=RL_CONTEXT,
+                why="wider drafts and the context of the RL runs; leaves 1 MB per graph"),
+    PoolReading("depths share a target, logits kept, context 128K", DEPTHS, keeps_logits=True, context_tokens=131_072,
+                why="Llama-3.1's context: the buffers alone exceed the single figure"),
+    PoolReading("depths share a target, one logits buffer", DEPTHS,
+                why="the released code's engine; needs 225 MB per graph, several times what engines log"),
+    PoolReading("shipped strategies, one logits buffer", SHIPPED,
+                why="the released code, its strategies and thresholds 1, 2, 5, 21; the same overhead"),
+    PoolReading("shipped strategies, one logits buffer, context 128K", SHIPPED, context_tokens=131_072,
+                why="as above with page tables for Llama-3.1's context"),
+    PoolReading("shipped strategies, one logits buffer, drafters at all sizes", SHIPPED, bucket_drafters=False,
+                why="as if only the target were bucketed, which the released code does not do"),
+    PoolReading("shipped strategies, logits kept", SHIPPED, keeps_logits=True,
+                why="few tokens to verify take little, so four strategies cannot take four times one"),
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class ValidationRow:
     bytes_per_layer: float
 
 
-def validation(readings: tuple[Reading, ...] = READINGS) -> list[ValidationRow]:
+def validation(readings: tuple[PoolReading, ...] = READINGS) -> list[ValidationRow]:
     """Measured and predicted memory of the three pools, for each reading; gigabytes are GiB."""
     rows = []
     for reading in readings:

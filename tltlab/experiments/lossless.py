@@ -9,7 +9,7 @@ that would find small faults.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ from tltlab.charts import COLORS, finish
 from tltlab.errors import ConfigError
 from tltlab.stats import interval_json, mean_of_few, student_margin
 
-from . import models
+from . import Progress, models
 from .models import Count, RunSettings, on_devices, prepared
 from .result import ExperimentResult, whole_numbers, with_interval
 
@@ -37,7 +37,7 @@ _REWARDS = {"held_out": "held-out reward at the end", "trained": "mean reward ov
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(RunSettings):
+class LosslessSettings(RunSettings):
     """`parts` says what is run. Rewards: `steps` RL steps on `workers` engines with and without speculation, over
     `seeds` seeds, judged on `heldout` prompts. Tokens: `samples` responses in each case of the `drafters` that `tltlab
     audit` knows, every value of a factor once, or with `thorough` every pair of them; a sound engine fails any case at
@@ -60,7 +60,7 @@ FAST: Mapping[str, Any] = models.FAST | {
 }  # fmt: skip
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: LosslessSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; a model that is trained stays in `folder`/models."""
     if not settings.parts:
         raise ConfigError("parts is empty: give rewards, tokens or both")
@@ -76,7 +76,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     )
 
 
-def _tokens(settings: Settings, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _tokens(settings: LosslessSettings, seed: int, progress: Progress) -> dict[str, Any]:
     """What `tltlab audit` reports."""
     import torch
 
@@ -102,7 +102,7 @@ _NO_CURVES = pd.DataFrame({"side": [], "seed": [], "rl_step": [], "reward": []})
 
 
 def _rewards(
-    settings: Settings, folder: Path, seed: int, progress: Callable[[str], None]
+    settings: LosslessSettings, folder: Path, seed: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     """Rows of the differences, and the reward of every RL step of every run."""
     with prepared(settings, folder, progress, workers=settings.workers, heldout=settings.heldout) as work:
@@ -129,7 +129,7 @@ def _rewards(
 
 
 def rewards_of_run(
-    recipe: Any, out: Path, steps: int, progress: Callable[[str], None], *, at_start: bool = False
+    recipe: Any, out: Path, steps: int, progress: Progress, *, at_start: bool = False
 ) -> tuple[dict[str, float], list[float]]:
     """A run's held-out reward at the end, `first` that at the start where asked, its mean over RL steps, and each."""
     from tltlab.runtime.run.grpo import GrpoRun
@@ -249,7 +249,7 @@ def _power(row: Mapping[str, Any]) -> str:
 
 
 def _notes(
-    settings: Settings, rewards: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]
+    settings: LosslessSettings, rewards: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
     notes = []
     if rewards:
@@ -269,12 +269,12 @@ def _notes(
     return tuple(notes)
 
 
-def _level(settings: Settings, cases: Sequence[Mapping[str, Any]]) -> float:
+def _level(settings: LosslessSettings, cases: Sequence[Mapping[str, Any]]) -> float:
     """Bonferroni's level: two checks of every case that is sampled."""
     return settings.false_alarm_rate / max(2 * sum(case["p_value"] is not None for case in cases), 1)
 
 
-def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]], settings: Settings) -> Figure:
+def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]], settings: LosslessSettings) -> Figure:
     """Reward by RL step of both sides, and the p-values of the audited cases against what chance gives."""
     cases = [row for row in rows if row["kind"] == "tokens" and row["p_value"] is not None]
     panels = [name for name, num in (("curves", len(curves)), ("p-values", len(cases))) if num]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,13 @@ from pydantic import Field
 
 from tltlab.errors import ConfigError
 
+from . import Progress
+
 if TYPE_CHECKING:
     from tltlab.runtime.models.make import Size
 
 
-def own_model(model: Path | None, folder: Path, *, size: str, progress: Callable[[str], None]) -> Path:
+def own_model(model: Path | None, folder: Path, *, size: str, progress: Progress) -> Path:
     """The folder `model`, or `folder`/models/subset-sum-SIZE, trained first where it is not there yet.
 
     ConfigError where `model` is no folder that `tltlab make-model` wrote.
@@ -33,7 +35,7 @@ def own_model(model: Path | None, folder: Path, *, size: str, progress: Callable
     return made_model(model, progress, size=size)
 
 
-def made_model(out: Path, progress: Callable[[str], None], *, size: str | Size, task: str = "subset-sum") -> Path:
+def made_model(out: Path, progress: Progress, *, size: str | Size, task: str = "subset-sum") -> Path:
     """The folder `out` with a model of our own, trained first where it is not there."""
     if not (out / "config.json").is_file():
         from tltlab.runtime.models.make import make_model
@@ -52,7 +54,7 @@ def folder_or_temporary(out: Path | None, prefix: str) -> Iterator[Path]:
 Count = Annotated[int, Field(ge=1)]
 
 
-def bench_on(model: Path, settings: Any, *, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def bench_on(model: Path, settings: Any, *, seed: int, progress: Progress) -> dict[str, Any]:
     """What `tltlab bench runtime` finds on a model, at the sizes that the settings of an experiment have for it."""
     # Engines are heavy to import, and no simulation needs one.
     from .baseline_measured import bench_runtime
@@ -111,7 +113,7 @@ class Prepared:
 
 
 @contextmanager
-def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None], **more: Any) -> Iterator[Prepared]:
+def prepared(settings: RunSettings, folder: Path, progress: Progress, **more: Any) -> Iterator[Prepared]:
     """Make what is missing. A trained model stays in `folder`/models; head and runs are gone afterwards.
 
     `more` are `Sizes` that the settings do not have.

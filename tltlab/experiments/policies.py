@@ -32,7 +32,8 @@ from tltlab.sim.tuning.regimes import PolicyRegime, best_fixed, regimes
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .baseline_figures import JUDGED_BY, PROCESSOR, Measured, over_best_fixed
+from . import Progress
+from .baseline_figures import JUDGED_BY, PROCESSOR, ModeRollout, over_best_fixed
 from .models import Count, bench_on, own_model
 from .result import ExperimentResult, select_cases, with_interval
 
@@ -63,7 +64,7 @@ GOAL_WORST, GOAL_MEAN, GOAL_ORACLE = 1.02, 0.98, 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PoliciesSettings:
     """`rl_steps` of each regime under `seeds` seeds; `only` names regimes, all where it is empty; `jobs` processes.
 
     Recorded traces are looked for in the folder `traces`. The second line of fields is the measured part's, as in
@@ -91,7 +92,7 @@ FAST: Mapping[str, Any] = {"rl_steps": 2, "seeds": 1, "prompts": 4, "group_size"
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltPolicy:
     """A policy of the simulator from a function that builds its selector."""
 
     make: Callable[[np.random.Generator], Selector]
@@ -104,7 +105,7 @@ class Built:
         return self.make(rng)
 
 
-def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
+def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
     """Every policy by name, over the regime's drafters, or its first one where a policy knows no more."""
     name = regime.drafters[0]
     told_costs, start = regime.told, regime.phases[0].costs
@@ -115,27 +116,27 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | Built]:
     bands = [(batch, [*few, NO_SPECULATION]) for batch in BANDS]
     contexts = [(1, Strategy.chain(name, 5)), (32768, Strategy.chain(name, 3)), (131072, NO_SPECULATION)]
     trimmed = [Strategy(name, 7, 1, verified) for verified in range(2, 9)]
-    thresholds = (1, 5, 17, 33)
+    published = paper_buckets([*few[:3], NO_SPECULATION], (1, 5, 17, 33))
     return {
         ADAPTIVE: Policy(selector=AdaptiveSpec(drafters=regime.drafters)),
-        "goodput": Built(lambda rng: Goodput(chains, told_costs, rng=rng)),
-        "table by batch": Built(lambda rng: BatchTable(rows)),
-        "table by context": Built(lambda rng: ContextTable(contexts)),
-        "verify budget": Built(lambda rng: Goodput(trimmed, start, epsilon=0.0, rng=rng)),
-        "accepted thresholds": Built(lambda rng: AcceptedThresholds(name)),
-        "cost profile": Built(lambda rng: Goodput(chains, start, epsilon=0.0, rng=rng)),
-        "ucb1": Built(lambda rng: Ucb1([NO_SPECULATION, *few], exploration=0.1, reward="relative")),
-        "beg-mab published": Built(lambda rng: BegMab(paper_buckets([*few[:3], NO_SPECULATION], thresholds), rng=rng)),
-        SEVERAL: Built(lambda rng: BegMab(arms, rng=rng)),
-        "beg-mab, arms and means": Built(lambda rng: BegMab(arms, statistic="mean", rng=rng)),
-        "beg-mab, arms and relative": Built(lambda rng: BegMab(arms, reward="relative", rng=rng)),
-        "beg-mab, arms and bands": Built(lambda rng: BegMab(bands, rng=rng)),
-        "beg-mab, all repairs": Built(lambda rng: BegMab(bands, statistic="mean", reward="relative", rng=rng)),
+        "goodput": BuiltPolicy(lambda rng: Goodput(chains, told_costs, rng=rng)),
+        "table by batch": BuiltPolicy(lambda rng: BatchTable(rows)),
+        "table by context": BuiltPolicy(lambda rng: ContextTable(contexts)),
+        "verify budget": BuiltPolicy(lambda rng: Goodput(trimmed, start, epsilon=0.0, rng=rng)),
+        "accepted thresholds": BuiltPolicy(lambda rng: AcceptedThresholds(name)),
+        "cost profile": BuiltPolicy(lambda rng: Goodput(chains, start, epsilon=0.0, rng=rng)),
+        "ucb1": BuiltPolicy(lambda rng: Ucb1([NO_SPECULATION, *few], exploration=0.1, reward="relative")),
+        "beg-mab published": BuiltPolicy(lambda rng: BegMab(published, rng=rng)),
+        SEVERAL: BuiltPolicy(lambda rng: BegMab(arms, rng=rng)),
+        "beg-mab, arms and means": BuiltPolicy(lambda rng: BegMab(arms, statistic="mean", rng=rng)),
+        "beg-mab, arms and relative": BuiltPolicy(lambda rng: BegMab(arms, reward="relative", rng=rng)),
+        "beg-mab, arms and bands": BuiltPolicy(lambda rng: BegMab(bands, rng=rng)),
+        "beg-mab, all repairs": BuiltPolicy(lambda rng: BegMab(bands, statistic="mean", reward="relative", rng=rng)),
         "none": Policy(selector=NoneSpec()),
     }
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: PoliciesSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; ConfigError for a regime that there is not, and for models that are none."""
     if not settings.simulated and not settings.models:
         raise ConfigError("nothing to do: with simulated=false, name models to measure on")
@@ -164,7 +165,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
 
 
 def _measured(
-    settings: Settings, model: str, folder: Path, seed: int, progress: Callable[[str], None]
+    settings: PoliciesSettings, model: str, folder: Path, seed: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """A row per epoch and mode of `tltlab bench runtime` on a model."""
     trained = Path(model) if "/" in model or Path(model).is_dir() else None
@@ -175,7 +176,7 @@ def _measured(
 
 def measured_rows(name: str, result: Mapping[str, Any], clock: str = "wall") -> list[dict[str, Any]]:
     """What `bench_runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
-    rollouts = [Measured(**row) for row in result["rows"] if row["round"]]
+    rollouts = [ModeRollout(**row) for row in result["rows"] if row["round"]]
     per, field = (JUDGED_BY, "seconds") if clock == "wall" else (PROCESSOR, "processor_s")
     took = pd.DataFrame([asdict(r) for r in rollouts]).groupby(["mode", "epoch"])[[field, "num_tokens"]].mean()
     return [

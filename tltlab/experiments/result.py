@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_origin, get_type_hints
@@ -18,6 +18,8 @@ from tltlab.charts import save_figure
 from tltlab.config import faults_in
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import new_folder, write_json
+
+from . import Progress
 
 RESULT, TABLE, PICTURE = "result.json", "table.csv", "picture.png"
 _OURS = {RESULT, TABLE, PICTURE, "report.html"}
@@ -144,7 +146,7 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
     Values are checked against the field's type and its pydantic constraints; those of a tuple are separated by commas.
     ConfigError for an unknown key, which lists the known ones with their values, and for a value that is none.
 
-    >>> read_settings(Settings, overrides=["rounds=3", "depths=2,4"]).depths
+    >>> read_settings(AskedSettings, overrides=["rounds=3", "depths=2,4"]).depths
     (2, 4)
     """
     hints = get_type_hints(kind)
@@ -160,7 +162,7 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
         return TypeAdapter(kind).validate_python(values)
 
 
-def select_cases(kind: str, cases: Iterable[C], only: Sequence[str], progress: Callable[[str], None]) -> Iterator[C]:
+def select_cases(kind: str, cases: Iterable[C], only: Sequence[str], progress: Progress) -> Iterator[C]:
     """The cases that `only` names, all where it is empty; `progress` says each when its turn comes.
 
     Raises ConfigError for a name that no case of this `kind` has.

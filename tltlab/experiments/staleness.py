@@ -8,7 +8,7 @@ too: `same responses` rows compare the one that training would have left with th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace, read
 
-from . import models
+from . import Progress, models
 from .models import Count, Prepared, RunSettings, on_devices, prepared
 from .result import ExperimentResult, whole_numbers, with_interval
 
@@ -35,7 +35,7 @@ _NEXT_SEED = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(RunSettings):
+class StalenessSettings(RunSettings):
     """`steps` RL steps of each run, `stop_after` the ones in which the stopped one still trains, over `seeds` seeds.
 
     Rollouts run on `workers` engines; their idle ones train. `annotate` responses per engine and RL step are annotated.
@@ -51,7 +51,7 @@ class Settings(RunSettings):
 FAST: Mapping[str, Any] = models.FAST | {"steps": 3, "stop_after": 1, "workers": 2}
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: StalenessSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; a model that is trained stays in `folder`/models. RunError where nothing was drafted."""
     if settings.stop_after >= settings.steps:
         raise ConfigError(f"stop_after={settings.stop_after}: of steps={settings.steps} none is left without training")
@@ -77,7 +77,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     )
 
 
-def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, progress: Callable[[str], None]) -> Trace:
+def _run(settings: StalenessSettings, work: Prepared, out: Path, seed: int, stop: int, progress: Progress) -> Trace:
     """A run whose idle workers train the drafter in the first `stop` RL steps, and never after."""
     from tltlab.runtime.models.runs import fixed_depth, recipe_of, trained_beside
     from tltlab.runtime.run.grpo import GrpoRun
@@ -237,7 +237,7 @@ def _of(interval: Interval | None) -> str:
     return "an unknown number of" if interval is None else with_interval(interval.estimate, interval.low, interval.high)
 
 
-def _notes(settings: Settings, model: Path, losses: Staleness) -> tuple[str, ...]:
+def _notes(settings: StalenessSettings, model: Path, losses: Staleness) -> tuple[str, ...]:
     return (
         f"{model}: runs of the same seed have the same prompts, model and first drafter; in each the drafter serves at "
         f"depth {settings.draft_depth} throughout, and what training leaves of an RL step serves from the next one on",

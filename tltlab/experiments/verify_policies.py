@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from tltlab.sim.verification.run_files import InForce, policies_in_force, repeat
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from tltlab.traces.trace import Trace, read
 
+from . import Progress
 from .models import folder_or_temporary
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
@@ -177,7 +178,7 @@ def verify_policies(
     samples: int = SAMPLES,
     seed: int = 0,
     out: Path | None = None,
-    say: Callable[[str], None] = lambda message: None,
+    say: Progress = lambda message: None,
 ) -> PolicyVerification:
     """Roll out each policy once a round on real engines with RUN's model and data, and predict every rollout.
 

@@ -12,7 +12,7 @@ from tltlab.charts import bars, lines, scatter_identity
 from tltlab.errors import ConfigError
 
 from .origin import repeat_blocks, versions_of
-from .page import Absent, Block, Code, Facts, Items, Page, Part, Picture, Section, Text, number, records
+from .page import Absent, Block, Code, Facts, Items, Page, Paragraph, Part, Picture, Section, number, records
 from .verify import from_result
 
 SIMULATED = "Simulated: a prediction, not a measurement."
@@ -77,7 +77,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     whole = all(row.get("step_s") is not None for row in rows)
     best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
     verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
-    blocks: list[Block] = [Text(text=SIMULATED)]
+    blocks: list[Block] = [Paragraph(text=SIMULATED)]
     for ratio, subject, heading in (("ratio", "rollout", "Rollouts"), ("step_ratio", "RL step", "Whole RL steps")):
         if ratio == "ratio" or any(row.get(ratio) is not None for row in rows):
             blocks.append(_ratio_picture(rows, labels, ratio, f"{subject} time over that of {baseline}", heading))
@@ -92,7 +92,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(result, rows)]
     notes = result.get("notes")
     if isinstance(notes, list) and notes:
-        parts.append(Section(title="Notes", blocks=tuple(Text(text=str(note)) for note in notes)))
+        parts.append(Section(title="Notes", blocks=tuple(Paragraph(text=str(note)) for note in notes)))
     above = {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup"}
     parts.append(_origin(result, above))
     fastest = best.get("step_ratio" if whole else "ratio")
@@ -191,7 +191,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     ends = result.get("ranges")
     if isinstance(ends, list) and ends:
         orders = tuple((f"{end['number']} x {end['factor']:g}", ", ".join(map(str, end["order"]))) for end in ends)
-        lead = Text(text="The order, fastest first, with each number that was assumed at the ends of its range.")
+        lead = Paragraph(text="The order, fastest first, with each number that was assumed at the ends of its range.")
         parts.append(Section(title="Over the plausible ranges", blocks=(lead, Items(rows=orders))))
     exclusions = result.get("left_out")
     if isinstance(exclusions, dict) and exclusions:
@@ -257,14 +257,14 @@ def _experiment(result: Mapping[str, Any], path: Path) -> Page:
     columns = {key: (key.replace("_", " "), "" if key in text else ".4g") for key in keys}
     blocks: list[Block] = []
     if result.get("prediction"):
-        blocks.append(Text(text=SIMULATED))
+        blocks.append(Paragraph(text=SIMULATED))
     beside = path.parent / "picture.png" if path.name == "result.json" else None
     if beside is not None and (
         picture := Picture.of_png(beside, alt=str(result["verdict"]), caption="What the table below has in figures.")
     ):
         blocks.append(picture)
     blocks.append(records(rows, columns, caption=str(result.get("question", "Result")), text=text))
-    blocks += [Text(text=str(note)) for note in result.get("notes") or ()]
+    blocks += [Paragraph(text=str(note)) for note in result.get("notes") or ()]
     title = f"Experiment: {result.get('name', path.stem)}"
     origin = dict(result.get("settings") or {}) | {key: result.get(key) for key in ("command", "versions")}
     parts = (Section(title="Result", blocks=tuple(blocks)), _origin(origin, set()))

@@ -10,7 +10,7 @@ from tltlab.stats import resampled_ratio
 from tltlab.traces.drafts import walked_drafts
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Part, Picture, Section, Table
+from .page import Absent, Block, PageTable, Part, Picture, Section
 from .speculation import PER_DRAFT, Estimate, accept_length, banded
 
 
@@ -54,7 +54,7 @@ def _training_blocks(training: pd.DataFrame) -> list[Block]:
         ))  # fmt: skip
     columns = ("RL step", "periods", "training s", "set-up s", "longest yield s", "updates", "tokens", "loss")
     caption = "Training on idle workers: periods and their seconds over all workers; a group's update counts once."
-    return [Table(caption=caption, columns=columns, rows=tuple(rows), summary="Training, RL step by RL step")]
+    return [PageTable(caption=caption, columns=columns, rows=tuple(rows), summary="Training, RL step by RL step")]
 
 
 def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:

@@ -13,7 +13,7 @@ from tltlab.errors import TltlabError
 from tltlab.files import parse_json, read_object, read_text
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
+from .page import Absent, Block, Code, Facts, Items, PageTable, Paragraph, Part, Section
 
 _MOST_EVENTS = 60
 
@@ -26,7 +26,7 @@ def findings_part(run: Path) -> Part:
     except TltlabError as error:
         return Absent(title=title, reason=str(error))
     checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
-    blocks: list[Block] = [Text(text="None of the known failure signatures was found.")]
+    blocks: list[Block] = [Paragraph(text="None of the known failure signatures was found.")]
     if diagnosis.findings:
         rows = []
         for finding in diagnosis.findings:
@@ -34,9 +34,9 @@ def findings_part(run: Path) -> Part:
             rows.append((f"{finding.severity}: {finding.title}{place}", f"{finding.evidence} {finding.advice}".strip()))
         blocks = [Items(rows=tuple(rows))]
     good = "; ".join(check.good for check in diagnosis.good)
-    blocks.append(Text(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
+    blocks.append(Paragraph(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
     if diagnosis.not_checked:
-        blocks.append(Table(
+        blocks.append(PageTable(
             caption="Checks that lacked data.", columns=("check", "why"), rows=diagnosis.not_checked,
             text_columns=frozenset({0, 1}), summary=f"{len(diagnosis.not_checked)} checks that could not be made",
         ))  # fmt: skip
@@ -65,7 +65,7 @@ def events_part(run: Path) -> Part:
         half = _MOST_EVENTS // 2
         shown, num_hidden = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
     summary = f"{len(rows)} events" + (f", {num_hidden} in the middle are left out here" if num_hidden else "")
-    table = Table(
+    table = PageTable(
         caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
         summary=summary,
     )  # fmt: skip
@@ -101,9 +101,9 @@ def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
 def repeat_blocks(argv: Any, unknown: str) -> list[Block]:
     """The command to repeat something, as a shell takes it; the sentence `unknown` where it is not known."""
     if not argv or not isinstance(argv, Sequence):
-        return [Text(text=unknown)]
+        return [Paragraph(text=unknown)]
     code = argv if isinstance(argv, str) else command_line([str(word) for word in argv])
-    return [Text(text="To repeat it:"), Code(code=code, label="command to repeat")]
+    return [Paragraph(text="To repeat it:"), Code(code=code, label="command to repeat")]
 
 
 def command_line(argv: Sequence[str]) -> str:

@@ -84,7 +84,7 @@ class Pictures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PageTable:
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
     A table with `summary` is folded under it: for figures that few read. `links` are where the rows' first cells lead;
@@ -110,7 +110,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class Paragraph:
     """A paragraph; `strong` for a verdict."""
 
     text: str
@@ -146,7 +146,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class Transcript:
     """What a model was asked and said, in pieces; `label` has its facts."""
 
     label: str
@@ -155,7 +155,7 @@ class Response:
     kind: Literal["response"] = "response"
 
 
-Block = Picture | Pictures | Table | Facts | Text | Items | Code | Response
+Block = Picture | Pictures | PageTable | Facts | Paragraph | Items | Code | Transcript
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,13 +257,13 @@ def records(
     caption: str,
     text: Sequence[str] = (),
     summary: str | None = None,
-) -> Table:
+) -> PageTable:
     """A table of dicts. `columns` maps a key to its heading and number format ("" for text); keys that no row knows
     are left out, `text` names text columns beside the first."""
     keys = [key for key in columns if any(row.get(key) is not None for row in rows)]
     at_left = frozenset({0, *(i for i, key in enumerate(keys) if key in text)})
     cells = tuple(tuple(_cell(row.get(key), columns[key][1]) for key in keys) for row in rows)
-    return Table(
+    return PageTable(
         caption=caption, columns=tuple(columns[k][0] for k in keys), rows=cells, text_columns=at_left, summary=summary
     )
 

@@ -16,7 +16,7 @@ from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Part, Piece, Response, Section, Text, number
+from .page import Absent, Block, Paragraph, Part, Piece, Section, Transcript, number
 
 TITLE = "A few responses"
 _HEAD, _TAIL = 400, 120
@@ -42,7 +42,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     decode, decoding = _decoder(run, recipe)
     remarks = [*notes, *([] if names or notes else ["nothing was drafted in this RL step"]), decoding]
     blocks: list[Block] = [
-        Text(
+        Paragraph(
             text=f"Of RL step {last.rl_steps[0]}. Marked text was drafted and kept, in a colour for each drafter; the "
             "rest is the model's own, underlined where nothing of a draft was kept. Point at it to see how much of a "
             f"draft was kept. {'; '.join(remarks).capitalize()}."
@@ -58,10 +58,11 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
             if len(of_row) else "no drafts known",
         )  # fmt: skip
         prompt = decode(row["prompt_token_ids"].tolist())
-        blocks.append(Response(label=f"{label}: {', '.join(facts)}", prompt=prompt, pieces=pieces))
-    drafters = tuple(Piece(text=name, drafter=at % 4 + 1) for name, at in names.items())
-    return Section(title=TITLE, blocks=(blocks[0], Response(label="Drafters", pieces=drafters), *blocks[1:]) if drafters
-                   else tuple(blocks))  # fmt: skip
+        blocks.append(Transcript(label=f"{label}: {', '.join(facts)}", prompt=prompt, pieces=pieces))
+    if names:
+        legend = tuple(Piece(text=name, drafter=at % 4 + 1) for name, at in names.items())
+        blocks.insert(1, Transcript(label="Drafters", pieces=legend))
+    return Section(title=TITLE, blocks=tuple(blocks))
 
 
 def _step(trace: Trace) -> int:

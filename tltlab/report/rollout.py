@@ -17,7 +17,7 @@ from tltlab.traces.lanes import median_step
 from tltlab.traces.schema import GRAPH_KINDS
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Part, Picture, Pictures, Section, Text, number, records
+from .page import Absent, Block, Paragraph, Part, Picture, Pictures, Section, number, records
 from .timeline import timeline
 
 PERCENTILES = (10, 50, 90, 95, 99, 100)
@@ -69,13 +69,13 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
     if isinstance(planned, dict):
         predicted = planned.get("predicted_bytes")
         memory = "" if predicted is None else f" Predicted: {predicted / 2**30:.2f} GiB on each GPU."
-        blocks.append(Text(text=f"Planned: {'; '.join(planned['notes'])}.{memory}"))
+        blocks.append(Paragraph(text=f"Planned: {'; '.join(planned['notes'])}.{memory}"))
     if (mode := captured[0].get("mode")) is not None:
         first, num_bytes = captured[0], captured[0].get("num_bytes")
         memory = "" if num_bytes is None else f", which took {num_bytes / 2**30:.2f} GiB"
         num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
         sentence = f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode})."
-        blocks.append(Text(text=sentence))
+        blocks.append(Paragraph(text=sentence))
     shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
     decoding = table[table["prefill_tokens"] == 0]
     tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()

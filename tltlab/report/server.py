@@ -29,7 +29,7 @@ from tltlab.traces.schema import MANIFEST_FILE, SUFFIX, is_trace
 from tltlab.traces.trace import locate, read, run_folder
 
 from .origin import events_part
-from .page import POLICY, Page, Section, Served, Table, render
+from .page import POLICY, Page, PageTable, Section, Served, render
 from .write import RESULT, compare_runs, key_figures, report, verdict
 
 ADDRESS = "127.0.0.1"
@@ -102,7 +102,7 @@ class Runs:
             rows = {name: self._rows[name][1] if name in self._rows else ("...",) for name in runs}
         names = sorted(runs, key=lambda name: (-_newest(runs[name]), name))
         width, num_live = 2 + len(_COLUMNS), sum(_state(path) == _LIVE for path in runs.values())
-        table = Table(
+        table = PageTable(
             caption="A run's name leads to its page; two that are ticked are compared.",
             columns=("run", "state", *_COLUMNS, "verdict"),
             rows=tuple((name, *rows[name], *[""] * (width - len(rows[name]))) for name in names),

@@ -14,7 +14,7 @@ from tltlab.charts import lines, shares
 from tltlab.stats import resampled_ratio
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Part, Picture, Section, Table, Text, number
+from .page import Absent, Block, PageTable, Paragraph, Part, Picture, Section, number
 
 PER_DRAFT = "tokens per draft"
 _MOST_ARMS = 8
@@ -102,14 +102,14 @@ def _accept_length(rows: pd.DataFrame) -> Estimate:
     return accept_length(*rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T)
 
 
-def _by_strategy(table: pd.DataFrame) -> Table:
+def _by_strategy(table: pd.DataFrame) -> PageTable:
     rows = []
     for name, part in table.groupby("strategy", sort=True):
         value, low, high = _accept_length(part)
         share, drafts = part["num_accepted"].sum() / part["num_drafted"].sum(), int(part["drafts"].sum())
         interval = "–" if np.isnan(low) else f"{low:.2f} to {high:.2f}"
         rows.append((str(name), f"{len(part):,}", f"{drafts:,}", f"{value:.2f}", interval, f"{share:.1%}"))
-    return Table(
+    return PageTable(
         caption="By strategy, over all batches. Each was chosen for other batches and RL steps: this is "
         "no comparison of strategies.",
         columns=("drafter:depth", "iterations", "drafts", "accept length", "95 % interval", "draft tokens kept"),
@@ -130,7 +130,7 @@ def arms_part(trace: Trace) -> Part:
     arms = [*shown, *(["other"] if (table["arm"] == "other").any() else [])]
     if len(arms) == 1:
         only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
-        return Section(title=title, blocks=(Text(text=only),))
+        return Section(title=title, blocks=(Paragraph(text=only),))
     alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
     over = _choices_over_time(table, arms, whole_run=len(trace.rl_steps) > 1)
     caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
@@ -187,7 +187,7 @@ def _arm_order(name: str) -> tuple[bool, str, int, str]:
     return (name != "none", drafter, int(depth) if depth.isdigit() else 0, name)
 
 
-def _arm_table(table: pd.DataFrame, arms: list[str]) -> Table:
+def _arm_table(table: pd.DataFrame, arms: list[str]) -> PageTable:
     rows = []
     for arm in arms:
         of_arm = table[table["arm"] == arm]
@@ -195,7 +195,7 @@ def _arm_table(table: pd.DataFrame, arms: list[str]) -> Table:
         chances = "–" if chance.empty else f"{chance.median():.2f} ({chance.min():.2f} to {chance.max():.2f})"
         rows.append((arm, f"{len(of_arm):,}", f"{len(of_arm) / len(table):.1%}", chances,
                      "–" if reward.empty else f"{reward.median():.4g}"))  # fmt: skip
-    return Table(
+    return PageTable(
         caption="Arms. Probability: the one with which the policy chose the arm when it did, median and range. Reward: "
         "median of what the policy was told, in its own unit.",
         columns=("drafter:depth", "chosen", "share", "probability", "reward"),

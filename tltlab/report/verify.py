@@ -11,7 +11,7 @@ from tltlab.console import progress
 from tltlab.errors import TltlabError
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Part, Picture, Section, Text, number, records
+from .page import Absent, Paragraph, Part, Picture, Section, number, records
 
 TITLE = "Predicted against measured"
 
@@ -71,7 +71,7 @@ def from_result(verification: Mapping[str, Any], source: str) -> Part:
     return Section(
         title=TITLE,
         blocks=(
-            Text(text=text),
+            Paragraph(text=text),
             Picture.of(
                 figure, shape="square", alt=f"Predicted over measured rollout seconds of {len(rows)} RL steps: median "
                 f"error {number(median, '.1%')}, worst {number(worst, '.1%')}.",

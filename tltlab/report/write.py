@@ -16,7 +16,7 @@ from tltlab.traces.trace import Trace, is_trace, locate, read, run_folder
 from .comparison import comparison_page
 from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
-from .page import Absent, Page, Part, Section, Table, Text, number, write_page
+from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, write_page
 from .responses import responses_part
 from .rollout import graphs_part, lengths_part, off_policy_part, side_by_side_parts, steps_part, timeline_part
 from .speculation import acceptance_part, arms_part
@@ -120,8 +120,8 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     rows = tuple((name, *(run.get(name, "–") for run in figures)) for name in dict.fromkeys([*figures[0], *figures[1]]))
     caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
     blocks = (
-        Table(caption=caption, columns=("figure", *names), rows=rows),
-        Text(text="tltlab compare holds policies against each other on the same responses and the same luck."),
+        PageTable(caption=caption, columns=("figure", *names), rows=rows),
+        Paragraph(text="tltlab compare holds policies against each other on the same responses and the same luck."),
     )
     parts = (
         Section(title="Figures", blocks=blocks),
@@ -140,8 +140,10 @@ def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Part:
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
     rows = tuple((key, *(json.dumps(of_run[key]) if key in of_run else "–" for of_run in flat)) for key in keys)
     if not rows:
-        return Section(title=title, blocks=(Text(text="None: both were started with the same recipe."),))
-    table = Table(caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2}))
+        return Section(title=title, blocks=(Paragraph(text="None: both were started with the same recipe."),))
+    table = PageTable(
+        caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2})
+    )
     return Section(title=title, blocks=(table,))
 
 

@@ -25,7 +25,7 @@ from ..conftest import Command
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class AskedSettings:
     model: Path | None = None
     rounds: Annotated[int, Field(ge=1)] = 2
     depths: tuple[int, ...] = (4, 8)
@@ -60,12 +60,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict]:
     """An experiment of our own; gives what it was last run with."""
     seen: dict = {}
 
-    def run(settings, *, folder, seed, progress):
+    def run(settings: AskedSettings, *, folder, seed, progress):
         seen.update(settings=settings, folder=folder, seed=seed)
         progress("working")
         return answer()
 
-    module = SimpleNamespace(Settings=Settings, FAST={"rounds": 1}, run=run)
+    module = SimpleNamespace(FAST={"rounds": 1}, run=run)
     row = Experiment(name="asked", module="asked", question="Does it?", takes="no time")
     monkeypatch.setitem(EXPERIMENTS, "asked", row)
     monkeypatch.setattr(Experiment, "load", lambda self: module)
@@ -87,9 +87,9 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(experiment: Comman
 
 
 def test_settings_are_the_defaults_then_those_of_fast_then_the_users():
-    assert read_settings(Settings) == Settings()
-    fast = read_settings(Settings, {"rounds": 1, "depths": (2,)}, ["depths=1,3", "share=0.25", "model=here"])
-    assert fast == Settings(model=Path("here"), rounds=1, depths=(1, 3), share=0.25)
+    assert read_settings(AskedSettings) == AskedSettings()
+    fast = read_settings(AskedSettings, {"rounds": 1, "depths": (2,)}, ["depths=1,3", "share=0.25", "model=here"])
+    assert fast == AskedSettings(model=Path("here"), rounds=1, depths=(1, 3), share=0.25)
     assert settings_json(fast, seed=3) == {"model": "here", "rounds": 1, "depths": [1, 3], "share": 0.25, "seed": 3}
 
 
@@ -104,13 +104,13 @@ def test_settings_are_the_defaults_then_those_of_fast_then_the_users():
 )
 def test_a_wrong_setting_is_named(override: str, said: str):
     with pytest.raises(ConfigError, match=said):
-        read_settings(Settings, overrides=[override])
+        read_settings(AskedSettings, overrides=[override])
 
 
 def test_the_command_runs_the_experiment_and_writes_its_folder(asked, tmp_path: Path, experiment: Command):
     code, out, err = experiment("asked", "--fast", "depths=2", "--seed", "5", "--out", tmp_path, "--json")
     assert code == 0
-    assert asked()["settings"] == Settings(rounds=1, depths=(2,))
+    assert asked()["settings"] == AskedSettings(rounds=1, depths=(2,))
     assert (asked()["seed"], asked()["folder"]) == (5, tmp_path)
     assert "working" in err
     told = json.loads(out)
@@ -123,7 +123,9 @@ def test_the_command_runs_the_experiment_and_writes_its_folder(asked, tmp_path: 
 
 
 def test_a_model_for_an_experiment_without_one_is_refused(experiment: Command, asked, monkeypatch):
-    monkeypatch.setattr(Experiment, "load", lambda self: SimpleNamespace(Settings=NoModel, FAST={}))
+    def run(settings: NoModel): ...
+
+    monkeypatch.setattr(Experiment, "load", lambda self: SimpleNamespace(FAST={}, run=run))
     code, _, err = experiment("asked", "--model", "somewhere")
     assert code == 2
     assert "the experiment asked runs no model" in err
@@ -196,7 +198,7 @@ def test_nothing_half_written_is_left_where_writing_fails(tmp_path: Path, monkey
 
 
 def graphs_of(*overrides: str) -> ExperimentResult:
-    settings = read_settings(graph_memory.Settings, graph_memory.FAST, overrides)
+    settings = read_settings(graph_memory.GraphMemorySettings, graph_memory.FAST, overrides)
     return graph_memory.run(settings, folder=Path("unused"), seed=0, progress=lambda said: None)
 
 
@@ -288,7 +290,7 @@ def test_the_notes_say_how_far_the_reading_is_from_the_papers_figures(graphs: Ex
 
 def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction(tmp_path: Path):
     settings = read_settings(
-        baseline.Settings,
+        baseline.BaselineSettings,
         baseline.FAST,
         ["parts=predicted", "models=Qwen2.5-7B", "machines=H100,A100", "gpu_prompts=8", "gpu_rl_steps=3",
          "lengths=reasoning"],
@@ -321,7 +323,7 @@ def test_the_two_gpus_engines_split_a_model_as_the_paper_says():
 
 
 def test_the_long_tail_reaches_the_cap_and_the_reasoning_models_do_not():
-    settings = read_settings(baseline.Settings)
+    settings = read_settings(baseline.BaselineSettings)
     longest, share = {}, {}
     for name in settings.lengths:
         tokens = lengths_trace(name, replace(settings, gpu_rl_steps=2), seed=0).outcomes["response_tokens"]
@@ -351,7 +353,7 @@ def bench_result(*, low: float, high: float, rounds: int) -> dict:
 
 
 def measured_from(path: Path) -> ExperimentResult:
-    settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={path}"])
+    settings = read_settings(baseline.BaselineSettings, None, ["parts=measured", f"measured={path}"])
     return baseline.run(settings, folder=path.parent, seed=0, progress=print)
 
 

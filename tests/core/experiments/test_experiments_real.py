@@ -187,7 +187,7 @@ def test_an_iteration_that_waited_for_the_machine_counts_little():
     [("policy=fixed", "it has nothing to pick"), ("drafter=crystal-ball", "there are: ngram, suffix")],
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_is_made(tmp_path: Path, override: str, said: str):
-    settings = read_settings(batch_size.Settings, batch_size.FAST, [override])
+    settings = read_settings(batch_size.BatchSizeSettings, batch_size.FAST, [override])
     with pytest.raises(ConfigError, match=said):
         batch_size.run(settings, folder=tmp_path, seed=0, progress=print)
 
@@ -232,7 +232,7 @@ def test_few_rl_steps_are_said_to_tell_little():
 
 
 def test_training_that_never_stops_is_no_experiment(tmp_path: Path):
-    settings = read_settings(staleness.Settings, staleness.FAST, ["steps=3", "stop_after=3"])
+    settings = read_settings(staleness.StalenessSettings, staleness.FAST, ["steps=3", "stop_after=3"])
     with pytest.raises(ConfigError, match="none is left without training"):
         staleness.run(settings, folder=tmp_path, seed=0, progress=print)
 
@@ -290,6 +290,6 @@ def test_the_verdict_says_what_differs_or_how_much_would_have_been_seen(rows: li
 
 
 def test_a_head_that_is_none_is_refused_before_a_model_is_made(tmp_path: Path):
-    settings = read_settings(staleness.Settings, staleness.FAST, [f"head={tmp_path / 'nothing'}"])
+    settings = read_settings(staleness.StalenessSettings, staleness.FAST, [f"head={tmp_path / 'nothing'}"])
     with pytest.raises(ConfigError, match="is no folder of `tltlab train-drafter`"):
         staleness.run(settings, folder=tmp_path, seed=0, progress=print)

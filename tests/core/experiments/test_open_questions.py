@@ -7,9 +7,9 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.experiments.result import read_settings
 from tltlab.experiments.simulated import open_questions
-from tltlab.experiments.simulated.open_questions import CASES, Settings, measured, verdict
+from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured, verdict
 
-SMALL = Settings(rl_steps=2, share=0.1, cap=256)
+SMALL = OpenQuestionsSettings(rl_steps=2, share=0.1, cap=256)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_published_workloads_have_the_scripts_responses_and_gpus():
 
 
 def test_the_experiment_tells_its_rows_and_refuses_an_unknown_one(rows, tmp_path, monkeypatch):
-    settings = read_settings(Settings, {"cap": 256, "rl_steps": 2, "only": ("multi-turn",)})
+    settings = read_settings(OpenQuestionsSettings, {"cap": 256, "rl_steps": 2, "only": ("multi-turn",)})
     monkeypatch.setattr(open_questions, "measured", lambda case, settings, seed: rows[case.name])
     result = open_questions.run(settings, folder=tmp_path, seed=0, progress=lambda said: None)
     assert result.prediction

@@ -12,7 +12,7 @@ from tltlab.experiments.policies import (
     ADAPTIVE,
     ORACLE,
     SOURCES,
-    Settings,
+    PoliciesSettings,
     by_part,
     judged,
     measured_rows,
@@ -103,7 +103,7 @@ def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(found, o
     monkeypatch.setattr(policies, "regimes", lambda *asked: tuple(found.values()))
     as_of_tiny = [*of_tiny.values()]
     monkeypatch.setattr(policies, "judged", lambda regime, seeds: [r | {"regime": regime.name} for r in as_of_tiny])
-    settings = Settings(only=("tiny", "gcd-small"), traces=TRACES, rl_steps=1, seeds=1)
+    settings = PoliciesSettings(only=("tiny", "gcd-small"), traces=TRACES, rl_steps=1, seeds=1)
     result = run(settings, folder=tmp_path, seed=0, progress=said.append)
     assert set(zip(result.rows["regime"], result.rows["policy"], strict=True)) == {
         (regime, policy) for regime in settings.only for policy in SOURCES
@@ -112,9 +112,9 @@ def test_a_whole_run_has_every_policy_in_each_regime_that_was_asked_for(found, o
     assert "over 2 regimes" in result.verdict
     assert [line.split(":")[0] for line in said] == ["gcd-small", "gcd-small", "tiny", "tiny"]
     with pytest.raises(ConfigError, match="name models to measure on"):
-        run(Settings(simulated=False), folder=tmp_path, seed=0, progress=print)
+        run(PoliciesSettings(simulated=False), folder=tmp_path, seed=0, progress=print)
     with pytest.raises(ConfigError, match="no regime named 'tinny'"):
-        run(Settings(only=("tinny",), traces=TRACES, rl_steps=1), folder=tmp_path, seed=0, progress=print)
+        run(PoliciesSettings(only=("tinny",), traces=TRACES, rl_steps=1), folder=tmp_path, seed=0, progress=print)
 
 
 def test_what_was_measured_is_held_against_the_best_fixed_depth():

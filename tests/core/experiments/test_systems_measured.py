@@ -9,7 +9,15 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.experiments import find
-from tltlab.experiments.measured.systems import CHANGES, ONE_STEP_OFF, WHY_NOT, Settings, policy_of, recipe_for, run
+from tltlab.experiments.measured.systems import (
+    CHANGES,
+    ONE_STEP_OFF,
+    WHY_NOT,
+    SystemsSettings,
+    policy_of,
+    recipe_for,
+    run,
+)
 from tltlab.planning.systems import SYSTEMS
 
 
@@ -29,7 +37,7 @@ def test_every_system_runs_or_says_why_not():
 
 
 def test_each_that_runs_is_a_recipe_and_no_two_are_the_same(model: Path, tmp_path: Path):
-    settings = Settings(prompts=4, group_size=4, cap=64)
+    settings = SystemsSettings(prompts=4, group_size=4, cap=64)
     recipes = {
         name: recipe_for(settings, name, model, tmp_path / "head", tmp_path / "runs" / name, 0) for name in CHANGES
     }
@@ -50,4 +58,4 @@ def test_each_that_runs_is_a_recipe_and_no_two_are_the_same(model: Path, tmp_pat
 
 def test_what_cannot_be_asked_for_is_a_sentence(model: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="only: no system named 'areol'; there are verl"):
-        run(Settings(model=model, only=("areol",)), folder=tmp_path, seed=0, progress=print)
+        run(SystemsSettings(model=model, only=("areol",)), folder=tmp_path, seed=0, progress=print)

@@ -74,7 +74,7 @@ def test_hazards_are_chances_and_a_feature_without_a_value_is_no_fault():
 
 
 def test_the_experiment_gives_the_share_of_the_clairvoyant_gain_that_each_knowledge_reaches():
-    settings = experiment.Settings(names=("tiny",), traces=TRACES, rl_steps=1)
+    settings = experiment.LengthsSettings(names=("tiny",), traces=TRACES, rl_steps=1)
     result = experiment.run(settings, folder=Path(), seed=0, progress=lambda text: None)
     found = result.rows.set_index("knows")
     drafts = found[found["moment"] == experiment.DRAFTS]

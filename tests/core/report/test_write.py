@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.drafter import drafter_part
 from tltlab.report.origin import command_line
-from tltlab.report.page import Absent, Response, Section, Table, render
+from tltlab.report.page import Absent, PageTable, Section, Transcript, render
 from tltlab.report.responses import responses_part
 from tltlab.report.rollout import graphs_part, off_policy_part
 from tltlab.report.speculation import acceptance_part, strategy_names
@@ -76,7 +76,7 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     assert isinstance(part, Section)
     told, table = part.blocks
     assert "Captured by each of 2 engines: 1 full and 0 piecewise graphs, which took 1.00 GiB" in told.text
-    assert isinstance(table, Table)
+    assert isinstance(table, PageTable)
     columns = ("draft depth", "iterations", "one full graph", "piecewise", "no graph", "padding of decoding")
     assert table.columns == columns
     assert {row[0]: row[2:] for row in table.rows}["plain"] == ("0.0%", "100.0%", "0.0%", "50.0%")
@@ -207,7 +207,7 @@ def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
     tokens = pd.DataFrame({**key, "prompt_token_ids": [[8, 9]] * 3, "token_ids": [list(range(n)) for n in lengths]})
     tables = {"workload": workload, "outcomes": outcomes, "tokens": tokens, "iterations": iterations}
     part = responses_part(Trace.from_tables(Manifest(kind="recorded"), tables), tmp_path, None)
-    drafters, longest, median, lowest = (block for block in part.blocks if isinstance(block, Response))
+    drafters, longest, median, lowest = (block for block in part.blocks if isinstance(block, Transcript))
     assert [(piece.text, piece.drafter) for piece in drafters.pieces] == [("ngram", 1)]
     assert longest.label == "The longest: reward 0.5, 7 tokens, ended: stop, 3 of them drafted, 3 drafts"
     assert median.label.startswith("Of median length, the highest reward: reward 1,")
@@ -228,7 +228,7 @@ def test_a_long_response_is_shown_from_both_ends_in_its_own_words(tmp_path):
     key = {"rl_step": 0, "prompt_id": "p0", "sample": [0], "turn": 0}
     tokens = pd.DataFrame({**key, "prompt_token_ids": [[1]], "token_ids": [[0] * 599 + [1]]})
     part = responses_part(of_lengths([600]).replace(tokens=tokens), tmp_path, None)
-    (told,) = (block for block in part.blocks if isinstance(block, Response))
+    (told,) = (block for block in part.blocks if isinstance(block, Transcript))
     head, gap, tail = (piece.text for piece in told.pieces)
     assert head == " ".join("a" * 400)
     assert gap == " [80 tokens are left out] "
@@ -249,7 +249,7 @@ def test_accept_length_is_one_plus_accepted_over_drafts_by_strategies_named_shor
     trace = read(TINY)
     part = acceptance_part(trace)
     assert isinstance(part, Section)
-    table = next(block for block in part.blocks if isinstance(block, Table))
+    table = next(block for block in part.blocks if isinstance(block, PageTable))
     rows = trace.iterations[trace.iterations["num_drafted"] > 0]
     for name, depth in (("ngram:1", 1), ("ngram:4", 4)):
         own = rows[rows["draft_depth"] == depth]

@@ -11,15 +11,15 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.experiments import baseline, baseline_measured
-from tltlab.experiments.baseline_figures import Measured, PlainSteps, summarise
+from tltlab.experiments.baseline_figures import ModeRollout, PlainSteps, summarise
 from tltlab.experiments.baseline_measured import bench_runtime, measured, modes, text
 from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Response, Rollout
 
 
-def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> Measured:
-    return Measured(
+def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> ModeRollout:
+    return ModeRollout(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
         plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
         num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0, drafting_s=0.0,
@@ -77,7 +77,7 @@ def test_the_tail_begins_when_fewer_than_an_eighth_run():
 
 def test_speed_ups_are_of_seconds_per_plain_second_so_longer_responses_do_not_count_as_slowness():
     slow = row("off", "off", seconds=2.0, tail_seconds=1.0)
-    longer = Measured(**{name: getattr(slow, name) for name in slow.__slots__} | {
+    longer = ModeRollout(**{name: getattr(slow, name) for name in slow.__slots__} | {
         "mode": "bandit", "kind": "adaptive", "plain_s": 2.0, "tail_plain_s": 1.5,
     })  # fmt: skip
     static = row("suffix 4", "static", seconds=4.0, tail_seconds=2.0)
@@ -194,7 +194,7 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     assert len(said) == 9
     assert text(found).count("epoch") > 4
     (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
-    settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])
+    settings = read_settings(baseline.BaselineSettings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])
     experiment = baseline.run(settings, folder=tmp_path, seed=0, progress=print)
     assert experiment.rows["system"].tolist() == 2 * names
     assert (experiment.rows[["tokens_per_s", "rollout_s"]] > 0).all(axis=None)

@@ -21,7 +21,9 @@ def test_the_settings_reach_the_measurement(random_model: Path, tmp_path: Path, 
     monkeypatch.setattr("tltlab.experiments.baseline_measured.bench_runtime", bench_runtime)
     changes = [f"model={random_model}", "parts=measured", "prompts=3", "cap=32"]
     with pytest.raises(InterruptedError):
-        baseline.run(read_settings(baseline.Settings, baseline.FAST, changes), folder=tmp_path, seed=7, progress=print)
+        baseline.run(
+            read_settings(baseline.BaselineSettings, baseline.FAST, changes), folder=tmp_path, seed=7, progress=print
+        )
     assert asked == {
         "model": random_model, "prompts": 3, "group_size": 4, "epochs": 1, "rounds": 2, "max_response_tokens": 32,
         "seed": 7, "progress": print,

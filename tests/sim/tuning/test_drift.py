@@ -86,14 +86,14 @@ def test_the_surface_is_the_simulations_own():
 
 
 def test_the_experiment_says_whether_the_gate_clears_its_bar(tmp_path: Path):
-    settings = experiment.Settings(rl_steps=10, seeds=2, only=("no drift", "jump"), prompts=2)
+    settings = experiment.DriftSettings(rl_steps=10, seeds=2, only=("no drift", "jump"), prompts=2)
     result = experiment.run(settings, folder=tmp_path, seed=0, progress=lambda text: None)
     assert set(result.rows["regime"]) == {"no drift", "jump"}
     gated = result.rows[result.rows["schedule"] == "gated"]
     clears = gated["over_best"].max() <= experiment.GOAL
     assert ("it clears" in result.verdict) == clears
     with pytest.raises(ConfigError, match="no regime named 'storm'"):
-        experiment.run(experiment.Settings(only=("storm",)), folder=tmp_path, seed=0, progress=lambda text: None)
+        experiment.run(experiment.DriftSettings(only=("storm",)), folder=tmp_path, seed=0, progress=lambda text: None)
 
 
 def test_drawn_regimes_are_the_same_for_the_same_seed_and_can_be_played():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Policy
 from tltlab.traces.trace import read
 
+from .. import Progress
 from ..models import Count, own_model
 from ..result import ExperimentResult
 
@@ -69,7 +70,7 @@ WHY_NOT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SystemsSettings:
     """`steps` RL steps of each system in `only` (all that can run where it is empty), on `workers` engines.
 
     `model` is a folder of `tltlab make-model`, else one of `size` is trained; `head` a drafter of `tltlab
@@ -101,7 +102,7 @@ class Settings:
 FAST: Mapping[str, Any] = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4, "warm_up_updates": 20}
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: SystemsSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; its runs stay in `folder`/systems-runs. ConfigError for a system that there is not."""
     systems = {**SYSTEMS, ONE_STEP_OFF: None}
     if unknown := [name for name in settings.only if name not in systems]:
@@ -164,7 +165,7 @@ def learns(name: str) -> bool:
     return policy is not None and any(s.drafter == "learned" for s in policy.strategies)
 
 
-def recipe_for(settings: Settings, name: str, model: Path, head: Path | None, out: Path, seed: int) -> Any:
+def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path | None, out: Path, seed: int) -> Any:
     """The `Recipe` of a system's run, whose prompts and policy are written beside `out`."""
     from tltlab.runtime.models.runs import recipe_of, trained_beside
     from tltlab.runtime.recipe.recipe import Recipe
@@ -193,7 +194,9 @@ def recipe_for(settings: Settings, name: str, model: Path, head: Path | None, ou
     return Recipe.model_validate(fields)
 
 
-def _measured(settings: Settings, name: str, model: Path, head: Path | None, out: Path, seed: int) -> dict[str, Any]:
+def _measured(
+    settings: SystemsSettings, name: str, model: Path, head: Path | None, out: Path, seed: int
+) -> dict[str, Any]:
     """What a run of the system took, and what is predicted of it."""
     from tltlab.runtime.run.grpo import GrpoRun
     from tltlab.sim.verification.rollouts import verify

@@ -6,7 +6,7 @@ were chosen on the eight regimes; those drawn at random, with lengths, costs and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from pydantic import Field
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.charts import bars
 from tltlab.coordination.progress import SpotTraining
+from tltlab.experiments import Progress
 from tltlab.experiments.result import ExperimentResult, select_cases
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
@@ -34,7 +35,7 @@ SHARING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DriftSettings:
     """`rl_steps` of each regime under `seeds` seeds; `only` names regimes, all where it is empty.
 
     A fresh drafter's tokens are kept with chance `accept`; rollouts are of `prompts` prompts with 8 responses each.
@@ -54,7 +55,7 @@ class Settings:
 FAST: Mapping[str, Any] = {"rl_steps": 60, "seeds": 2, "unseen": 4}
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: DriftSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; ConfigError for a regime that there is not."""
     trace = log_normal(rl_steps=2, prompts=settings.prompts, cap=8192, workers=settings.workers, seed=seed)
     surface = _surface(trace, settings.costs, settings.accept)
@@ -85,7 +86,7 @@ def _surface(trace: Trace, costs: str, accept: float) -> Surface:
     return Surface.of(scenario, acceptance, "learned")
 
 
-def _unseen(settings: Settings, seed: int, progress: Callable[[str], None]) -> Iterator[tuple[Surface, Drift]]:
+def _unseen(settings: DriftSettings, seed: int, progress: Progress) -> Iterator[tuple[Surface, Drift]]:
     """Regimes and machines drawn at random."""
     rng = np.random.default_rng([seed, 11])
     for i in range(settings.unseen):

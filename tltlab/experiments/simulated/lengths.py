@@ -7,7 +7,7 @@ they say whom `adaptive` is to draft for. All are held against the same with the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from tltlab.charts import bars
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
+from tltlab.experiments import Progress
 from tltlab.experiments.result import ExperimentResult
 from tltlab.lengths.predict import LengthPredictor, features, is_cut
 from tltlab.policies.policy import SHIPPED, Policy
@@ -59,7 +60,7 @@ QUESTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LengthsSettings:
     """Traces by name in the folder `traces`, on `workers` each; of the second half, `rl_steps` are predicted."""
 
     names: tuple[str, ...] = ("tiny", "subset-sum-small", "gcd-small", "h100-smoke", "base-rl-16k", "reasoning-32k")
@@ -100,7 +101,7 @@ class DraftsForLongest:
         return UniformBudget() if self.lengths is None else LongestBudget(self.lengths)
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: LengthsSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; ConfigError for a trace that is not there or has one RL step only."""
     rows: list[dict[str, Any]] = []
     for name in settings.names:

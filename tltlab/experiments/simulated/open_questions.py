@@ -7,7 +7,7 @@ experiment (arXiv 2511.16665, discussion): asynchronous RL, responses that are a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from pydantic import Field
 from tltlab.charts import bars
 from tltlab.costs.profiles import nearest_engine, profile_costs
 from tltlab.costs.stages import RooflineStages
+from tltlab.experiments import Progress
 from tltlab.experiments.result import ExperimentResult, select_cases
 from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import of_regime
@@ -38,7 +39,7 @@ ALWAYS = "without_threshold"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Workload:
     """A workload: `workers` of `tp` GPUs with `load` responses each in an RL step.
 
     `sigma` None: lengths of reasoning models, a response in fifty at the limit; else log-normal about half of it.
@@ -57,18 +58,18 @@ class Case:
 
 
 CASES = (
-    Case(name="7B as published", kind="published", about="64 prompts x 8 on 8 GPUs", model="Qwen2.5-7B", workers=2,
+    Workload(name="7B as published", kind="published", about="64 prompts x 8 on 8 GPUs", model="Qwen2.5-7B", workers=2,
          load=256),
-    Case(name="32B as published", kind="published", about="256 prompts x 8 on 64 GPUs", workers=8, tp=8, load=256),
-    Case(name="synchronous", kind="reference", about="a heavy tail, one turn, all GPUs in turn"),
-    Case(name="asynchronous", kind="open", about="half of the GPUs train, at most 4 updates stale", staleness=4),
-    Case(name="uniformly long", kind="open", about="all responses about half of the limit", sigma=0.1),
-    Case(name="multi-turn", kind="open", about="4 turns on average, tools of about 10 s", turns=4.0),
+    Workload(name="32B as published", kind="published", about="256 prompts x 8 on 64 GPUs", workers=8, tp=8, load=256),
+    Workload(name="synchronous", kind="reference", about="a heavy tail, one turn, all GPUs in turn"),
+    Workload(name="asynchronous", kind="open", about="half of the GPUs train, at most 4 updates stale", staleness=4),
+    Workload(name="uniformly long", kind="open", about="all responses about half of the limit", sigma=0.1),
+    Workload(name="multi-turn", kind="open", about="4 turns on average, tools of about 10 s", turns=4.0),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class OpenQuestionsSettings:
     """`rl_steps` of each workload; `only` names some, all where it is empty.
 
     `share` of the workers of the published set-ups, the load of each as it is.
@@ -83,7 +84,7 @@ class Settings:
 FAST: Mapping[str, Any] = {"rl_steps": 3, "share": 0.25, "cap": 8192}
 
 
-def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+def run(settings: OpenQuestionsSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
     """The experiment; ConfigError for a workload that there is not."""
     cases = select_cases("workload", CASES, settings.only, progress)
     rows = pd.DataFrame([measured(case, settings, seed) for case in cases])
@@ -96,7 +97,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     return ExperimentResult(verdict=verdict(rows), rows=rows, figure=_picture(rows), prediction=True, notes=notes)
 
 
-def measured(case: Case, settings: Settings, seed: int) -> dict[str, Any]:
+def measured(case: Workload, settings: OpenQuestionsSettings, seed: int) -> dict[str, Any]:
     """A row: the speed-up of an RL step and of its rollout with their intervals, and what they mean in `answer`."""
     workers = case.workers if case.kind != "published" else max(2, round(settings.share * case.workers))
     lengths = of_regime("reasoning").with_changes(
@@ -134,7 +135,7 @@ def _over(ratio: float) -> float:
     return 1 / ratio if ratio > 0 else math.inf
 
 
-def _under(system: System, case: Case) -> System:
+def _under(system: System, case: Workload) -> System:
     """The system where engines go on from RL step to RL step, half of the GPUs training; itself else."""
     if not case.staleness:
         return system
