@@ -44,9 +44,8 @@ def _check(name: str) -> Callable[[Callable[[Machine], Finding]], None]:
     return lambda find: CHECKS.append(Check(name=name, find=find))
 
 
-def check_environment(machine: Machine | None = None) -> list[Finding]:
-    """One finding for each check that could be made, "fine" ones too, problems first; `machine` None is this one."""
-    machine = machine or Machine.here()
+def check_environment(machine: Machine) -> list[Finding]:
+    """One finding for each check that could be made, "fine" ones too, problems first."""
     findings: list[Finding] = []
     for check in CHECKS:
         with suppress(NotChecked):

@@ -105,7 +105,7 @@ class RunEvidence:
             trace=trace,
             trace_complaint=complaint,
             unfinished=unfinished,
-            events=_lines(run / "events.jsonl"),
+            events=json_lines(run / "events.jsonl"),
             logs=_logs(run),
             recipe=read_object(run / "run.json").get("recipe") or {},
             policies=next((policies for f in folders if (policies := _policies(f))), ()),
@@ -232,8 +232,8 @@ def ratio(measured: Sequence[float] | Floats, reference: Sequence[float] | Float
 
 def accepted_pairs(table: pd.DataFrame) -> pd.Series:
     """(request, iteration) pairs of each row, as `metrics.mean_accept_length` counts them."""
-    lengths = table["accepted_per_request"].map(lambda accepted: None if accepted is None else len(accepted))
-    return lengths.astype("float64").fillna(table["batch"]).astype(np.float64)
+    lengths = table["accepted_per_request"].astype(object).str.len()
+    return lengths.astype(np.float64).fillna(table["batch"])
 
 
 def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
@@ -253,8 +253,8 @@ def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
         return None, f"{run} has no trace ({error})", None
 
 
-def _lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """The objects of a JSON-lines file; a torn last line is left out."""
+def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """The objects of a JSON-lines file, none where there is no file; a torn last line is left out."""
     values = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with suppress(ValueError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tltlab.costs.base import CostModel
 from tltlab.traces.trace import Trace
 
 from . import bandit, log, plain_decoding, run, speculation, steps, training
@@ -37,12 +36,9 @@ class Diagnosis:
     simulated: bool
 
 
-def diagnose(run: str | Path | Trace, costs: str | Path | CostModel | None = None) -> Diagnosis:
-    """Look for every signature in a RUN folder, a trace folder or a Trace.
-
-    `costs` tell what plain decoding takes where the run never decoded plainly. Raises TraceError for what is no run.
-    """
-    return examine(RunEvidence.of(run, costs))
+def diagnose(run: str | Path | Trace) -> Diagnosis:
+    """Look for every signature in a RUN folder, a trace folder or a Trace. Raises TraceError for what is no run."""
+    return examine(RunEvidence.of(run))
 
 
 def examine(evidence: RunEvidence) -> Diagnosis:

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pydantic import Field
 
@@ -131,8 +130,6 @@ def _measured(settings: BaselineSettings, folder: Path, seed: int, progress: Pro
     """What `tltlab bench runtime` finds."""
     if settings.measured is not None:
         measurement: dict[str, Any] = read_json(settings.measured)
-        if not isinstance(measurement, dict) or not {"modes", "speedups", "goals", "policies"} <= set(measurement):
-            raise ConfigError(f"{settings.measured} is not what `tltlab bench runtime --out` writes")
         return measurement
     model = own_model(settings.model, folder, size=settings.size, progress=progress)
     return bench_on(model, settings, seed=seed, progress=progress)
@@ -250,18 +247,14 @@ def _picture(frame: pd.DataFrame) -> Figure:
     heights = [0.6 + 0.22 * len(rows) for rows, *_ in panels]
     figure = Figure(figsize=(7.2, sum(heights) + 0.5), layout="constrained")
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for each, (rows, labels, title, paper) in zip(axes, panels, strict=True):
-        _bars(each, rows, labels, title, paper)
+    for panel, (rows, labels, title, paper) in zip(axes, panels, strict=True):
+        size, low, high = (rows[name].to_numpy(np.float64) for name in ("speedup", "low", "high"))
+        bars(labels, size, low, high, xlabel="times as fast (95 % intervals)", title=title, reference=1.0, axes=panel)
+        if paper is not None:
+            panel.axvspan(*paper, color=COLORS[1], alpha=0.25, linewidth=0, label="the paper, TLT over VeRL")
+            panel.legend(fontsize=8, frameon=False, loc="lower right")
+        panel.set_xlim(left=0)
     return figure
-
-
-def _bars(axes: Axes, rows: pd.DataFrame, labels: Sequence[str], title: str, paper: tuple[float, float] | None) -> None:
-    size, low, high = (rows[name].to_numpy(np.float64) for name in ("speedup", "low", "high"))
-    bars(labels, size, low, high, xlabel="times as fast (95 % intervals)", title=title, reference=1.0, axes=axes)
-    if paper is not None:
-        axes.axvspan(*paper, color=COLORS[1], alpha=0.25, linewidth=0, label="the paper, TLT over VeRL")
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
-    axes.set_xlim(left=0)
 
 
 def predicted_rows(
@@ -286,7 +279,17 @@ def predicted_rows(
                 costs=costs,
                 acceptance=settings.acceptance,
                 model_free_acceptance=settings.model_free_acceptance,
-                stages=load_stages(_stages(machine, name, settings.gpus)),
+                # As the shipped ones for H100: with a reference model, and weights over one InfiniBand link.
+                stages=load_stages(
+                    {
+                        "kind": "roofline",
+                        "gpu": machine,
+                        "model": name,
+                        "num_gpus": settings.gpus,
+                        "inference_passes": 2,
+                        "sync_bytes_per_s": _INFINIBAND_BYTES_PER_S,
+                    }
+                ),
                 workers=workers,
                 repeats=settings.repeats,
                 seed=seed,
@@ -313,30 +316,17 @@ def costs_of(machine: str, name: str) -> CostModel:
 
 def lengths_trace(lengths: str, settings: BaselineSettings, seed: int) -> Trace:
     """Responses to simulate: of one of `length_model.REGIMES`, or `LONG_TAIL`. ConfigError for another name."""
-    if lengths != LONG_TAIL and lengths not in REGIMES:
-        raise ConfigError(f"no lengths named {lengths!r}; there are {', '.join(REGIMES)}, {LONG_TAIL}")
     if lengths == LONG_TAIL:
         return log_normal(
             median=REGIMES["reasoning"].quantile(0.5), sigma=1.0, cap=settings.gpu_cap, rl_steps=settings.gpu_rl_steps,
             prompts=settings.gpu_prompts, group_size=settings.gpu_group_size, seed=seed,
         )  # fmt: skip
-    model = REGIMES[lengths].with_changes(max_response_tokens=settings.gpu_cap)
+    if lengths not in REGIMES:
+        raise ConfigError(f"no lengths named {lengths!r}; there are {', '.join(REGIMES)}, {LONG_TAIL}")
     return generate(
-        model, num_rl_steps=settings.gpu_rl_steps, prompts_per_step=settings.gpu_prompts,
-        group_size=settings.gpu_group_size, seed=seed,
+        REGIMES[lengths].with_changes(max_response_tokens=settings.gpu_cap), num_rl_steps=settings.gpu_rl_steps,
+        prompts_per_step=settings.gpu_prompts, group_size=settings.gpu_group_size, seed=seed,
     )  # fmt: skip
-
-
-def _stages(machine: str, name: str, gpus: int) -> dict[str, Any]:
-    """As the shipped stage costs for H100: a roofline with a reference model and weights over one InfiniBand link."""
-    return {
-        "kind": "roofline",
-        "gpu": machine,
-        "model": name,
-        "num_gpus": gpus,
-        "inference_passes": 2,
-        "sync_bytes_per_s": _INFINIBAND_BYTES_PER_S,
-    }
 
 
 def _row(row: Mapping[Any, Any], setting: str) -> dict[str, Any]:

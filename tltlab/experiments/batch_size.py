@@ -296,12 +296,11 @@ def measure(model: Path, work: Work, *, seed: int, progress: Progress) -> list[V
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(model)
     room = int(config.max_position_embeddings)
-    depth = max(arm.draft_depth for arm in (*work.arms, *work.policy.strategies))
     progress(f"starting an engine on {model}")
     engine = Engine(
         str(model),
         drafters={**DEFAULT_DRAFTERS, **work.policy.drafters},
-        max_draft_depth=depth,
+        max_draft_depth=max(arm.draft_depth for arm in work.arms),
         seed=seed,
         vllm_args={"max_num_seqs": max(work.batches), "max_model_len": room, "gpu_memory_utilization": 0.4},
     )

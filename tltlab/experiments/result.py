@@ -46,15 +46,14 @@ class ExperimentResult:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """One JSON object; unknown figures are null."""
-        rows = self.rows.astype(object).where(self.rows.notna(), None)
+        """One JSON object; unknown and infinite figures are null."""
         return {
             "name": self.name,
             "question": self.question,
             "verdict": self.verdict,
             "prediction": self.prediction,
             "settings": dict(self.settings),
-            "rows": [{key: _plain(value) for key, value in row.items()} for row in rows.to_dict("records")],
+            "rows": [{key: _plain(value) for key, value in row.items()} for row in self.rows.to_dict("records")],
             "notes": list(self.notes),
             "command": self.command,
             "versions": dict(self.versions),
@@ -101,9 +100,8 @@ def check_replaceable(out: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's as Python's; None for one that JSON does not know."""
-    plain = value.item() if hasattr(value, "item") else value
-    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+    """None for a number that JSON does not know."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def whole_numbers(axes: Axes) -> None:
@@ -153,10 +151,9 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
     values: dict[str, Any] = dict(changes or {})
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override!r} is not key=value; settings: {_known(kind)}")
-        if key not in hints:
-            raise ConfigError(f"no setting named {key!r}; settings: {_known(kind)}")
+        if not equals or key not in hints:
+            wrong = f"no setting named {key!r}" if equals else f"{override!r} is not key=value"
+            raise ConfigError(f"{wrong}; settings: {describe_settings(read_settings(kind))}")
         values[key] = value.split(",") if get_origin(hints[key]) is tuple else value
     with faults_in("settings"):
         return TypeAdapter(kind).validate_python(values)
@@ -184,12 +181,5 @@ def settings_json(settings: Any, **more: Any) -> dict[str, Any]:
 
 def describe_settings(settings: Any) -> str:
     """Settings as the command line takes them, one after the other."""
-    return " ".join(f"{field.name}={_written(getattr(settings, field.name))}" for field in fields(settings))
-
-
-def _known(kind: type[Any]) -> str:
-    return describe_settings(read_settings(kind))
-
-
-def _written(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return " ".join(f"{key}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in values.items())

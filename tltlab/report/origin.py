@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tltlab.doctor.evidence import json_lines
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import TltlabError
-from tltlab.files import parse_json, read_object, read_text
+from tltlab.files import read_object
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Code, Facts, Items, PageTable, Paragraph, Part, Section
@@ -45,19 +46,10 @@ def findings_part(run: Path) -> Part:
 
 def events_part(run: Path) -> Part:
     """What the run noted in events.jsonl, in order."""
-    title = "Events"
-    try:
-        text = read_text(run / "events.jsonl")
-    except (OSError, ValueError):
+    title, path = "Events", run / "events.jsonl"
+    if not path.is_file():
         return Absent(title=title, reason="the run has no events.jsonl")
-    rows: list[tuple[str, str]] = []
-    for line in text.splitlines():
-        try:
-            event = parse_json(line)
-        except ValueError:
-            continue  # a run that was killed may leave half a line
-        if isinstance(event, dict):
-            rows.append((str(event.get("rl_step", "–")), str(event.get("event", ""))))
+    rows = [(str(event.get("rl_step", "–")), str(event.get("event", ""))) for event in json_lines(path)]
     if not rows:
         return Absent(title=title, reason="events.jsonl has no event")
     shown, num_hidden = rows, 0

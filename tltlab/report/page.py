@@ -16,7 +16,6 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from tltlab.charts import Chart, data_uri, inline_svg, series_names
-from tltlab.files import write_file
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -234,11 +233,6 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html")
 
 
-def write_page(page: Page, path: Path) -> None:
-    """Write the page in one move, parents made. Raises InputError where the disk refuses."""
-    write_file(path, render(page))
-
-
 def number(value: Any, form: str = ".3g", suffix: str = "") -> str:
     """A figure as text, "–" where it is unknown.
 
@@ -269,6 +263,4 @@ def records(
 
 
 def _cell(value: Any, form: str) -> str:
-    if value is None or value != value:
-        return "–"
-    return format(value, form) if form and not isinstance(value, str) else str(value)
+    return number(value, "" if isinstance(value, str) else form)

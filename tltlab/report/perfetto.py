@@ -25,7 +25,7 @@ _ITERATION_ARGS = (
 
 
 def to_perfetto(
-    trace: Any,
+    trace: Trace,
     *,
     rl_step: int | Literal["all"] = "all",
     process: int = 1,
@@ -40,7 +40,6 @@ def to_perfetto(
 
     {"ph": "X", "pid": 1, "tid": 2, "name": "decode", "cat": "decode", "ts": 500000.0, "dur": 1250000.0}
     """
-    trace = getattr(trace, "trace", trace)
     places = step_offsets(trace) if offsets is None else offsets
     steps = trace.rl_steps if rl_step == "all" else [rl_step]
     shift = {step: places[step] if rl_step == "all" else 0.0 for step in steps if step in trace.rl_steps}

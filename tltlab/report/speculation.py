@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from tltlab.arrays import Floats
 from tltlab.charts import lines, shares
+from tltlab.doctor.evidence import accepted_pairs
 from tltlab.stats import resampled_ratio
 from tltlab.traces.trace import Trace
 
@@ -48,10 +49,8 @@ def acceptance_part(trace: Trace) -> Part:
     table = table[table["num_drafted"] > 0]
     if table.empty:
         return Absent(title=title, reason="no iteration verified a draft")
-    lists = table["accepted_per_request"]
-    drafts = lists.map(lambda v: len(v) if v is not None and np.ndim(v) else np.nan).fillna(table["batch"])
     table = table.assign(
-        drafts=drafts.to_numpy(float),
+        drafts=accepted_pairs(table),
         drafter=table["drafter"].fillna("drafter"),
         strategy=strategy_names(table),
         bin=batch_bins(table["batch"]),

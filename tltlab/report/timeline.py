@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from tltlab.arrays import Floats, Ints
-from tltlab.charts import FORMATS, Chart, Reading, save_figure
+from tltlab.charts import FORMATS, Chart, Reading, finish, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
@@ -224,13 +224,10 @@ def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> N
                 axes.text(at, 0.88, text, transform=axes.get_xaxis_transform(),
                           ha="center", va="top", fontsize=7.5, color="#a0452a")  # fmt: skip
     _name_steps(axes, trace, offsets, end_s)
+    finish(axes, title="", xlabel="", grid="both")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("running\nrequests", fontsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="both", color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:

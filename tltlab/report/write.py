@@ -9,14 +9,14 @@ from typing import Any
 
 from tltlab.config import leaves
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, read_object
+from tltlab.files import read_json, read_object, write_file
 from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, read, run_folder
 
 from .comparison import comparison_page
 from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
-from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, write_page
+from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, render
 from .responses import responses_part
 from .rollout import graphs_part, lengths_part, off_policy_part, side_by_side_parts, steps_part, timeline_part
 from .speculation import acceptance_part, arms_part
@@ -37,7 +37,7 @@ def report(source: str | Path, *, out: str | Path | None = None, verify: bool = 
     source = Path(source)
     page = _comparison(source) if _is_comparison(source) else run_page(source, verify=verify)
     if out is not None:
-        write_page(page, Path(out))
+        write_file(Path(out), render(page))
     return page
 
 

@@ -237,7 +237,7 @@ def test_another_format_is_refused():
 
 
 def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
-    events = to_perfetto(SimpleNamespace(trace=recorded()))["traceEvents"]
+    events = to_perfetto(recorded())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names.values()) == {"RL steps", "worker 0", "worker 1"}
     slices = [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
@@ -252,7 +252,7 @@ def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
 
 
 def test_two_traces_in_a_perfetto_file_are_two_processes(tmp_path):
-    path = write_perfetto(tmp_path / "new" / "t.json", recorded(), recorded(name="other"))
+    path = write_perfetto(tmp_path / "new" / "t.json", SimpleNamespace(trace=recorded()), recorded(name="other"))
     events = json.loads(path.read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["small (recorded)", "other (recorded)"]

@@ -12,10 +12,10 @@ import typer
 from tltlab.charts import FORMATS, save_figure
 from tltlab.console import Json, emit, made_by, progress_bar, table
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import write_file, write_json
 from tltlab.planning.systems import SYSTEMS
 from tltlab.report.comparison import comparison_page
-from tltlab.report.page import write_page
+from tltlab.report.page import render
 
 if TYPE_CHECKING:
     from tltlab.sim.what_if import WhatIf
@@ -82,7 +82,7 @@ def what_if(
     result |= {key: found.systems.attrs[key] for key in attributes}
     result |= {"trace": str(lengths), "seed": seed, **made_by("numpy", "scipy", "simpy")}
     if out is not None and out.suffix in _PAGES:
-        write_page(comparison_page(result, lengths), out)
+        write_file(out, render(comparison_page(result, lengths)))
     elif out is not None and out.suffix in FORMATS:
         save_figure(found.plot(), out)
     elif out is not None:
