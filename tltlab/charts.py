@@ -292,13 +292,12 @@ def save_figure(figure: Figure, path: Path) -> None:
 def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
     """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
     num_shapes = sum(len(shapes.get_paths()) for axes in figure.axes for shapes in axes.collections)
+    kind, picture = "svg+xml", b""
     # Drawing takes seconds where there are many shapes, so what would be too large is not drawn as SVG first.
-    svg = (
-        _bytes(figure, "svg", transparent=True)
-        if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes
-        else bytes(most_svg_bytes + 1)
-    )
-    kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png", transparent=True))
+    if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes:
+        picture = _bytes(figure, "svg", transparent=True)
+    if not 0 < len(picture) <= most_svg_bytes:
+        kind, picture = "png", _bytes(figure, "png", transparent=True)
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 

@@ -61,7 +61,7 @@ class PlainTimes:
         seconds: Floats = fixed[at] + slope[at] * np.asarray(context, np.float64)
         return seconds
 
-    def knows(self, batch: npt.ArrayLike) -> Flags:
+    def covers(self, batch: npt.ArrayLike) -> Flags:
         """Which batches lie within, or close to, those seen."""
         least, most = self.batches
         sizes = np.asarray(batch, np.float64)
@@ -217,12 +217,6 @@ class RunEvidence:
                 f"the costs at hand are not this run's: they predict {off:.2f} of the time that its iterations took; "
                 "run an RL step under policy none and calibrate this run"
             )
-
-    @cached_property
-    def on_gpu(self) -> bool | None:
-        """Whether the run's hardware is a GPU, None where the manifest does not say."""
-        hardware = None if self.trace is None else self.trace.manifest.hardware
-        return None if hardware is None else "CPU" not in hardware
 
 
 def ratio(measured: Sequence[float] | Floats, reference: Sequence[float] | Floats) -> Interval:

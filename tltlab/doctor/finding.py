@@ -99,7 +99,7 @@ def check(name: str, *, good: str) -> Callable[[Callable[[Subject], Finding | li
 def span(values: list[int]) -> str:
     """Whole numbers in words, runs of them joined.
 
-    >>> span([0, 1, 2, 5])
+    >>> span([5, 0, 1, 2, 2])
     '0-2, 5'
     """
     runs: list[list[int]] = []

@@ -64,7 +64,7 @@ def slower_than_plain(evidence: RunEvidence) -> Finding | None:
 @check("large-batches", good="no speculation at too large batches")
 def large_batches(evidence: RunEvidence) -> Finding | None:
     """Speculation goes on at batches where it loses, though it gains at smaller ones."""
-    bands = _bands(evidence, evidence.speculating)
+    bands = _bands(evidence)
     gaining = [least for least, slowdown in bands.items() if slowdown.high < 1]
     if not gaining:
         raise NotChecked("speculation surely gains at no batch size, so none is too large")
@@ -93,11 +93,9 @@ def large_batches(evidence: RunEvidence) -> Finding | None:
 @check("speculation-unused", good="speculation runs where it gains")
 def speculation_unused(evidence: RunEvidence) -> Finding | None:
     """Small batches are decoded plainly, though speculation was seen to gain there."""
-    evidence.speculating  # noqa: B018 - nothing is known of what never ran
-    bands = _bands(evidence, evidence.speculating)
-    table = evidence.decoding
+    bands = _bands(evidence)
     speculative = [s for s, (name, _) in evidence.policy_of_step.items() if name != "none"]
-    table = table[table["rl_step"].isin(speculative)]
+    table = evidence.decoding[evidence.decoding["rl_step"].isin(speculative)]
     plain = table[table["draft_depth"] == 0]
     gaining = [least for least, slowdown in bands.items() if slowdown.high < WORTHWHILE]
     if not gaining:
@@ -120,7 +118,7 @@ def speculation_unused(evidence: RunEvidence) -> Finding | None:
 
 def against_plain(evidence: RunEvidence, rows: pd.DataFrame) -> Interval | None:
     """Time of these iterations over that of plain decoding of as many tokens; None where too few are known."""
-    rows = rows[evidence.plain.knows(rows["batch"])]
+    rows = rows[evidence.plain.covers(rows["batch"])]
     rows = rows[rows["num_generated"] > 0]
     if rows["rl_step"].nunique() < ENOUGH_STEPS:
         return None
@@ -130,8 +128,9 @@ def against_plain(evidence: RunEvidence, rows: pd.DataFrame) -> Interval | None:
     return ratio(by_step["took"].to_numpy(), by_step["plain"].to_numpy())
 
 
-def _bands(evidence: RunEvidence, rows: pd.DataFrame) -> dict[int, Interval]:
-    """`_against_plain` by batch, in bands from each power of 2 to below the next."""
+def _bands(evidence: RunEvidence) -> dict[int, Interval]:
+    """`against_plain` of what speculated by batch, in bands from each power of 2 to below the next."""
+    rows = evidence.speculating
     bands = 2 ** np.log2(rows["batch"].clip(lower=1)).astype(int)
     intervals = {int(least): against_plain(evidence, in_band) for least, in_band in rows.groupby(bands)}
     if not (by_band := {least: interval for least, interval in sorted(intervals.items()) if interval is not None}):
@@ -182,7 +181,7 @@ def _plain_s(evidence: RunEvidence, work: pd.DataFrame, tokens_done: int) -> flo
     batch = len(lengths) - ended
     running_prompts = np.concatenate([np.cumsum(prompts[::-1])[::-1], [0.0]])
     seconds = evidence.plain.seconds(batch, running_prompts[ended] + batch * (steps - 1 + tokens_done))
-    covered = evidence.plain.knows(batch)
+    covered = evidence.plain.covers(batch)
     if len(seconds) == 0 or seconds[covered].sum() < 0.8 * seconds.sum():
         return None
     return float(seconds.sum())

@@ -287,8 +287,9 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
 @check("no-graph", good="decoding runs in full CUDA graphs")
 def no_graph(evidence: RunEvidence) -> Finding | None:
     """On a GPU, decoding runs in piecewise CUDA graphs, or in none."""
-    if not evidence.on_gpu:
-        raise NotChecked("CUDA graphs exist on GPUs only" if evidence.on_gpu is False else "the hardware is not known")
+    hardware = None if evidence.trace is None else evidence.trace.manifest.hardware
+    if hardware is None or "CPU" in hardware:
+        raise NotChecked("the hardware is not known" if hardware is None else "CUDA graphs exist on GPUs only")
     table = evidence.decoding
     table = table[table["graph"].notna()]
     if table.empty:

@@ -174,8 +174,8 @@ def switches_often(evidence: RunEvidence) -> Finding | None:
     table = evidence.decoding
     evidence.speculating  # noqa: B018 - without speculation there is nothing to switch
     on = table["draft_depth"].to_numpy() > 0
-    same = table[["rl_step", "worker"]].diff().fillna(1).to_numpy().any(axis=1)
-    flips = (on != np.roll(on, 1)) & ~same
+    begins = table[["rl_step", "worker"]].diff().fillna(1).to_numpy().any(axis=1)
+    flips = (on != np.roll(on, 1)) & ~begins
     rate = 100 * flips.sum() / len(table)
     if rate <= FLIPS_PER_100:
         return None

@@ -75,7 +75,8 @@ def timeline(
     drawn = [(shown, lanes(shown, chosen, offsets=offsets, rollout_only=rollout_only)) for shown in traces]
     heights: list[float] = []
     for _, segments in drawn:
-        heights += [_lanes_inches(segments["lane"].nunique()), 1.0]
+        num_lanes = segments["lane"].nunique()
+        heights += [max(0.5, num_lanes * float(np.clip(3.2 / num_lanes, 0.09, 0.32))), 1.0]
     figure = Chart(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
@@ -101,15 +102,10 @@ def timeline(
 def _time_label(rl_step: int | Literal["all"], *, aligned: bool, rollout_only: bool) -> str:
     if rl_step != "all":
         return "seconds since the start of the RL step"
-    if rollout_only:
-        return "seconds of rollout" + (", each RL step starting at the same place in both" if aligned else "")
-    return "seconds" + (
-        ", each RL step starting at the same place in both" if aligned else " since the start of the run"
-    )
-
-
-def _lanes_inches(num_lanes: int) -> float:
-    return max(0.5, num_lanes * float(np.clip(3.2 / num_lanes, 0.09, 0.32)))
+    seconds = "seconds of rollout" if rollout_only else "seconds"
+    if aligned:
+        return f"{seconds}, each RL step starting at the same place in both"
+    return seconds if rollout_only else f"{seconds} since the start of the run"
 
 
 def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
