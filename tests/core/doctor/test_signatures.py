@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.finding import Finding, NotChecked, span
+from tltlab.doctor.finding import Finding, NotChecked
 from tltlab.doctor.plain_decoding import _decoding_s
 from tltlab.doctor.signatures import CHECKS, diagnose
 from tltlab.errors import TraceError
@@ -315,9 +315,6 @@ def test_idle_time_in_pieces_and_training_that_breaks_off_are_told() -> None:
     assert found_by("idle-fragmented", whole) == found_by("training-fails", whole) == []
     assert found_by("idle-fragmented", pieces) == ["idle-fragmented"]
     assert found_by("training-fails", killed) == ["training-fails"]
-
-
-def test_training_periods_that_took_no_time_allow_no_answer_about_their_shares() -> None:
     nothing = spot(8, setup_s=0.0, train_s=0.0, updates=0)
     with pytest.raises(NotChecked, match="took no time"):
         found_by("idle-fragmented", _small().replace(spot_training=nothing))
@@ -513,7 +510,3 @@ def test_a_folder_without_a_run_and_a_damaged_trace_are_refused(tmp_path: Path) 
 def test_a_run_that_died_before_its_first_rl_step_is_still_a_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "the run stopped: MemoryError: out of memory"}) + "\n")
     assert [f.code for f in diagnose(tmp_path).findings] == ["out-of-memory"]
-
-
-def test_numbers_in_a_row_are_joined() -> None:
-    assert span([5, 0, 1, 2, 2]) == "0-2, 5"

@@ -18,8 +18,9 @@ pytest.importorskip("tltlab.runtime")
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.experiments import batch_size, lossless, staleness
-from tltlab.experiments.batch_size import Visit, _seconds
+from tltlab.experiments.batch_size import BatchSizeSettings, Visit, _seconds
 from tltlab.experiments.result import read_settings
+from tltlab.experiments.staleness import StalenessSettings
 from tltlab.runtime.audit.cases import cases
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -183,13 +184,19 @@ def test_an_iteration_that_waited_for_the_machine_counts_little():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [("policy=fixed", "it has nothing to pick"), ("drafter=crystal-ball", "there are: ngram, suffix")],
+    ("kind", "overrides", "said"),
+    [
+        (BatchSizeSettings, ["policy=fixed"], "it has nothing to pick"),
+        (BatchSizeSettings, ["drafter=crystal-ball"], "there are: ngram, suffix"),
+        (StalenessSettings, ["steps=3", "stop_after=3"], "none is left without training"),
+        (StalenessSettings, ["head=nothing"], "is no folder of `tltlab train-drafter`"),
+    ],
 )
-def test_what_cannot_be_measured_is_refused_before_a_model_is_made(tmp_path: Path, override: str, said: str):
-    settings = read_settings(batch_size.BatchSizeSettings, batch_size.FAST, [override])
+def test_what_cannot_be_measured_is_refused_before_a_model_is_made(tmp_path: Path, kind, overrides, said: str):
+    module = batch_size if kind is BatchSizeSettings else staleness
     with pytest.raises(ConfigError, match=said):
-        batch_size.run(settings, folder=tmp_path, seed=0, progress=print)
+        module.run(read_settings(kind, module.FAST, overrides), folder=tmp_path, seed=0, progress=print)
+    assert not any(tmp_path.iterdir())
 
 
 def live(run: str, lengths: list[float], *, ages: list[int] | None = None) -> list[dict]:
@@ -231,12 +238,6 @@ def test_few_rl_steps_are_said_to_tell_little():
     assert said.endswith("too few RL steps to say how it ages by itself.")
 
 
-def test_training_that_never_stops_is_no_experiment(tmp_path: Path):
-    settings = read_settings(staleness.StalenessSettings, staleness.FAST, ["steps=3", "stop_after=3"])
-    with pytest.raises(ConfigError, match="none is left without training"):
-        staleness.run(settings, folder=tmp_path, seed=0, progress=print)
-
-
 def test_the_detectable_difference_is_found_nine_times_in_ten():
     rng = np.random.default_rng(0)
     num, spread = 5, 1.0
@@ -262,11 +263,6 @@ def reward(low: float, high: float, verdict: str) -> dict:
             "low": low, "high": high, "detectable": 0.05, "without": 0.5, "samples": 3}  # fmt: skip
 
 
-def test_rewards_of_too_few_seeds_are_said_to_show_nothing():
-    row = reward(-0.5, 0.6, "no difference") | {"detectable": 0.9}
-    assert "not even the loss of all reward would have been seen" in lossless.verdict([row])
-
-
 def case(verdict: str, name: str = "ngram, depth 1") -> dict:
     return {"kind": "tokens", "case": name, "verdict": verdict, "detectable": 0.04}
 
@@ -282,14 +278,9 @@ def case(verdict: str, name: str = "ngram, depth 1") -> dict:
             "in 0 of 1 audited cases, not tested in ngram, depth 1",
         ),
         ([reward(-0.02, 0.03, "no difference")], "+0.005 [-0.020, +0.030] over 3 seeds (one of 0.050 would have been"),
+        ([reward(-0.5, 0.6, "no difference") | {"detectable": 0.9}], "too few seeds: not even the loss of all reward"),
         ([case("no difference")], "(a total variation of 0.04 would have been seen in each that is sampled)"),
     ],
 )
 def test_the_verdict_says_what_differs_or_how_much_would_have_been_seen(rows: list[dict], said: str):
     assert said in lossless.verdict(rows)
-
-
-def test_a_head_that_is_none_is_refused_before_a_model_is_made(tmp_path: Path):
-    settings = read_settings(staleness.StalenessSettings, staleness.FAST, [f"head={tmp_path / 'nothing'}"])
-    with pytest.raises(ConfigError, match="is no folder of `tltlab train-drafter`"):
-        staleness.run(settings, folder=tmp_path, seed=0, progress=print)

@@ -115,11 +115,6 @@ def test_all_rl_steps_lie_one_after_the_other():
     assert {row[2] for row in rows(recorded(1, num_steps=3, steps=steps), "all")} == {0.0, 10.0, 20.0}
 
 
-def test_the_default_is_the_rl_step_of_median_rollout_time():
-    assert median_step(recorded(num_steps=3)) == 1
-    assert "RL step 1" in timeline(recorded(num_steps=3)).axes[0].get_title(loc="left")
-
-
 def test_a_trace_without_times_cannot_be_drawn():
     with pytest.raises(TraceError, match="simulate it first"):
         timeline(log_normal(prompts=2, rl_steps=1))
@@ -134,6 +129,8 @@ def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_idle():
     assert "idle 38 %" in above.get_title(loc="left")
     assert "running" in below.get_ylabel()
     assert above.get_xlim() == below.get_xlim() == (0.0, 4.0)
+    assert [text.get_text() for text in above.child_axes[0].texts] == ["75 %", "50 %", "25 %", "0 %"]
+    assert metrics.worker_bubbles(recorded(4)) == {"worker 0": 0.75, "worker 1": 0.5, "worker 2": 0.25, "worker 3": 0.0}
 
 
 def test_two_traces_share_the_time_axis():
@@ -165,22 +162,14 @@ def test_rl_steps_of_two_traces_start_at_the_same_place():
     assert "same place in both" in figure.axes[-1].get_xlabel()
 
 
-def test_an_rl_step_that_only_one_trace_has_is_not_taken_by_default():
+def test_the_default_is_the_rl_step_of_median_rollout_time_that_both_traces_have():
     longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
-    assert median_step(longer, shorter) == 0
+    assert (median_step(longer), median_step(longer, shorter)) == (1, 0)
+    assert "RL step 1" in timeline(longer).axes[0].get_title(loc="left")
     with pytest.raises(TraceError, match=r"no RL step 2: it has 0\.\.0"):
         timeline(longer, compare=shorter, rl_step=2)
     with pytest.raises(TraceError, match="no RL step in common"):
         timeline(longer.select([1]), compare=shorter)
-
-
-def test_each_worker_has_its_bubble_share_and_their_mean_is_the_traces():
-    trace = recorded(4)
-    shares = metrics.worker_bubbles(trace)
-    assert shares == {"worker 0": 0.75, "worker 1": 0.5, "worker 2": 0.25, "worker 3": 0.0}
-    assert np.mean(list(shares.values())) == pytest.approx(metrics.bubble_fraction(trace))
-    (strip,) = timeline(trace).axes[0].child_axes
-    assert [text.get_text() for text in strip.texts] == ["75 %", "50 %", "25 %", "0 %"]
 
 
 def test_the_title_names_the_trace_and_the_policy_where_they_have_a_name():
@@ -251,19 +240,15 @@ def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
     assert counter == [(0.0, 2), (1e6, 1), (2e6, 0)]
 
 
-def test_two_traces_in_a_perfetto_file_are_two_processes(tmp_path):
-    path = write_perfetto(tmp_path / "new" / "t.json", SimpleNamespace(trace=recorded()), recorded(name="other"))
-    events = json.loads(path.read_text())["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == ["small (recorded)", "other (recorded)"]
-    assert {e["pid"] for e in events} == {1, 2}
-
-
-def test_rl_steps_of_two_traces_start_together_in_perfetto(tmp_path):
+def test_two_traces_in_a_perfetto_file_are_two_processes_whose_rl_steps_start_together(tmp_path):
     late = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.5, 10.0], "policy_version": 0})
-    path = write_perfetto(tmp_path / "t.json", recorded(num_steps=2), recorded(3, num_steps=2, steps=late))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith("rollout ")]
-    assert [(e["pid"], e["ts"]) for e in events] == [(1, 0.0), (1, 3e6), (2, 0.0), (2, 3e6)]
+    second = SimpleNamespace(trace=recorded(3, num_steps=2, steps=late, name="other"))
+    path = write_perfetto(tmp_path / "new" / "t.json", recorded(num_steps=2), second)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
+    assert names == [(1, "small (recorded)"), (2, "other (recorded)")]
+    rollouts = [(e["pid"], e["ts"]) for e in events if e["name"].startswith("rollout ")]
+    assert rollouts == [(1, 0.0), (1, 3e6), (2, 0.0), (2, 3e6)]
 
 
 @pytest.mark.parametrize("kind", ["recorded", "simulated"])
