@@ -27,8 +27,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (
 _HATCHES = ("", "////", "", "||||", "\\\\\\\\", "", "xxxx", "----", "//", "++++")  # dots take 200 KB in SVG
 _WIDTH_IN = 7.2
 _MOST_MARKERS = 24
-_LEAST_SHAPE_BYTES = 60
-"""Of one polygon of a collection in SVG."""
+_LEAST_SHAPE_BYTES, _LEAST_DOTS_BYTES = 60, 200_000
+"""Of one polygon of a collection, and of a hatch of dots, in SVG."""
 FORMATS = (".png", ".svg")
 
 Values = Sequence[float | None] | np.ndarray
@@ -291,10 +291,12 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
     """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
-    num_shapes = sum(len(shapes.get_paths()) for axes in figure.axes for shapes in axes.collections)
+    collections = [shapes for axes in figure.axes for shapes in axes.collections]
+    least_bytes = sum(_LEAST_SHAPE_BYTES * len(shapes.get_paths()) for shapes in collections)
+    least_bytes += _LEAST_DOTS_BYTES * any("." in (shapes.get_hatch() or "") for shapes in collections)
     kind, picture = "svg+xml", b""
     # Drawing takes seconds where there are many shapes, so what would be too large is not drawn as SVG first.
-    if num_shapes * _LEAST_SHAPE_BYTES <= most_svg_bytes:
+    if least_bytes <= most_svg_bytes:
         picture = _bytes(figure, "svg", transparent=True)
     if not 0 < len(picture) <= most_svg_bytes:
         kind, picture = "png", _bytes(figure, "png", transparent=True)
