@@ -158,10 +158,10 @@ def lines(
         whole = whole and bool(np.all(across == np.round(across)))
         axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
                   linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name,
-                  gid=_series(i))  # fmt: skip
+                  gid=f"series-{i}")  # fmt: skip
         if bands is not None and name in bands:
             low, high = (_floats(end) for end in bands[name])
-            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0, gid=_series(i))
+            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0, gid=f"series-{i}")
     if doubling:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -211,7 +211,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
             continue  # keeps its colour for another chart of the same parts
         axes.bar(across, 100 * height, width=0.9 * width, bottom=100 * floor, color=COLORS[i % len(COLORS)],
                  hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0, label=name,
-                 gid=_series(num_drawn))  # fmt: skip
+                 gid=f"series-{num_drawn}")  # fmt: skip
         floor += height
         num_drawn += 1
         texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
@@ -241,7 +241,7 @@ def scatter_identity(
         marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # the eleventh has another than the first
         axes.plot(x[of_group], y[of_group], linestyle="none", marker=marker, markersize=5,
                   color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name,
-                  gid=_series(i))  # fmt: skip
+                  gid=f"series-{i}")  # fmt: skip
     coordinates = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
     end = 1.08 * float(coordinates.max()) or 1.0
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
@@ -301,10 +301,6 @@ def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
     if not 0 < len(picture) <= most_svg_bytes:
         kind, picture = "png", _bytes(figure, "png", transparent=True)
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
-
-
-def _series(number: int) -> str:
-    return f"series-{number}"
 
 
 def series_names(figure: Figure) -> tuple[str, ...]:

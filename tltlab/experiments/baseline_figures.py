@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.stats import finite, paired_interval, paired_ratio
+from tltlab.stats import Interval, finite, paired_interval, paired_ratio
 
 Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
@@ -148,7 +148,11 @@ def _speedup(
     a, b = (np.array([r.rate(part, per) for r in side]) for side in (slow, fast))
     if not (np.isfinite(a).all() and np.isfinite(b).all() and (b > 0).all()):
         return {"ratio": None, "low": None, "high": None}
-    interval = paired_interval(a, b, rng=rng)
+    return ratio_json(paired_interval(a, b, rng=rng))
+
+
+def ratio_json(interval: Interval) -> dict[str, float | None]:
+    """A ratio and the ends of its interval, None where there are none."""
     return {"ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
 
 
@@ -193,11 +197,8 @@ def over_best_fixed(rollouts: Sequence[ModeRollout], per: str = JUDGED_BY) -> li
         fixed = {r.mode for r in rollouts if r.kind in ("stock", "off", "static")}
         best = min(sorted(fixed), key=lambda mode: float(rates[mode].mean()))
         for mode, rate in rates.items():
-            ratio = paired_ratio(rate, rates[best], rng=np.random.default_rng(0))
-            rows.append(
-                {"mode": mode, "epoch": epoch, "best_fixed": best, "ratio": ratio.estimate, "low": finite(ratio.low),
-                 "high": finite(ratio.high)}
-            )  # fmt: skip
+            ratio = ratio_json(paired_ratio(rate, rates[best], rng=np.random.default_rng(0)))
+            rows.append({"mode": mode, "epoch": epoch, "best_fixed": best} | ratio)
     return rows
 
 

@@ -30,12 +30,12 @@ from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.rollout.collected import requests_of
-from tltlab.stats import finite, paired_interval
+from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
 from . import Progress
-from .baseline_figures import NOTHING, Kind, ModeRollout, PlainSteps, stock_goal, summarise
+from .baseline_figures import NOTHING, Kind, ModeRollout, PlainSteps, ratio_json, stock_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
@@ -268,11 +268,10 @@ class _ModeBench:
             stock = np.array(seconds.pop("stock")[1:])
             for name, took in seconds.items():
                 off = np.array(took[1:])
-                interval = paired_interval(stock, off, rng=order)
                 results.append(
                     {
                         "batch": batch, "drafters": name, "stock_s": float(stock.mean()), "off_s": float(off.mean()),
-                        "ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high),
+                        **ratio_json(paired_interval(stock, off, rng=order)),
                         "stock_step_s": float(np.median(steps["stock"])), "off_step_s": float(np.median(steps[name])),
                     }
                 )  # fmt: skip
@@ -295,12 +294,11 @@ class _ModeBench:
                 repeats = max(repeats, round(repeats * BLOCK_S / took_s))
             plain, with_it = speeds[1:].T
             progress(f"batch {batch}: {rounds} x {repeats} rollouts recorded and not")
-            interval = paired_interval(with_it, plain, rng=order)
             results.append(
                 {
                     "batch": batch, "stock_tokens_per_s": float(plain.mean()),
-                    "recorded_tokens_per_s": float(with_it.mean()), "ratio": interval.estimate,
-                    "low": finite(interval.low), "high": finite(interval.high),
+                    "recorded_tokens_per_s": float(with_it.mean()),
+                    **ratio_json(paired_interval(with_it, plain, rng=order)),
                 }
             )  # fmt: skip
         return results

@@ -291,21 +291,17 @@ def _rows(
         # What is averaged over many rollouts' lengths needs fewer samples of each.
         each = -(-samples // len(together))
         speed = _speed(trace.select([s for s in together if s in other_steps]), fitted)
-
         rollout = trace.select([step])
         assert rollout.iterations is not None
         under_costs = rollout.iterations[["worker"]].assign(seconds=iteration_times(fitted.costs, rollout))
-
-        def predicted(lengths_of: int, samples: int, step: int = step) -> float:
-            return beside_s + _makespan_s(trace.select([lengths_of]), forces[step], fitted, samples, seed)
-
+        common_s = [_makespan_s(trace.select([s]), forces[step], fitted, each, seed) for s in together]
         rows.append(
             {
                 "rl_step": step,
                 "round": int(number[step]),
                 "policy": force.name,
-                "predicted_s": predicted(step, samples),
-                "predicted_common_s": float(np.mean([predicted(in_force, each) for in_force in together])),
+                "predicted_s": beside_s + _makespan_s(rollout, forces[step], fitted, samples, seed),
+                "predicted_common_s": beside_s + float(np.mean(common_s)),
                 "recorded_iterations_s": beside_s + float(under_costs.groupby("worker")["seconds"].sum().max()),
                 "speed": speed,
             }

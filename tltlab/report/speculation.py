@@ -131,20 +131,17 @@ def arms_part(trace: Trace) -> Part:
         only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
         return Section(title=title, blocks=(Paragraph(text=only),))
     alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
-    over = _choices_over_time(table, arms, whole_run=len(trace.rl_steps) > 1)
+    if len(trace.rl_steps) > 1:
+        over = _choices(table["arm"], table["rl_step"], arms, "RL step", "Choices over the run")
+    else:
+        width = max(1, -(-int(table["iteration"].max() + 1) // _COLUMNS))
+        across = table["iteration"] // width * width
+        over = _choices(table["arm"], across, arms, "iteration of each worker", "Choices over the rollout")
     caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
     blocks: list[Block] = [Picture.of(over, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)]
     blocks += _choices_by_batch(trace, table, arms)
     blocks.append(_arm_table(table, arms))
     return Section(title=title, blocks=tuple(blocks))
-
-
-def _choices_over_time(table: pd.DataFrame, arms: list[str], *, whole_run: bool) -> Figure:
-    if whole_run:
-        return _choices(table["arm"], table["rl_step"], arms, "RL step", "Choices over the run")
-    width = max(1, -(-int(table["iteration"].max() + 1) // _COLUMNS))
-    across = table["iteration"] // width * width
-    return _choices(table["arm"], across, arms, "iteration of each worker", "Choices over the rollout")
 
 
 def _choices_by_batch(trace: Trace, table: pd.DataFrame, arms: list[str]) -> list[Block]:

@@ -79,8 +79,11 @@ def run_page(source: Path, *, verify: bool) -> Page:
         verify_part(run, trace, summary, compute=verify), findings_part(run), events_part(run),
         origin_part(run, trace, run_json),
     )  # fmt: skip
+    manifest = trace.manifest
+    kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
+    facts = (kind, manifest.model, manifest.hardware, manifest.engine, manifest.created)
     return Page(
-        title=f"Run {trace.manifest.name or source.resolve().stem}", subtitle=_subtitle(trace),
+        title=f"Run {manifest.name or source.resolve().stem}", subtitle=" · ".join(str(fact) for fact in facts if fact),
         key_figures=key_figures(trace), parts=parts, verdict=verdict(trace),
     )  # fmt: skip
 
@@ -159,13 +162,6 @@ def _summary(run: Path) -> dict[str, Any]:
     around = read_object(run.parent / "summary.json").get("drafter")
     inner = around if isinstance(around, dict) and around.get("run") == run.name else {}
     return inner | read_object(run / "summary.json")
-
-
-def _subtitle(trace: Trace) -> str:
-    manifest = trace.manifest
-    kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
-    facts = (kind, manifest.model, manifest.hardware, manifest.engine, manifest.created)
-    return " · ".join(str(value) for value in facts if value)
 
 
 def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
