@@ -62,9 +62,9 @@ class Chart(Figure):
 
         `box` is left, top, right and bottom of where a reading counts.
         """
-        return [self._placed(reading) for reading in self.readings if len(reading.texts)]
+        return [self._place(reading) for reading in self.readings if len(reading.texts)]
 
-    def _placed(self, reading: Reading) -> dict[str, Any]:
+    def _place(self, reading: Reading) -> dict[str, Any]:
         axes, num = reading.axes, len(reading.texts)
         data = np.empty((num, 2))
         data[:, 0] = axes.get_xlim()[0] if reading.x is None else reading.x

@@ -105,7 +105,7 @@ def run(settings: BaselineSettings, *, folder: Path, seed: int, progress: Progre
         verdicts.append(_predicted_verdict(settings, predicted))
         rows += predicted
     if "measured" in settings.parts:
-        measurement = _measured(settings, folder, seed, progress)
+        measurement = _measurement(settings, folder, seed, progress)
         try:
             rows = [*measured_rows(measurement), *rows]
             verdicts.insert(0, _measured_verdict(measurement))
@@ -126,7 +126,7 @@ def run(settings: BaselineSettings, *, folder: Path, seed: int, progress: Progre
     )
 
 
-def _measured(settings: BaselineSettings, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
+def _measurement(settings: BaselineSettings, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
     """What `tltlab bench runtime` finds."""
     if settings.measured is not None:
         measurement: dict[str, Any] = read_json(settings.measured)

@@ -153,7 +153,7 @@ def run(settings: GraphMemorySettings, *, folder: Path, seed: int, progress: Pro
         for plan in plans
     ]
     chains = list(_chains(settings, costs.tensor_parallel))
-    measured = list(_measured(settings.measured)) if settings.measured is not None else []
+    measured = list(_gpu_rows(settings.measured)) if settings.measured is not None else []
     frame = pd.DataFrame([*rows, *_table_5(), *chains, *measured])
     return ExperimentResult(
         verdict=_verdict(
@@ -289,7 +289,7 @@ def _chains(settings: GraphMemorySettings, tensor_parallel: int) -> Iterator[dic
             }
 
 
-def _measured(path: Path) -> Iterator[dict[str, Any]]:
+def _gpu_rows(path: Path) -> Iterator[dict[str, Any]]:
     """What `tltlab bench gpu graphs` measured, engine by engine. ConfigError for a file of something else."""
     result = read_json(path)
     if not isinstance(result, dict) or result.get("part") != "graphs":

@@ -150,7 +150,7 @@ def run(settings: PoliciesSettings, *, folder: Path, seed: int, progress: Progre
             progress(f"{ours['regime']}: {ADAPTIVE} takes {ours['ratio']:.3f} times as long as {ours['best_fixed']}")
             rows += judgement
     for model in settings.models:
-        rows += _measured(settings, model, folder, seed, progress)
+        rows += _model_rows(settings, model, folder, seed, progress)
     frame = pd.DataFrame(rows)
     predicted, measured = (frame[frame["kind"] == kind] for kind in ("predicted", "measured"))
     return ExperimentResult(
@@ -164,7 +164,7 @@ def run(settings: PoliciesSettings, *, folder: Path, seed: int, progress: Progre
     )  # fmt: skip
 
 
-def _measured(
+def _model_rows(
     settings: PoliciesSettings, model: str, folder: Path, seed: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """A row per epoch and mode of `tltlab bench runtime` on a model."""

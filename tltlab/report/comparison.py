@@ -55,7 +55,7 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
     if "candidates" in lists:
         return _ratios(result, result["candidates"], "name", "A tuned policy", path)
     if "policies" in lists and all("measured_s" in row for row in result["policies"]):
-        return _measured(result, path)
+        return _verified_policies(result, path)
     if "policies" in lists:
         return _ratios(result, result["policies"], "policy", "Policies compared", path)
     if "steps" in lists and "median_error" in result:
@@ -200,7 +200,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     return parts
 
 
-def _measured(result: Mapping[str, Any], path: Path) -> Page:
+def _verified_policies(result: Mapping[str, Any], path: Path) -> Page:
     """Policies that ran for real, each with its prediction."""
     rows = sorted(result["policies"], key=lambda row: row["measured_s"])
     shown = [dict(row) | {"interval": _interval(row, "low", "high")} for row in rows]

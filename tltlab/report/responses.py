@@ -48,7 +48,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
             f"draft was kept. {'; '.join(remarks).capitalize()}."
         )
     ]
-    for label, row in _chosen(rows):
+    for label, row in _examples(rows):
         of_row = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
         pieces = _pieces(row["token_ids"].tolist(), of_row, names, decode)
         facts = (
@@ -82,7 +82,7 @@ def _drafts(step: Trace) -> tuple[pd.DataFrame, list[str]]:
         return recorded_drafts(step.replace(iterations=None))[0], [str(error)]
 
 
-def _chosen(rows: pd.DataFrame) -> list[tuple[str, Mapping[str, Any]]]:
+def _examples(rows: pd.DataFrame) -> list[tuple[str, Mapping[str, Any]]]:
     """At most four rows, each once, with what it is."""
     by_length = rows["response_tokens"].sort_values(kind="stable").index
     places = {"The longest": by_length[-1], "Of median length": by_length[(len(rows) - 1) // 2]}

@@ -256,7 +256,7 @@ def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside
     rows = [engine(*row) for row in (("one strategy", 1.0), ("every strategy apart", 3.0), ("bucketed", 1.5))]
     file = tmp_path / "graphs.json"
     file.write_text(json.dumps({"part": "graphs", "model": "m", "rows": [*rows, {"plan": "x", "failed": "it died"}]}))
-    measured = list(graph_memory._measured(file))
+    measured = list(graph_memory._gpu_rows(file))
     assert [(row["measured_gib"], row["over_single"], row["graphs"]) for row in measured] == [
         (1.0, 1.0, 3), (3.0, 3.0, 3), (1.5, 1.5, 3)
     ]  # fmt: skip
@@ -265,7 +265,7 @@ def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside
     )
     file.write_text("{}")
     with pytest.raises(ConfigError, match="is not what tltlab bench gpu graphs --out writes"):
-        list(graph_memory._measured(file))
+        list(graph_memory._gpu_rows(file))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def run(settings: SystemsSettings, *, folder: Path, seed: int, progress: Progres
             if name in CHANGES:
                 progress(f"{name}: {settings.steps} RL steps")
                 try:
-                    row |= _measured(settings, name, model, head, runs / f"{name}-{seed}", seed)
+                    row |= _system_row(settings, name, model, head, runs / f"{name}-{seed}", seed)
                 except TltlabError as error:
                     row |= {"ran": False, "why_not": str(error)}
             rows.append(row)
@@ -194,7 +194,7 @@ def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path | N
     return Recipe.model_validate(fields)
 
 
-def _measured(
+def _system_row(
     settings: SystemsSettings, name: str, model: Path, head: Path | None, out: Path, seed: int
 ) -> dict[str, Any]:
     """What a run of the system took, and what is predicted of it."""

@@ -63,7 +63,7 @@ def run(settings: DriftSettings, *, folder: Path, seed: int, progress: Progress)
     drifts = select_cases("regime", regimes(float(surface.updates[-1].mean())), settings.only, progress)
     cases: Iterator[tuple[Surface, Drift, bool]] = ((surface, drift, False) for drift in drifts)
     if not settings.only:
-        cases = chain(cases, ((machine, drift, True) for machine, drift in _unseen(settings, seed, progress)))
+        cases = chain(cases, ((machine, drift, True) for machine, drift in _drawn_regimes(settings, seed, progress)))
     tables = [
         compared(machine, [drift] * len(seeds), settings.rl_steps, seeds).assign(unseen=unseen, about=drift.about)
         for machine, drift, unseen in cases
@@ -86,7 +86,7 @@ def _surface(trace: Trace, costs: str, accept: float) -> Surface:
     return Surface.of(scenario, acceptance, "learned")
 
 
-def _unseen(settings: DriftSettings, seed: int, progress: Progress) -> Iterator[tuple[Surface, Drift]]:
+def _drawn_regimes(settings: DriftSettings, seed: int, progress: Progress) -> Iterator[tuple[Surface, Drift]]:
     """Regimes and machines drawn at random."""
     rng = np.random.default_rng([seed, 11])
     for i in range(settings.unseen):
