@@ -15,7 +15,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("tltlab.runtime")
 
-from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.experiments import batch_size, lossless, staleness
 from tltlab.experiments.batch_size import BatchSizeSettings, Visit, _seconds
@@ -23,6 +22,8 @@ from tltlab.experiments.result import read_settings
 from tltlab.experiments.staleness import StalenessSettings
 from tltlab.runtime.audit.cases import cases
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ..conftest import Command
 
 DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
 
@@ -38,12 +39,11 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> dict:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["experiment", *args, "--fast", "--out", str(out), "--json"])
-    assert not ended.value.code
+def told(command: Command, out: Path, *args: str) -> dict:
+    code, printed, _ = command("experiment", *args, "--fast", "--out", out, "--json")
+    assert code == 0
     # Whatever engines print to stdout would be before the object, and break who reads it.
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed)
     assert not found["prediction"]
     assert found["verdict"].startswith("measured here, ")
     assert sorted(path.name for path in out.iterdir()) == [args[0]]
@@ -53,8 +53,8 @@ def told(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> dict:
 
 
 @pytest.mark.engine
-def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Path, tmp_path: Path, capsys):
-    found = told(capsys, tmp_path, "batch-size", "--model", str(small_model), "batches=1,6", "depths=8", "rounds=1")
+def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Path, tmp_path: Path, command):
+    found = told(command, tmp_path, "batch-size", "--model", str(small_model), "batches=1,6", "depths=8", "rounds=1")
     rows = found["rows"]
     for batch in (1, 6):
         here = {row["arm"]: row for row in rows if row["batch"] == batch}
@@ -71,7 +71,7 @@ def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Pat
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("one_ray")
-def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path, tmp_path: Path, capsys, monkeypatch):
+def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path, tmp_path: Path, command, monkeypatch):
     asked: dict[str, tuple[int, object]] = {}
     run = staleness._run
 
@@ -84,7 +84,7 @@ def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path,
 
     monkeypatch.setattr(staleness, "_run", only_the_stopped_one)
     found = told(
-        capsys, tmp_path, "staleness", "--model", str(small_model), "prompts=4", "cap=48", "warm_up_updates=5",
+        command, tmp_path, "staleness", "--model", str(small_model), "prompts=4", "cap=48", "warm_up_updates=5",
         "warm_up_length=1.01", "tokens_per_update=128",
     )  # fmt: skip
     assert {name: stop for name, (stop, _) in asked.items()} == {
@@ -101,7 +101,7 @@ def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path,
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("one_ray")
-def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, tmp_path: Path, capsys, monkeypatch):
+def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, tmp_path: Path, command, monkeypatch):
     run = lossless.rewards_of_run
 
     def plain_decoding_is_known(recipe, out, steps, progress):
@@ -117,7 +117,7 @@ def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, t
     few = [case for case in cases(["ngram"], fast=True) if case.composition in ("batch", "queue", "greedy")]
     monkeypatch.setattr("tltlab.runtime.audit.run.cases", lambda drafters, fast: few)
     found = told(
-        capsys, tmp_path, "lossless", "--model", str(small_model), "prompts=4", "cap=32", "warm_up_updates=5",
+        command, tmp_path, "lossless", "--model", str(small_model), "prompts=4", "cap=32", "warm_up_updates=5",
         "warm_up_length=1.01", "heldout=4", "seeds=1", "steps=1",
     )  # fmt: skip
     rewards = [row for row in found["rows"] if row["kind"] == "reward"]

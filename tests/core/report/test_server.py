@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tltlab.cli.app import main
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.report.page import POLICY
@@ -193,13 +192,12 @@ def test_what_was_served_is_closed_with_the_server(tmp_path):
     assert server.socket.fileno() == -1
 
 
-def test_a_port_that_is_taken_and_a_folder_that_is_not_there_end_with_two(tmp_path, capsys):
+def test_a_port_that_is_taken_and_a_folder_that_is_not_there_end_with_two(tmp_path, command):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="another --port"):
             Server(Runs(tmp_path), taken.getsockname()[1])
-    with pytest.raises(SystemExit) as ended:
-        main(["ui", str(tmp_path / "nowhere")])
-    assert ended.value.code == 2
-    assert "no such folder" in capsys.readouterr().err
+    code, _, err = command("ui", tmp_path / "nowhere")
+    assert code == 2
+    assert "no such folder" in err

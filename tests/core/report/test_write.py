@@ -18,7 +18,6 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
-from tltlab.cli.app import main
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.drafter import drafter_part
@@ -318,7 +317,7 @@ def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_
     assert "tlt is fastest: 0.900 times the RL step time of verl, 95 % interval 0.800 to 0.950." in text
 
 
-def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tmp_path):
+def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tmp_path, command):
     told = {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "off it is", "prediction": False,
             "settings": {"rounds": 3}, "notes": [], "command": "tltlab experiment baseline rounds=3",
             "versions": {"vllm": "0.32.0"}}  # fmt: skip
@@ -328,9 +327,7 @@ def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tm
     (folder / "picture.png").write_text("no picture")
     assert parsed(render(report(folder))).images == []
     save_figure(bars(["off"], [1.0], xlabel="s", title="t"), folder / "picture.png")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(folder)])
-    assert ended.value.code == 0
+    assert command("report", folder)[0] == 0
     text = (folder / "report.html").read_text()
     (image,) = parsed(text).images
     assert base64.b64decode(image["src"].partition(",")[2]) == (folder / "picture.png").read_bytes()
@@ -347,7 +344,7 @@ def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
         assert "summary.json" in part.reason
 
 
-def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, capsys):
+def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, command):
     (tmp_path / "empty").mkdir()
     write_json(tmp_path / "other.json", {"makespan_s": 1.0})
     write_json(tmp_path / "broken.json", {"policies": [{"policy": "a"}]})
@@ -355,24 +352,21 @@ def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_p
     for key in ("systems", "policies", "candidates"):
         write_json(tmp_path / f"no-{key}.json", {key: []})
     write_json(tmp_path / "no-rows.json", {"rows": [], "verdict": "v"})
-    for args in (["empty", "--out", "x.html"], ["empty"], ["nowhere"], ["other.json"], ["broken.json"], ["list.json"],
-                 ["no-systems.json"], ["no-policies.json"], ["no-candidates.json"], ["no-rows.json"]):  # fmt: skip
-        with pytest.raises(SystemExit) as ended:
-            main(["report", str(tmp_path / args[0]), *(str(tmp_path / a) if a == "x.html" else a for a in args[1:])])
-        assert ended.value.code == 2
-        assert str(tmp_path / args[0]) in capsys.readouterr().err
+    for name in ("empty", "nowhere", "other.json", "broken.json", "list.json", "no-systems.json", "no-policies.json",
+                 "no-candidates.json", "no-rows.json"):  # fmt: skip
+        for out in ((), ("--out", tmp_path / "x.html")):
+            code, _, err = command("report", tmp_path / name, *out)
+            assert code == 2
+            assert str(tmp_path / name) in err
     assert not list(tmp_path.glob("*.html"))
-    with pytest.raises(SystemExit):
-        main(["report", str(TINY)])
-    assert "--out tiny.html" in capsys.readouterr().err, "a trace outside a RUN wants a place for its page"
+    assert "--out tiny.html" in command("report", TINY)[2], "a trace outside a RUN wants a place for its page"
 
 
-def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, page, capsys):
+def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, page, command):
     """Predictions are in the run's summary, so nothing is left to `--no-verify`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run), "--no-verify", "--json"])
-    assert ended.value.code == 0
-    told = json.loads(capsys.readouterr().out)
+    code, out, _ = command("report", run, "--no-verify", "--json")
+    assert code == 0
+    told = json.loads(out)
     assert Path(told["out"]) == run / "report.html"
     assert told["bytes"] == (run / "report.html").stat().st_size
     assert (run / "report.html").read_bytes() == page.read_bytes()
