@@ -141,8 +141,8 @@ def run(settings: PoliciesSettings, *, folder: Path, seed: int, progress: Progre
     if not settings.simulated and not settings.models:
         raise ConfigError("nothing to do: with simulated=false, name models to measure on")
     seeds = [seed + i for i in range(settings.seeds)]
-    every_regime = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
-    cases = select_cases("regime", every_regime, settings.only if settings.simulated else (), progress)
+    every = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
+    cases = select_cases("regime", every, settings.only if settings.simulated else (), progress)
     rows = []
     with backend(None, settings.jobs) as jobs:
         for judgement in Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(each, seeds) for each in cases):
@@ -154,14 +154,12 @@ def run(settings: PoliciesSettings, *, folder: Path, seed: int, progress: Progre
     frame = pd.DataFrame(rows)
     predicted, measured = (frame[frame["kind"] == kind] for kind in ("predicted", "measured"))
     return ExperimentResult(
-        verdict=" ".join([
-            *([measured_verdict(measured)] if len(measured) else ()), *([verdict(predicted)] if len(predicted) else ()),
-        ]),
+        verdict=" ".join(say(of) for say, of in ((measured_verdict, measured), (verdict, predicted)) if len(of)),
         rows=frame,
         figure=_picture(predicted, measured),
         prediction=measured.empty,
         notes=_notes(predicted, measured),
-    )  # fmt: skip
+    )
 
 
 def _model_rows(

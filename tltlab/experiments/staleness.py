@@ -65,7 +65,6 @@ def run(settings: StalenessSettings, *, folder: Path, seed: int, progress: Progr
                 traces[name] = _run(settings, work, work.out / f"{name}-{number}", number, stop, progress)
             rows += [row for name, trace in traces.items() for row in live_rows(trace, name, number)]
             rows += same_responses(traces[ADAPTIVE], settings.stop_after, number)
-        model = work.model
     losses = summary(rows, settings.stop_after, np.random.default_rng(seed))
     frame = pd.DataFrame(rows)
     return ExperimentResult(
@@ -73,7 +72,7 @@ def run(settings: StalenessSettings, *, folder: Path, seed: int, progress: Progr
         rows=frame,
         figure=_picture(frame, settings.stop_after),
         prediction=False,
-        notes=_notes(settings, model, losses),
+        notes=_notes(settings, work.model, losses),
     )
 
 

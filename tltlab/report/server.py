@@ -25,7 +25,7 @@ from tltlab.console import progress
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import in_progress
 from tltlab.traces.recording import recording_of
-from tltlab.traces.schema import MANIFEST_FILE, SUFFIX, is_trace
+from tltlab.traces.schema import SUFFIX, is_trace
 from tltlab.traces.trace import locate, read, run_folder
 
 from .origin import events_part
@@ -162,8 +162,7 @@ def _is_run(folder: Path) -> bool:
     trace = folder / "trace"
     if trace.is_dir() or recording_of(trace).is_dir():
         return True
-    files = {name for name in ("run.json", RESULT, MANIFEST_FILE) if (folder / name).is_file()}
-    return bool(files - {MANIFEST_FILE}) or (bool(files) and is_trace(folder))
+    return any((folder / name).is_file() for name in ("run.json", RESULT)) or is_trace(folder)
 
 
 def _part_of(folder: Path, inner: Path) -> bool:

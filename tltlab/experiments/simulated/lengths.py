@@ -177,8 +177,8 @@ def _step(
     lengths = requests.response_tokens
     rng = np.random.default_rng([step, mid])
     guess = [round(value) for value in expected.tolist()]
-    rank = float(spearmanr(expected, lengths).statistic) if len(lengths) > 2 and np.ptp(expected) > 0 else 0.0
-    rank = 0.0 if math.isnan(rank) else rank
+    varied = len(lengths) > 2 and np.ptp(expected) > 0 and np.ptp(lengths) > 0
+    rank = float(spearmanr(expected, lengths).statistic) if varied else 0.0
     if moment == DRAFTS:
         drafting = replace(scenario, acceptance=GeometricAcceptance(alpha=KEPT))
         queues = place(requests, scenario.workers, "round_robin")
