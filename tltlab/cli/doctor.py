@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,8 +71,8 @@ def doctor(
     result: dict[str, Any] = {
         "run": None if run is None else str(run),
         "simulated": None if diagnosis is None else diagnosis.simulated,
-        "environment": [finding.json() for finding in environment],
-        "findings": [finding.json() for finding in found],
+        "environment": [asdict(finding) for finding in environment],
+        "findings": [asdict(finding) for finding in found],
         "fine": [{"name": check.name, "good": check.good} for check in diagnosis.good] if diagnosis else [],
         "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked] if diagnosis else [],
         "ok": not any(finding.severity == "problem" for finding in (*environment, *found)),

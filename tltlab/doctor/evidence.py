@@ -224,6 +224,11 @@ def ratio(measured: Sequence[float] | Floats, reference: Sequence[float] | Float
     return paired_interval(measured, reference, rng=np.random.default_rng(0))
 
 
+def with_ends(interval: Interval) -> str:
+    """An estimate with its interval: '1.20 (1.10 to 1.30)'."""
+    return f"{interval.estimate:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+
+
 def accepted_pairs(table: pd.DataFrame) -> pd.Series:
     """(request, iteration) pairs of each row, as `metrics.mean_accept_length` counts them."""
     lengths = table["accepted_per_request"].astype(object).str.len()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
 
 from tltlab.errors import ConfigError
 
@@ -30,10 +30,6 @@ advice='', where=None)
     evidence: str
     advice: str = ""
     where: str | None = None
-
-    def json(self) -> dict[str, Any]:
-        """The finding as `tltlab doctor --json` prints it."""
-        return asdict(self)
 
 
 class NotChecked(Exception):

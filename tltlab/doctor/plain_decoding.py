@@ -7,7 +7,7 @@ import pandas as pd
 
 from tltlab.stats import Interval
 
-from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio, with_ends
 from .finding import Finding, NotChecked, check, hint, problem, span
 
 UNSURE = 1.05
@@ -122,10 +122,9 @@ def against_plain(evidence: RunEvidence, rows: pd.DataFrame) -> Interval | None:
     rows = rows[rows["num_generated"] > 0]
     if rows["rl_step"].nunique() < ENOUGH_STEPS:
         return None
-    plain = evidence.plain.seconds(rows["batch"], rows["context_tokens"])
-    plain_s = pd.Series(plain * (rows["num_generated"] / rows["batch"]).to_numpy(), index=rows.index)
-    by_step = pd.DataFrame({"s": rows["rl_step"], "took": rows["duration"], "plain": plain_s}).groupby("s").sum()
-    return ratio(by_step["took"].to_numpy(), by_step["plain"].to_numpy())
+    plain = evidence.plain.seconds(rows["batch"], rows["context_tokens"]) * (rows["num_generated"] / rows["batch"])
+    by_step = rows.assign(plain=plain).groupby("rl_step")[["duration", "plain"]].sum()
+    return ratio(by_step["duration"].to_numpy(), by_step["plain"].to_numpy())
 
 
 def _bands(evidence: RunEvidence) -> dict[int, Interval]:
@@ -189,8 +188,3 @@ def _plain_s(evidence: RunEvidence, work: pd.DataFrame, tokens_done: int) -> flo
 
 def _band(least: int) -> str:
     return str(least) if least == 1 else f"{least}-{2 * least - 1}"
-
-
-def with_ends(interval: Interval) -> str:
-    """An estimate with its interval: '1.20 (1.10 to 1.30)'."""
-    return f"{interval.estimate:.2f} ({interval.low:.2f} to {interval.high:.2f})"

@@ -9,7 +9,7 @@ from tltlab.costs.stages import STAGES
 from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
 
-from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio, with_ends
 from .finding import Finding, NotChecked, check, hint, problem
 
 HALF = 0.5
@@ -216,10 +216,8 @@ def slow_worker(evidence: RunEvidence) -> Finding | None:
         if factor.low > SLOW_WORKER:
             return problem(
                 title=f"Worker {worker} is slower than the others",
-                evidence=(
-                    f"Its iterations take {factor.estimate:.2f} ({factor.low:.2f} to {factor.high:.2f}) times those of "
-                    "the other workers at like batch and depth."
-                ),
+                evidence=f"Its iterations take {with_ends(factor)} times those of the other workers at like batch and "
+                "depth.",
                 advice="Look at its device and what else runs there: another process, fewer cores, a throttled GPU.",
                 where=f"worker {worker}",
             )

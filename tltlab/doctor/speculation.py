@@ -11,9 +11,9 @@ from tltlab.arrays import Floats
 from tltlab.stats import Interval, student_margin
 from tltlab.strategy import MODEL_FREE
 
-from .evidence import ENOUGH_STEPS, RunEvidence, accepted_pairs, ratio
+from .evidence import ENOUGH_STEPS, RunEvidence, accepted_pairs, ratio, with_ends
 from .finding import Finding, NotChecked, check, hint, problem, span
-from .plain_decoding import UNSURE, against_plain, with_ends
+from .plain_decoding import UNSURE, against_plain
 
 ACCEPT_FLOOR = 1.2
 """Tokens per draft below which no engine gains: TLT's Fig 13 puts its cheapest step at 1.71 plain ones, and a free
@@ -193,16 +193,10 @@ def switches_often(evidence: RunEvidence) -> Finding | None:
 
 def _accept_length(rows: pd.DataFrame) -> Interval | None:
     """Tokens per draft with an interval over RL steps, None where there are too few drafts."""
-    drafted = rows[rows["num_drafted"] > 0]
-    if drafted.empty:
-        return None
-    sums = pd.DataFrame(
-        {"rl_step": drafted["rl_step"], "pairs": accepted_pairs(drafted), "kept": drafted["num_accepted"]}
-    )
-    by_step = sums.groupby("rl_step").sum()
+    by_step = _drafts(rows).groupby("rl_step")[["pairs", "num_accepted"]].sum()
     if by_step["pairs"].sum() < ENOUGH_DRAFTS or len(by_step) < ENOUGH_STEPS:
         return None
-    return ratio((by_step["pairs"] + by_step["kept"]).to_numpy(), by_step["pairs"].to_numpy())
+    return ratio((by_step["pairs"] + by_step["num_accepted"]).to_numpy(), by_step["pairs"].to_numpy())
 
 
 def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
@@ -210,23 +204,20 @@ def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
 
     Drafts are alike that go to the same depth at about the same batch, so that another mix of them is no change.
     """
-    drafted = rows[rows["num_drafted"] > 0]
-    cells = pd.DataFrame(
-        {
-            "rl_step": drafted["rl_step"],
-            "cell": drafted["draft_depth"] * 100 + np.log2(drafted["batch"].clip(lower=1)).astype(int),
-            "pairs": accepted_pairs(drafted),
-            "drafted": drafted["num_drafted"].astype(np.float64),
-            "kept": drafted["num_accepted"].astype(np.float64),
-        }
-    )
-    of_cell = cells.groupby("cell")[["kept", "drafted"]].sum()
-    usual = of_cell["kept"] / of_cell["drafted"]
-    cells["expected"] = cells["drafted"] * cells["cell"].map(usual)
-    by_step = cells.groupby("rl_step")[["pairs", "kept", "expected"]].sum()
+    drafts = _drafts(rows)
+    cell = drafts["draft_depth"] * 100 + np.log2(drafts["batch"].clip(lower=1)).astype(int)
+    of_cell = drafts.groupby(cell)[["num_accepted", "num_drafted"]].sum()
+    drafts["expected"] = drafts["num_drafted"] * cell.map(of_cell["num_accepted"] / of_cell["num_drafted"])
+    by_step = drafts.groupby("rl_step")[["pairs", "num_accepted", "expected"]].sum()
     by_step = by_step[(by_step["pairs"] >= ENOUGH_DRAFTS) & (by_step["expected"] > 0)]
-    level: pd.Series = by_step["kept"] / by_step["expected"] - 1.0
+    level: pd.Series = by_step["num_accepted"] / by_step["expected"] - 1.0
     return level
+
+
+def _drafts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Iterations that verified drafts, with the `pairs` of request and iteration in each."""
+    drafts = rows[rows["num_drafted"] > 0].astype({"num_drafted": np.float64, "num_accepted": np.float64})
+    return drafts.assign(pairs=accepted_pairs(drafts))
 
 
 def _slope(x: Floats, y: Floats, covariate: Floats | None = None) -> tuple[float, float, float]:

@@ -218,8 +218,7 @@ class _ModeBench:
             for epoch in range(1, epochs + 1)
         }
         order = np.random.default_rng(seed)
-        done: list[tuple[Mode, int, int, Rollout]] = []
-        processor_s: list[float] = []
+        done: list[tuple[Mode, int, int, Rollout, float]] = []
         for round_ in range(rounds + 1):
             for epoch in range(1, epochs + 1):
                 for n in order.permutation(len(chosen)):
@@ -229,17 +228,17 @@ class _ModeBench:
                         decoder = engine = self.engines[mode.learned]
                         engine.control.set_selector(*learning[mode.name, epoch])
                         engine.forget()
-                        engine.remember(self._told(history[: epoch - 1]))
+                        engine.remember(self._texts(history[: epoch - 1]))
                     assert decoder is not None
                     began = time.process_time()
-                    done.append((mode, epoch, round_, self.rollout(decoder)))
-                    processor_s.append(time.process_time() - began)
-            seconds = sum(rollout.duration_s for _, _, n, rollout in done if n == round_)
+                    rollout = self.rollout(decoder)
+                    done.append((mode, epoch, round_, rollout, time.process_time() - began))
+            seconds = sum(rollout.duration_s for _, _, n, rollout, _ in done if n == round_)
             progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
-        plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "stock" for row in rollout.iterations])
+        plain = PlainSteps([row for mode, _, _, r, _ in done if mode.kind == "stock" for row in r.iterations])
         rows = [
-            replace(measured(rollout, plain, mode=mode, epoch=epoch, round_=round_), processor_s=took_s)
-            for (mode, epoch, round_, rollout), took_s in zip(done, processor_s, strict=True)
+            replace(measured(rollout, plain, mode=mode, epoch=epoch, round_=round_), processor_s=processor_s)
+            for mode, epoch, round_, rollout, processor_s in done
         ]
         names = [mode.name for mode in chosen]
         return sorted(rows, key=lambda row: (row.epoch, names.index(row.mode), row.round))
@@ -330,7 +329,7 @@ class _ModeBench:
         self.rl_step += 1
         return engine.generate(requests, rl_step=self.rl_step - 1, temperature=TEMPERATURE)
 
-    def _told(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, Sequence[int], Sequence[int]]]:
+    def _texts(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, Sequence[int], Sequence[int]]]:
         prompts = {prompt.prompt_id: prompt.token_ids for prompt in self.prompts}
         return [(r.key, prompts[r.key[1]], r.token_ids) for old in rollouts for r in old.responses]
 

@@ -108,7 +108,7 @@ class BuiltPolicy:
 def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
     """Every policy by name, over the regime's drafters, or its first one where a policy knows no more."""
     name = regime.drafters[0]
-    told_costs, start = regime.told, regime.phases[0].costs
+    stated_costs, start = regime.told, regime.phases[0].costs
     few = [Strategy.chain(name, depth) for depth in (8, 4, 2, 1)]
     chains = [s for s in regime.strategies if s.speculates]
     rows = list(zip((1, 5, 17, 33), (*few[:3], NO_SPECULATION), strict=True))
@@ -119,7 +119,7 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
     published = paper_buckets([*few[:3], NO_SPECULATION], (1, 5, 17, 33))
     return {
         ADAPTIVE: Policy(selector=AdaptiveSpec(drafters=regime.drafters)),
-        "goodput": BuiltPolicy(lambda rng: Goodput(chains, told_costs, rng=rng)),
+        "goodput": BuiltPolicy(lambda rng: Goodput(chains, stated_costs, rng=rng)),
         "table by batch": BuiltPolicy(lambda rng: BatchTable(rows)),
         "table by context": BuiltPolicy(lambda rng: ContextTable(contexts)),
         "verify budget": BuiltPolicy(lambda rng: Goodput(trimmed, start, epsilon=0.0, rng=rng)),

@@ -182,7 +182,7 @@ def steps_part(trace: Trace) -> Part:
 
 def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     """What is known of each RL step: metrics and the trace's own `steps`; None where unknown."""
-    by_step = {} if trace.steps is None else {row["rl_step"]: row for row in _known(trace.steps)}
+    by_step = {} if trace.steps is None else {row["rl_step"]: row for row in _rows_of(trace.steps)}
     rows = []
     for row in metrics.per_step(trace):
         recorded, measured = by_step.get(row["rl_step"], {}), row["rollout_s"]
@@ -192,7 +192,7 @@ def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
-def _known(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def _rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """A frame's rows, what is not known as None."""
     values = frame.astype(object).where(frame.notna(), None)
     return [{str(key): value for key, value in row.items()} for row in values.to_dict("records")]
@@ -252,7 +252,7 @@ def off_policy_part(trace: Trace) -> Part:
         "length_bias": ("length trained on / generated, so far", ".3f"),
     }  # fmt: skip
     caption = "Of the tokens that each RL step trained on."
-    table = records(_known(steps), columns, caption=caption, summary="RL step by RL step")
+    table = records(_rows_of(steps), columns, caption=caption, summary="RL step by RL step")
     return Section(title=title, blocks=(picture, table))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tltlab.arrays import Floats, Ints
 from tltlab.charts import FORMATS, Chart, Reading, finish, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import metrics
@@ -85,8 +83,7 @@ def timeline(
         _draw_lanes(above, segments, end_s)
         _draw_bubbles(above, shown if chosen == "all" else shown.select([chosen]), segments)
         figure.readings += _read_lanes(above, segments, end_s)
-        _draw_running(below, shown, offsets, end_s)
-        figure.readings += _read_running(below, shown, offsets, end_s)
+        figure.readings.append(_draw_running(below, shown, offsets, end_s))
         above.set_title(_title(shown, chosen, names[number]), loc="left", fontsize=10)
     most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
     for axes in grid[1::2, 0]:
@@ -168,25 +165,6 @@ def _digits(end_s: float) -> int:
     return max(0, 3 - int(np.floor(np.log10(max(end_s, 1e-9)))))
 
 
-def _running(trace: Trace, offsets: Offsets) -> Iterator[tuple[int, Floats, Ints]]:
-    """Each RL step in the picture: when how many requests run; not of iterations without request times."""
-    for step in [step for step in trace.rl_steps if step in offsets]:
-        with suppress(TraceError):
-            times, counts = metrics.running_requests(trace, step)
-            yield step, times, counts
-
-
-def _read_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> list[Reading]:
-    """How many requests run when, at so few times that they can be told apart."""
-    at, texts = [np.empty(0)], []
-    for step, times, counts in _running(trace, offsets):
-        place = (times / max(end_s, 1e-9) * _MOST_STOPS / 4).astype(int)
-        shown = np.flatnonzero(np.diff(place, append=place[-1] + 1))  # the last of those in one place
-        at.append(times[shown] + offsets[step])
-        texts += [f"{t:.{_digits(end_s)}f} s: {n:.0f} running" for t, n in zip(at[-1], counts[shown], strict=True)]
-    return [Reading(axes=axes, texts=texts, x=np.concatenate(at), holds=True)]
-
-
 def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     """A strip at the right end: the share of the rollout in which each worker was idle."""
     shares = metrics.worker_bubbles(trace, idle=True)
@@ -207,9 +185,19 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     strip.spines[:].set_visible(False)
 
 
-def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
-    for step, times, counts in _running(trace, offsets):
+def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> Reading:
+    """How many requests run when; it reads at so few times that they can be told apart."""
+    stops, texts = [np.empty(0)], []
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        try:
+            times, counts = metrics.running_requests(trace, step)
+        except TraceError:
+            continue  # iterations without request times
         shift = offsets[step]
+        place = (times / max(end_s, 1e-9) * _MOST_STOPS / 4).astype(int)
+        shown = np.flatnonzero(np.diff(place, append=place[-1] + 1))  # the last of those in one place
+        stops.append(times[shown] + shift)
+        texts += [f"{t:.{_digits(end_s)}f} s: {n:.0f} running" for t, n in zip(stops[-1], counts[shown], strict=True)]
         axes.fill_between(times + shift, counts, step="post", color="#7fb8de", alpha=0.35, linewidth=0)
         axes.step(times + shift, counts, where="post", color="#1f5f99", linewidth=1.2)
         if (tail := metrics.tail_window(trace, step)) is not None and tail[1] > tail[0]:
@@ -224,6 +212,7 @@ def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> N
     axes.set_ylim(bottom=0)
     axes.set_ylabel("running\nrequests", fontsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    return Reading(axes=axes, texts=texts, x=np.concatenate(stops), holds=True)
 
 
 def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:

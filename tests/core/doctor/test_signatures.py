@@ -173,7 +173,7 @@ def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
     assert finding.evidence.endswith(".")
     assert any(letter.isdigit() for letter in finding.evidence)
     assert finding.advice
-    json.dumps(finding.json(), allow_nan=False)
+    json.dumps(asdict(finding), allow_nan=False)
     assert found_by(name, recording(sound)) == []
 
 
