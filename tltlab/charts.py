@@ -86,7 +86,7 @@ def brief(value: float) -> str:
     """A figure as a chart says it.
 
     >>> brief(0.12345), brief(12345.6), brief(3.0)
-    ('0.1234', '12,346', '3')
+    ('0.1235', '12,346', '3')
     """
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
