@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from tltlab.calibration.iterations import checked, measured_rows
-from tltlab.calibration.table import MeasuredTable
+from tltlab.calibration.table import MeasuredTableEstimator
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
@@ -210,7 +210,7 @@ def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | Non
     rows = measured_rows(decoding)
     left = rows.where(out)
     try:
-        predicted = MeasuredTable().fit(rows.where(~out)).predict(left)
+        predicted = MeasuredTableEstimator().fit(rows.where(~out)).predict(left)
     except ConfigError:
         return None
     return float(np.median(np.abs(predicted / left.seconds - 1.0)))

@@ -341,5 +341,5 @@ def _left_out(estimator: StageEstimator | Constant, rows: pd.DataFrame) -> Float
     for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
         if isinstance(predicted, ConfigError):
             raise predicted
-        predictions[fold.held.index] = predicted
+        predictions[fold.test.index] = predicted
     return np.asarray(predictions / rows["measured_s"] - 1, np.float64)

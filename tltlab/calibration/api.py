@@ -62,20 +62,20 @@ def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None, 
     holds both. Raises ConfigError for a trace without iterations.
     """
     trace = read(trace)
-    chosen = trace if rl_steps is None else trace.select(rl_steps)
-    rows = iterations_of(chosen)
-    found = fit_trace(chosen, most_folds=0)
-    assert isinstance(found.costs, LinearCosts)
-    acceptance, more = fit_acceptance(rows)
-    notes = (*found.costs.notes, *more)
+    selection = trace if rl_steps is None else trace.select(rl_steps)
+    rows = iterations_of(selection)
+    cost_fit = fit_trace(selection, most_folds=0)
+    assert isinstance(cost_fit.costs, LinearCosts)
+    acceptance, acceptance_notes = fit_acceptance(rows)
+    notes = (*cost_fit.costs.notes, *acceptance_notes)
     workers = sorted(rows["worker"].unique().tolist()) if by_worker else []
     return Calibration(
-        costs=found.costs.model_copy(update={"notes": notes}),
+        costs=cost_fit.costs.model_copy(update={"notes": notes}),
         acceptance=acceptance,
-        residuals=found.residuals,
-        sums=found.sums,
+        residuals=cost_fit.residuals,
+        sums=cost_fit.sums,
         notes=notes,
-        by_worker={int(w): fit_recorded(recorded_rows(rows[rows["worker"] == w], chosen.steps))[0] for w in workers},
+        by_worker={int(w): fit_recorded(recorded_rows(rows[rows["worker"] == w], selection.steps))[0] for w in workers},
     )
 
 
@@ -86,18 +86,18 @@ def iteration_times(costs: LinearCosts, trace: Trace) -> Floats:
     return predict(costs, recorded_rows(trace.iterations, trace.steps))
 
 
-def parse_rl_steps(text: str | None, known: list[int]) -> list[int] | None:
+def parse_rl_steps(text: str | None, rl_steps: list[int]) -> list[int] | None:
     """`a:b` as the RL steps a <= step < b that the trace has; either may be left out; `a` alone is one step."""
     if text is None:
         return None
     first, colon, last = text.partition(":")
     try:
-        low = int(first) if first else min(known, default=0)
-        high = (int(last) if last else max(known, default=0) + 1) if colon else low + 1
+        low = int(first) if first else min(rl_steps, default=0)
+        high = (int(last) if last else max(rl_steps, default=0) + 1) if colon else low + 1
     except ValueError as error:
         raise ConfigError(f"--rl-steps {text!r}: give a:b, such as 0:5") from error
-    steps = [step for step in known if low <= step < high]
+    steps = [step for step in rl_steps if low <= step < high]
     if not steps:
-        span = f"{known[0]}..{known[-1]}" if known else "none"
+        span = f"{rl_steps[0]}..{rl_steps[-1]}" if rl_steps else "none"
         raise ConfigError(f"--rl-steps {text}: the trace has none of these; its RL steps are {span}")
     return steps

@@ -25,7 +25,7 @@ from .iterations import CostEstimator, Iterations, iterations_of, measured_rows,
 from .linear import LinearEstimator
 from .residuals import coverage, residuals, worker_sums
 from .roofline import Hardware, RooflineEstimator
-from .table import MeasuredTable, RecordedTable
+from .table import MeasuredTableEstimator, RecordedTableEstimator
 
 KINDS = ("linear", "roofline", "table")
 
@@ -66,13 +66,14 @@ def estimator_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Cos
             raise ConfigError("a roofline needs GPU, model and tp: --gpu H100 --model Qwen2.5-32B --tp 4, say")
         return RooflineEstimator(hardware, recorded=recorded)
     if hardware is not None and (kind == "linear" or recorded):
-        what = "linear costs" if kind == "linear" else "a table of a trace"
-        raise ConfigError(f"{what} have no use for GPU, model and tp: leave these out, or take --kind roofline")
+        subject = "linear costs" if kind == "linear" else "a table of a trace"
+        raise ConfigError(f"{subject} have no use for GPU, model and tp: leave these out, or take --kind roofline")
     if kind == "linear":
         return LinearEstimator(recorded=recorded)
     if recorded:
-        return RecordedTable()
-    return MeasuredTable(None if hardware is None else Roofline(gpu=hardware.gpu, model=hardware.model, tp=hardware.tp))
+        return RecordedTableEstimator()
+    roofline = None if hardware is None else Roofline(gpu=hardware.gpu, model=hardware.model, tp=hardware.tp)
+    return MeasuredTableEstimator(roofline)
 
 
 def fit_trace(
@@ -89,16 +90,16 @@ def fit_trace(
     notes = coverage(table, trace.steps)
     parts = step_folds(sorted(table["rl_step"].unique().tolist()), most_folds)
     held_out = _held_out(estimator, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
-    known = _predicted(held_out)
-    off = worker_sums(known, known["measured_s"].to_numpy(), known["predicted_s"].to_numpy())["bias"]
-    where = trace.manifest.name or (trace.path.name if trace.path else "this trace")
+    predicted = _predicted(held_out)
+    errors = worker_sums(predicted, predicted["measured_s"].to_numpy(), predicted["predicted_s"].to_numpy())["bias"]
+    engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
     return CostFit(
         kind=kind,
         costs=estimator.costs_.model_copy(
             update={
                 "notes": (*estimator.costs_.notes, *notes),
                 "noise": _noise(table, estimator.predictions_),
-                "evidence": _evidence(where, rows, estimator, {"RL steps": off}),
+                "evidence": _evidence(engine, rows, estimator, {"RL steps": errors}),
             }
         ),
         residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
@@ -119,14 +120,14 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     held_out = pd.DataFrame()
     if len(batches) < 2:
         notes.append("one batch size only: nothing to leave out, so there is no cross-validation")
-    elif isinstance(estimator, MeasuredTable):
+    elif isinstance(estimator, MeasuredTableEstimator):
         held_out = _held_out_by_table(estimator, len(points), notes)
     else:
         masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
         held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
-    known = _predicted(held_out)
-    off = known["predicted_s"] / known["measured_s"] - 1.0
-    evidence = _evidence("this table", rows, estimator, {"batch": off})
+    predicted = _predicted(held_out)
+    errors = predicted["predicted_s"] / predicted["measured_s"] - 1.0
+    evidence = _evidence("this table", rows, estimator, {"batch": errors})
     return CostFit(
         kind=kind,
         costs=estimator.costs_.model_copy(update={"notes": (*estimator.costs_.notes, *notes), "evidence": evidence}),
@@ -143,7 +144,7 @@ def _predicted(held_out: pd.DataFrame) -> pd.DataFrame:
 
 
 def _evidence(
-    where: str, rows: Iterations, estimator: CostEstimator, left_out: Mapping[str, pd.Series[float]]
+    engine: str, rows: Iterations, estimator: CostEstimator, fold_errors: Mapping[str, pd.Series[float]]
 ) -> Evidence:
     """What speaks for a fit to these rows: errors by what was left out of it, as shares.
 
@@ -152,12 +153,12 @@ def _evidence(
     depth, fitted, parameter = rows.depth[rows.depth > 0], {}, {}
     if estimator.open_ is not None:
         parameter = {"all": nine_in_ten(estimator.open_)}
-        if not any(map(len, left_out.values())):
+        if not any(map(len, fold_errors.values())):
             fitted = {"all": most_errors(estimator.predictions_ / rows.seconds - 1.0)}
     return Evidence(
-        engine=where,
+        engine=engine,
         speculation=bool(len(depth)),
-        left_out={fold: most_errors(errors) for fold, errors in left_out.items() if len(errors)},
+        left_out={fold: most_errors(errors) for fold, errors in fold_errors.items() if len(errors)},
         fitted=fitted,
         parameter=parameter,
         draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,
@@ -172,18 +173,18 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
 
 def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
     """Rows for `held_out_errors`; what the rest cannot predict is NaN, and a note says why."""
-    folds = (Fold(name=name, train=rows.where(~out), held=rows.where(out)) for name, out in parts.items())
+    folds = (Fold(name=name, train=rows.where(~out), test=rows.where(out)) for name, out in parts.items())
     tables = []
     for fold, predicted in cross_validated(estimator, folds):
         if isinstance(predicted, ConfigError):
             notes.append(f"{fold.name} left out: not predicted, {predicted}")
-            predicted = np.full(len(fold.held), np.nan)
-        columns = {"rl_step": fold.held.rl_step, "worker": fold.held.worker, "measured_s": fold.held.seconds}
+            predicted = np.full(len(fold.test), np.nan)
+        columns = {"rl_step": fold.test.rl_step, "worker": fold.test.worker, "measured_s": fold.test.seconds}
         tables.append(pd.DataFrame(columns | {"fold": fold.name, "predicted_s": predicted}))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def _held_out_by_table(estimator: MeasuredTable, num_rows: int, notes: list[str]) -> pd.DataFrame:
+def _held_out_by_table(estimator: MeasuredTableEstimator, num_rows: int, notes: list[str]) -> pd.DataFrame:
     """A table leaves each batch out itself."""
     rows = estimator.residuals_
     if rows["held_out_error"].isna().all():

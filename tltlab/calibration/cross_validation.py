@@ -40,15 +40,15 @@ class Fold(Generic[Data]):
 
     name: str
     train: Data
-    held: Data
+    test: Data
 
 
 def each_left_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.DataFrame]]:
     """A fold for each value of a column, rows without one being in no fold; none where nothing would be left."""
     for value in sorted(rows[column].dropna().unique()):
-        held = rows[column] == value
-        if not held.all():
-            yield Fold(name=f"{column} {value:g}", train=rows[~held], held=rows[held])
+        mask = rows[column] == value
+        if not mask.all():
+            yield Fold(name=f"{column} {value:g}", train=rows[~mask], test=rows[mask])
 
 
 def cross_validated(
@@ -57,7 +57,7 @@ def cross_validated(
     """What a copy of the estimator, fitted to the rest, predicts for each fold; the error where it cannot."""
     for fold in folds:
         try:
-            yield fold, copy(estimator).fit(fold.train).predict(fold.held)
+            yield fold, copy(estimator).fit(fold.train).predict(fold.test)
         except ConfigError as error:
             yield fold, error
 
@@ -83,13 +83,14 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
     """
     errors = []
     for name, part in [*rows.groupby("fold", sort=False), ("overall", rows)] if len(rows) else []:
-        seen = part[part["predicted_s"].notna()]
-        error = (seen["predicted_s"] - seen["measured_s"]).abs() / seen["measured_s"].clip(lower=1e-9)
+        valid = part[part["predicted_s"].notna()]
+        error = (valid["predicted_s"] - valid["measured_s"]).abs() / valid["measured_s"].clip(lower=1e-9)
         row = {"fold": name, "num": len(part), "mean_abs_relative_error": error.mean()}
         if "worker" in rows:
-            off = worker_sums(seen, seen["measured_s"].to_numpy(), seen["predicted_s"].to_numpy())
-            total = seen["predicted_s"].sum() / seen["measured_s"].sum() - 1.0 if len(seen) else np.nan
-            row |= {"num_sums": len(off), "sums_mean_abs_relative_error": off["bias"].abs().mean(), "sums_bias": total}
+            sums = worker_sums(valid, valid["measured_s"].to_numpy(), valid["predicted_s"].to_numpy())
+            total = valid["predicted_s"].sum() / valid["measured_s"].sum() - 1.0 if len(valid) else np.nan
+            size = sums["bias"].abs().mean()
+            row |= {"num_sums": len(sums), "sums_mean_abs_relative_error": size, "sums_bias": total}
         errors.append(row)
     columns = ["fold", "num", "mean_abs_relative_error", "num_sums", "sums_mean_abs_relative_error", "sums_bias"]
     return pd.DataFrame(errors).reindex(columns=columns)

@@ -43,18 +43,18 @@ class SpotFit:
     @property
     def median_error(self) -> float | None:
         """Median absolute error over RL steps left out of the fit; None where there is one only."""
-        known = self.residuals["error"].abs().dropna()
-        return float(known.median()) if len(known) else None
+        errors = self.residuals["error"].abs().dropna()
+        return float(errors.median()) if len(errors) else None
 
     def table(self) -> str:
         """Residuals for people."""
         header = ["RL step", "periods", "train s", "updates", "predicted", "error"]
         rows = []
         for row in self.residuals.to_dict("records"):
-            left_out = (
+            prediction = (
                 ("", "") if np.isnan(row["error"]) else (f"{row['predicted_updates']:.1f}", f"{row['error']:+.1%}")
             )
-            rows.append((row["rl_step"], row["num_periods"], f"{row['train_s']:.2f}", row["updates"], *left_out))
+            rows.append((row["rl_step"], row["num_periods"], f"{row['train_s']:.2f}", row["updates"], *prediction))
         return console.table(header, rows, left=0)
 
 
@@ -67,16 +67,16 @@ def fit_spot(trace: Trace, rl_steps: Sequence[int] | None = None) -> SpotFit:
     ConfigError for a trace without the table, and for one without a single update.
     """
     table = trace.spot_training
-    where = trace.path or "the trace"
+    place = trace.path or "the trace"
     if table is None or table.empty:
         raise ConfigError(
-            f"{where} has no spot_training.parquet to fit spot training to: record a run that trains its drafter"
+            f"{place} has no spot_training.parquet to fit spot training to: record a run that trains its drafter"
         )
     if rl_steps is not None:
         table = table[table["rl_step"].isin(rl_steps)]
     rows = _beside(table)
     if not (rows["updates"] > 0).any():
-        raise ConfigError(f"{where}: no training period came to an update, so nothing tells how fast training is")
+        raise ConfigError(f"{place}: no training period came to an update, so nothing tells how fast training is")
     model, notes = _fitted(rows)
     return SpotFit(model=model, residuals=_residuals(rows), notes=tuple(notes))
 
@@ -96,7 +96,7 @@ def _beside(table: pd.DataFrame) -> pd.DataFrame:
     """
     rows = table[table["duration"] > 0].reset_index(drop=True)
     opens = np.zeros(len(rows), bool)
-    changes, others = np.zeros(len(rows), np.int64), np.zeros(len(rows))
+    changes, num_beside = np.zeros(len(rows), np.int64), np.zeros(len(rows))
     for _, period in rows.groupby(["rl_step", "term"]):
         at = period.sort_values(["t_start", "worker"], kind="stable").index.to_numpy()
         start = rows["t_start"].to_numpy()[at]
@@ -109,8 +109,8 @@ def _beside(table: pd.DataFrame) -> pd.DataFrame:
             shared = np.minimum(end, end[i]) - np.maximum(ready, ready[i])
             shared[i] = 0.0
             training_s = end[i] - ready[i]
-            others[row] = float(np.maximum(shared, 0.0).sum() / training_s) if training_s > 0 else 0.0
-    return rows.assign(opens=opens, changes=changes, others=others)
+            num_beside[row] = float(np.maximum(shared, 0.0).sum() / training_s) if training_s > 0 else 0.0
+    return rows.assign(opens=opens, changes=changes, others=num_beside)
 
 
 def _fitted(rows: pd.DataFrame) -> tuple[SpotTraining, list[str]]:
@@ -141,10 +141,10 @@ def _fitted(rows: pd.DataFrame) -> tuple[SpotTraining, list[str]]:
 
 def _rate(rows: pd.DataFrame, notes: list[str]) -> tuple[float, float]:
     """Updates per second of one worker, and `scaling_efficiency`: weighted least squares, as of counts."""
-    trained = rows[rows["train_s"] > 0]
-    alone = trained["train_s"].to_numpy(np.float64)
-    beside = alone * trained["others"].to_numpy(np.float64)
-    updates = trained["updates"].to_numpy(np.float64)
+    training = rows[rows["train_s"] > 0]
+    alone = training["train_s"].to_numpy(np.float64)
+    beside = alone * training["others"].to_numpy(np.float64)
+    updates = training["updates"].to_numpy(np.float64)
     if not len(alone) or updates.sum() <= 0:
         raise ConfigError("spot_training.parquet has updates, but no seconds of training that they took")
     aa, ab, bb = alone.sum(), beside.sum(), float((beside**2 / alone).sum())
@@ -167,16 +167,17 @@ def _rate(rows: pd.DataFrame, notes: list[str]) -> tuple[float, float]:
 
 def _update(rows: pd.DataFrame, notes: list[str]) -> tuple[int, float]:
     """Samples of an update, as a whole number, and its tokens: those of one worker that trains alone."""
-    trained = rows[rows["updates"] > 0]
-    updates, together = trained["updates"].to_numpy(np.float64), 1.0 + trained["others"].to_numpy(np.float64)
-    size = 1.0 / together if _is_shared(trained["tokens"].to_numpy(np.float64) / updates, together, updates) else 1.0
-    if np.ndim(size) == 0 and (together > 1.0 + _ALONE).any():
+    training = rows[rows["updates"] > 0]
+    updates, group_size = training["updates"].to_numpy(np.float64), 1.0 + training["others"].to_numpy(np.float64)
+    shared = _is_shared(training["tokens"].to_numpy(np.float64) / updates, group_size, updates)
+    size = 1.0 / group_size if shared else 1.0
+    if np.ndim(size) == 0 and (group_size > 1.0 + _ALONE).any():
         notes.append(
             "each member trains tokens of its own: a larger group trains more tokens in an update and, unless "
             "scaling_efficiency says so, not more updates; the model's tokens are those of one worker"
         )
     whole_updates = float((updates * size).sum())
-    samples, tokens = float(trained["sequences"].sum()) / whole_updates, float(trained["tokens"].sum()) / whole_updates
+    samples, tokens = (float(training[name].sum()) / whole_updates for name in ("sequences", "tokens"))
     whole = max(1, round(samples))
     if tokens <= 0:
         notes.append("sample_tokens keeps its default: the table counts no tokens")
@@ -184,45 +185,45 @@ def _update(rows: pd.DataFrame, notes: list[str]) -> tuple[int, float]:
     return whole, tokens
 
 
-def _is_shared(tokens: Floats, together: Floats, weight: Floats) -> bool:
+def _is_shared(tokens: Floats, group_size: Floats, weight: Floats) -> bool:
     """Whether members share the tokens of an update, which falls with the group's size then, or have their own."""
-    off = []
-    for shape in (np.ones(len(tokens)), 1.0 / together):
+    errors = []
+    for shape in (np.ones(len(tokens)), 1.0 / group_size):
         level = float((weight * tokens * shape).sum() / (weight * shape**2).sum())
-        off.append(float((weight * (tokens - level * shape) ** 2).sum()))
-    return off[1] < 0.5 * off[0]
+        errors.append(float((weight * (tokens - level * shape) ** 2).sum()))
+    return errors[1] < 0.5 * errors[0]
 
 
 def _pauses(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> tuple[float, float]:
     """`start_s` and `join_s`: whoever joins a group pauses for that and for every later change, who opens it starts."""
-    told = rows[rows["ended"] != "killed"]
-    opened, joined = told[told["opens"]], told[~told["opens"]]
-    if opened.empty:
+    alive = rows[rows["ended"] != "killed"]
+    openers, joiners = alive[alive["opens"]], alive[~alive["opens"]]
+    if openers.empty:
         notes.append("start_s and join_s keep their defaults: every period was killed")
         return default.start_s, default.join_s
-    if joined.empty:
+    if joiners.empty:
         notes.append("join_s keeps its default: no worker joined another's group")
-        return float(opened["setup_s"].median()), default.join_s
-    join_s = float((joined["setup_s"] / (1 + joined["changes"])).median())
-    return max(0.0, float((opened["setup_s"] - join_s * opened["changes"]).median())), join_s
+        return float(openers["setup_s"].median()), default.join_s
+    join_s = float((joiners["setup_s"] / (1 + joiners["changes"])).median())
+    return max(0.0, float((openers["setup_s"] - join_s * openers["changes"]).median())), join_s
 
 
 def _checkpoint_s(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> float:
-    saved = rows[rows["checkpoints"] > 0]
-    if saved.empty:
+    saving = rows[rows["checkpoints"] > 0]
+    if saving.empty:
         notes.append("checkpoint_s keeps its default: no checkpoint was written")
         return default.checkpoint_s
-    return float(saved["blocked_s"].sum()) / float(saved["checkpoints"].sum())
+    return float(saving["blocked_s"].sum()) / float(saving["checkpoints"].sum())
 
 
 def _checkpoint_every(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> int | None:
     """The number of updates that explains the checkpoints of whole periods best; the last one is written at the end."""
     whole = rows[rows["opens"] & (rows["updates"] > 0)]
-    updates, written = whole["updates"].to_numpy(np.int64), whole["checkpoints"].to_numpy(np.int64)
+    updates, checkpoints = whole["updates"].to_numpy(np.int64), whole["checkpoints"].to_numpy(np.int64)
     # Whoever is not killed saves at the end what it has not saved yet.
     saves = (whole["ended"] != "killed").to_numpy()
     most = int(updates.max(initial=0))
-    if not (written > saves).any():
+    if not (checkpoints > saves).any():
         if default.checkpoint_every is not None and most >= default.checkpoint_every:
             notes.append("checkpoint_every is None: the only checkpoints are those at the end of a period")
             return None
@@ -230,8 +231,8 @@ def _checkpoint_every(rows: pd.DataFrame, default: SpotTraining, notes: list[str
         return default.checkpoint_every
     tried = np.arange(1, most + 1)
     expected = updates // tried[:, None] + (saves & (updates % tried[:, None] > 0))
-    off = np.abs(expected - written).sum(axis=1)
-    best = tried[off == off.min()]
+    errors = np.abs(expected - checkpoints).sum(axis=1)
+    best = tried[errors == errors.min()]
     if len(best) > 1:
         notes.append(f"checkpoint_every: anything from {best[0]} to {best[-1]} agrees with the checkpoints written")
     roundest = max(best.tolist(), key=lambda every: next(step for step in _ROUND if every % step == 0))
@@ -239,11 +240,11 @@ def _checkpoint_every(rows: pd.DataFrame, default: SpotTraining, notes: list[str
 
 
 def _yield_s(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> float:
-    told = rows.loc[(rows["ended"] == "stopped") & rows["yield_s"].notna(), "yield_s"]
-    if told.empty:
+    yields = rows.loc[(rows["ended"] == "stopped") & rows["yield_s"].notna(), "yield_s"]
+    if yields.empty:
         notes.append("yield_s keeps its default: no row tells how long a worker took to stop")
         return default.yield_s
-    return float(told.mean())
+    return float(yields.mean())
 
 
 class RateEstimator:
@@ -255,18 +256,18 @@ class RateEstimator:
 
     def predict(self, rows: pd.DataFrame) -> Floats:
         """One number per RL step: whoever opens a period trains its updates."""
-        opened = rows[rows["opens"]]
-        train_s = opened["train_s"] * (1.0 + self.efficiency_ * opened["others"])
-        steps = [train_s[opened["rl_step"] == step] for step in np.sort(rows["rl_step"].unique())]
+        openers = rows[rows["opens"]]
+        train_s = openers["train_s"] * (1.0 + self.efficiency_ * openers["others"])
+        steps = [train_s[openers["rl_step"] == step] for step in np.sort(rows["rl_step"].unique())]
         return np.array([float(of_step.sum()) * self.rate_ for of_step in steps])
 
 
 def _residuals(rows: pd.DataFrame) -> pd.DataFrame:
     """Each RL step's updates from its own training seconds and the rates of the other steps."""
     predicted: dict[int, float] = {}
-    for fold, found in cross_validated(RateEstimator(), each_left_out(rows, "rl_step")):
-        if not isinstance(found, ConfigError):
-            predicted[int(fold.held["rl_step"].iloc[0])] = float(found[0])
+    for fold, result in cross_validated(RateEstimator(), each_left_out(rows, "rl_step")):
+        if not isinstance(result, ConfigError):
+            predicted[int(fold.test["rl_step"].iloc[0])] = float(result[0])
     residuals = []
     for step, updates in recorded_updates(rows).items():
         of_step = rows[rows["rl_step"] == step]

@@ -108,8 +108,8 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Ite
     spec = depth.to_numpy() > 0
     with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
     if steps is not None and "policy" in steps:
-        named = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
-        with_drafter |= set(named.tolist())
+        with_policy = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
+        with_drafter |= set(with_policy.tolist())
     unknown = pd.Series(np.nan, index=table.index)
     draft, following = table.get("draft_duration", unknown), table.get("next_draft_depth", unknown)
     drafted = following.fillna(depth)
@@ -175,15 +175,15 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
 def read_step_times(path: Path) -> pd.DataFrame:
     """Read and check a `.csv` or `.parquet` file; ConfigError says what is wrong and in which row."""
     try:
-        found = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+        table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a table of measured iterations: {error}") from error
-    return checked(found, str(path))
+    return checked(table, str(path))
 
 
-def checked(points: pd.DataFrame, where: str = "measured iterations") -> pd.DataFrame:
+def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.DataFrame:
     """The table with all of REQUIRED and OPTIONAL as floats, other columns as they are.
 
     A row is one measured iteration: `batch` requests, each verifying `tokens_to_verify` tokens (the pending one
@@ -196,17 +196,17 @@ def checked(points: pd.DataFrame, where: str = "measured iterations") -> pd.Data
     """
     if missing := [name for name in REQUIRED if name not in points]:
         raise ConfigError(
-            f"{where}: no column {', '.join(missing)} among {', '.join(map(str, points.columns))}; a table of measured "
+            f"{place}: no column {', '.join(missing)} among {', '.join(map(str, points.columns))}; a table of measured "
             f"iterations has {', '.join(REQUIRED)}"
         )
     if points.empty:
-        raise ConfigError(f"{where}: no rows, so there is nothing to fit")
-    found = points.reset_index(drop=True).copy()
+        raise ConfigError(f"{place}: no rows, so there is nothing to fit")
+    table = points.reset_index(drop=True).copy()
     for name in (*REQUIRED, *OPTIONAL):
-        given = found[name] if name in found else pd.Series(np.nan, index=found.index)
-        values = pd.to_numeric(given, errors="coerce").astype(np.float64)
+        column = table[name] if name in table else pd.Series(np.nan, index=table.index)
+        values = pd.to_numeric(column, errors="coerce").astype(np.float64)
         if name in OPTIONAL:
-            values = values.where(given.notna(), OPTIONAL[name])
+            values = values.where(column.notna(), OPTIONAL[name])
         wrong = ~np.isfinite(values)
         wrong |= values <= 0 if name == "seconds" else values < _LEAST[name]
         if name in _WHOLE:
@@ -215,6 +215,6 @@ def checked(points: pd.DataFrame, where: str = "measured iterations") -> pd.Data
             at = int(np.flatnonzero(wrong)[0])
             bound = "a time above 0" if name == "seconds" else f"{'a whole number' if name in _WHOLE else 'a number'}"
             least = "" if name == "seconds" else f", at least {_LEAST[name]}"
-            raise ConfigError(f"{where}: row {at}: {name} is {given.tolist()[at]!r}; it is {bound}{least}")
-        found[name] = values
-    return found
+            raise ConfigError(f"{place}: row {at}: {name} is {column.tolist()[at]!r}; it is {bound}{least}")
+        table[name] = values
+    return table

@@ -138,9 +138,9 @@ def _fit_drafting(rows: Iterations, terms: dict[str, float | None], notes: list[
         "draft_per_request_s": batch,
         "once": np.ones_like(depth),
     }
-    found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
-    once = found.coefficients.pop("once")
-    terms |= found.coefficients | {"draft_per_request_s": found.coefficients["draft_per_request_s"] or 0.0}
+    draft_fit = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
+    once = draft_fit.coefficients.pop("once")
+    terms |= draft_fit.coefficients | {"draft_per_request_s": draft_fit.coefficients["draft_per_request_s"] or 0.0}
     if once:
         terms["sd_base_s"] = (terms["sd_base_s"] or 0.0) + once
     if once is None:

@@ -39,14 +39,14 @@ def residuals(regime: Ints, batch: Floats, duration: Floats, predicted: Floats) 
         parts.append((name, regime == i))
         if i < 2:
             parts += [(f"{name}, {_band_name(int(b))}", (regime == i) & (bands == b)) for b in np.unique(bands)]
-    found = []
-    for name, chosen in parts:
-        measured = duration[chosen]
+    rows = []
+    for name, mask in parts:
+        measured = duration[mask]
         if measured.sum() > 0:
-            error = np.abs(predicted[chosen] - measured) / np.maximum(measured, 1e-9)
-            bias = predicted[chosen].sum() / measured.sum() - 1.0
-            found.append((name, len(measured), float(error.mean()), float(bias)))
-    return pd.DataFrame(found, columns=["regime", "num_iterations", "mean_abs_relative_error", "bias"])
+            error = np.abs(predicted[mask] - measured) / np.maximum(measured, 1e-9)
+            bias = predicted[mask].sum() / measured.sum() - 1.0
+            rows.append((name, len(measured), float(error.mean()), float(bias)))
+    return pd.DataFrame(rows, columns=["regime", "num_iterations", "mean_abs_relative_error", "bias"])
 
 
 def worker_sums(table: pd.DataFrame, measured: Floats, predicted: Floats) -> pd.DataFrame:
@@ -88,9 +88,9 @@ def _signed(share: float) -> str:
     return "unknown" if pd.isna(share) else f"{share:+.2%}"
 
 
-def residuals_table(found: pd.DataFrame, sums: pd.DataFrame) -> str:
+def residuals_table(errors: pd.DataFrame, sums: pd.DataFrame) -> str:
     """Residuals for people."""
-    rows = [(r[0], r[1], f"{r[2]:.1%}", f"{r[3]:+.2%}") for r in found.itertuples(index=False)]
+    rows = [(r[0], r[1], f"{r[2]:.1%}", f"{r[3]:+.2%}") for r in errors.itertuples(index=False)]
     lines = [console.table(["regime", "iterations", "error", "bias"], rows)]
     if len(off := sums["bias"].abs()):
         lines.append(f"rollouts (RL step x worker): {len(off)}, mean |bias| {off.mean():.2%}, largest {off.max():.2%}")

@@ -48,30 +48,30 @@ def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fi
     """
     if len(y) == 0:
         return Fit(coefficients=dict.fromkeys(columns), level=1.0)
-    used = identified(columns)
+    names = identified(columns)
     coefficients: dict[str, float | None] = dict.fromkeys(columns)
-    if not used:
+    if not names:
         return Fit(coefficients=coefficients, level=1.0)
-    x = np.column_stack([columns[name] for name in used])
-    kept, weight = np.ones(len(y), dtype=bool), np.ones(len(y))
-    found = _least_squares(x, y, weight)
+    x = np.column_stack([columns[name] for name in names])
+    typical, weight = np.ones(len(y), dtype=bool), np.ones(len(y))
+    solution = _least_squares(x, y, weight)
     for _ in range(_ROUNDS):
-        predicted = np.maximum(x @ found, 1e-9)
-        kept = _near_median(y / predicted, groups)
+        predicted = np.maximum(x @ solution, 1e-9)
+        typical = _near_median(y / predicted, groups)
         weight = 1.0 / predicted**2
-        found = _least_squares(x[kept], y[kept], weight[kept])
-    level = _level(y, x @ found, blocks)
-    coefficients |= {name: float(c) * level for name, c in zip(used, found, strict=True)}
+        solution = _least_squares(x[typical], y[typical], weight[typical])
+    level = _level(y, x @ solution, blocks)
+    coefficients |= {name: float(c) * level for name, c in zip(names, solution, strict=True)}
     return Fit(coefficients=coefficients, level=level)
 
 
 def _level(y: Floats, predicted: Floats, blocks: Ints) -> float:
     """The median over blocks of measured over predicted sum, a block counting by its predicted sum."""
     measured, expected = np.bincount(blocks, y), np.bincount(blocks, predicted)
-    seen = expected > 0
-    if not seen.any():
+    positive = expected > 0
+    if not positive.any():
         return 1.0
-    ratio, weight = measured[seen] / expected[seen], expected[seen]
+    ratio, weight = measured[positive] / expected[positive], expected[positive]
     order = np.argsort(ratio)
     share = np.cumsum(weight[order]) - weight[order] / 2
     return float(np.interp(weight.sum() / 2, share, ratio[order]))
@@ -87,23 +87,23 @@ def identified(columns: dict[str, Floats]) -> list[str]:
     basis: list[Floats] = []
     for name, column in columns.items():
         norm = float(np.linalg.norm(column))
-        left = column / norm if norm > 0 else column
+        residual = column / norm if norm > 0 else column
         for _ in range(2):  # Gram-Schmidt once more: rounding of the first pass would pass for a new direction.
             for direction in basis:
-                left = left - (left @ direction) * direction
-        if norm > 0 and float(np.linalg.norm(left)) > 1e-3:
+                residual = residual - (residual @ direction) * direction
+        if norm > 0 and float(np.linalg.norm(residual)) > 1e-3:
             names.append(name)
-            basis.append(left / np.linalg.norm(left))
+            basis.append(residual / np.linalg.norm(residual))
     return names
 
 
 def _near_median(ratio: Floats, groups: Ints) -> Flags:
-    kept = np.ones(len(ratio), dtype=bool)
+    near = np.ones(len(ratio), dtype=bool)
     for group in np.unique(groups):
         rows = groups == group
-        off = np.abs(ratio[rows] - np.median(ratio[rows]))
-        kept[rows] = off <= _MADS * max(1.4826 * float(np.median(off)), 1e-6)
-    return kept
+        distance = np.abs(ratio[rows] - np.median(ratio[rows]))
+        near[rows] = distance <= _MADS * max(1.4826 * float(np.median(distance)), 1e-6)
+    return near
 
 
 def _least_squares(x: Floats, y: Floats, weight: Floats) -> Floats:
@@ -118,8 +118,8 @@ def _not_negative(x: Floats, y: Floats) -> Floats:
     """The least squares solution of x c = y without coefficients below 0."""
     from scipy.optimize import nnls  # takes longer to import than most commands that reach this module take to start
 
-    found: Floats = nnls(x, y)[0]
-    return found
+    solution: Floats = nnls(x, y)[0]
+    return solution
 
 
 def forward_columns(tokens: Floats, knots: Floats) -> dict[str, Floats]:
@@ -144,25 +144,25 @@ def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[s
     Its distance from the line through its neighbours, as a share of the median seconds of the rows at that knot.
     """
     bends = []
-    for low, here, high in zip(knots, knots[1:], knots[2:], strict=False):
-        share = (here - low) / (high - low)
-        typical_s = float(np.median(seconds[tokens == here]))
-        bends.append({f"forward {here:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
+    for low, middle, high in zip(knots, knots[1:], knots[2:], strict=False):
+        share = (middle - low) / (high - low)
+        typical_s = float(np.median(seconds[tokens == middle]))
+        bends.append({f"forward {middle:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
     return bends
 
 
-def forward_knots(found: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
+def forward_knots(coefficients: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
     """The fitted curve of `forward_columns`."""
-    seconds = np.maximum(_risen(found, "forward", at), LEAST_S)
+    seconds = np.maximum(_risen(coefficients, "forward", at), LEAST_S)
     return tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(at, seconds, strict=True))
 
 
 def attention_knots(
-    found: dict[str, float | None], at: Floats, per_context_s: float | None = None
+    coefficients: dict[str, float | None], at: Floats, per_context_s: float | None = None
 ) -> tuple[AttentionKnot, ...]:
     """The fitted curves of `fixed_columns` and `context_columns`, or one slope for all batches in place of these."""
-    fixed = _risen(found, "fixed", at)
-    slopes = _risen(found, "context", np.concatenate([[0.0], at]))[1:] / at
+    fixed = _risen(coefficients, "fixed", at)
+    slopes = _risen(coefficients, "context", np.concatenate([[0.0], at]))[1:] / at
     if per_context_s is not None:
         slopes = np.full_like(at, per_context_s)
     return tuple(
@@ -180,21 +180,21 @@ def non_negative(
     leave open is decided by it. None for a column that is a combination of those before it.
     """
     rows = {
-        name: np.concatenate([column / y, [0.1 * each.get(name, 0.0) for each in small]])
+        name: np.concatenate([column / y, [0.1 * term.get(name, 0.0) for term in small]])
         for name, column in columns.items()
     }
-    used = identified(rows)
-    x = np.column_stack([rows[name] for name in used])
+    names = identified(rows)
+    x = np.column_stack([rows[name] for name in names])
     scale = np.linalg.norm(x, axis=0)
-    wanted = np.concatenate([(y - known) / y, np.zeros(len(small))])
-    found = _not_negative(x / scale, wanted) / scale
-    return dict.fromkeys(columns) | {name: float(c) for name, c in zip(used, found, strict=True)}
+    target = np.concatenate([(y - known) / y, np.zeros(len(small))])
+    solution = _not_negative(x / scale, target) / scale
+    return dict.fromkeys(columns) | {name: float(c) for name, c in zip(names, solution, strict=True)}
 
 
 def _ramps(name: str, x: Floats, knots: Floats) -> dict[str, Floats]:
     return {f"{name} {high:g}": np.clip((x - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)}
 
 
-def _risen(found: dict[str, float | None], name: str, knots: Floats) -> Floats:
+def _risen(coefficients: dict[str, float | None], name: str, knots: Floats) -> Floats:
     """The curve's values at the knots: sums of its ramps up to there."""
-    return np.cumsum([found.get(name) or 0.0, *(found.get(f"{name} {x:g}") or 0.0 for x in knots[1:])])
+    return np.cumsum([coefficients.get(name) or 0.0, *(coefficients.get(f"{name} {x:g}") or 0.0 for x in knots[1:])])

@@ -130,26 +130,26 @@ class RooflineRows:
         return self.iteration_s(constants_of(values), self.context)
 
     def iteration_s(self, c: Terms, context: Floats) -> Floats:
-        took = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
+        seconds = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
         if self.prefill.any():
             # As `RooflineIteration.beside_s` has it: prompts ride where reading weights bounds the iteration.
             riding = riding_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
-            took = took + np.minimum(riding, prefill_token_s(self.ideal, c) * self.prefill)
-        return np.asarray(took, np.float64)
+            seconds = seconds + np.minimum(riding, prefill_token_s(self.ideal, c) * self.prefill)
+        return np.asarray(seconds, np.float64)
 
     def forward_s(self, c: Terms, batch: Floats, queries: Floats, context: Floats) -> Floats:
         slope = context_slope_s(self.ideal, c, queries=queries)
-        took = forward_s(self.ideal, c, tokens=batch * queries, batch=batch) + slope * batch * context
-        return np.asarray(took, np.float64)
+        seconds = forward_s(self.ideal, c, tokens=batch * queries, batch=batch) + slope * batch * context
+        return np.asarray(seconds, np.float64)
 
     def drafting_s(self, c: Terms) -> Floats:
-        took = np.zeros_like(self.batch)
+        seconds = np.zeros_like(self.batch)
         if (self.depth > 0).any():
-            took = took + (self.depth > 0) * c.need("sd_base_s")
+            seconds = seconds + (self.depth > 0) * c.need("sd_base_s")
         if (self.levels > 0).any():
             level = draft_level_s(self.ideal, c, batch=self.batch, top_k=self.top_k)
-            took = took + self.levels * level + c.tree_s * ((self.levels > 0) & (self.top_k > 1))
-        return np.asarray(took, np.float64)
+            seconds = seconds + self.levels * level + c.tree_s * ((self.levels > 0) & (self.top_k > 1))
+        return np.asarray(seconds, np.float64)
 
     @property
     def covered(self) -> CalibratedRange:
@@ -166,7 +166,7 @@ class RooflineRows:
     def thinned(self) -> Self:
         """At most `_ENOUGH` rows, evenly spaced, of each regime: a dozen constants need no more."""
         regime = regimes(self.prefill, self.depth > 0)
-        parts = [np.flatnonzero(regime == one) for one in range(len(REGIMES))]
+        parts = [np.flatnonzero(regime == number) for number in range(len(REGIMES))]
         return self.where(np.sort(np.concatenate([part[:: -(-len(part) // _ENOUGH)] for part in parts if len(part)])))
 
 
@@ -177,19 +177,19 @@ class RooflineEstimator(CostEstimator):
         self.hardware, self.recorded = hardware, recorded
 
     def fit(self, rows: Iterations) -> Self:
-        every = RooflineRows.of(rows, self.hardware)
-        used = every.thinned() if self.recorded else every
-        values = fit_constants(used)
-        notes = notes_of(used, values)
+        all_rows = RooflineRows.of(rows, self.hardware)
+        sample = all_rows.thinned() if self.recorded else all_rows
+        values = fit_constants(sample)
+        notes = notes_of(sample, values)
         level = 1.0
         if self.recorded:
-            sums = rows.sums(every.predict(values))
+            sums = rows.sums(all_rows.predict(values))
             level = float((sums["measured_s"] / sums["predicted_s"]).median())
         # Constants have bounds, so the level cannot simply multiply them.
         if abs(level - 1.0) > _LEVEL:
-            used = replace(used, measured=used.measured * level)
-            values = fit_constants(used)
-            notes = notes_of(used, values)
+            sample = replace(sample, measured=sample.measured * level)
+            values = fit_constants(sample)
+            notes = notes_of(sample, values)
             notes.append(
                 f"outliers: typical iterations times {level:.3f} give a typical rollout's time, as these costs do"
             )
@@ -205,13 +205,13 @@ class RooflineEstimator(CostEstimator):
             model=self.hardware.model,
             tp=self.hardware.tp,
             constants=constants,
-            calibrated=every.covered,
-            max_num_batched_tokens=every.most_tokens_with_prompts,
+            calibrated=all_rows.covered,
+            max_num_batched_tokens=all_rows.most_tokens_with_prompts,
             notes=tuple(notes),
         )
         self.constants_ = constants
         self.predictions_ = self.predict(rows)
-        self.open_ = uncertainty(used, values)
+        self.open_ = uncertainty(sample, values)
         return self
 
     def predict(self, rows: Iterations) -> Floats:
@@ -232,8 +232,8 @@ def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) 
         softened = np.sign(error) * _TYPICAL_ERROR * np.sqrt(2 * (np.sqrt(1 + (error / _TYPICAL_ERROR) ** 2) - 1))
         return np.concatenate([softened, _PRIOR_WEIGHT * (x - typical)])
 
-    begin = typical if start is None else np.clip(np.log([start[name] for name in names]), least, most)
-    solution = least_squares(residuals, begin, bounds=(least - 1e-9, most + 1e-9), x_scale="jac", max_nfev=500)
+    initial = typical if start is None else np.clip(np.log([start[name] for name in names]), least, most)
+    solution = least_squares(residuals, initial, bounds=(least - 1e-9, most + 1e-9), x_scale="jac", max_nfev=500)
     return dict(zip(names, np.exp(np.clip(solution.x, least, most)), strict=True))
 
 
@@ -241,8 +241,8 @@ def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
     """Which constants the measurements leave open, and which lie at the end of their range."""
     names, best = list(values), np.log(list(values.values()))
     spread = np.linalg.inv(_precision(_slopes(rows, values)))
-    held = [name for name, s in zip(names, np.diag(spread), strict=True) if s * _PRIOR_WEIGHT**2 > 0.5]
-    notes = [f"not identified by these data, held near typical values: {', '.join(held)}"] if held else []
+    vague = [name for name, s in zip(names, np.diag(spread), strict=True) if s * _PRIOR_WEIGHT**2 > 0.5]
+    notes = [f"not identified by these data, held near typical values: {', '.join(vague)}"] if vague else []
     at_end = [n for n, x in zip(names, best, strict=True) if min(abs(x - np.log(rows.ranges[n][1:]))) < 1e-6]
     if at_end:
         notes.append(f"at the end of the range allowed: {', '.join(at_end)}")
@@ -250,11 +250,11 @@ def notes_of(rows: Measurements, values: Mapping[str, float]) -> list[str]:
 
 
 def uncertainty(
-    rows: Measurements, values: Mapping[str, float], asked: tuple[Measurements, Mapping[str, float]] | None = None
+    rows: Measurements, values: Mapping[str, float], target: tuple[Measurements, Mapping[str, float]] | None = None
 ) -> Floats:
     """Standard deviation of each prediction that the number of rows leaves, relative, by Laplace.
 
-    Of `asked` where that is given: other rows, and the constants there, in proportion to `values`. A single measurement
+    Of `target` where that is given: other rows, and constants there, in proportion to `values`. A single measurement
     errs as the rows beyond what the constants take up do, with `_NOISE` for `_NOISE_ROWS` more: as many constants as
     rows would meet them exactly. What the rows say nothing about lies anywhere in its range, if it has one.
     """
@@ -266,8 +266,8 @@ def uncertainty(
     spans = [rows.ranges.get(name, (1.0, 0.0, np.inf)) for name in values]
     anywhere = [12 / np.log(most / least) ** 2 if least else 0.0 for _, least, most in spans]
     spread = np.linalg.inv(precision / variance + np.diag(anywhere))
-    if asked is not None:
-        slopes = _slopes(asked[0], {name: asked[1][name] for name in values})
+    if target is not None:
+        slopes = _slopes(target[0], {name: target[1][name] for name in values})
     return np.asarray(np.sqrt(np.einsum("ij,jk,ik->i", slopes, spread, slopes)), np.float64)
 
 

@@ -85,17 +85,17 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
         "sync_s": _fitted("sync_s", works, measured, lambda work: {"base_s": 1.0}),
     }
     trains: Trained = "all"
-    if (every := fits["train_s"]) is not None:
+    if (unfiltered := fits["train_s"]) is not None:
         informative = _fitted("train_s", works, measured, _train("informative"))
         assert informative is not None
-        if informative.error < every.error:
+        if informative.error < unfiltered.error:
             trains, fits["train_s"] = "informative", informative
-    known = [found for found in fits.values() if found is not None]
-    if not known:
+    stage_fits = [stage_fit for stage_fit in fits.values() if stage_fit is not None]
+    if not stage_fits:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
         )
-    terms = {stage: None if found is None else found.terms for stage, found in fits.items()}
+    terms = {stage: None if stage_fit is None else stage_fit.terms for stage, stage_fit in fits.items()}
     inference, reward, train, sync = (terms[stage] for stage in STAGES)
     costs = StageCosts(
         num_gpus=num_gpus,
@@ -106,18 +106,18 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
         provenance=f"fitted to {len(works)} RL steps of {trace.manifest.name or trace.path or 'a trace'}"
         + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
     )
-    rows = pd.concat([found.held_out for found in known], ignore_index=True)
+    rows = pd.concat([stage_fit.held_out for stage_fit in stage_fits], ignore_index=True)
     return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
 
 
 def workloads(trace: Trace) -> dict[int, StepWorkload]:
     """What the stages of each RL step with outcomes work on; RL steps are read one by one."""
-    found = {}
-    for one in trace.iter_rl_steps():
-        rows = one.workload.merge(one.outcomes, on=list(KEY), how="inner", sort=False)
+    works = {}
+    for step in trace.iter_rl_steps():
+        rows = step.workload.merge(step.outcomes, on=list(KEY), how="inner", sort=False)
         if len(rows):
-            found[one.rl_steps[0]] = StepWorkload.of_rows(rows)
-    return found
+            works[step.rl_steps[0]] = StepWorkload.of_rows(rows)
+    return works
 
 
 def _workloads(trace: Trace) -> tuple[dict[int, StepWorkload], pd.DataFrame]:
@@ -126,8 +126,8 @@ def _workloads(trace: Trace) -> tuple[dict[int, StepWorkload], pd.DataFrame]:
         raise TraceError(f"{trace.path or 'the trace'}: no steps.parquet, so no stage times to fit; record a run")
     works = workloads(trace)
     measured = steps.set_index("rl_step").reindex(columns=list(STAGES)).astype(np.float64)
-    both = [s for s in measured.index if s in works]
-    return {s: works[s] for s in both}, measured.loc[both]
+    common = [s for s in measured.index if s in works]
+    return {s: works[s] for s in common}, measured.loc[common]
 
 
 def _inference(work: StepWorkload) -> dict[str, float]:
@@ -141,11 +141,11 @@ def _reward(work: StepWorkload) -> dict[str, float]:
 
 def _train(trains: Trained) -> Columns:
     def columns(work: StepWorkload) -> dict[str, float]:
-        every = trains == "all"
+        all_responses = trains == "all"
         return {
-            "per_token_s": work.num_tokens if every else work.informative_tokens,
+            "per_token_s": work.num_tokens if all_responses else work.informative_tokens,
             "base_s": 1.0,
-            "per_pair_s": work.num_pairs if every else work.informative_pairs,
+            "per_pair_s": work.num_pairs if all_responses else work.informative_pairs,
         }
 
     return columns
@@ -163,21 +163,21 @@ class _Fitted:
 
 def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Fitted | None:
     """The stage with as many terms as pay; None where it has no known time."""
-    known = measured[stage].dropna()
-    if known.empty:
+    seconds = measured[stage].dropna()
+    if seconds.empty:
         return None
-    table = pd.DataFrame([columns(works[s]) for s in known.index], dtype=np.float64)
+    table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
     terms = [str(name) for name in table]
-    rows = table.assign(stage=stage, rl_step=known.index, measured_s=known.to_numpy(np.float64))
+    rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
     rows["constant_s"] = _left_out(Constant(), rows)
     best: _Fitted | None = None
     affordable = max(1, len(rows) // _STEPS_PER_TERM)
     for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
         estimator = StageEstimator(terms[:num_terms])
         held_out = rows.assign(predicted_s=_left_out(estimator, rows))
-        found = _Fitted(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
-        if best is None or found.error < _WORTH * best.error:
-            best = found
+        candidate = _Fitted(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
+        if best is None or candidate.error < _WORTH * best.error:
+            best = candidate
     return best
 
 
@@ -191,8 +191,8 @@ class StageEstimator:
         columns = {name: rows[name].to_numpy() for name in self.terms}
         seconds, num = rows["measured_s"].to_numpy(), len(rows)
         # Each RL step is a block of its own: one that a neighbour slowed down does not raise the level of all others.
-        found = fit(columns, seconds, groups=np.zeros(num, np.int64), blocks=np.arange(num))
-        self.terms_ = {name: value or 0.0 for name, value in found.coefficients.items()}
+        solution = fit(columns, seconds, groups=np.zeros(num, np.int64), blocks=np.arange(num))
+        self.terms_ = {name: value or 0.0 for name, value in solution.coefficients.items()}
         return self
 
     def predict(self, rows: pd.DataFrame) -> Floats:
@@ -216,7 +216,7 @@ def _left_out(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame) -> pd.Seri
     for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
         if isinstance(predicted, ConfigError):
             raise predicted
-        predicted_s[fold.held.index] = predicted
+        predicted_s[fold.test.index] = predicted
     return predicted_s
 
 
@@ -226,10 +226,10 @@ def _errors(predicted: pd.Series[float], measured: pd.Series[float]) -> pd.Serie
 
 def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:
     sums = held_out.groupby("rl_step", as_index=False)[["measured_s", "predicted_s", "constant_s"]].sum(min_count=1)
-    found = []
+    residuals = []
     for stage, rows in [*held_out.groupby("stage", sort=False), ("all", sums)]:
         error = _errors(rows["predicted_s"], rows["measured_s"])
-        found.append(
+        residuals.append(
             {
                 "stage": stage,
                 "num_steps": len(rows),
@@ -241,4 +241,4 @@ def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:
                 "constant_error": _errors(rows["constant_s"], rows["measured_s"]).mean(),
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(residuals)

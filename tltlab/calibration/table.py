@@ -41,7 +41,7 @@ class TableEstimator(CostEstimator):
         return predict_iterations(self.costs_, rows)
 
 
-class RecordedTable(TableEstimator):
+class RecordedTableEstimator(TableEstimator):
     """A table of a recorded trace: knots at powers of four of batch and of tokens.
 
     Robust to outliers as linear costs are, with the same split of an iteration into verification and drafting.
@@ -55,14 +55,14 @@ class RecordedTable(TableEstimator):
         columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
         # An iteration that prefills is of no other regime, speculative or not.
         groups = rows.regime * NUM_BANDS + band(rows.batch)
-        found = fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
-        terms: dict[str, float | None] = {"prefill_per_token_s": found["prefill_per_token_s"]}
+        coefficients = fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
+        terms: dict[str, float | None] = {"prefill_per_token_s": coefficients["prefill_per_token_s"]}
         notes = []
-        if found["prefill_per_token_s"] is None:
+        if coefficients["prefill_per_token_s"] is None:
             notes.append("no iteration prefilled: prefill_per_token_s is null")
         if rows.spec.any():
             terms |= _drafting(rows)
-            terms["sd_base_s"] = (found["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
+            terms["sd_base_s"] = (coefficients["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
             if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
                 notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
             idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
@@ -74,8 +74,8 @@ class RecordedTable(TableEstimator):
         else:
             notes.append("nothing was speculated: the drafting terms are null")
         knots = {
-            "forward": forward_knots(found, forward_at),
-            "attention": attention_knots(found, batch_at, found["per_context_s"] or 0.0),
+            "forward": forward_knots(coefficients, forward_at),
+            "attention": attention_knots(coefficients, batch_at, coefficients["per_context_s"] or 0.0),
             "calibrated": rows.covered,
             "notes": tuple(notes),
         }
@@ -84,7 +84,7 @@ class RecordedTable(TableEstimator):
         return self
 
 
-class GridTable(TableEstimator):
+class GridEstimator(TableEstimator):
     """A table through measured iterations that prefilled nothing; a roofline gives it its shape between the knots.
 
     One non-negative least-squares fit of relative errors, in which times can only grow with tokens, with batch and with
@@ -114,15 +114,15 @@ class GridTable(TableEstimator):
         # Every batch and depth has tokens of its own: the curve could bend through all of them, and no time were left
         # for drafting. Of all that the measurements allow the straightest is taken.
         bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
-        found = non_negative(columns, rows.seconds, small=bends)
+        coefficients = non_negative(columns, rows.seconds, small=bends)
         if drafts:
-            terms |= {name: found[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
+            terms |= {name: coefficients[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
             notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
-            if unknown := [name for name in _DRAFTING if found[name] is None]:
+            if unknown := [name for name in _DRAFTING if coefficients[name] is None]:
                 notes.append(f"{', '.join(unknown)} could not be told from other terms, in which they are; written 0")
         knots: dict[str, Any] = {
-            "forward": forward_knots(found, forward_at),
-            "attention": attention_knots(found, batch_at),
+            "forward": forward_knots(coefficients, forward_at),
+            "attention": attention_knots(coefficients, batch_at),
             "roofline": self.roofline,
             "calibrated": rows.covered,
             "notes": tuple(notes),
@@ -131,7 +131,7 @@ class GridTable(TableEstimator):
         return self
 
 
-class MeasuredTable(TableEstimator):
+class MeasuredTableEstimator(TableEstimator):
     """A table through measured iterations, cross-validated: each batch is left out in turn where there are three.
 
     Prefill is the median over the rows that have it of the seconds that the rest of the iteration leaves. Learned
@@ -146,13 +146,13 @@ class MeasuredTable(TableEstimator):
 
     def fit(self, rows: Iterations) -> Self:
         decoding = rows.where(rows.prefill == 0)
-        grid = GridTable(self.roofline).fit(decoding)
+        grid = GridEstimator(self.roofline).fit(decoding)
         batches = np.unique(decoding.batch)
         held_out = np.full(len(decoding), np.nan)
         if len(batches) > 2:
             masks = {f"batch {batch:g}": decoding.batch == batch for batch in batches}
-            folds = [Fold(name=n, train=decoding.where(~m), held=decoding.where(m)) for n, m in masks.items()]
-            for fold, predicted in cross_validated(GridTable(self.roofline), folds):
+            folds = [Fold(name=n, train=decoding.where(~m), test=decoding.where(m)) for n, m in masks.items()]
+            for fold, predicted in cross_validated(GridEstimator(self.roofline), folds):
                 if isinstance(predicted, ConfigError):
                     raise predicted
                 held_out[masks[fold.name]] = predicted
@@ -168,20 +168,20 @@ class MeasuredTable(TableEstimator):
         )
         notes = [*grid.costs_.notes, _smoothing_note(decoding, self.residuals_["error"])]
         if len(batches) > 2:
-            off = self.residuals_["held_out_error"].abs()
+            errors = self.residuals_["held_out_error"].abs()
             ends = self.residuals_["batch"].isin([batches[0], batches[-1]])
             notes.append(
-                f"each batch left out in turn: {off[~ends].mean():.1%} mean absolute error inside the range, "
-                f"{off[ends].mean():.1%} at its ends"
+                f"each batch left out in turn: {errors[~ends].mean():.1%} mean absolute error inside the range, "
+                f"{errors[ends].mean():.1%} at its ends"
             )
-        each: float | None = None
+        prefill_per_token_s: float | None = None
         if len(decoding) == len(rows):
             notes.append("no iteration prefilled: prefill_per_token_s is null")
         else:
             prefilled = rows.where(rows.prefill > 0)
             rest_s = grid.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
-            each = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
-        self.costs_ = grid.costs_.model_copy(update={"notes": tuple(notes), "prefill_per_token_s": each})
+            prefill_per_token_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
+        self.costs_ = grid.costs_.model_copy(update={"notes": tuple(notes), "prefill_per_token_s": prefill_per_token_s})
         self.predictions_ = self.predict(rows)
         return self
 
@@ -200,11 +200,11 @@ def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
         strategy = Strategy("any", depth, 2, 2) if depth > 0 else NO_SPECULATION
         return costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
 
-    each = zip(*(column.tolist() for column in columns), strict=True)
+    each_row = zip(*(column.tolist() for column in columns), strict=True)
     return np.array(
         [
             cost(depth, verify, loaded).seconds(int(batch), context) + (costs.prefill_s(prefill) if prefill else 0.0)
-            for batch, verify, context, depth, prefill, loaded in each
+            for batch, verify, context, depth, prefill, loaded in each_row
         ],
         np.float64,
     )
@@ -214,8 +214,8 @@ def _smoothing_note(rows: Iterations, error: pd.Series[float]) -> str:
     falls = pairs = 0
     table = pd.DataFrame({"verify": rows.tokens_to_verify, "seconds": rows.seconds})
     table = table.assign(batch=rows.batch, context=rows.context).sort_values("verify")
-    for _, same in table.groupby(["batch", "context"]):
-        steps = np.diff(same["seconds"])
+    for _, group in table.groupby(["batch", "context"]):
+        steps = np.diff(group["seconds"])
         falls, pairs = falls + int((steps < 0).sum()), pairs + len(steps)
     return (
         f"{falls} of {pairs} neighbouring times fall where tokens grow, smoothed to grow; the table is within "
@@ -224,14 +224,14 @@ def _smoothing_note(rows: Iterations, error: pd.Series[float]) -> str:
 
 
 def _drafting(rows: Iterations) -> dict[str, float | None]:
-    none: dict[str, float | None] = dict.fromkeys(_DRAFTING, 0.0)
+    zeros: dict[str, float | None] = dict.fromkeys(_DRAFTING, 0.0)
     drafting = (rows.next_depth > 0) & (rows.draft_s > 0)
     if not drafting.any():
-        return none
+        return zeros
     depth, batch = rows.next_depth[drafting], rows.batch[drafting]
     columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "sd_base_s": np.ones_like(depth)}
-    found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
-    return none | {name: value or 0.0 for name, value in found.items()}
+    coefficients = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
+    return zeros | {name: value or 0.0 for name, value in coefficients.items()}
 
 
 def _knots(values: Floats) -> Floats:

@@ -72,13 +72,13 @@ def import_dump(
         "reward columns": (bool(reward_columns), ("trl",)),
         "a number of responses": (responses is not None, ("metrics",)),
     }
-    for name, (given, goes_with) in options.items():
-        if given and form not in goes_with:
+    for name, (is_given, goes_with) in options.items():
+        if is_given and form not in goes_with:
             raise ConfigError(f"{name} does not go with format {form}, only with {' and '.join(goes_with)}")
     counts = {"workers": workers, "group size": group_size, "maximum": max_response_tokens, "responses": responses}
-    for what, number in counts.items():
+    for quantity, number in counts.items():
         if number is not None and number < 1:
-            raise ConfigError(f"{what} is {number}, it must be at least 1")
+            raise ConfigError(f"{quantity} is {number}, it must be at least 1")
     if form == "csv":
         table = LengthTable.read(path, column)
         return Trace.from_tables(
@@ -87,7 +87,7 @@ def import_dump(
     if form == "metrics":
         steps, notes = steps_of(records_of(path))
         tables, assumed = tables_of_steps(
-            steps, where=str(path), responses=responses, group_size=group_size, max_response_tokens=max_response_tokens
+            steps, place=str(path), responses=responses, group_size=group_size, max_response_tokens=max_response_tokens
         )
         return _trace(path, form, tables, [*notes, *assumed], workers, None)
     counter = NoTokenCounter() if tokens is None else tokens
@@ -135,8 +135,8 @@ def read_lengths(source: Source | TraceSource, column: str | None = None) -> Len
     # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
     counter = CharsPerToken(CHARS_PER_TOKEN) if form in ("verl", "trl") else None
     trace = import_dump(path, form=form, tokens=counter)
-    used, ignored = _fields_read(path, form)
-    return Lengths(trace=trace, used=used, ignored=ignored, notes=_notes(trace))
+    columns, ignored = _used_fields(path, form)
+    return Lengths(trace=trace, used=columns, ignored=ignored, notes=_notes(trace))
 
 
 def _notes(trace: Trace) -> tuple[str, ...]:
@@ -151,19 +151,20 @@ _FIELDS: dict[str, tuple[Sequence[str], ...]] = {
 """By format: the fields of the prompt's name, of the two lengths beside their usual names, and of the reward."""
 
 
-def _fields_read(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, ...]]:
+def _used_fields(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, ...]]:
     """The dump's field for each column of a trace, and its other fields, by its first record."""
     if form == "metrics":
         return {}, ()
     files = [path] if path.is_file() else (verl_files(path) if form == "verl" else trl_files(path))
     names = list(map(str, _first(files[0]).fields))
     prompt_id, prompt_tokens, response_tokens, reward = _FIELDS[form]
-    meant: dict[str, Sequence[str]] = {
+    candidates: dict[str, Sequence[str]] = {
         "rl_step": RL_STEPS, "prompt_tokens": (*PROMPT_TOKENS, *prompt_tokens),
         "response_tokens": (*RESPONSE_TOKENS, *response_tokens), "prompt_id": prompt_id, "reward": reward,
     }  # fmt: skip
-    used = {ours: own for ours, asked in meant.items() if (own := next((n for n in asked if n in names), None))}
-    return used, tuple(name for name in names if name not in used.values())
+    first = {column: next((n for n in fields if n in names), None) for column, fields in candidates.items()}
+    columns = {column: field for column, field in first.items() if field is not None}
+    return columns, tuple(name for name in names if name not in columns.values())
 
 
 def _trace(

@@ -40,19 +40,19 @@ def max_entropy_lengths(
         fixed.append(least)
     fixed = fixed[:num]
     free = num - len(fixed)
-    rest = total - sum(fixed)
+    free_total = total - sum(fixed)
     if most is not None:
         # A response at the cap counts as cut, so the others stay below it.
         high = max(low, most - 1) if num_cut and most == end else most
     else:
         # Practically no end: at 30 times the mean an exponential has 1e-13 of its mass left.
-        high = (cap - 1 if num_cut else cap) if cap is not None else low + max(1, int(30 * (rest / max(free, 1))))
-    if (free == 0 and abs(rest) > num) or (free and not free * low <= rest <= free * high):
+        high = (cap - 1 if num_cut else cap) if cap is not None else low + max(1, int(30 * (free_total / max(free, 1))))
+    if (free == 0 and abs(free_total) > num) or (free and not free * low <= free_total <= free * high):
         raise ValueError(
             f"{num} responses of {low} to {most} tokens, {num_cut} of them cut at {end}, have no mean of {mean:g}"
         )
-    drawn = _quantiles(free, rest / free, float(low), float(high)) if free else np.zeros(0)
-    return np.sort(np.concatenate([_rounded(drawn, rest), np.asarray(fixed, np.int64)])).astype(np.int64)
+    drawn = _quantiles(free, free_total / free, float(low), float(high)) if free else np.zeros(0)
+    return np.sort(np.concatenate([_rounded(drawn, free_total), np.asarray(fixed, np.int64)])).astype(np.int64)
 
 
 def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
@@ -68,8 +68,8 @@ def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
         """`decay` is in nats over the whole range; below zero long lengths are the likelier ones."""
         if abs(decay) < 1e-9:
             return low + width * at
-        found: Floats = low - width / decay * np.log1p(at * np.expm1(-decay))
-        return np.clip(found, low, high)
+        values: Floats = low - width / decay * np.log1p(at * np.expm1(-decay))
+        return np.clip(values, low, high)
 
     def off(decay: float) -> float:
         return float(lengths(decay).mean()) - mean
@@ -89,8 +89,8 @@ def _rounded(values: Floats, total: int) -> Ints:
         return np.zeros(0, np.int64)
     whole = np.floor(values).astype(np.int64)
     missing = total - int(whole.sum())
-    each, more = divmod(missing, len(whole))
+    increment, remainder = divmod(missing, len(whole))
     order = np.argsort(whole - values, kind="stable")
-    whole += each
-    whole[order[:more]] += 1
+    whole += increment
+    whole[order[:remainder]] += 1
     return np.sort(whole)

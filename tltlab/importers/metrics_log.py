@@ -63,12 +63,12 @@ def records_of(path: Path) -> Iterator[Record]:
     if not files:
         raise TraceError(f"{path}: no {' or '.join(METRICS_FILES)} in it; a log is a file, or a folder of those")
     try:
-        if all(each.match(METRICS_FILES[0]) for each in files):
+        if all(log.match(METRICS_FILES[0]) for log in files):
             yield from _tensorboard(files)
             return
         if path.is_dir() or path.suffix == ".wandb":
-            for each in files:
-                yield from _of_history(each.name, history(each))
+            for log in files:
+                yield from _of_history(log.name, history(log))
             return
         with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
@@ -91,10 +91,10 @@ def number(text: str) -> float | None:
     >>> number("12.5ms"), number("np.float64(3.0)"), number("1,024"), number("nan")
     (0.0125, 3.0, 1024.0, None)
     """
-    found = _NUMBER.match(text.strip())
-    if found is None:
+    match = _NUMBER.match(text.strip())
+    if match is None:
         return None
-    value = float(found[1].replace(",", "")) * _SCALE.get(found[2], 1.0)
+    value = float(match[1].replace(",", "")) * _SCALE.get(match[2], 1.0)
     return value if math.isfinite(value) else None
 
 
@@ -103,10 +103,10 @@ def _of_lines(path: Path, lines: Iterable[str]) -> Iterator[Record]:
     scrape: dict[tuple[str, str], float] = {}
     before: dict[tuple[str, str], float] = {}
     num_scrapes = 0
-    for line_number, raw in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         place = f"line {line_number}"
         # A progress bar ends in a carriage return, so several texts share a line.
-        for text in _COLOURS.sub("", raw).replace("\r", "\n").splitlines():
+        for text in _COLOURS.sub("", line).replace("\r", "\n").splitlines():
             if text.startswith("vllm:"):
                 if (sample := _sample(text)) is not None:
                     if sample[0] in scrape:
@@ -152,8 +152,8 @@ def _of_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
     flat: dict[str, Any] = {}
     for key, value in fields.items():
         inner = value if isinstance(value, dict) else {None: value}
-        for name, each in inner.items():
-            flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = each
+        for name, item in inner.items():
+            flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = item
     numbers = (flat[name] for name in STEPS if isinstance(flat.get(name), int | float))
     steps = [step for step in numbers if abs(step) < 2**53]
     yield from _record(int(steps[0]) if steps else None, place, flat)
@@ -162,18 +162,18 @@ def _of_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
 def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
     """A record of those fields that are known and have a value, where there are any."""
     values = {}
-    for key, raw in fields.items():
-        name = None if isinstance(raw, bool) else plain_key(key)
-        if name is not None and (value := number(str(raw))) is not None:
+    for key, content in fields.items():
+        name = None if isinstance(content, bool) else plain_key(key)
+        if name is not None and (value := number(str(content))) is not None:
             values[name] = value
     if values:
         yield Record(rl_step=rl_step, place=place, values=values)
 
 
 def _sample(text: str) -> tuple[tuple[str, str], float] | None:
-    if (found := _SAMPLE.match(text.strip())) is None or (value := number(found[3])) is None:
+    if (match := _SAMPLE.match(text.strip())) is None or (value := number(match[3])) is None:
         return None
-    return (found[1], found[2] or ""), value
+    return (match[1], match[2] or ""), value
 
 
 def _of_counters(
@@ -183,10 +183,10 @@ def _of_counters(
 
     The longest response is the upper bound of its bucket. Counters that fell were those of an engine that restarted.
     """
-    grown = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
+    counts = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
 
     def total(name: str, label: str = "") -> float:
-        return sum(value for (series, labels), value in grown.items() if series == f"vllm:{name}" and label in labels)
+        return sum(value for (series, labels), value in counts.items() if series == f"vllm:{name}" and label in labels)
 
     if not (requests := total("request_generation_tokens_count")):
         return
@@ -194,13 +194,13 @@ def _of_counters(
     values = {"vllm/num_requests": requests, "vllm/mean_generation_tokens": mean}
     if prompts := total("request_prompt_tokens_count"):
         values["vllm/mean_prompt_tokens"] = total("request_prompt_tokens_sum") / prompts
-    if ended := total("request_success_total"):
-        values["vllm/cut_share"] = total("request_success_total", 'finished_reason="length"') / ended
+    if successes := total("request_success_total"):
+        values["vllm/cut_share"] = total("request_success_total", 'finished_reason="length"') / successes
     if drafts := total("spec_decode_num_drafts_total"):
         values["vllm/num_drafts"] = drafts
         values["vllm/num_accepted_tokens"] = total("spec_decode_num_accepted_tokens_total")
     below: dict[float, float] = {}
-    for (series, labels), value in grown.items():
+    for (series, labels), value in counts.items():
         if series == "vllm:request_generation_tokens_bucket" and (bound := re.search(r'le="([^"]+)"', labels)):
             below[float(bound[1])] = below.get(float(bound[1]), 0.0) + value
     if holding_all := [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]:
@@ -210,15 +210,15 @@ def _of_counters(
 
 def _of_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
     """Rows of W&B. TRL logs what each call took in a row of its own: they add up to the next row of metrics."""
-    took: dict[str, float] = {}
+    call_times: dict[str, float] = {}
     for row in rows:
         calls = {key: value for key, value in row.items() if key.startswith("profiling/")}
         if calls and all(key in calls or key.startswith("_") or key in STEPS for key in row):
             numbers = {key: value for key, value in calls.items() if isinstance(value, int | float)}
-            took |= {key: took.get(key, 0.0) + value for key, value in numbers.items()}
+            call_times |= {key: call_times.get(key, 0.0) + value for key, value in numbers.items()}
         else:
-            yield from _of_fields(place, {**row, **took})
-            took = {}
+            yield from _of_fields(place, {**row, **call_times})
+            call_times = {}
 
 
 def _tensorboard(files: list[Path]) -> Iterator[Record]:

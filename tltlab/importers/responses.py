@@ -21,7 +21,7 @@ ABORTED = {"abort", "aborted", "cancelled", "canceled", "error", "timeout"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
+class ImportedResponse:
     """One response; None is unknown. `place` is where the dump has it, times are seconds on the dump's own clock."""
 
     rl_step: int
@@ -40,13 +40,13 @@ class Response:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imported:
+class Dump:
     """What a dump was read as: its responses, what had to be assumed, and what it says about the run.
 
     `exact` says that lengths are those the engine counted, not counts of the text.
     """
 
-    responses: Sequence[Response]
+    responses: Sequence[ImportedResponse]
     notes: tuple[str, ...]
     exact: bool = True
     model: str | None = None
@@ -59,11 +59,11 @@ def text_id(text: str) -> str:
 
 def finish_reason(row: Row, field: str) -> str:
     """The trace's word for a program's finish reason."""
-    said = row.fields[field]
-    for known, ours in ((STOPPED, "stop"), (CUT, "length"), (ABORTED, "abort")):
-        if isinstance(said, str) and said in known:
-            return ours
-    return row.fault(field, f"got {said!r}, known are: {', '.join(sorted(STOPPED | CUT | ABORTED))}")
+    reason = row.fields[field]
+    for words, name in ((STOPPED, "stop"), (CUT, "length"), (ABORTED, "abort")):
+        if isinstance(reason, str) and reason in words:
+            return name
+    return row.fault(field, f"got {reason!r}, known are: {', '.join(sorted(STOPPED | CUT | ABORTED))}")
 
 
 def has_lengths(rows: Sequence[Row]) -> bool:
@@ -78,7 +78,7 @@ def responses_of_texts(
     tokens: TokenCounter,
     rl_steps: Iterable[int],
     reward: Callable[[Row], float | None],
-) -> list[Response]:
+) -> list[ImportedResponse]:
     """The responses of rows with the text fields `prompt` and `response`; lengths are the rows', or counted."""
     if has_lengths(rows):
         before = [row.whole(row.require(PROMPT_TOKENS, "")) for row in rows]
@@ -89,7 +89,7 @@ def responses_of_texts(
         before = [count_of[row.text(prompt)] for row in rows]
         after = [max(1, length) for length in tokens.count([row.text(response) for row in rows])]
     return [
-        Response(
+        ImportedResponse(
             rl_step=rl_step,
             prompt_id=text_id(row.text(prompt)),
             prompt_tokens=prompt_tokens,
@@ -103,7 +103,7 @@ def responses_of_texts(
 
 
 def tables_of_responses(
-    found: Imported, max_response_tokens: int | None = None
+    dump: Dump, max_response_tokens: int | None = None
 ) -> tuple[dict[str, pd.DataFrame], tuple[str, ...]]:
     """Workload and outcomes of a dump's responses, and all notes on what was assumed.
 
@@ -112,12 +112,12 @@ def tables_of_responses(
     lengths are counts of text. Without, the longest response is the cap. Times count from the first submission of the
     RL step; a response without one has no times.
     """
-    if not found.responses:
+    if not dump.responses:
         raise TraceError("no responses in the dump")
-    names = [field.name for field in fields(Response)]
-    frame = pd.DataFrame({name: [getattr(r, name) for r in found.responses] for name in names})
+    names = [field.name for field in fields(ImportedResponse)]
+    frame = pd.DataFrame({name: [getattr(r, name) for r in dump.responses] for name in names})
     frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
-    notes = list(found.notes)
+    notes = list(dump.notes)
     lengths = frame["response_tokens"].to_numpy()
     known_cap = max_response_tokens is not None
     cap = int(max(1, lengths.max())) if max_response_tokens is None else max_response_tokens
@@ -126,16 +126,16 @@ def tables_of_responses(
         known_cap, caps = True, frame["max_response_tokens"].to_numpy(np.int64)
     if not known_cap:
         notes.append(f"the cap is unknown: the longest response ({cap} tokens) is taken for it")
-    if found.exact and (over := lengths > caps).any():
+    if dump.exact and (over := lengths > caps).any():
         row = int(np.argmax(over))
         raise TraceError(
             f"{frame['place'][row]}: the response has {lengths[row]} tokens, its maximum was said to be {caps[row]}"
         )
     reason = frame["finish_reason"].to_numpy(object)
-    if num_unsaid := int((unsaid := pd.isna(reason)).sum()):
+    if num_unknown := int((unknown := pd.isna(reason)).sum()):
         rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
-        notes.append(f"{num_unsaid} responses do not say how they ended: they count {rule}")
-    frame["finish_reason"] = np.where(unsaid, np.where((lengths >= caps) & known_cap, "length", "stop"), reason)
+        notes.append(f"{num_unknown} responses do not say how they ended: they count {rule}")
+    frame["finish_reason"] = np.where(unknown, np.where((lengths >= caps) & known_cap, "length", "stop"), reason)
     frame["response_tokens"] = np.minimum(lengths, caps)
     frame["max_response_tokens"] = caps
     key = frame[["rl_step", "prompt_id"]]
@@ -165,6 +165,6 @@ def _since_step_start(frame: pd.DataFrame) -> None:
     for name in ("reward", "worker", "t_submit", "t_first_token", "t_finish"):
         frame[name] = frame[name].astype(np.float64)
     start = frame.groupby("rl_step")["t_submit"].transform("min")
-    placed = frame["t_submit"].notna()
+    timed = frame["t_submit"].notna()
     for name in ("t_first_token", "t_finish", "t_submit"):
-        frame[name] = (frame[name] - start).where(placed)
+        frame[name] = (frame[name] - start).where(timed)

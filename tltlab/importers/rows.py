@@ -37,12 +37,12 @@ class Row:
         """The first of some names that is a field with a value."""
         return next((name for name in names if self.fields.get(name) is not None), None)
 
-    def require(self, names: Sequence[str], what: str) -> str:
+    def require(self, names: Sequence[str], subject: str) -> str:
         """The first of some names that is a field; the fault lists what is there."""
         if (name := self.find(names)) is None:
-            there = ", ".join(map(str, self.fields))
+            fields = ", ".join(map(str, self.fields))
             raise TraceError(
-                f"{self.file}, {self.place}: no {what}; wanted a field {' or '.join(names)}, there are: {there}"
+                f"{self.file}, {self.place}: no {subject}; wanted a field {' or '.join(names)}, there are: {fields}"
             )
         return name
 
@@ -108,10 +108,10 @@ def rows_of(path: Path) -> Iterator[Row]:
             yield from _json_rows(path, f"line {number}", first)
             for number, line in lines:
                 try:
-                    found = parse_json(line)
+                    value = parse_json(line)
                 except ValueError as error:
                     raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
-                yield from _json_rows(path, f"line {number}", found)
+                yield from _json_rows(path, f"line {number}", value)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
 

@@ -113,29 +113,28 @@ class StepMetrics:
         if name == "accept_length":
             return self._accept_length()
         if name == "drafter_trained":
-            trained = (value for key, value in self.values.items() if _DRAFTER_TRAINING.search(key))
-            return 1.0 if any(trained) else None
-        found = [self.values[key] for key in (FIRST_OF.get(name) or SUM_OF[name]) if key in self.values]
-        if not found:
+            return 1.0 if any(value for key, value in self.values.items() if _DRAFTER_TRAINING.search(key)) else None
+        values = [self.values[key] for key in (FIRST_OF.get(name) or SUM_OF[name]) if key in self.values]
+        if not values:
             return None
-        return sum(found) if name in SUM_OF else found[0]
+        return sum(values) if name in SUM_OF else values[0]
 
     def _accept_length(self) -> float | None:
-        said = next((value for key, value in self.values.items() if _ACCEPT_LENGTH.search(key)), None)
+        length = next((value for key, value in self.values.items() if _ACCEPT_LENGTH.search(key)), None)
         drafts, accepted = self.get("drafts"), self.get("accepted")
-        if said is None and drafts and accepted is not None:
-            said = 1.0 + accepted / drafts
+        if length is None and drafts and accepted is not None:
+            length = 1.0 + accepted / drafts
         # Logs write 0 where nothing was drafted; each iteration yields one token then.
-        return None if said is None else max(said, 1.0)
+        return None if length is None else max(length, 1.0)
 
     @property
     def num_responses(self) -> int | None:
         """Responses of the RL step: said, or all tokens over the mean tokens of a response with its prompt."""
-        said, total = self.get("responses"), self.get("total_tokens")
+        num, total = self.get("responses"), self.get("total_tokens")
         mean, prompt = self.get("mean"), self.get("prompt")
-        if said is None and total is not None and mean is not None and prompt is not None and mean + prompt > 0:
-            said = total / (mean + prompt)
-        return None if said is None or said < 0.5 else round(said)
+        if num is None and total is not None and mean is not None and prompt is not None and mean + prompt > 0:
+            num = total / (mean + prompt)
+        return None if num is None or num < 0.5 else round(num)
 
 
 def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
@@ -145,27 +144,27 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     run was resumed, and the last one counts. Records without a number are counted from 1.
     """
     steps: dict[int, StepMetrics] = {}
-    again: set[int] = set()
-    counted = 0
+    repeats: set[int] = set()
+    num_unnumbered = 0
     for record in records:
         if record.rl_step is None:
-            counted += 1
-        rl_step = counted if record.rl_step is None else record.rl_step
+            num_unnumbered += 1
+        rl_step = num_unnumbered if record.rl_step is None else record.rl_step
         if rl_step in steps and not steps[rl_step].values.keys().isdisjoint(record.values):
-            again.add(rl_step)
+            repeats.add(rl_step)
             del steps[rl_step]
         steps.setdefault(rl_step, StepMetrics(rl_step=rl_step, place=record.place)).values.update(record.values)
     notes = []
-    if counted:
+    if num_unnumbered:
         notes.append("the log does not number its RL steps: they are counted from 1")
-    if again:
-        few = ", ".join(map(str, sorted(again)[:5])) + (", ..." if len(again) > 5 else "")
-        notes.append(f"{len(again)} RL steps are logged more than once (a resumed run): the last one counts ({few})")
+    if repeats:
+        few = ", ".join(map(str, sorted(repeats)[:5])) + (", ..." if len(repeats) > 5 else "")
+        notes.append(f"{len(repeats)} RL steps are logged more than once (a resumed run): the last one counts ({few})")
     return [steps[rl_step] for rl_step in sorted(steps)], notes
 
 
 def tables_of_steps(
-    steps: list[StepMetrics], *, where: str, responses: int | None, group_size: int | None,
+    steps: list[StepMetrics], *, place: str, responses: int | None, group_size: int | None,
     max_response_tokens: int | None,
 ) -> tuple[dict[str, pd.DataFrame], list[str]]:  # fmt: skip
     """Workload, outcomes and steps of a log's RL steps, and what was assumed. Raises TraceError where there is nothing.
@@ -178,7 +177,7 @@ def tables_of_steps(
     usable = [step for step in steps if step.get("mean") is not None]
     if not usable:
         raise TraceError(
-            f"{where}: no RL step says how long its responses were; wanted "
+            f"{place}: no RL step says how long its responses were; wanted "
             f"{', '.join(FIRST_OF['mean'][:2])} or {FIRST_OF['mean'][3]} and the like"
         )
     if lost := [step.rl_step for step in steps if step.get("mean") is None and step.get("rollout_s") is not None]:
@@ -188,19 +187,19 @@ def tables_of_steps(
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
     counts = _counts(usable, responses, notes)
     if (num := sum(counts)) > MOST_RESPONSES:
-        raise TraceError(f"{where}: its tokens make {num:,} responses, and at most {MOST_RESPONSES:,} are read at once")
-    cap = _cap(usable, max_response_tokens, where, notes)
-    for name, said in (("least", "shortest"), ("most", "longest"), ("cut", "cut responses")):
+        raise TraceError(f"{place}: its tokens make {num:,} responses, and at most {MOST_RESPONSES:,} are read at once")
+    cap = _cap(usable, max_response_tokens, place, notes)
+    for name, quantity in (("least", "shortest"), ("most", "longest"), ("cut", "cut responses")):
         if missing := sum(step.get(name) is None for step in usable):
-            notes.append(f"{missing} RL steps do not say their {said}")
-    frames, kept = [], []
+            notes.append(f"{missing} RL steps do not say their {quantity}")
+    frames, modelled = [], []
     for step, num in zip(usable, counts, strict=True):
         try:
             lengths = _lengths(step, num, cap)
         except ValueError as error:
             notes.append(f"RL step {step.rl_step} is left out ({step.place}): {error}")
             continue
-        kept.append(step)
+        modelled.append(step)
         prompts = np.arange(num) // (group_size or 1)
         columns = {
             "rl_step": step.rl_step,
@@ -213,38 +212,38 @@ def tables_of_steps(
         }
         frames.append(pd.DataFrame(columns))
     if not frames:
-        raise TraceError(f"{where}: {'; '.join(notes)}")
-    if any(step.get("prompt") is None for step in kept):
+        raise TraceError(f"{place}: {'; '.join(notes)}")
+    if any(step.get("prompt") is None for step in modelled):
         notes.append("prompts whose length is not in the log count as 0 tokens")
     notes.append(
         "lengths are not measured but the maximum-entropy ones (truncated exponential) with the log's mean, shortest, "
         "longest and share of cut responses"
     )
     rows = pd.concat(frames, ignore_index=True)
-    known_cut = any((step.get("cut") or 0.0) > 0 for step in kept) or max_response_tokens is not None
-    ended = (rows["response_tokens"] >= rows["longest"]) & known_cut
+    known_cut = any((step.get("cut") or 0.0) > 0 for step in modelled) or max_response_tokens is not None
+    is_cut = (rows["response_tokens"] >= rows["longest"]) & known_cut
     lengths, prompt_tokens = rows["response_tokens"].to_numpy(), rows["prompt_tokens"].to_numpy()
-    tables = tables_of_lengths(rows[["rl_step", "prompt_id", "sample"]], lengths, prompt_tokens, cap, ended.to_numpy())
-    return {**tables, "steps": _steps_table(kept)}, notes
+    tables = tables_of_lengths(rows[["rl_step", "prompt_id", "sample"]], lengths, prompt_tokens, cap, is_cut.to_numpy())
+    return {**tables, "steps": _steps_table(modelled)}, notes
 
 
 def _counts(steps: list[StepMetrics], responses: int | None, notes: list[str]) -> list[int]:
-    known = [step.num_responses for step in steps]
-    usual = [num for num in known if num is not None]
-    missing = len(known) - len(usual)
-    default = responses or (int(np.median(usual)) if usual else DEFAULT_RESPONSES)
+    counts = [step.num_responses for step in steps]
+    stated = [num for num in counts if num is not None]
+    missing = len(counts) - len(stated)
+    default = responses or (int(np.median(stated)) if stated else DEFAULT_RESPONSES)
     if missing:
-        source = "as given" if responses else "as many as the others have" if usual else "a default: say --responses"
+        source = "as given" if responses else "as many as the others have" if stated else "a default: say --responses"
         notes.append(f"{missing} RL steps do not say how many responses they have: {default}, {source}")
-    return [default if num is None else num for num in known]
+    return [default if num is None else num for num in counts]
 
 
-def _cap(steps: list[StepMetrics], given: int | None, where: str, notes: list[str]) -> int:
+def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[str]) -> int:
     longest = math.ceil(max(step.get("most") or step.get("mean") or 1.0 for step in steps))
-    if given is not None:
-        if longest > given:
-            raise TraceError(f"{where}: a response has {longest} tokens, the maximum was said to be {given}")
-        return given
+    if maximum is not None:
+        if longest > maximum:
+            raise TraceError(f"{place}: a response has {longest} tokens, the maximum was said to be {maximum}")
+        return maximum
     if any((step.get("cut") or 0.0) > 0 and step.get("most") is not None for step in steps):
         return longest
     if all(step.get("most") is None for step in steps):
@@ -272,11 +271,11 @@ def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
     table.insert(0, "rl_step", [step.rl_step for step in steps])
     table["t_start"] = whole.cumsum() - whole
     table["policy_version"] = table["rl_step"]
-    trained = np.array([step.get("drafter_trained") is not None for step in steps])
-    if trained.any():
+    is_trained = np.array([step.get("drafter_trained") is not None for step in steps])
+    if is_trained.any():
         # Trained in an RL step it serves from the next one on.
-        version = np.concatenate([[0], np.cumsum(trained)[:-1]])
-        since = pd.Series(table["rl_step"].where(trained)).shift().ffill()
+        version = np.concatenate([[0], np.cumsum(is_trained)[:-1]])
+        since = pd.Series(table["rl_step"].where(is_trained)).shift().ffill()
         table["drafter_version"] = version
         table["drafter_age"] = (table["rl_step"] - 1 - since).astype(np.float64)
     return table

@@ -24,7 +24,7 @@ from pathlib import Path
 from tltlab.errors import TraceError
 from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS
 
-from .responses import Imported, Response, has_lengths, responses_of_texts
+from .responses import Dump, ImportedResponse, has_lengths, responses_of_texts
 from .rows import Row, rows_of
 from .token_counts import TokenCounter
 
@@ -32,7 +32,7 @@ _STEP_OF_NAME = re.compile(r"completions_(\d+)")
 _NO_REWARD = {"step", "advantage", *PROMPT_TOKENS, *RESPONSE_TOKENS}
 
 
-def read_verl(path: Path, tokens: TokenCounter) -> Imported:
+def read_verl(path: Path, tokens: TokenCounter) -> Dump:
     """Read a folder of `<step>.jsonl`, or one such file. Raises TraceError, ConfigError.
 
     Responses to the same input in one step are a group. Lengths are counted by `tokens` unless all rows of a file
@@ -41,8 +41,8 @@ def read_verl(path: Path, tokens: TokenCounter) -> Imported:
     files = verl_files(path) if path.is_dir() else [path]
     if not files:
         raise TraceError(f"{path}: no <step>.jsonl in it; a verl dump is the folder of trainer.rollout_data_dir")
-    responses: list[Response] = []
-    counted = False
+    responses: list[ImportedResponse] = []
+    exact = True
     for file in files:
         rows = list(rows_of(file))
         for row in rows:
@@ -50,8 +50,8 @@ def read_verl(path: Path, tokens: TokenCounter) -> Imported:
             row.require(["output"], "response")
         steps = (row.whole("step") if row.find(["step"]) else _step_of_name(file, row) for row in rows)
         responses += responses_of_texts(rows, "input", "output", tokens, steps, lambda row: row.number("score"))
-        counted = counted or not has_lengths(rows)
-    return Imported(responses=responses, notes=(tokens.note,) if counted else (), exact=not counted)
+        exact = exact and has_lengths(rows)
+    return Dump(responses=responses, notes=() if exact else (tokens.note,), exact=exact)
 
 
 def verl_files(folder: Path) -> list[Path]:
@@ -65,7 +65,7 @@ def _step_of_name(file: Path, row: Row) -> int:
     return int(file.stem)
 
 
-def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = ()) -> Imported:
+def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = ()) -> Dump:
     """Read an output folder, its `completions` folder, or one file of completions. Raises TraceError, ConfigError.
 
     The reward is the sum of `reward_columns`; by default of the column `reward`, else of all columns of numbers that
@@ -74,9 +74,9 @@ def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = (
     files = trl_files(path) if path.is_dir() else [path]
     if not files:
         raise TraceError(f"{path}: no completions_<step>.parquet in it or in its folder completions")
-    responses: list[Response] = []
+    responses: list[ImportedResponse] = []
     names = tuple(reward_columns)
-    counted, num_again, last = False, 0, b""
+    exact, num_repeats, last = True, 0, b""
     for file in files:
         for rl_step, group in groupby(((_step(file, row), row) for row in rows_of(file)), itemgetter(0)):
             rows = [row for _, row in group]
@@ -85,26 +85,26 @@ def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = (
                 row.require(["completion"], "completion")
             names = names or _reward_columns(rows)
             if (content := _digest(rows)) == last:
-                num_again += 1
+                num_repeats += 1
                 continue
             last = content
-            counted = counted or not has_lengths(rows)
+            exact = exact and has_lengths(rows)
             responses += responses_of_texts(
                 rows, "prompt", "completion", tokens, repeat(rl_step), partial(_reward, names=names)
             )
-    notes = [tokens.note] if counted else []
+    notes = [] if exact else [tokens.note]
     if names:
         notes.append(f"reward: {' + '.join(names)}")
-    if num_again:
-        notes.append(f"{num_again} logged steps repeat the completions of the step before and are left out")
-    return Imported(responses=responses, notes=tuple(notes), exact=not counted)
+    if num_repeats:
+        notes.append(f"{num_repeats} logged steps repeat the completions of the step before and are left out")
+    return Dump(responses=responses, notes=tuple(notes), exact=exact)
 
 
 def trl_files(folder: Path) -> list[Path]:
     """The `completions_<step>.parquet` of a folder, or of `completions` in it, in the order of their steps."""
-    found = list(folder.glob("completions_*.parquet")) or list(folder.glob("completions/completions_*.parquet"))
+    files = list(folder.glob("completions_*.parquet")) or list(folder.glob("completions/completions_*.parquet"))
     return sorted(
-        (f for f in found if _STEP_OF_NAME.fullmatch(f.stem)), key=lambda f: (int(f.stem.rpartition("_")[2]), f.name)
+        (f for f in files if _STEP_OF_NAME.fullmatch(f.stem)), key=lambda f: (int(f.stem.rpartition("_")[2]), f.name)
     )
 
 
@@ -129,8 +129,8 @@ def _reward(row: Row, names: Sequence[str]) -> float | None:
     for name in names:
         if name not in row.fields:
             row.require([name], "reward")
-    known = [value for name in names if (value := row.number(name)) is not None]
-    return sum(known) if known else None
+    rewards = [value for name in names if (value := row.number(name)) is not None]
+    return sum(rewards) if rewards else None
 
 
 def _digest(rows: Sequence[Row]) -> bytes:

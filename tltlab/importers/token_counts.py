@@ -82,8 +82,8 @@ class FolderTokenizer:
         for start in range(0, len(texts), _BATCH_TEXTS):
             # Half a character of a cut-off JSON string is no text for the library.
             batch = [t.encode("utf-8", "replace").decode() for t in texts[start : start + _BATCH_TEXTS]]
-            found = self._tokenizer.encode_batch(batch, add_special_tokens=False)
-            counts += [len(encoding) for encoding in found]
+            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            counts += [len(encoding) for encoding in encodings]
         return counts
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tltlab.traces.csv import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
 
-from .responses import Imported, Response, finish_reason, text_id
+from .responses import Dump, ImportedResponse, finish_reason, text_id
 from .rows import Row, rows_of
 
 REQUEST = ("request_id", "custom_id", "id")
@@ -32,14 +32,14 @@ BENCH_LISTS = {
 }  # fmt: skip
 
 
-def read_vllm(path: Path, group_size: int = 1) -> Imported:
+def read_vllm(path: Path, group_size: int = 1) -> Dump:
     """Read a benchmark result or a log of requests. Raises TraceError.
 
     Each appended benchmark result is an RL step; a log is one unless its lines say theirs. Requests of one RL step
     with the same of PROMPT_IDS, or text in `prompt`, are a group; where neither is there, every `group_size` requests
     in a row are. A request that failed or made no token counts as aborted.
     """
-    responses: list[Response] = []
+    responses: list[ImportedResponse] = []
     num_results = num_failed = num_untimed = 0
     model: str | None = None
     for record in rows_of(path):
@@ -60,7 +60,7 @@ def read_vllm(path: Path, group_size: int = 1) -> Imported:
         notes.append(f"{num_failed} requests failed or made no token and count as aborted")
     if num_untimed:
         notes.append(f"{num_untimed} requests have no start time: their times are unknown")
-    return Imported(responses=responses, notes=tuple(notes), model=model)
+    return Dump(responses=responses, notes=tuple(notes), model=model)
 
 
 def is_bench_result(row: Row) -> bool:
@@ -110,7 +110,7 @@ def _flat(row: Row) -> Row:
     return Row(file=row.file, place=row.place, fields=fields)
 
 
-def _response(row: Row, own_step: int, group: int | None, number: int) -> Response:
+def _response(row: Row, own_step: int, group: int | None, number: int) -> ImportedResponse:
     failed = bool(row.fields.get("error")) or row.fields.get("success") is False
     step = row.find(RL_STEPS)
     rl_step = own_step if step is None else row.whole(step)
@@ -118,7 +118,7 @@ def _response(row: Row, own_step: int, group: int | None, number: int) -> Respon
     reason = finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None
     submit, first, finish = _times(row)
     cap, worker = row.find(CAP), row.find(WORKER)
-    return Response(
+    return ImportedResponse(
         rl_step=rl_step,
         prompt_id=_prompt_id(row, rl_step, group, number),
         sample=row.whole("sample") if row.find(["sample"]) else None,

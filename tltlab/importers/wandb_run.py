@@ -30,17 +30,17 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
         for number, row in _fields(record):
             if number != 2 or not isinstance(row, bytes):
                 continue
-            found: dict[str, Any] = {}
+            logged: dict[str, Any] = {}
             for kind, part in _fields(row):
                 if kind == 2 and isinstance(part, bytes):
-                    found.setdefault("_step", dict(_fields(part)).get(1, 0))
+                    logged.setdefault("_step", dict(_fields(part)).get(1, 0))
                 elif kind == 1 and isinstance(part, bytes):
                     item = list(_fields(part))
                     parts = [name for n, name in item if n in (1, 2) and isinstance(name, bytes) and name]
                     values = [value for n, value in item if n == 16]
                     if parts and values:
-                        found[b".".join(parts).decode("utf-8", "replace")] = _value(values[-1])
-            yield found
+                        logged[b".".join(parts).decode("utf-8", "replace")] = _value(values[-1])
+            yield logged
 
 
 def _records(path: Path) -> Iterator[bytes]:

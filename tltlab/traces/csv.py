@@ -38,7 +38,7 @@ RL_STEPS = (
 _LENGTHS = (*RESPONSE_TOKENS, "length", "lengths", "tokens", "num_tokens", "n_tokens")
 PROMPT_IDS = ("prompt_id", "group", "group_id", "uid", "problem_id", "question_id", "task_id", "prompt_index")
 _SAMPLES = ("sample", "sample_id", "sample_index", "rollout_index", "completion_index")
-_OTHERS = {"rl_step": RL_STEPS, "prompt_id": PROMPT_IDS, "sample": _SAMPLES, "prompt_tokens": PROMPT_TOKENS}
+_SYNONYMS = {"rl_step": RL_STEPS, "prompt_id": PROMPT_IDS, "sample": _SAMPLES, "prompt_tokens": PROMPT_TOKENS}
 _TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 
 
@@ -46,12 +46,12 @@ _TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson", ".parquet", ".t
 class LengthTable:
     """One response per row: cells as text, and the table's column for each column of a trace that it has.
 
-    `where` begins what is said of faults; `name` is the table's own.
+    `place` begins what is said of faults; `name` is the table's own.
     """
 
     frame: pd.DataFrame
     columns: Mapping[str, str]
-    where: str
+    place: str
     name: str
 
     @classmethod
@@ -61,11 +61,11 @@ class LengthTable:
         Raises TraceError naming what cannot be understood.
         """
         if isinstance(source, str | Path):
-            where, name, frame = str(source), Path(source).name, _read_file(Path(source))
+            place, name, frame = str(source), Path(source).name, _read_file(Path(source))
         else:
-            where, name = "lengths", "lengths"
-            frame = _as_text(where, source if isinstance(source, pd.DataFrame) else _frame_of_numbers(where, source))
-        return cls(frame=frame, columns=_columns(where, frame, column), where=where, name=name)
+            place, name = "lengths", "lengths"
+            frame = _as_text(place, source if isinstance(source, pd.DataFrame) else _frame_of_numbers(place, source))
+        return cls(frame=frame, columns=_columns(place, frame, column), place=place, name=name)
 
     @property
     def ignored(self) -> list[str]:
@@ -80,14 +80,14 @@ class LengthTable:
             line = ok.index[~ok.to_numpy()][0]
             got = self.frame[column].loc[line]
             raise TraceError(
-                f"{self.where}: column {column}, line {line}: got {got!r}, wanted a whole number >= {at_least}"
+                f"{self.place}: column {column}, line {line}: got {got!r}, wanted a whole number >= {at_least}"
             )
         return number.astype(np.int64)
 
     def note(self) -> str:
         """Which columns were read, and which were not."""
-        used = ", ".join(name if name == own else f"{name} from {own}" for name, own in self.columns.items())
-        return f"columns read: {used}" + (f" (not read: {', '.join(self.ignored)})" if self.ignored else "")
+        names = ", ".join(name if name == column else f"{name} from {column}" for name, column in self.columns.items())
+        return f"columns read: {names}" + (f" (not read: {', '.join(self.ignored)})" if self.ignored else "")
 
 
 def tables_from_csv(
@@ -120,7 +120,7 @@ def tables_from_csv(
     if max_response_tokens is not None and (over := lengths > max_response_tokens).any():
         line, got = lengths.index[over][0], lengths[over].iloc[0]
         raise TraceError(
-            f"{table.where}: column {lengths.name}, line {line}: got {got}, the maximum was said to be "
+            f"{table.place}: column {lengths.name}, line {line}: got {got}, the maximum was said to be "
             f"{max_response_tokens}"
         )
     cap = int(lengths.max()) if max_response_tokens is None else max_response_tokens
@@ -128,13 +128,13 @@ def tables_from_csv(
     if group < 1 or (workers is not None and workers < 1):
         raise ConfigError(f"got group size {group} and {workers} workers; both must be at least 1")
     whole = [name for name in columns if name not in ("response_tokens", "prompt_id")]
-    known = {name: table.whole(columns[name], at_least=0).to_numpy() for name in whole}
-    key = pd.DataFrame({"rl_step": known.get("rl_step", np.zeros(len(frame), int))})
+    numbers = {name: table.whole(columns[name], at_least=0).to_numpy() for name in whole}
+    key = pd.DataFrame({"rl_step": numbers.get("rl_step", np.zeros(len(frame), int))})
     groups = key.assign(group=key.groupby("rl_step").cumcount() // group).groupby(["rl_step", "group"], sort=False)
     own_ids = [f"p{i}" for i in groups.ngroup()]
     key["prompt_id"] = frame[columns["prompt_id"]].to_numpy() if "prompt_id" in columns else own_ids
-    key["sample"] = known.get("sample", key.groupby(["rl_step", "prompt_id"], sort=False).cumcount())
-    prompt_tokens = known.get("prompt_tokens", 0)
+    key["sample"] = numbers.get("sample", key.groupby(["rl_step", "prompt_id"], sort=False).cumcount())
+    prompt_tokens = numbers.get("prompt_tokens", 0)
     cut = (lengths == max_response_tokens).to_numpy()
     notes = [table.note()] if frame.shape[1] > 1 else []
     if max_response_tokens is None:
@@ -143,8 +143,8 @@ def tables_from_csv(
         notes.append("prompt tokens are unknown: 0")
     incomplete = groups.size().loc[lambda size: size < group]
     if "prompt_id" not in columns and len(incomplete):
-        which = "the last group" if len(incomplete) == 1 else f"the last group of {len(incomplete)} RL steps"
-        notes.append(f"{which} is incomplete: {incomplete.iloc[0]} of {group} samples")
+        subject = "the last group" if len(incomplete) == 1 else f"the last group of {len(incomplete)} RL steps"
+        notes.append(f"{subject} is incomplete: {incomplete.iloc[0]} of {group} samples")
     manifest = Manifest(
         kind="imported", name=table.name.split(".")[0], source=table.name, num_workers=workers,
         max_response_tokens=cap, group_size=group_size, notes="; ".join(notes) or None,
@@ -179,7 +179,7 @@ def tables_of_lengths(
 
 def _read_file(path: Path) -> pd.DataFrame:
     """The table in a file, cells as text, indexed by line number; c0, c1, ... are columns without a header."""
-    suffix = next((each for each in path.suffixes[::-1] if each in _TABLES), ".csv")
+    suffix = next((ending for ending in path.suffixes[::-1] if ending in _TABLES), ".csv")
     try:
         if suffix == ".parquet":
             check_parquet(path)
@@ -207,7 +207,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
     frame = cells_between(",")
     first = str(frame.iloc[0, 0]) if frame.shape[1] == 1 else ""
-    if separator := next((each for each in ";\t" if each in first), None):
+    if separator := next((mark for mark in ";\t" if mark in first), None):
         frame = cells_between(separator)
     frame = pd.DataFrame({name: cells.str.strip() for name, cells in frame.items()})
     frame.index = frame.index + 1
@@ -222,10 +222,10 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 def _unpacked(path: Path) -> bytes:
     """What is in a file, which may be packed as its name says. OSError where that is more than may be read."""
-    packed = infer_compression(path, "infer")
+    compression = infer_compression(path, "infer")
     try:
-        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=packed) as opened:
-            data: bytes = opened.handle.read(MOST_JSON_BYTES + 1)
+        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=compression) as handles:
+            data: bytes = handles.handle.read(MOST_JSON_BYTES + 1)
     except OSError:
         raise
     except Exception as error:  # each way of packing has errors of its own
@@ -246,37 +246,37 @@ def _json_values(text: str) -> list[Any]:
     return values if isinstance(values, list) else [values]
 
 
-def _frame_of_numbers(where: str, source: Any) -> pd.DataFrame:
+def _frame_of_numbers(place: str, source: Any) -> pd.DataFrame:
     """A frame of lengths alone, or of flat objects."""
     if isinstance(source, list) and source and isinstance(source[0], Mapping):
-        if others := [each for each in source if not isinstance(each, Mapping)]:
-            raise TraceError(f"{where}: {str(others[0])[:80]} stands between records; each has to be an object")
+        if strays := [record for record in source if not isinstance(record, Mapping)]:
+            raise TraceError(f"{place}: {str(strays[0])[:80]} stands between records; each has to be an object")
         return pd.DataFrame(source)
     try:
         values = np.asarray(source)
     except ValueError as error:
-        raise TraceError(f"{where}: lists of different lengths; give one list of all, or a DataFrame") from error
+        raise TraceError(f"{place}: lists of different lengths; give one list of all, or a DataFrame") from error
     if values.ndim == 2:
         # RL steps by responses, as many in each.
         steps, responses = values.shape
         return pd.DataFrame({"rl_step": np.repeat(np.arange(steps), responses), "response_tokens": values.ravel()})
     if values.ndim != 1:
-        raise TraceError(f"{where}: got shape {values.shape}; wanted (responses,) or (RL steps, responses)")
+        raise TraceError(f"{place}: got shape {values.shape}; wanted (responses,) or (RL steps, responses)")
     return pd.DataFrame({"response_tokens": values})
 
 
-def _as_text(where: str, frame: pd.DataFrame) -> pd.DataFrame:
+def _as_text(place: str, frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with cells as text, a list of lengths in a cell as many rows."""
     lists = [name for name in frame.columns if len(frame) and _is_list(frame[name].iloc[0])]
     if any(_plain(name) in _LENGTHS for name in lists):
         first = next(name for name in lists if _plain(name) in _LENGTHS)
         sizes = frame[first].map(_size)
-        together = [name for name in lists if bool((frame[name].map(_size) == sizes).all())]
-        frame = frame.explode(together, ignore_index=True)
+        aligned = [name for name in lists if bool((frame[name].map(_size) == sizes).all())]
+        frame = frame.explode(aligned, ignore_index=True)
     if frame.empty:
-        raise TraceError(f"{where}: no rows; wanted one response length per line")
+        raise TraceError(f"{place}: no rows; wanted one response length per line")
     if not frame.columns.is_unique:
-        raise TraceError(f"{where}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
+        raise TraceError(f"{place}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
     cells = {str(name): values.map(_cell) for name, values in frame.items()}
     return pd.DataFrame(cells, index=frame.index)
 
@@ -302,40 +302,40 @@ def _counts(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
 
 
-def _columns(where: str, frame: pd.DataFrame, lengths: str | None) -> dict[str, str]:
-    """The table's column for each column of a trace that it has; `lengths` is the one that the user named."""
+def _columns(place: str, frame: pd.DataFrame, column: str | None) -> dict[str, str]:
+    """The table's column for each column of a trace that it has; `column` is the one of lengths that the user named."""
     names = ", ".join(frame.columns)
-    if lengths is not None and lengths not in frame:
-        raise TraceError(f"{where}: no column {lengths!r}; there are: {names}")
-    called = lengths or _called(where, frame, _LENGTHS, "the lengths")
-    rest = frame.drop(columns=[] if called is None else [called])
-    others = {name: _called(where, rest, asked, name) for name, asked in _OTHERS.items()}
-    others["rl_step"] = others["rl_step"] or _called(where, rest, ("epoch",), "rl_step")
-    columns = {name: column for name, column in others.items() if column is not None}
-    if called is None:
-        left = [str(name) for name in frame.columns if name not in columns.values()]
-        numeric = [name for name in left if pd.to_numeric(frame[name], errors="coerce").notna().all()]
+    if column is not None and column not in frame:
+        raise TraceError(f"{place}: no column {column!r}; there are: {names}")
+    lengths = column or _column_named(place, frame, _LENGTHS, "the lengths")
+    candidates = frame.drop(columns=[] if lengths is None else [lengths])
+    matches = {name: _column_named(place, candidates, synonyms, name) for name, synonyms in _SYNONYMS.items()}
+    matches["rl_step"] = matches["rl_step"] or _column_named(place, candidates, ("epoch",), "rl_step")
+    columns = {name: match for name, match in matches.items() if match is not None}
+    if lengths is None:
+        unmatched = [str(name) for name in frame.columns if name not in columns.values()]
+        numeric = [name for name in unmatched if pd.to_numeric(frame[name], errors="coerce").notna().all()]
         # What a column holds that is no number is said with its line.
-        if (called := next((some[0] for some in (numeric, left) if len(some) == 1), None)) is None:
-            raise TraceError(f"{where}: cannot tell which column holds the lengths; name one with --column: {names}")
-    return {"response_tokens": called} | columns
+        if (lengths := next((group[0] for group in (numeric, unmatched) if len(group) == 1), None)) is None:
+            raise TraceError(f"{place}: cannot tell which column holds the lengths; name one with --column: {names}")
+    return {"response_tokens": lengths} | columns
 
 
-def _called(where: str, frame: pd.DataFrame, names: tuple[str, ...], what: str) -> str | None:
+def _column_named(place: str, frame: pd.DataFrame, names: tuple[str, ...], role: str) -> str | None:
     """The column with one of these names, the trace's own first; of others with one each only if they say the same.
 
     Which of several columns tells prompts or samples apart is not asked: the first of the names does.
     """
     plain = {str(name): _plain(name) for name in frame.columns}
-    meant = [own for name in names for own, said in plain.items() if said == name]
-    if meant and meant[0] != names[0] and names not in (PROMPT_IDS, _SAMPLES):
-        for other in meant[1:]:
-            if not frame[other].equals(frame[meant[0]]):
+    matches = [column for name in names for column, plain_name in plain.items() if plain_name == name]
+    if matches and matches[0] != names[0] and names not in (PROMPT_IDS, _SAMPLES):
+        for other in matches[1:]:
+            if not frame[other].equals(frame[matches[0]]):
                 raise TraceError(
-                    f"{where}: columns {meant[0]} and {other} differ and either could be {what}: keep one, or call it "
-                    f"{names[0]}"
+                    f"{place}: columns {matches[0]} and {other} differ and either could be {role}: keep one, or call "
+                    f"it {names[0]}"
                 )
-    return meant[0] if meant else None
+    return matches[0] if matches else None
 
 
 def _plain(name: object) -> str:

@@ -36,17 +36,16 @@ def lanes(
     """
     places = step_offsets(trace) if offsets is None else offsets
     if rl_step != "all" and rl_step not in trace.rl_steps:
-        known = trace.rl_steps
-        there = f"{known[0]}..{known[-1]}" if known else "none"
-        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {there}")
+        span = f"{trace.rl_steps[0]}..{trace.rl_steps[-1]}" if trace.rl_steps else "none"
+        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {span}")
     steps = trace.rl_steps if rl_step == "all" else [rl_step]
     if not steps:
         raise TraceError(f"{trace.path or 'this trace'} has no RL step with a whole response")
     pieces = []
     for step in steps:
-        one = trace.select([step])
-        piece = _workers(one)
-        piece = _rollout(one, piece) if rollout_only else pd.concat([piece, _trainer(one)], ignore_index=True)
+        part = trace.select([step])
+        piece = _workers(part)
+        piece = _rollout(part, piece) if rollout_only else pd.concat([piece, _trainer(part)], ignore_index=True)
         shift = places[step] if rl_step == "all" else 0.0
         pieces.append(piece.assign(start_s=piece["start_s"] + shift, end_s=piece["end_s"] + shift))
     segments = pd.concat(pieces, ignore_index=True)
@@ -60,8 +59,8 @@ def step_offsets(trace: Trace) -> dict[int, float]:
     """Start of each RL step in seconds since the run's: `steps.t_start`, else one rollout after the other."""
     steps = trace.steps
     if steps is not None and set(trace.rl_steps) <= set(steps["rl_step"]):
-        known = dict(zip(steps["rl_step"], steps["t_start"], strict=True))
-        return {step: float(known[step]) for step in trace.rl_steps}
+        starts = dict(zip(steps["rl_step"], steps["t_start"], strict=True))
+        return {step: float(starts[step]) for step in trace.rl_steps}
     return _one_after_the_other({step: duration or 0.0 for step, duration in metrics.rollout_s(trace).items()})
 
 
@@ -84,18 +83,18 @@ def aligned_offsets(*traces: Trace, rollout_only: bool = False) -> dict[int, flo
     return _one_after_the_other(dict(sorted(lasts.items())))
 
 
-def median_step(trace: Trace, *others: Trace) -> int:
-    """The RL step with the median rollout time (the lower of two), of those that `others` have too.
+def median_step(trace: Trace, *peers: Trace) -> int:
+    """The RL step with the median rollout time (the lower of two), of those that `peers` have too.
 
     Raises TraceError where none is known.
     """
-    common = set(trace.rl_steps).intersection(*(other.rl_steps for other in others))
+    common = set(trace.rl_steps).intersection(*(peer.rl_steps for peer in peers))
     if not common:
         raise TraceError("the traces have no RL step in common: compare the same RL steps")
-    known = sorted((d, step) for step, d in metrics.rollout_s(trace).items() if d is not None and step in common)
-    if not known:
+    durations = sorted((d, step) for step, d in metrics.rollout_s(trace).items() if d is not None and step in common)
+    if not durations:
         raise TraceError(f"{trace.path or 'this trace'} has no times: simulate it first (tltlab simulate)")
-    return known[(len(known) - 1) // 2][1]
+    return durations[(len(durations) - 1) // 2][1]
 
 
 def _workers(trace: Trace) -> pd.DataFrame:
@@ -103,29 +102,29 @@ def _workers(trace: Trace) -> pd.DataFrame:
     outcomes, spans, iterations = trace.outcomes, trace.spans, trace.iterations
     start_s = _start_s(trace)
     duration = metrics.rollout_s(trace)[step]
-    others = _segments([], [], [], [])
+    other_lanes = _segments([], [], [], [])
     if spans is not None and len(spans):
-        found = _segments(spans["lane"], spans["kind"], spans["t_start"], spans["t_start"] + spans["duration"])
-        on_worker = found["lane"].str.startswith("worker ")
-        found, others = found[on_worker], found[~on_worker]
+        work = _segments(spans["lane"], spans["kind"], spans["t_start"], spans["t_start"] + spans["duration"])
+        on_worker = work["lane"].str.startswith("worker ")
+        work, other_lanes = work[on_worker], work[~on_worker]
     elif iterations is not None and len(iterations):
         kind = np.where(iterations["num_drafted"] > 0, "speculative_decode", "decode")
         kind = np.where((iterations["prefill_tokens"] > 0) & (iterations["num_generated"] == 0), "prefill", kind)
         on = "worker " + iterations["worker"].astype(str)
-        found = _segments(on, kind, iterations["t_start"], iterations["t_start"] + iterations["duration"])
+        work = _segments(on, kind, iterations["t_start"], iterations["t_start"] + iterations["duration"])
     else:
-        known = outcomes[outcomes["worker"].notna() & outcomes["t_finish"].notna()]
-        last = known.groupby(known["worker"].astype(int))["t_finish"].max()
+        finished = outcomes[outcomes["worker"].notna() & outcomes["t_finish"].notna()]
+        last = finished.groupby(finished["worker"].astype(int))["t_finish"].max()
         busy = [f"worker {worker}" for worker in last.index]
-        found = _segments(busy, "decode", start_s, last.to_numpy())
-    if duration is None and found.empty:
+        work = _segments(busy, "decode", start_s, last.to_numpy())
+    if duration is None and work.empty:
         raise TraceError(f"rl_step {step} has no times to draw: simulate the trace first (tltlab simulate)")
-    end_s = start_s + duration if duration is not None else float(found["end_s"].max())
+    end_s = start_s + duration if duration is not None else float(work["end_s"].max())
     gap_s = 1e-3 * (end_s - start_s)
-    names = {f"worker {i}" for i in range(metrics.num_workers(trace))} | set(found["lane"])
-    pieces = [_fill(name, _merge(found[found["lane"] == name], gap_s), start_s, end_s, gap_s) for name in sorted(names)]
-    pieces += [_merge(rows, gap_s) for _, rows in others.groupby("lane")]
-    return pd.concat([piece for piece in pieces if len(piece)] or [others], ignore_index=True)
+    names = {f"worker {i}" for i in range(metrics.num_workers(trace))} | set(work["lane"])
+    pieces = [_fill(name, _merge(work[work["lane"] == name], gap_s), start_s, end_s, gap_s) for name in sorted(names)]
+    pieces += [_merge(rows, gap_s) for _, rows in other_lanes.groupby("lane")]
+    return pd.concat([piece for piece in pieces if len(piece)] or [other_lanes], ignore_index=True)
 
 
 def _rollout(trace: Trace, segments: pd.DataFrame) -> pd.DataFrame:
@@ -145,10 +144,10 @@ def _trainer(trace: Trace) -> pd.DataFrame:
     if steps is None or steps.empty or (spans is not None and (spans["lane"] == "trainer").any()):
         return nothing
     row = steps.iloc[0]
-    now = _start_s(trace) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
-    took = {kind: float(row[column]) for column, kind in _AFTER_ROLLOUT.items() if row[column] > 0}
-    times = np.cumsum([now, *took.values()])
-    return _segments("trainer", list(took), times[:-1], times[1:])
+    rollout_end_s = _start_s(trace) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
+    parts = {kind: float(row[column]) for column, kind in _AFTER_ROLLOUT.items() if row[column] > 0}
+    times = np.cumsum([rollout_end_s, *parts.values()])
+    return _segments("trainer", list(parts), times[:-1], times[1:])
 
 
 def _start_s(trace: Trace) -> float:

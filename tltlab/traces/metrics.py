@@ -50,8 +50,8 @@ def rollout_s(trace: Trace) -> dict[int, float | None]:
 
 def makespan_s(trace: Trace) -> float | None:
     """Mean of D over the RL steps. Rollouts of 4 s and 6 s: 5.0."""
-    known = [step.rollout_s for step in _steps(trace) if step.rollout_s is not None]
-    return float(np.mean(known)) if known else None
+    durations = [step.rollout_s for step in _steps(trace) if step.rollout_s is not None]
+    return float(np.mean(durations)) if durations else None
 
 
 def num_tokens(trace: Trace) -> int:
@@ -61,8 +61,8 @@ def num_tokens(trace: Trace) -> int:
 
 def tokens_per_s(trace: Trace) -> float | None:
     """Response tokens per second of rollout, sum L_r / sum D. 100 and 300 tokens in a rollout of 8 s: 50.0."""
-    known = [(step.rollout_s, int(step.outcomes["response_tokens"].sum())) for step in _steps(trace) if step.rollout_s]
-    return _ratio(sum(tokens for _, tokens in known), sum(seconds for seconds, _ in known))
+    steps = [(step.rollout_s, int(step.outcomes["response_tokens"].sum())) for step in _steps(trace) if step.rollout_s]
+    return _ratio(sum(tokens for _, tokens in steps), sum(seconds for seconds, _ in steps))
 
 
 def bubble_fraction(trace: Trace, *, idle: bool = False) -> float | None:
@@ -199,24 +199,24 @@ def summary(trace: Trace) -> dict[str, Any]:
 def per_step(trace: Trace) -> list[dict[str, Any]]:
     """One dict per RL step: lengths, prompt share and the metrics above; RL steps are read one by one."""
     rows = []
-    for one in trace.iter_rl_steps():
-        outcomes = one.outcomes
-        p50, p95, longest = length_percentiles(one) or (None, None, None)
+    for step in trace.iter_rl_steps():
+        outcomes = step.outcomes
+        p50, p95, longest = length_percentiles(step) or (None, None, None)
         rows.append(
             {
-                "rl_step": one.rl_steps[0],
+                "rl_step": step.rl_steps[0],
                 "num_responses": len(outcomes),
-                "num_tokens": num_tokens(one),
+                "num_tokens": num_tokens(step),
                 "num_cut": int((outcomes["finish_reason"] == "length").sum()),
                 "num_aborted": int((outcomes["finish_reason"] == "abort").sum()),
                 "p50_tokens": p50,
                 "p95_tokens": p95,
                 "max_tokens": longest,
-                "prompt_share": prompt_share(one),
-                "rollout_s": rollout_s(one)[one.rl_steps[0]],
-                "bubble_fraction": bubble_fraction(one),
-                "tail_fraction": tail_fraction(one),
-                "mean_accept_length": mean_accept_length(one),
+                "prompt_share": prompt_share(step),
+                "rollout_s": rollout_s(step)[step.rl_steps[0]],
+                "bubble_fraction": bubble_fraction(step),
+                "tail_fraction": tail_fraction(step),
+                "mean_accept_length": mean_accept_length(step),
             }
         )
     return rows
@@ -270,8 +270,8 @@ def _tail(step: _Step) -> tuple[float, float] | None:
 
 def num_workers(trace: Trace) -> int:
     """Workers of the manifest, or as many as the outcomes name."""
-    seen = [part.outcomes["worker"].max() for part in trace.parts()]
-    return max(trace.manifest.num_workers or 0, *(0 if pd.isna(worker) else int(worker) + 1 for worker in seen))
+    highest = [part.outcomes["worker"].max() for part in trace.parts()]
+    return max(trace.manifest.num_workers or 0, *(0 if pd.isna(worker) else int(worker) + 1 for worker in highest))
 
 
 def _busy_s(step: _Step, *, idle: bool = False) -> dict[str, float] | None:
@@ -287,10 +287,10 @@ def _busy_s(step: _Step, *, idle: bool = False) -> dict[str, float] | None:
             str(lane): _union_s(starts.loc[rows].to_numpy(), ends.loc[rows].to_numpy())
             for lane, rows in work.groupby("lane").groups.items()
         }
-    known = step.outcomes[step.outcomes["worker"].notna() & step.outcomes["t_finish"].notna()]
-    if known.empty:
+    finished = step.outcomes[step.outcomes["worker"].notna() & step.outcomes["t_finish"].notna()]
+    if finished.empty:
         return None
-    last = known.groupby(known["worker"].astype(int))["t_finish"].max().clip(step.start_s, end) - step.start_s
+    last = finished.groupby(finished["worker"].astype(int))["t_finish"].max().clip(step.start_s, end) - step.start_s
     return {f"worker {worker}": float(busy) for worker, busy in last.items()}
 
 

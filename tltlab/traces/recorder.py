@@ -28,8 +28,8 @@ from .recording import cut, new_recording, recording_of, write_chunk
 from .recovery import finish, reopen, repair
 from .schema import MANIFEST_FILE, TABLES, Manifest
 from .storage import refuse_foreign_target
-from .trace import Trace, recorded
-from .validate import Part, check_values, conform
+from .trace import Trace, read_recording
+from .validate import TablePart, check_values, conform
 
 __all__ = ["ColumnRows", "Recorder", "repair"]
 
@@ -78,11 +78,11 @@ class ColumnRows(Sequence[Row]):
     @overload
     def __getitem__(self, at: slice) -> ColumnRows: ...
     def __getitem__(self, at: int | slice) -> Row | ColumnRows:
-        which = range(len(self))[at]
-        if isinstance(which, int):
-            row: Row = self.table.slice(which, 1).to_pylist()[0]
+        index = range(len(self))[at]
+        if isinstance(index, int):
+            row: Row = self.table.slice(index, 1).to_pylist()[0]
             return row
-        return ColumnRows(self.name, self.table.take(pa.array(which, pa.int64())))
+        return ColumnRows(self.name, self.table.take(pa.array(index, pa.int64())))
 
     def __iter__(self) -> Iterator[Row]:
         for batch in self.table.to_batches(max_chunksize=4096):
@@ -205,9 +205,9 @@ class Recorder:
         """Write the manifest's notes if there are others, and rows as chunk `number`; whether there were any."""
         try:
             if notes is not None:
-                there = self._folder / MANIFEST_FILE
-                manifest = Manifest.read(there).model_copy(update={"notes": notes})
-                replace_durably(there, manifest.to_json().encode())
+                file = self._folder / MANIFEST_FILE
+                manifest = Manifest.read(file).model_copy(update={"notes": notes})
+                replace_durably(file, manifest.to_json().encode())
             tables = {name: _to_arrow(name, rows[name]) for name in TABLES if any(map(len, rows.get(name, ())))}
             if tables:
                 write_chunk(self._folder, number, tables)
@@ -240,7 +240,7 @@ class Recorder:
     def snapshot(self) -> Trace:
         """Everything flushed so far, as a trace in memory. Raises TraceError where tables do not fit together."""
         self._settle()
-        return recorded(self._folder, [], salvage=False).in_memory()
+        return read_recording(self._folder, [], salvage=False).in_memory()
 
     def close(self) -> Path:
         """Flush, write the trace and remove the recording.
@@ -295,16 +295,16 @@ def _fields(name: str) -> list[pa.Field]:
 def _to_arrow(name: str, parts: Sequence[Sequence[Row]]) -> pa.Table:
     """Rows as a checked table. Raises TraceError naming the column."""
     tables = []
-    for by_column, alike in groupby(parts, lambda part: isinstance(part, ColumnRows)):
+    for by_column, group in groupby(parts, lambda part: isinstance(part, ColumnRows)):
         if by_column:
-            tables += [part.table for part in alike if isinstance(part, ColumnRows)]
+            tables += [part.table for part in group if isinstance(part, ColumnRows)]
         else:
-            tables.append(_by_column(name, list(chain.from_iterable(alike))))
+            tables.append(_by_column(name, list(chain.from_iterable(group))))
     table = pa.concat_tables(tables)
     if table["turn"].null_count if "turn" in table.column_names else 0:
         at = table.column_names.index("turn")
         table = table.set_column(at, table.schema.field(at), table["turn"].fill_null(0))
-    part = conform(Part(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
+    part = conform(TablePart(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
     check_values(part)
     return part.table
 

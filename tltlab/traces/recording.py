@@ -42,7 +42,7 @@ from tltlab.files import (
 
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, UNIQUE, Manifest
 from .storage import StoredTable, fixed_bytes
-from .validate import Part
+from .validate import TablePart
 
 CUTS_FILE = "cuts.json"
 _CHUNK = re.compile(r"(\d+)(-[0-9a-f]{16})?\.arrow")
@@ -78,7 +78,7 @@ class Chunk:
 
     def tables(self, names: Iterable[str] = TABLES) -> dict[str, pa.Table]:
         """Its valid rows of some tables, of those that it has rows of. Raises TraceError for a damaged file."""
-        found = {}
+        tables = {}
         try:
             with pa.OSFile(str(self.path), "rb") as source, pa.ipc.open_file(source) as file:
                 # The chunk's one row has each table's rows as a list.
@@ -89,12 +89,12 @@ class Chunk:
                     rows.validate(full=True)  # Arrow trusts a file, and an old one has no checksum
                     if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
                         raise ValueError(f"its column {name} has type {rows.type}, which holds no rows")
-                    found[name] = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
+                    tables[name] = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
         except (OSError, ValueError, pa.ArrowException) as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
         if self.below is not None:
-            found = {name: table.filter(pc.less(table["rl_step"], self.below)) for name, table in found.items()}
-        return {name: table for name, table in found.items() if len(table)}
+            tables = {name: table.filter(pc.less(table["rl_step"], self.below)) for name, table in tables.items()}
+        return {name: table for name, table in tables.items() if len(table)}
 
 
 def chunks_of(folder: Path) -> list[Chunk]:
@@ -105,9 +105,9 @@ def chunks_of(folder: Path) -> list[Chunk]:
     if any(chunk.is_dir() and chunk.name.isdigit() for chunk in folder.iterdir()):
         raise TraceError(f"{folder} was recorded by an earlier version of tltlab: repair it with that one")
     cuts = _cuts(folder)
-    found = sorted((int(name[1]), chunk) for chunk in folder.glob("*.arrow") if (name := _CHUNK.fullmatch(chunk.name)))
-    limits = [[cut["rl_steps"] for cut in cuts if number < cut["chunks"]] for number, _ in found]
-    return [Chunk(chunk, min(limit, default=None)) for (_, chunk), limit in zip(found, limits, strict=True)]
+    files = sorted((int(name[1]), chunk) for chunk in folder.glob("*.arrow") if (name := _CHUNK.fullmatch(chunk.name)))
+    limits = [[cut["rl_steps"] for cut in cuts if number < cut["chunks"]] for number, _ in files]
+    return [Chunk(chunk, min(limit, default=None)) for (_, chunk), limit in zip(files, limits, strict=True)]
 
 
 class RecordedTable(StoredTable):
@@ -145,16 +145,16 @@ class RecordedTable(StoredTable):
         pieces = [(chunk, rows[at], steps[at]) for _, chunk, rows, steps, at in self._holding(rl_steps)]
         return RecordedTable(self.name, self.folder, pieces, self.row_bytes)
 
-    def part(self, rl_steps: Sequence[int] | None) -> Part:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         tables, numbers = [TABLES[self.name].empty_table()], [np.arange(0)]
-        for number, chunk, rows, _, wanted in self._holding(self.rl_steps if rl_steps is None else rl_steps):
+        for number, chunk, rows, _, at in self._holding(self.rl_steps if rl_steps is None else rl_steps):
             if (table := chunk.tables([self.name]).get(self.name)) is None:
                 raise TraceError(f"{chunk.path}: its rows of {self.name} were taken back while they were read")
             # A copy, not a slice: a slice would keep the whole chunk.
-            tables.append(table if len(wanted) == len(table) else table.take(pa.array(rows[wanted])))
-            numbers.append(self._first_rows[number] + wanted)
-        where = f"{self.folder} ({self.name})"
-        return Part(name=self.name, file=where, table=pa.concat_tables(tables), rows=np.concatenate(numbers))
+            tables.append(table if len(at) == len(table) else table.take(pa.array(rows[at])))
+            numbers.append(self._first_rows[number] + at)
+        place = f"{self.folder} ({self.name})"
+        return TablePart(name=self.name, file=place, table=pa.concat_tables(tables), rows=np.concatenate(numbers))
 
 
 def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[str, RecordedTable]:
@@ -167,22 +167,22 @@ def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[st
     pieces: dict[str, list[tuple[Chunk, Ints, Ints]]] = {name: [] for name in TABLES}
     keys: dict[str, list[pa.Table]] = {name: [] for name in UNIQUE}
     num_bytes = dict.fromkeys(TABLES, 0)
-    for chunk, tables_there in read_chunks(chunks_of(folder), notes if salvage else None):
-        for name, table in tables_there.items():
+    for chunk, chunk_tables in read_chunks(chunks_of(folder), notes if salvage else None):
+        for name, table in chunk_tables.items():
             pieces[name].append((chunk, np.arange(len(table)), table["rl_step"].to_numpy()))
             num_bytes[name] += table.nbytes
             if salvage and name in UNIQUE:
                 keys[name].append(table.select(UNIQUE[name]))
-    masks = _salvaged({name: pa.concat_tables(found).to_pandas() for name, found in keys.items() if found}, notes)
+    masks = _salvage_masks({name: pa.concat_tables(parts).to_pandas() for name, parts in keys.items() if parts}, notes)
     tables = {}
-    for name, found in pieces.items():
-        ends = np.cumsum([len(rows) for _, rows, _ in found]).tolist()
+    for name, of_table in pieces.items():
+        ends = np.cumsum([len(rows) for _, rows, _ in of_table]).tolist()
         row_bytes = max(num_bytes[name] / max([1, *ends]), fixed_bytes(name))
         if name in masks:
-            each = np.split(masks[name], ends[:-1])
-            found = [(c, rows[at], steps[at]) for (c, rows, steps), at in zip(found, each, strict=True)]
-        if found or name in REQUIRED_TABLES:
-            tables[name] = RecordedTable(name, folder, found, row_bytes)
+            split = np.split(masks[name], ends[:-1])
+            of_table = [(c, rows[at], steps[at]) for (c, rows, steps), at in zip(of_table, split, strict=True)]
+        if of_table or name in REQUIRED_TABLES:
+            tables[name] = RecordedTable(name, folder, of_table, row_bytes)
     return tables
 
 
@@ -200,7 +200,7 @@ def read_chunks(chunks: Iterable[Chunk], notes: list[str] | None) -> Iterator[tu
             yield chunk, tables
 
 
-def _salvaged(keys: Mapping[str, pd.DataFrame], notes: list[str]) -> dict[str, Flags]:
+def _salvage_masks(keys: Mapping[str, pd.DataFrame], notes: list[str]) -> dict[str, Flags]:
     """Which rows of each table to keep, by their keys; what goes is noted."""
     keep: dict[str, Flags] = {}
     for name, rows in keys.items():
@@ -208,16 +208,17 @@ def _salvaged(keys: Mapping[str, pd.DataFrame], notes: list[str]) -> dict[str, F
         _note_lost(notes, int((~keep[name]).sum()), f"rows of {name} recorded twice were dropped")
     for name, parent in (("outcomes", "workload"), ("tokens", "outcomes"), ("acceptance", "outcomes")):
         if name in keys:
-            there = rows_in(keys[name], keys[parent][keep[parent]] if parent in keys else None)
-            _note_lost(notes, int((keep[name] & ~there).sum()), f"rows of {name} without their {parent} were dropped")
-            keep[name] &= there
+            with_parent = rows_in(keys[name], keys[parent][keep[parent]] if parent in keys else None)
+            orphans = int((keep[name] & ~with_parent).sum())
+            _note_lost(notes, orphans, f"rows of {name} without their {parent} were dropped")
+            keep[name] &= with_parent
     if "workload" in keys:
-        ended = rows_in(keys["workload"], keys["outcomes"][keep["outcomes"]] if "outcomes" in keys else None)
-        lost = keep["workload"] & ~ended
+        with_outcome = rows_in(keys["workload"], keys["outcomes"][keep["outcomes"]] if "outcomes" in keys else None)
+        lost = keep["workload"] & ~with_outcome
         steps = sorted(set(keys["workload"]["rl_step"][lost]))
         _note_lost(notes, int(lost.sum()), f"requests (rl_step {', '.join(map(str, steps))}) have no outcome")
         # A request that was under way is left out; an RL step of nothing else would be one without responses.
-        keep["workload"] &= ended
+        keep["workload"] &= with_outcome
     return keep
 
 
@@ -226,20 +227,20 @@ def rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Flags:
     if among is None:
         return np.zeros(len(keys), bool)
     columns = list(KEY)
-    here: Flags = pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns]))
-    return here
+    present: Flags = pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns]))
+    return present
 
 
-def _note_lost(notes: list[str], count: int, what: str) -> None:
+def _note_lost(notes: list[str], count: int, loss: str) -> None:
     if count:
-        notes.append(f"{count} {what}")
+        notes.append(f"{count} {loss}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class EngineTrace:
     """What one engine of several recorded of a run: its tables, and for messages where."""
 
-    where: str
+    place: str
     manifest: Manifest
     tables: Mapping[str, pa.Table]
 
@@ -255,11 +256,11 @@ class Recorded:
             return {}
         starts = self.tables["steps"].select(["rl_step", "t_start"]).to_pandas().set_index("rl_step")["t_start"]
         lasted = self.tables["outcomes"].select(["rl_step", "t_finish"]).to_pandas().groupby("rl_step")["t_finish"]
-        each = pd.DataFrame({"start": starts, "lasted": lasted.max()}).dropna(subset="start").fillna(0.0)
-        begun = self.created_s + each["start"]
-        return dict(zip(each.index.tolist(), zip(begun, begun + each["lasted"], strict=True), strict=True))
+        steps = pd.DataFrame({"start": starts, "lasted": lasted.max()}).dropna(subset="start").fillna(0.0)
+        starts_s = self.created_s + steps["start"]
+        return dict(zip(steps.index.tolist(), zip(starts_s, starts_s + steps["lasted"], strict=True), strict=True))
 
-    def overlaps(self, other: Recorded) -> bool:
+    def overlaps(self, other: EngineTrace) -> bool:
         """Whether both were recorded at once, by engines of the same kind."""
         same = ("model", "engine", "kind", "source")
         if any(getattr(self.manifest, name) != getattr(other.manifest, name) for name in same):
@@ -268,7 +269,7 @@ class Recorded:
         return (other.created_s or 0.0) <= ends[0] and (self.created_s or 0.0) <= ends[1]
 
 
-def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Table]]:
+def put_together(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.Table]]:
     """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
 
     RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times
@@ -278,77 +279,77 @@ def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Tabl
     first = parts[0].manifest
     for part in parts:
         if part.manifest.model != first.model:
-            raise TraceError(f"{part.where} is of {part.manifest.model}, {parts[0].where} of {first.model}: two runs")
+            raise TraceError(f"{part.place} is of {part.manifest.model}, {parts[0].place} of {first.model}: two runs")
         if foreign := {"spans", "spot_training"} & {name for name, table in part.tables.items() if len(table)}:
-            raise TraceError(f"{part.where} has {min(foreign)}, so it is a whole run's, not one engine's")
-    placed = _placed(parts)
-    samples, workers = _sample_offsets(parts, placed), 0
+            raise TraceError(f"{part.place} has {min(foreign)}, so it is a whole run's, not one engine's")
+    places = _places(parts)
+    samples, workers = _sample_offsets(parts, places), 0
     pieces: dict[str, list[pa.Table]] = {}
     for at, part in enumerate(parts):
-        known = pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist()
-        names = {worker: workers + n for n, worker in enumerate(sorted(known))}
+        numbers = pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist()
+        names = {worker: workers + n for n, worker in enumerate(sorted(numbers))}
         workers += max(1, len(names))
         for name, table in part.tables.items():
             if name != "steps" and len(table):
-                pieces.setdefault(name, []).append(_moved(name, table, at, placed, samples, names))
-    tables = {name: pa.concat_tables(found) for name, found in pieces.items()}
+                pieces.setdefault(name, []).append(_renumbered(name, table, at, places, samples, names))
+    tables = {name: pa.concat_tables(rows) for name, rows in pieces.items()}
     tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
     if all("steps" in part.tables for part in parts):
-        tables["steps"] = _steps_together(parts, placed)
+        tables["steps"] = _joined_steps(parts, places)
     notes = [note for note in dict.fromkeys(part.manifest.notes for part in parts) if note]
-    notes.append(f"put together from {', '.join(Path(part.where).name for part in parts)}: workers in this order")
+    notes.append(f"put together from {', '.join(Path(part.place).name for part in parts)}: workers in this order")
     hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
     update = {"num_workers": workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
     return first.model_copy(update=update), tables
 
 
-_Placed = dict[tuple[int, int], tuple[int, float]]
+_Places = dict[tuple[int, int], tuple[int, float]]
 """Of a part's RL step: the RL step of the whole that it is of, and the seconds by which it began later."""
 
 
-def _placed(parts: Sequence[Recorded]) -> _Placed:
+def _places(parts: Sequence[EngineTrace]) -> _Places:
     numbers = [(at, step) for at, part in enumerate(parts) for step in np.unique(part.tables["workload"]["rl_step"])]
     times = {(at, step): span for at, part in enumerate(parts) for step, span in part.times.items()}
     if any(piece not in times for piece in numbers):
         return {(at, step): (step, 0.0) for at, step in numbers}
-    together: list[list[tuple[int, int]]] = []
-    until = -np.inf
+    overlaps: list[list[tuple[int, int]]] = []
+    end_s = -np.inf
     for piece in sorted(numbers, key=lambda piece: times[piece]):
-        if times[piece][0] > until:
-            together.append([])
-        together[-1].append(piece)
-        until = max(until, times[piece][1])
-    alike = all(len({step for _, step in pieces}) == 1 for pieces in together)
-    if alike or _overlap_in_turn(parts, together):
+        if times[piece][0] > end_s:
+            overlaps.append([])
+        overlaps[-1].append(piece)
+        end_s = max(end_s, times[piece][1])
+    numbers_agree = all(len({step for _, step in pieces}) == 1 for pieces in overlaps)
+    if numbers_agree or _overlap_in_turn(parts, overlaps):
         by_number: dict[int, list[tuple[int, int]]] = {}
         for at, step in numbers:
             by_number.setdefault(step, []).append((at, step))
         groups = sorted(by_number.items())
     else:
-        groups = list(enumerate(together))
+        groups = list(enumerate(overlaps))
     starts = {number: min(times[piece][0] for piece in pieces) for number, pieces in groups}
     return {piece: (number, times[piece][0] - starts[number]) for number, pieces in groups for piece in pieces}
 
 
-def _overlap_in_turn(parts: Sequence[Recorded], together: Sequence[Sequence[tuple[int, int]]]) -> bool:
+def _overlap_in_turn(parts: Sequence[EngineTrace], overlaps: Sequence[Sequence[tuple[int, int]]]) -> bool:
     """Whether RL steps of new weights begin before those of the old ones have ended: then time tells nothing apart."""
     versions = [
         dict(zip(*(part.tables["steps"][name].to_pylist() for name in ("rl_step", "policy_version")), strict=True))
         for part in parts
     ]
     return any(
-        len({versions[at][step] for at, step in pieces if at == one}) > 1
-        for pieces in together
-        for one in {at for at, _ in pieces}
+        len({versions[at][step] for at, step in pieces if at == engine}) > 1
+        for pieces in overlaps
+        for engine in {at for at, _ in pieces}
     )
 
 
-def _sample_offsets(parts: Sequence[Recorded], placed: _Placed) -> pd.Series:
+def _sample_offsets(parts: Sequence[EngineTrace], places: _Places) -> pd.Series:
     """By how much a part's samples of a prompt in one of its RL steps count on, where they are no others already."""
     frames = []
     for at, part in enumerate(parts):
         keys = part.tables["workload"].select(KEY).to_pandas()
-        whole = keys["rl_step"].map({step: number for (of, step), (number, _) in placed.items() if of == at})
+        whole = keys["rl_step"].map({step: number for (of, step), (number, _) in places.items() if of == at})
         frames.append(keys.assign(part=at, whole=whole))
     rows = pd.concat(frames, ignore_index=True)
     rows["twice"] = rows.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
@@ -359,50 +360,50 @@ def _sample_offsets(parts: Sequence[Recorded], placed: _Placed) -> pd.Series:
     return offsets.droplevel("whole").reorder_levels(index)
 
 
-def _moved(
-    name: str, table: pa.Table, at: int, placed: _Placed, samples: pd.Series, workers: Mapping[int, int]
+def _renumbered(
+    name: str, table: pa.Table, at: int, places: _Places, samples: pd.Series, workers: Mapping[int, int]
 ) -> pa.Table:
     """A part's rows as rows of the whole."""
     columns = {name: table[name] for name in table.column_names}
     steps = table["rl_step"].to_numpy()
     numbers, at_step = np.unique(steps, return_inverse=True)
     # Iterations may be of RL steps of which no response is whole.
-    places = [placed.get((at, step), (step, 0.0)) for step in numbers.tolist()]
-    whole, later_s = (np.array([place[which] for place in places])[at_step] for which in (0, 1))
+    targets = [places.get((at, step), (step, 0.0)) for step in numbers.tolist()]
+    whole, later_s = (np.array([place[i] for place in targets])[at_step] for i in (0, 1))
     columns["rl_step"] = pa.array(whole, pa.int32())
     for time_s in ("t_submit", "t_first_token", "t_finish", "t_start"):
         if time_s in columns:
             columns[time_s] = pc.add(columns[time_s], pa.array(later_s))
     if "worker" in columns:
-        given = columns["worker"].to_pylist()
+        worker_numbers = columns["worker"].to_pylist()
         first = min(workers.values(), default=0)
-        columns["worker"] = pa.array([None if w is None else workers.get(w, first) for w in given], pa.int32())
+        columns["worker"] = pa.array([None if w is None else workers.get(w, first) for w in worker_numbers], pa.int32())
     if "sample" in columns and len(samples):
         keys = pd.MultiIndex.from_arrays([np.full(len(steps), at), steps, table["prompt_id"].to_pandas()])
-        more = samples.reindex(keys).fillna(0).to_numpy(np.int64)
-        columns["sample"] = pa.array(table["sample"].to_numpy() + more, pa.int32())
+        offsets = samples.reindex(keys).fillna(0).to_numpy(np.int64)
+        columns["sample"] = pa.array(table["sample"].to_numpy() + offsets, pa.int32())
     if "iteration" in columns:
         # RL steps of the part that are one of the whole count on.
         iterations, before = table["iteration"].to_numpy().astype(np.int64), dict[int, int]()
-        for number, step in zip(places, numbers.tolist(), strict=True):
+        for number, step in zip(targets, numbers.tolist(), strict=True):
             iterations[steps == step] += before.get(number[0], 0)
             before[number[0]] = int(iterations[steps == step].max()) + 1
         columns["iteration"] = pa.array(iterations, pa.int32())
     return pa.table(columns, schema=TABLES[name])
 
 
-def _steps_together(parts: Sequence[Recorded], placed: _Placed) -> pa.Table:
+def _joined_steps(parts: Sequence[EngineTrace], places: _Places) -> pa.Table:
     """One row of `steps` for each RL step of the whole, since the first recording began."""
-    begun = min(part.created_s or 0.0 for part in parts)
+    run_start_s = min(part.created_s or 0.0 for part in parts)
     frames = []
     for at, part in enumerate(parts):
         rows = part.tables["steps"].to_pandas()
-        rows = rows[[(at, step) in placed for step in rows["rl_step"]]]
-        whole = [placed[at, step][0] for step in rows["rl_step"]]
-        frames.append(rows.assign(rl_step=whole, t_start=rows["t_start"] + (part.created_s or 0.0) - begun))
-    together = pd.concat(frames, ignore_index=True).sort_values(["rl_step", "t_start"], kind="stable")
+        rows = rows[[(at, step) in places for step in rows["rl_step"]]]
+        whole = [places[at, step][0] for step in rows["rl_step"]]
+        frames.append(rows.assign(rl_step=whole, t_start=rows["t_start"] + (part.created_s or 0.0) - run_start_s))
+    steps = pd.concat(frames, ignore_index=True).sort_values(["rl_step", "t_start"], kind="stable")
     return pa.Table.from_pandas(
-        together.drop_duplicates("rl_step").assign(rollout_s=None), TABLES["steps"], preserve_index=False
+        steps.drop_duplicates("rl_step").assign(rollout_s=None), TABLES["steps"], preserve_index=False
     )
 
 
@@ -438,11 +439,11 @@ def new_recording(folder: Path, manifest: Manifest, chunks: Iterable[Mapping[str
 
 def cut(folder: Path, rl_steps: int) -> int:
     """Take back every row of RL step `rl_steps` and later, and half-written chunks; the number of the next chunk."""
-    for left in folder.glob("*.tmp"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+    for leftover in folder.glob("*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
         else:
-            left.unlink()
+            leftover.unlink()
     cuts = _cuts(folder)
     # Chunks may be gone that an earlier cut counted: what is recorded now is not for it to take.
     after: int = max([0, *(chunk.number + 1 for chunk in chunks_of(folder)), *(cut["chunks"] for cut in cuts)])
@@ -457,8 +458,8 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        found = unsealed(read_text(file))
-        cuts: list[dict[str, Any]] = found["cuts"] if isinstance(found, dict) else found
+        content = unsealed(read_text(file))
+        cuts: list[dict[str, Any]] = content["cuts"] if isinstance(content, dict) else content
         if not all(isinstance(cut["chunks"], int) and isinstance(cut["rl_steps"], int) for cut in cuts):
             raise ValueError("its numbers are none")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -16,7 +16,7 @@ from tltlab.files import fsync_folder, lock, replace_durably
 from .recording import chunks_of, cut, new_recording, read_chunks, recording_of, rows_in
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
 from .storage import refuse_foreign_target
-from .trace import Trace, locate, noted, read_one, recorded
+from .trace import Trace, locate, read_one, read_recording, with_notes
 
 SAME = ("kind", "model", "num_workers", "max_response_tokens", "group_size", "seed")
 """Fields of the manifest in which a run and its continuation must agree."""
@@ -32,47 +32,47 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     """
     folder = recording_of(path)
     refuse_foreign_target(path)
-    held = "nothing is recorded there"
+    reason = "nothing is recorded there"
     if folder.is_dir():
         with lock(folder):
-            there, notes = manifest, list[str]()
+            earlier, notes = manifest, list[str]()
             try:
-                there = Manifest.read(folder / MANIFEST_FILE)
+                earlier = Manifest.read(folder / MANIFEST_FILE)
             except TraceError as damage:
                 # It said nothing that the run's own does not but when it began and what was noted.
                 notes = [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"]
-            _check_same_run(folder, there, manifest)
+            _check_same_run(folder, earlier, manifest)
             good = {chunk: _rl_steps(tables) for chunk, tables in read_chunks(chunks_of(folder), notes)}
             missing = _missing(good.values(), rl_steps)
             if missing is None:
-                if notes := [*notes, *_elsewhere(there, manifest, rl_steps)]:
-                    replace_durably(folder / MANIFEST_FILE, noted(there, notes).to_json().encode())
+                if notes := [*notes, *_change_notes(earlier, manifest, rl_steps)]:
+                    replace_durably(folder / MANIFEST_FILE, with_notes(earlier, notes).to_json().encode())
                 for chunk in set(chunks_of(folder)) - good.keys():
                     os.rename(chunk.path, chunk.path.with_suffix(".tmp"))
                 return cut(folder, rl_steps)
-        held = f"{folder} lacks RL step {missing}"
+        reason = f"{folder} lacks RL step {missing}"
     chunks: Iterable[Mapping[str, pa.Table]] = ()
     if is_trace(path):
         trace = read_one(path)
         _check_same_run(path, trace.manifest, manifest)
         missing = _missing((_rl_steps(_tables(part, _TELLING)) for part in trace.parts()), rl_steps)
         if missing is None:
-            begun = trace.manifest.model_copy(update={"num_rl_steps": None})
-            manifest = noted(begun, _elsewhere(begun, manifest, rl_steps))
+            original = trace.manifest.model_copy(update={"num_rl_steps": None})
+            manifest = with_notes(original, _change_notes(original, manifest, rl_steps))
             chunks = (_tables(part) for part in trace.iter_rl_steps() if part.rl_steps[0] < rl_steps)
-        held = f"{path} lacks RL step {missing}"
+        reason = f"{path} lacks RL step {missing}"
     if rl_steps and not chunks:
         raise RunError(
-            f"cannot go on recording {path} from RL step {rl_steps}: {held}; "
+            f"cannot go on recording {path} from RL step {rl_steps}: {reason}; "
             "go on from an earlier checkpoint, or begin a new run"
         )
-    gone = folder.with_name(f".{folder.name}.short")
-    shutil.rmtree(gone, ignore_errors=True)
+    aside = folder.with_name(f".{folder.name}.short")
+    shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
         # It lacks RL steps that the finished trace has, and that trace stays.
-        os.rename(folder, gone)
+        os.rename(folder, aside)
     new_recording(folder, manifest, chunks)
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
     return len(chunks_of(folder))
 
 
@@ -86,20 +86,20 @@ def _rl_steps(tables: Mapping[str, pa.Table]) -> dict[str, set[int]]:
 
 def _missing(pieces: Iterable[Mapping[str, set[int]]], rl_steps: int) -> int | None:
     """The first RL step before `rl_steps` that some table lacks, of what `_rl_steps` says of each piece of a run."""
-    there: dict[str, set[int]] = {name: set() for name in REQUIRED_TABLES}
+    rl_steps_of: dict[str, set[int]] = {name: set() for name in REQUIRED_TABLES}
     for piece in pieces:
         for name, steps in piece.items():
-            there[name] = there.get(name, set()) | steps
-    return min((step for step in range(rl_steps) for steps in there.values() if step not in steps), default=None)
+            rl_steps_of[name] = rl_steps_of.get(name, set()) | steps
+    return min((step for step in range(rl_steps) for steps in rl_steps_of.values() if step not in steps), default=None)
 
 
 def _tables(part: Trace, names: Iterable[str] = TABLES) -> dict[str, pa.Table]:
     return {name: table for name in names if (table := part.arrow(name)) is not None and len(table)}
 
 
-def _check_same_run(place: Path, there: Manifest, now: Manifest) -> None:
+def _check_same_run(place: Path, earlier: Manifest, current: Manifest) -> None:
     for name in SAME:
-        before, after = getattr(there, name), getattr(now, name)
+        before, after = getattr(earlier, name), getattr(current, name)
         if before != after:
             raise ConfigError(
                 f"{place} is the trace of another run: its {name} is {before!r}, this run's {after!r}; "
@@ -107,9 +107,10 @@ def _check_same_run(place: Path, there: Manifest, now: Manifest) -> None:
             )
 
 
-def _elsewhere(there: Manifest, now: Manifest, rl_steps: int) -> list[str]:
+def _change_notes(earlier: Manifest, current: Manifest, rl_steps: int) -> list[str]:
     """What a reader has to know of a run that went on with another engine or on another machine."""
-    changed = [f"{n} {getattr(now, n)}" for n in ("hardware", "engine") if getattr(there, n) != getattr(now, n)]
+    names = ("hardware", "engine")
+    changed = [f"{n} {getattr(current, n)}" for n in names if getattr(earlier, n) != getattr(current, n)]
     return [f"from RL step {rl_steps} on {', '.join(changed)}"] if changed else []
 
 
@@ -138,7 +139,7 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
         trace = read_one(path)
         return read_one(trace.write(out)) if out is not None else trace
     with lock(folder):
-        if _closed_already(folder, path):
+        if _is_closed(folder, path):
             _remove(folder)
             return repair(path, out)
         earlier = read_one(path) if out is None and is_trace(path) else None
@@ -153,52 +154,52 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, ear
     """
     refuse_foreign_target(target)
     notes: list[str] = []
-    found = recorded(folder, notes, salvage=salvage)
+    trace = read_recording(folder, notes, salvage=salvage)
     if salvage:
-        manifest = noted(found.manifest, [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"])
-        found = found.with_manifest(manifest)
+        manifest = with_notes(trace.manifest, [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"])
+        trace = trace.with_manifest(manifest)
     if earlier is not None:
-        _check_goes_on(earlier, found, folder)
-    found.write(target)
+        _check_goes_on(earlier, trace, folder)
+    trace.write(target)
     if not keep:
         _remove(folder)
 
 
-def _check_goes_on(earlier: Trace, found: Trace, folder: Path) -> None:
-    """Raise ConfigError unless `found`, of the recording `folder`, has every response of `earlier`, of the same run."""
+def _check_goes_on(earlier: Trace, later: Trace, folder: Path) -> None:
+    """Raise ConfigError unless `later`, of the recording `folder`, has every response of `earlier`, of the same run."""
     ours, theirs = (
-        trace.manifest.model_copy(update={"notes": None, "num_rl_steps": None}) for trace in (found, earlier)
+        trace.manifest.model_copy(update={"notes": None, "num_rl_steps": None}) for trace in (later, earlier)
     )
-    lacks = "is of another run" if ours != theirs else ""
-    for step in earlier.rl_steps if not lacks else ():
-        now = found.select([step]).outcomes if step in found.rl_steps else None
-        if lost := int((~rows_in(earlier.select([step]).outcomes, now)).sum()):
-            lacks = f"lacks {lost} of its responses in RL step {step}"
+    fault = "is of another run" if ours != theirs else ""
+    for step in earlier.rl_steps if not fault else ():
+        outcomes = later.select([step]).outcomes if step in later.rl_steps else None
+        if num_missing := int((~rows_in(earlier.select([step]).outcomes, outcomes)).sum()):
+            fault = f"lacks {num_missing} of its responses in RL step {step}"
             break
-    if lacks:
+    if fault:
         raise ConfigError(
-            f"{earlier.path} is a finished trace, and the interrupted recording {folder} {lacks}; name another place "
+            f"{earlier.path} is a finished trace, and the interrupted recording {folder} {fault}; name another place "
             "with --out, or remove one of them"
         )
 
 
 def _remove(folder: Path) -> None:
     """Remove a recording in one move, so that no half of one is left."""
-    gone = folder.with_name(f".{folder.name}.done")
-    shutil.rmtree(gone, ignore_errors=True)
+    aside = folder.with_name(f".{folder.name}.done")
+    shutil.rmtree(aside, ignore_errors=True)
     try:
-        os.rename(folder, gone)
+        os.rename(folder, aside)
         # Else the power may go and leave the recording under its name without some of its files.
         fsync_folder(folder.parent)
     except OSError as error:
         raise InputError(f"{folder} cannot be removed, its trace is written: {error.strerror}") from error
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
-def _closed_already(folder: Path, path: Path) -> bool:
+def _is_closed(folder: Path, path: Path) -> bool:
     """Whether the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
     try:
-        ours, theirs = recorded(folder, [], salvage=False), read_one(path)
+        ours, theirs = read_recording(folder, [], salvage=False), read_one(path)
     except TraceError:
         return False
     same = (ours.manifest, ours.names) == (theirs.manifest, theirs.names)

@@ -67,8 +67,8 @@ _TYPES = {
 
 def _schema(columns: str) -> pa.Schema:
     """Columns, each `name:type`; null ("unknown") is allowed where a `?` follows."""
-    named = [column.partition(":") for column in columns.split()]
-    return pa.schema([pa.field(n, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?")) for n, _, kind in named])
+    parts = [column.partition(":") for column in columns.split()]
+    return pa.schema([pa.field(n, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?")) for n, _, kind in parts])
 
 
 _KEY_COLUMNS = "rl_step:i32 prompt_id:str sample:i32 turn:i32"
@@ -147,19 +147,19 @@ class Manifest(FrozenModel):
     def read(cls, path: Path) -> Self:
         """Read a `manifest.json`; keys unknown to this version are ignored. Raises TraceError."""
         try:
-            found: Any = unsealed(read_text(path))
+            content: Any = unsealed(read_text(path))
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise TraceError(f"{path}: not JSON, or not what was written: {error}") from error
-        if not isinstance(found, dict):
-            raise TraceError(f"{path}: got a {type(found).__name__}, a manifest is a JSON object")
-        if found.get("format") != FORMAT:
-            raise TraceError(f"{path}: format is {found.get('format')!r}, this reads {FORMAT!r}")
-        if isinstance(found.get("version"), bool) or found.get("version") != VERSION:
-            raise TraceError(f"{path}: version is {found.get('version')!r}, this reads version {VERSION}")
+        if not isinstance(content, dict):
+            raise TraceError(f"{path}: got a {type(content).__name__}, a manifest is a JSON object")
+        if content.get("format") != FORMAT:
+            raise TraceError(f"{path}: format is {content.get('format')!r}, this reads {FORMAT!r}")
+        if isinstance(content.get("version"), bool) or content.get("version") != VERSION:
+            raise TraceError(f"{path}: version is {content.get('version')!r}, this reads version {VERSION}")
         try:
-            return cls.model_validate({k: v for k, v in found.items() if k in cls.model_fields})
+            return cls.model_validate({k: v for k, v in content.items() if k in cls.model_fields})
         except ValidationError as error:
             raise TraceError(f"{path}: {faults(error)}") from error
 

@@ -31,7 +31,7 @@ from tltlab.files import (
 )
 
 from .schema import MANIFEST_FILE, SUFFIX, SUMS, TABLES, Manifest, is_trace
-from .validate import Part, check_columns, conform
+from .validate import TablePart, check_columns, conform
 
 MOST_ROWS = 1 << 24
 """Of a table that is read as a whole, or of a row group of one that is not."""
@@ -59,7 +59,7 @@ def check_parquet(path: Path) -> None:
         raise OSError(errno.EFBIG, f"it has {most:,} rows, and at most {MOST_ROWS:,} are read", str(path))
 
 
-class Table(ABC):
+class TraceTable(ABC):
     """The rows of some RL steps of a table.
 
     `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has.
@@ -80,7 +80,7 @@ class Table(ABC):
     def select(self, rl_steps: Sequence[int]) -> Self: ...
 
 
-class MemoryTable(Table):
+class MemoryTable(TraceTable):
     """A conformed table in memory."""
 
     def __init__(self, table: pa.Table):
@@ -105,7 +105,7 @@ class MemoryTable(Table):
         return MemoryTable(self.load(rl_steps))
 
 
-class StoredTable(Table):
+class StoredTable(TraceTable):
     """A table that is not in memory; `row_bytes` is what a row would take there, about."""
 
     name: str
@@ -115,7 +115,7 @@ class StoredTable(Table):
         return MemoryTable(self.part(rl_steps).table).load(None)
 
     @abstractmethod
-    def part(self, rl_steps: Sequence[int] | None) -> Part:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         """The conformed rows of some RL steps (None: all), in the order in which they were written."""
 
 
@@ -154,27 +154,27 @@ class FileTable(StoredTable):
         return FileTable(self.name, self.path, self._index, self._runs(rl_steps))
 
     def _runs(self, rl_steps: Sequence[int] | None) -> Ints:
-        there = self._index.rl_steps[self._picked]
-        return self._picked if rl_steps is None else self._picked[np.isin(there, rl_steps)]
+        rl_step_of_run = self._index.rl_steps[self._picked]
+        return self._picked if rl_steps is None else self._picked[np.isin(rl_step_of_run, rl_steps)]
 
-    def part(self, rl_steps: Sequence[int] | None) -> Part:
+    def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         runs = self._runs(rl_steps)
         rows = _ranges(self._index.bounds[runs], self._index.bounds[runs + 1])
         bounds = self._index.group_bounds
         cuts = np.searchsorted(rows, bounds)
         groups = np.flatnonzero(np.diff(cuts))
         partly = np.diff(cuts)[groups] < np.diff(bounds)[groups]
-        apart = np.flatnonzero(partly[1:] | partly[:-1]) + 1
+        borders = np.flatnonzero(partly[1:] | partly[:-1]) + 1
         tables = []
         # The footer of a long trace is megabytes; it is parsed once.
         with self._open(self._index.metadata) as file:
-            for some, cut in zip(np.split(groups, apart), np.split(partly, apart), strict=True):
-                table = self._read(file, TABLES[self.name].names, some.tolist())
+            for run, cut in zip(np.split(groups, borders), np.split(partly, borders), strict=True):
+                table = self._read(file, TABLES[self.name].names, run.tolist())
                 if cut.any():
                     # A copy, not a slice: a slice would keep the whole row group.
-                    table = table.take(rows[cuts[some[0]] : cuts[some[0] + 1]] - bounds[some[0]])
+                    table = table.take(rows[cuts[run[0]] : cuts[run[0] + 1]] - bounds[run[0]])
                 tables.append(table)
-        return conform(Part(name=self.name, file=str(self.path), table=pa.concat_tables(tables), rows=rows))
+        return conform(TablePart(name=self.name, file=str(self.path), table=pa.concat_tables(tables), rows=rows))
 
     def _read_index(self) -> _Index:
         with self._open(None) as file:
@@ -187,12 +187,13 @@ class FileTable(StoredTable):
                 )
             bounds = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
             steps, starts = [np.arange(0)], [np.arange(0)]
-            together = np.flatnonzero(np.diff(bounds[1:] // _ROWS_AT_ONCE)) + 1
-            for some in np.split(np.arange(len(groups)), together) if groups else ():
-                table, first = self._read(file, ["rl_step"], some.tolist()), bounds[some[0]]
+            borders = np.flatnonzero(np.diff(bounds[1:] // _ROWS_AT_ONCE)) + 1
+            for run in np.split(np.arange(len(groups)), borders) if groups else ():
+                table, first = self._read(file, ["rl_step"], run.tolist()), bounds[run[0]]
                 rows = np.arange(first, first + len(table))
-                found, inner = _runs(_rl_steps(Part(name=self.name, file=str(self.path), table=table, rows=rows)))
-                steps.append(found)
+                part = TablePart(name=self.name, file=str(self.path), table=table, rows=rows)
+                run_steps, inner = _runs(_rl_steps(part))
+                steps.append(run_steps)
                 starts.append(inner[:-1] + first)
             stored = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
             return _Index(
@@ -212,19 +213,19 @@ class FileTable(StoredTable):
             raise TraceError(f"{self.path}: not a readable Parquet file (cut off?): {error}") from error
 
     def _read(self, file: pq.ParquetFile, columns: list[str], groups: list[int]) -> pa.Table:
-        there = file.schema_arrow.names
+        names = file.schema_arrow.names
         try:
-            return file.read_row_groups(groups, columns=[column for column in columns if column in there])
+            return file.read_row_groups(groups, columns=[column for column in columns if column in names])
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
 
 
-class ReadTable(Table):
+class ReadTable(TraceTable):
     """Some RL steps of a stored table; what is selected of it shares the rows, read when one of them is first used."""
 
     def __init__(self, stored: StoredTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
-        here = np.isin(stored.rl_steps, rl_steps)
-        self.rl_steps, self.rows_per_step = stored.rl_steps[here], stored.rows_per_step[here]
+        selected = np.isin(stored.rl_steps, rl_steps)
+        self.rl_steps, self.rows_per_step = stored.rl_steps[selected], stored.rows_per_step[selected]
         self._stored = stored
         self._memory = memory or cache(lambda: MemoryTable(stored.load(None)))
 
@@ -251,8 +252,9 @@ def put_sum(folder: Path, name: str, digest: str | None) -> None:
     file = folder / MANIFEST_FILE
     sums = unsealed(read_text(file)).get(SUMS)
     if isinstance(sums, dict):
-        others = {other: known for other, known in sums.items() if other != name}
-        replace_durably(file, Manifest.read(file).to_json(others | ({} if digest is None else {name: digest})).encode())
+        sums.pop(name, None)
+        sums |= {} if digest is None else {name: digest}
+        replace_durably(file, Manifest.read(file).to_json(sums).encode())
 
 
 def check_sums(folder: Path) -> bool:
@@ -273,7 +275,7 @@ def check_sums(folder: Path) -> bool:
     return set(tables) <= set(sums)
 
 
-def write_parquet(path: Path, name: str, table: Table) -> None:
+def write_parquet(path: Path, name: str, table: TraceTable) -> None:
     """Write one row group per RL step, and wait until it is on the disk."""
     with parquet_writer(path, name) as writer:
         for rl_step in table.rl_steps.tolist():
@@ -333,7 +335,7 @@ def fixed_bytes(name: str) -> float:
     return float(sum(widths))
 
 
-def _rl_steps(part: Part) -> Ints:
+def _rl_steps(part: TablePart) -> Ints:
     """The RL step of every row; a fault in it is found here, before the rows are cut by RL step."""
     if pa.types.is_dictionary(part.table["rl_step"].type):
         decoded = part.table["rl_step"].cast(part.table["rl_step"].type.value_type)
@@ -362,9 +364,9 @@ def frame_to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
 
 def carry_over(old: Path, new: Path) -> None:
     """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
-    ours = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
+    format_files = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
     for item in sorted(old.iterdir()) if old.is_dir() else ():
-        if item.name not in ours:
+        if item.name not in format_files:
             if item.is_dir() and not item.is_symlink():
                 shutil.copytree(item, new / item.name, symlinks=True)
             else:

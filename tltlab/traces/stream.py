@@ -55,14 +55,14 @@ class StreamWriter:
         return self
 
     def append(
-        self, workload: pd.DataFrame | pa.Table, outcomes: pd.DataFrame | pa.Table, **others: pd.DataFrame | pa.Table
+        self, workload: pd.DataFrame | pa.Table, outcomes: pd.DataFrame | pa.Table, **optional: pd.DataFrame | pa.Table
     ) -> None:
         """Add one or more whole RL steps, later than all before: their rows of each table. Raises TraceError.
 
-        `others` are the optional tables by name. Rows of a text that repeats may come as an Arrow dictionary array.
+        `optional` are the other tables by name. Rows of a text that repeats may come as an Arrow dictionary array.
         """
-        given = {"workload": workload, "outcomes": outcomes, **others}
-        tables = checked(given, {name: writer.num_rows for name, writer in self._writers.items()})
+        sources = {"workload": workload, "outcomes": outcomes, **optional}
+        tables = checked(sources, {name: writer.num_rows for name, writer in self._writers.items()})
         steps = [int(rl_step) for table in tables.values() for rl_step in table.rl_steps]
         if steps and min(steps) <= self._last:
             raise TraceError(

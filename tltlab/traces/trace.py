@@ -19,21 +19,21 @@ from tltlab.errors import TraceError
 from tltlab.files import in_progress, write_durably
 
 from .csv import LengthTable, tables_from_csv
-from .recording import Recorded, put_together, recorded_tables, recording_of
+from .recording import EngineTrace, put_together, recorded_tables, recording_of
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
 from .storage import (
     FileTable,
     MemoryTable,
     ReadTable,
     StoredTable,
-    Table,
+    TraceTable,
     cannot_write,
     check_sums,
     frame_to_arrow,
     new_trace_folder,
     write_parquet,
 )
-from .validate import Part, check, conform
+from .validate import TablePart, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
 
@@ -60,7 +60,9 @@ class Trace:
     ascending. Unknown is null: an integer column with unknown values is float64 with NaN in pandas.
     """
 
-    def __init__(self, manifest: Manifest, tables: Mapping[str, Table], rl_steps: list[int], path: Path | None = None):
+    def __init__(
+        self, manifest: Manifest, tables: Mapping[str, TraceTable], rl_steps: list[int], path: Path | None = None
+    ):
         """Not for users: `read` and `Trace.from_tables` make checked traces."""
         self.manifest = manifest
         self.path = path
@@ -78,7 +80,7 @@ class Trace:
         >>> Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes}).rl_steps  # doctest: +SKIP
         [0, 1]
         """
-        sources: dict[str, Table] = {**checked(tables)}
+        sources: dict[str, TraceTable] = {**checked(tables)}
         rl_steps = _steps_of(sources)
         if manifest.num_rl_steps is None:
             manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
@@ -132,12 +134,12 @@ class Trace:
 
     def select(self, rl_steps: Sequence[int]) -> Trace:
         """The trace of some of its RL steps. Raises TraceError for one it has not."""
-        wanted = sorted(set(rl_steps))
-        if missing := set(wanted) - set(self.rl_steps):
+        selected = sorted(set(rl_steps))
+        if missing := set(selected) - set(self.rl_steps):
             raise TraceError(f"{self.path or 'trace'}: no rl_step {min(missing)}; there are: {_few(self.rl_steps)}")
-        tables = {name: table.select(wanted) for name, table in self._tables.items()}
-        manifest = self.manifest.model_copy(update={"num_rl_steps": len(wanted)})
-        return Trace(manifest, tables, wanted, self.path)
+        tables = {name: table.select(selected) for name, table in self._tables.items()}
+        manifest = self.manifest.model_copy(update={"num_rl_steps": len(selected)})
+        return Trace(manifest, tables, selected, self.path)
 
     def iter_rl_steps(self) -> Iterator[Trace]:
         """One-step traces in order: the way through a trace larger than memory.
@@ -146,13 +148,13 @@ class Trace:
         of these RL steps is.
         """
         for part in self.parts():
-            together = {
+            shared = {
                 name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, StoredTable) else table
                 for name, table in part._tables.items()
             }
             manifest = self.manifest.model_copy(update={"num_rl_steps": 1})
             for rl_step in part.rl_steps:
-                tables = {name: table.select([rl_step]) for name, table in together.items()}
+                tables = {name: table.select([rl_step]) for name, table in shared.items()}
                 yield Trace(manifest, tables, [rl_step], self.path)
 
     def parts(self) -> Iterator[Trace]:
@@ -164,9 +166,9 @@ class Trace:
         if len(chunks) < 2:
             yield self
             return
-        known = set(self.rl_steps)
+        whole = set(self.rl_steps)
         for chunk in chunks:
-            rl_steps = [rl_step for rl_step in chunk if rl_step in known]
+            rl_steps = [rl_step for rl_step in chunk if rl_step in whole]
             manifest = self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
             tables = {name: table.select(chunk) for name, table in self._tables.items()}
             yield Trace(manifest, tables, rl_steps, self.path)
@@ -202,8 +204,8 @@ class Trace:
         return path
 
     def __repr__(self) -> str:
-        where = f" at {self.path}" if self.path else ""
-        return f"<Trace {self.manifest.kind}{where}: {len(self.rl_steps)} RL steps, {', '.join(self.names)}>"
+        place = f" at {self.path}" if self.path else ""
+        return f"<Trace {self.manifest.kind}{place}: {len(self.rl_steps)} RL steps, {', '.join(self.names)}>"
 
     def _required(self, name: str) -> pd.DataFrame:
         frame = self.table(name)
@@ -247,15 +249,15 @@ def read(path: TraceSource) -> Trace:
 
 def together(traces: Sequence[Trace]) -> Trace:
     """One trace of what several engines of a run recorded, in memory: see `recording.put_together`."""
-    parts = [_recorded(str(trace.path or f"trace {at}"), trace) for at, trace in enumerate(traces)]
+    parts = [_engine_trace(str(trace.path or f"trace {at}"), trace) for at, trace in enumerate(traces)]
     manifest, tables = put_together(parts)
-    _say(Path(parts[0].where), (manifest.notes or "").rpartition("; ")[2])
+    _report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
     return Trace.from_tables(manifest, tables)
 
 
-def _recorded(where: str, trace: Trace) -> Recorded:
+def _engine_trace(place: str, trace: Trace) -> EngineTrace:
     tables = {name: table for name in trace.names if (table := trace.arrow(name)) is not None}
-    return Recorded(where=where, manifest=trace.manifest, tables=tables)
+    return EngineTrace(place=place, manifest=trace.manifest, tables=tables)
 
 
 def _only_run(folder: Path) -> Path:
@@ -287,24 +289,24 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
     """
     base, number = _number(first.name.removesuffix(SUFFIX))
     names = {item.name.removesuffix(SUFFIX) for item in first.parent.glob(f"{glob.escape(base)}*") if is_trace(item)}
-    others = {_number(name)[1]: name for name in names if _number(name)[0] == base and _number(name)[1] != number}
-    if trace.manifest.kind != "recorded" or not others:
+    siblings = {_number(name)[1]: name for name in names if _number(name)[0] == base and _number(name)[1] != number}
+    if trace.manifest.kind != "recorded" or not siblings:
         return [trace]
-    parts = {number: _recorded(str(first), trace)}
+    parts = {number: _engine_trace(str(first), trace)}
     traces = {number: trace}
-    for at, name in sorted(others.items()):
+    for at, name in sorted(siblings.items()):
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
-            _say(first, f"not put together with {name}: {error}")
+            _report(first, f"not put together with {name}: {error}")
         else:
-            parts[at] = _recorded(str(traces[at].path), traces[at])
+            parts[at] = _engine_trace(str(traces[at].path), traces[at])
     run, reached = {number}, [number]
     while reached:
         part = parts[reached.pop()]
-        more = [at for at in parts if at not in run and part.overlaps(parts[at])]
-        run.update(more)
-        reached += more
+        overlapping = [at for at in parts if at not in run and part.overlaps(parts[at])]
+        run.update(overlapping)
+        reached += overlapping
     return [traces[at] for at in sorted(run)] if min(run) == number else [trace]
 
 
@@ -312,34 +314,34 @@ def read_one(place: Path) -> Trace:
     """Read and check the trace, recording or CSV that is at this very place, as `read` does."""
     if place.name.endswith(SUFFIX) and (place / MANIFEST_FILE).exists():
         try:
-            return _unfinished(place)
+            return _read_unfinished(place)
         except TraceError:
             if place.exists():
                 raise
             # It was closed meanwhile.
             return read_one(place.with_name(place.name.removesuffix(SUFFIX)))
-    trace = _opened(place)
+    trace = _open(place)
     _check(trace)
     return trace
 
 
-def _unfinished(folder: Path) -> Trace:
+def _read_unfinished(folder: Path) -> Trace:
     """What a recording holds that was interrupted, or that goes on."""
     goes_on = in_progress(folder)
     notes: list[str] = []
-    trace = recorded(folder, notes, salvage=True)
+    trace = read_recording(folder, notes, salvage=True)
     if goes_on:
         # What is read later might not fit what was read before, or be gone.
         trace = trace.in_memory()
     if not folder.exists():
         raise TraceError(f"{folder}: gone while it was read")
-    how = "it is still being recorded" if goes_on else "the recording was interrupted"
-    note = f"unfinished: {'; '.join([how, *notes])}"
-    _say(folder, note)
-    return trace.with_manifest(noted(trace.manifest, [note]))
+    state = "it is still being recorded" if goes_on else "the recording was interrupted"
+    note = f"unfinished: {'; '.join([state, *notes])}"
+    _report(folder, note)
+    return trace.with_manifest(with_notes(trace.manifest, [note]))
 
 
-def recorded(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
+def read_recording(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
     """What a recording holds now, checked, lazily read. Raises TraceError.
 
     With `salvage` it gets rid of what makes no valid trace, and notes it, see `recorded_tables`.
@@ -357,18 +359,18 @@ def recorded(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
     return trace
 
 
-def noted(manifest: Manifest, notes: list[str]) -> Manifest:
+def with_notes(manifest: Manifest, notes: list[str]) -> Manifest:
     """The same manifest with notes more."""
     return manifest.model_copy(update={"notes": "; ".join(filter(None, [manifest.notes, *notes])) or None})
 
 
-def _say(where: Path, what: str | None) -> None:
+def _report(place: Path, note: str | None) -> None:
     """Say it of a place once in a process, however often a command reads the trace."""
-    _say_once(where.absolute(), f"{where}: {what}")
+    _report_once(place.absolute(), f"{place}: {note}")
 
 
 @cache
-def _say_once(place: Path, line: str) -> None:
+def _report_once(place: Path, line: str) -> None:
     progress(line)
 
 
@@ -379,7 +381,7 @@ def _check(trace: Trace) -> None:
         check({name: table.part(rl_steps) for name, table in stored.items()})
 
 
-def _opened(path: Path) -> Trace:
+def _open(path: Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
     if path.is_file() and ".csv" in path.suffixes:
         manifest, columns = tables_from_csv(path)
@@ -390,7 +392,7 @@ def _opened(path: Path) -> Trace:
         from tltlab.importers.formats import import_dump
 
         trace = import_dump(path)
-        _say(path, trace.manifest.notes)
+        _report(path, trace.manifest.notes)
         return trace
     if not path.is_dir():
         raise TraceError(f"{path}: no such folder; a trace is a folder")
@@ -402,7 +404,7 @@ def _opened(path: Path) -> Trace:
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
     # First: what opens a damaged file may raise anything.
     check_sums(path)
-    tables: dict[str, Table] = {
+    tables: dict[str, TraceTable] = {
         name: FileTable(name, file) for name in TABLES if (file := path / f"{name}.parquet").exists()
     }
     return Trace(manifest, tables, _steps_of(tables), path)
@@ -419,11 +421,13 @@ def checked(
         raise TraceError(f"no table named {sorted(unknown)[0]!r}; there are: {', '.join(TABLES)}")
     parts = {}
     for name in TABLES:
-        given = tables.get(name)
-        if given is not None:
-            table = frame_to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
+        source = tables.get(name)
+        if source is not None:
+            table = frame_to_arrow(name, source) if isinstance(source, pd.DataFrame) else source
             first = (num_before or {}).get(name, 0)
-            parts[name] = conform(Part(name=name, file=name, table=table, rows=np.arange(first, first + len(table))))
+            parts[name] = conform(
+                TablePart(name=name, file=name, table=table, rows=np.arange(first, first + len(table)))
+            )
         elif name in REQUIRED_TABLES:
             raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
     check(parts)
@@ -449,11 +453,11 @@ def metrics_files(folder: Path) -> list[Path]:
     """
     for below in ("", "*/", "*/*/", "*/*/*/"):
         # W&B links its latest run.
-        found = sorted({path.resolve() for name in METRICS_FILES for path in folder.glob(below + name)})
-        if len({path.name if path.suffix == ".wandb" else str(path.parent) for path in found}) > 1:
-            raise TraceError(f"{folder} holds the logs of several runs: name one, such as {found[0].parent}")
-        if found:
-            return found
+        files = sorted({path.resolve() for name in METRICS_FILES for path in folder.glob(below + name)})
+        if len({path.name if path.suffix == ".wandb" else str(path.parent) for path in files}) > 1:
+            raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
+        if files:
+            return files
     return []
 
 
@@ -476,7 +480,7 @@ def _chunks(tables: Mapping[str, StoredTable]) -> list[list[int]]:
     return [run.tolist() for run in np.split(steps, np.flatnonzero(np.diff(chunk)) + 1) if len(run)]
 
 
-def _steps_of(tables: Mapping[str, Table]) -> list[int]:
+def _steps_of(tables: Mapping[str, TraceTable]) -> list[int]:
     return list(tables["workload"].rl_steps.tolist())
 
 

@@ -33,7 +33,7 @@ _PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TablePart:
     """A table, or those of its rows that belong to some RL steps; `rows` are their row numbers in `file`."""
 
     name: str
@@ -66,25 +66,25 @@ class Part:
         return f" ({values})" if values else ""
 
 
-def check_columns(name: str, file: str, found: pa.Schema) -> None:
-    """Raise TraceError unless `found` has the columns of table `name` in types that can hold them.
+def check_columns(name: str, file: str, schema: pa.Schema) -> None:
+    """Raise TraceError unless `schema` has the columns of table `name` in types that can hold them.
 
     A nullable column may be missing (unknown), and so may `turn` (0).
     """
     for field in TABLES[name]:
-        if found.names.count(field.name) > 1:
-            raise TraceError(f"{file}: column {field.name} is there {found.names.count(field.name)} times")
-        if field.name not in found.names:
+        if schema.names.count(field.name) > 1:
+            raise TraceError(f"{file}: column {field.name} is there {schema.names.count(field.name)} times")
+        if field.name not in schema.names:
             if not field.nullable and field.name != "turn":
-                raise TraceError(f"{file}: column {field.name} is missing; there are: {', '.join(found.names)}")
-        elif not _can_hold(found.field(field.name).type, field.type):
-            got = found.field(field.name).type
+                raise TraceError(f"{file}: column {field.name} is missing; there are: {', '.join(schema.names)}")
+        elif not _can_hold(schema.field(field.name).type, field.type):
+            got = schema.field(field.name).type
             raise TraceError(
                 f"{file}: column {field.name} has type {got}, it must be {field.type} or cast without loss"
             )
 
 
-def conform(part: Part) -> Part:
+def conform(part: TablePart) -> TablePart:
     """Cast a part to its schema without loss, columns in order; `turn` may be missing (0), unknown columns go.
 
     Raises TraceError for a value that does not fit, null in a column that has none, and NaN or infinity.
@@ -114,7 +114,7 @@ def conform(part: Part) -> Part:
     return replace(part, table=pa.table(columns, schema=TABLES[part.name]))
 
 
-def check(parts: Mapping[str, Part]) -> None:
+def check(parts: Mapping[str, TablePart]) -> None:
     """Check the values of conformed tables and that they fit together; all hold the same RL steps."""
     for part in parts.values():
         check_values(part)
@@ -136,13 +136,13 @@ def check(parts: Mapping[str, Part]) -> None:
             _check_list_lengths(parts[name], tokens[at])
 
 
-def check_values(part: Part) -> None:
+def check_values(part: TablePart) -> None:
     """Check each row of one conformed table by itself."""
     for field in part.table.schema:
         _check_column(part, field)
     for column, words in _WORDS.get(part.name, {}).items():
-        known = pc.is_in(part.table[column], pa.array(words)).to_numpy()
-        part.require(known | ~part.known(column), column, f"got {{}}, it must be one of {', '.join(words)}")
+        in_words = pc.is_in(part.table[column], pa.array(words)).to_numpy()
+        part.require(in_words | ~part.known(column), column, f"got {{}}, it must be one of {', '.join(words)}")
     if part.name == "outcomes":
         aborted = pc.equal(part.table["finish_reason"], "abort").to_numpy()
         ok = (part.numpy("response_tokens") >= 1) | aborted
@@ -181,7 +181,7 @@ def _can_hold(got: pa.DataType, want: pa.DataType) -> bool:
     return bool(pa.types.is_integer(got) or pa.types.is_floating(got))
 
 
-def _require_utf_8(part: Part, name: str, column: pa.ChunkedArray) -> None:
+def _require_utf_8(part: TablePart, name: str, column: pa.ChunkedArray) -> None:
     # Parquet files of other writers, and damaged ones, may hold any bytes; Arrow looks at them only when asked.
     try:
         column.validate(full=True)
@@ -203,7 +203,7 @@ def _first_uncastable(column: pa.ChunkedArray, to: pa.DataType) -> int:
     return low
 
 
-def _check_column(part: Part, field: pa.Field) -> None:
+def _check_column(part: TablePart, field: pa.Field) -> None:
     column, kind, lengths = part.table[field.name], field.type, None
     if pa.types.is_list(kind):
         lengths, column = _flat_column(column)
@@ -246,41 +246,41 @@ def _row_of(wrong: Flags, lengths: Ints) -> int:
     return int(np.searchsorted(np.cumsum(lengths), np.argmax(wrong), side="right"))
 
 
-def _check_unique(part: Part, codes: Ints | None) -> None:
+def _check_unique(part: TablePart, codes: Ints | None) -> None:
     if (columns := UNIQUE.get(part.name)) is None:
         return
-    rest = [c for c in columns if codes is None or c not in KEY]
-    codes = _combine([codes] if codes is not None else [], [part.table[c].to_pandas() for c in rest])
+    uncoded = [c for c in columns if codes is None or c not in KEY]
+    codes = _combine([codes] if codes is not None else [], [part.table[c].to_pandas() for c in uncoded])
     if (twice := pd.Series(codes).duplicated().to_numpy()).any():
         part.fault(columns[-1], int(np.argmax(twice)), f"this row is there twice: {', '.join(columns)} must be unique")
 
 
-def _check_list_lengths(part: Part, response_tokens: Ints) -> None:
+def _check_list_lengths(part: TablePart, response_tokens: Ints) -> None:
     for field in part.table.schema:
         if field.name in _PER_TOKEN:
-            known = part.known(field.name)
+            is_known = part.known(field.name)
             lengths = pc.list_value_length(part.table[field.name]).fill_null(0).to_numpy()
-            if (wrong := known & (lengths != response_tokens)).any():
+            if (wrong := is_known & (lengths != response_tokens)).any():
                 row = int(np.argmax(wrong))
                 want = response_tokens[row]
                 part.fault(field.name, row, f"the list has {lengths[row]} entries, response_tokens is {want}")
 
 
-def key_codes(parts: list[Part]) -> dict[str, Ints]:
+def key_codes(parts: list[TablePart]) -> dict[str, Ints]:
     """One number per row of each part, equal for equal keys across all parts."""
     if not parts:
         return {}
-    together = pa.concat_tables([part.table.select(KEY) for part in parts])
-    codes = _combine([], [together[column].to_pandas() for column in KEY])
+    keys = pa.concat_tables([part.table.select(KEY) for part in parts])
+    codes = _combine([], [keys[column].to_pandas() for column in KEY])
     ends = np.cumsum([len(part.table) for part in parts])[:-1]
     return {part.name: piece for part, piece in zip(parts, np.split(codes, ends), strict=True)}
 
 
 def _combine(codes: list[Ints], columns: list[Any]) -> Ints:
     """Dense codes 0..n-1 of the rows' value combinations."""
-    each: list[Ints] = [*codes, *(pd.factorize(column)[0].astype(np.int64) for column in columns)]
-    combined = each[0]
-    for code in each[1:]:
+    factors: list[Ints] = [*codes, *(pd.factorize(column)[0].astype(np.int64) for column in columns)]
+    combined = factors[0]
+    for code in factors[1:]:
         combined = pd.factorize(combined * (int(code.max(initial=0)) + 1) + code)[0].astype(np.int64)
     return combined
 

@@ -211,7 +211,7 @@ def test_a_fit_to_what_a_run_writes_tells_ageing_from_training(truth: Freshness,
 def test_every_recorded_state_is_described_even_where_no_parameter_is():
     table = run_like(AGES, steps=2, tokens=600)
     found = fit_freshness(table, "learned")
-    assert found.untold
+    assert found.unidentified
     assert any("do not tell" in note for note in found.notes)
     for age, updates in {(a, u) for a, u in zip(table["drafter_age"], table["drafter_updates"], strict=True)}:
         assert found.chance * found.freshness.level(age, updates) == pytest.approx(
@@ -222,7 +222,7 @@ def test_every_recorded_state_is_described_even_where_no_parameter_is():
 def test_a_drafter_that_was_fully_trained_before_tells_nothing_of_training():
     table = run_like(AGES)
     found = fit_freshness(table.assign(drafter_updates=table["drafter_updates"] + 10_000), "learned")
-    assert "untrained" in found.untold
+    assert "untrained" in found.unidentified
 
 
 def test_easy_rl_steps_are_not_taken_for_training():

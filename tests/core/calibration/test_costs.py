@@ -18,7 +18,7 @@ from tltlab.calibration.costs import CostFit, fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
 from tltlab.calibration.roofline import Hardware, RooflineEstimator
-from tltlab.calibration.table import RecordedTable
+from tltlab.calibration.table import RecordedTableEstimator
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -159,7 +159,7 @@ def test_a_table_says_where_drafting_is_that_was_not_recorded_apart(run: Trace):
     apart = "drafting time was not recorded apart"
     for blind, columns in ((False, []), (True, ["draft_duration", "next_draft_depth"])):
         rows = recorded_rows(run.iterations.drop(columns=columns))
-        assert any(apart in note for note in RecordedTable().fit(rows).costs_.notes) == blind
+        assert any(apart in note for note in RecordedTableEstimator().fit(rows).costs_.notes) == blind
 
 
 def test_a_table_of_costs_is_found_in_a_table():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tltlab.calibration.iterations import checked, iterations_of, measured_rows, recorded_rows
 from tltlab.calibration.linear import LinearEstimator
-from tltlab.calibration.table import MeasuredTable, RecordedTable, predict_iterations
+from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator, predict_iterations
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
@@ -185,12 +185,12 @@ def test_a_question_beyond_the_knots_is_said_to_be_one():
     assert COSTS.calibrated.outside(batch=9, verified_tokens=100, context_tokens=0) == ["batch", "verified_tokens"]
 
 
-def from_measurements(points: pd.DataFrame) -> MeasuredTable:
-    return MeasuredTable().fit(measured_rows(checked(points)))
+def from_measurements(points: pd.DataFrame) -> MeasuredTableEstimator:
+    return MeasuredTableEstimator().fit(measured_rows(checked(points)))
 
 
 def from_trace(trace: Trace) -> TableCosts:
-    return RecordedTable().fit(recorded_rows(iterations_of(trace), trace.steps)).costs_
+    return RecordedTableEstimator().fit(recorded_rows(iterations_of(trace), trace.steps)).costs_
 
 
 def measured(noise: float = 0.0, drafts: bool = False) -> pd.DataFrame:
@@ -322,7 +322,7 @@ def test_on_recorded_rollouts_a_table_predicts_others_about_as_well_as_the_linea
     trace, errors = read(TRACES / "subset-sum-small"), {"table": [], "linear": []}
     halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
     for fit_on, others in (halves, halves[::-1]):
-        for name, estimator in (("table", RecordedTable()), ("linear", LinearEstimator(recorded=True))):
+        for name, estimator in (("table", RecordedTableEstimator()), ("linear", LinearEstimator(recorded=True))):
             sums = others.sums(predict_iterations(estimator.fit(fit_on).costs_, others))
             errors[name] += sums["bias"].abs().tolist()
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])

@@ -253,8 +253,8 @@ def _left_out(values: Mapping[str, float], measurements: pd.DataFrame, column: s
         value = measurements[column].iloc[0]
         raise ConfigError(f"fold {column} has one value only, {value}: nothing would be left to fit")
     for fold, predicted in cross_validated(PublishedEstimator(values), each_left_out(measurements, column)):
-        value = fold.held[column].iloc[0]
+        value = fold.test[column].iloc[0]
         if isinstance(predicted, ConfigError):
             raise ConfigError(f"without {column} {value} {predicted}")
-        error = np.abs(predicted / fold.held["measured"].to_numpy(np.float64) - 1)
+        error = np.abs(predicted / fold.test["measured"].to_numpy(np.float64) - 1)
         yield column, value, len(error), float(error.mean()), float(error.max()), *most_errors(error)

@@ -56,18 +56,18 @@ class ReplayedDrafter:
         self._drafters: dict[int | None, Drafter] = {}
 
     def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Bytes]:
-        kept = [np.zeros(len(r.token_ids), np.uint8) for r in responses]
+        accepted = [np.zeros(len(r.token_ids), np.uint8) for r in responses]
         workers = {r.worker: [n for n, s in enumerate(responses) if s.worker == r.worker] for r in responses}
-        for worker, mine in workers.items():
+        for worker, indices in workers.items():
             drafter = self._drafters.setdefault(worker, self._build())
-            drafter.begin(responses[mine[0]].key[0])
-            _replay(drafter, [responses[n] for n in mine], [kept[n] for n in mine], max_depth)
-        ended = sorted(responses, key=lambda r: r.times_s[-1] if len(r.times_s) else r.opened_s)
+            drafter.begin(responses[indices[0]].key[0])
+            _replay(drafter, [responses[n] for n in indices], [accepted[n] for n in indices], max_depth)
+        by_end = sorted(responses, key=lambda r: r.times_s[-1] if len(r.times_s) else r.opened_s)
         for worker, drafter in self._drafters.items():
-            for r in ended:
+            for r in by_end:
                 if r.worker != worker:
                     drafter.remember(r.key, r.prompt_token_ids, r.token_ids)
-        return kept
+        return accepted
 
 
 def annotate(
@@ -82,8 +82,8 @@ def annotate(
     for step in trace.iter_rl_steps():
         responses = recorded_responses(step)
         parts = [TABLES["acceptance"].empty_table()]
-        for named, annotator in annotators.items():
-            parts.append(_rows(named, responses, annotator.annotate(responses, max_depth), max_depth))
+        for drafter, annotator in annotators.items():
+            parts.append(_rows(drafter, responses, annotator.annotate(responses, max_depth), max_depth))
         yield step, pa.concat_tables(parts)
 
 
@@ -97,50 +97,52 @@ def merged(old: pa.Table | None, new: pa.Table) -> pa.Table:
     return pa.concat_tables([old.filter(pa.array(stays, pa.bool_())), new])
 
 
-def _rows(named: DraftedBy, responses: Sequence[RecordedResponse], kept: Sequence[Bytes], max_depth: int) -> pa.Table:
+def _rows(
+    drafter: DraftedBy, responses: Sequence[RecordedResponse], accepted: Sequence[Bytes], max_depth: int
+) -> pa.Table:
     num, keys = len(responses), list(zip(*(r.key for r in responses), strict=True)) or [()] * 4
-    columns = [*keys, [named.drafter] * num, [named.age] * num, [None] * num, [max_depth] * num, list(kept)]
+    columns = [*keys, [drafter.drafter] * num, [drafter.age] * num, [None] * num, [max_depth] * num, list(accepted)]
     schema = TABLES["acceptance"]
     return pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
 
-def _replay(drafter: Drafter, responses: Sequence[RecordedResponse], kept: Sequence[Bytes], max_depth: int) -> None:
-    """Fill `kept` with what `drafter` has accepted at each position."""
+def _replay(drafter: Drafter, responses: Sequence[RecordedResponse], counts: Sequence[Bytes], max_depth: int) -> None:
+    """Fill `counts` with what `drafter` has accepted at each position."""
     texts = [r.token_ids for r in responses]
     # Position at which the draft that a run would have made is verified, its length and what was kept of it.
     pending = [(0, 0, 0)] * len(responses)
 
-    def draft(who: int, at: int) -> None:
-        key = responses[who].key
-        due, drafted, accepted = pending[who]
+    def draft(request: int, at: int) -> None:
+        key = responses[request].key
+        due, drafted, accepted = pending[request]
         if at == due and drafted:
             drafter.observe(key, drafted, accepted)
         tokens = drafter.propose(key, max_depth).tokens
-        found = num_equal(tokens, texts[who], at)
-        kept[who][at] = found
+        num_accepted = num_equal(tokens, texts[request], at)
+        counts[request][at] = num_accepted
         if at == due:
-            pending[who] = at + found + 1, len(tokens), found
+            pending[request] = at + num_accepted + 1, len(tokens), num_accepted
 
     waiting = sorted(range(len(responses)), key=lambda n: responses[n].opened_s)[::-1]
-    for now, arrived in _arrivals(responses):
-        while waiting and responses[waiting[-1]].opened_s <= now:
+    for time_s, arrived in _arrivals(responses):
+        while waiting and responses[waiting[-1]].opened_s <= time_s:
             r = responses[waiting.pop()]
             drafter.open(r.key, r.prompt_token_ids)
             if not r.token_ids:
                 drafter.close(r.key)
-        for who, first, _ in arrived:
+        for request, first, _ in arrived:
             if first == 0:
-                draft(who, 0)
-        for who, first, end in arrived:
+                draft(request, 0)
+        for request, first, end in arrived:
             for at in range(first, end):
                 if at > first:
-                    draft(who, at)
-                drafter.extend(responses[who].key, [texts[who][at]])
-        for who, _, end in arrived:
-            if end < len(texts[who]):
-                draft(who, end)
+                    draft(request, at)
+                drafter.extend(responses[request].key, [texts[request][at]])
+        for request, _, end in arrived:
+            if end < len(texts[request]):
+                draft(request, end)
             else:
-                drafter.close(responses[who].key)
+                drafter.close(responses[request].key)
 
 
 def num_equal(draft: Sequence[int], text: Sequence[int], at: int) -> int:
@@ -163,14 +165,14 @@ def _arrivals(responses: Sequence[RecordedResponse]) -> Iterator[tuple[float, li
     In an item come first the responses that end with it, as in the runtime.
     """
     lengths = [len(r.token_ids) for r in responses]
-    who = np.repeat(np.arange(len(responses)), lengths)
+    request = np.repeat(np.arange(len(responses)), lengths)
     at = np.concatenate([np.arange(0), *(np.arange(n) for n in lengths)])
     time = np.concatenate([np.zeros(0), *(r.times_s for r in responses)])
-    starts = np.flatnonzero((np.diff(who, prepend=-1) != 0) | (np.diff(time, prepend=np.nan) != 0))
-    who, time, first = who[starts], time[starts], at[starts]
+    starts = np.flatnonzero((np.diff(request, prepend=-1) != 0) | (np.diff(time, prepend=np.nan) != 0))
+    request, time, first = request[starts], time[starts], at[starts]
     end = first + np.diff(np.append(starts, len(at)))
-    goes_on = end < np.asarray(lengths, np.int64)[who]
-    order = np.lexsort((who, goes_on, time))
-    events = zip(time[order].tolist(), who[order].tolist(), first[order].tolist(), end[order].tolist(), strict=True)
-    for now, tied in groupby(events, key=lambda event: event[0]):
-        yield now, [event[1:] for event in tied]
+    goes_on = end < np.asarray(lengths, np.int64)[request]
+    order = np.lexsort((request, goes_on, time))
+    events = zip(time[order].tolist(), request[order].tolist(), first[order].tolist(), end[order].tolist(), strict=True)
+    for time_s, group in groupby(events, key=lambda event: event[0]):
+        yield time_s, [event[1:] for event in group]

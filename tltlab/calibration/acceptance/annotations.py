@@ -49,23 +49,23 @@ class AgreementCheck:
         rows = acceptance.to_pandas().sort_values("drafter_age", kind="stable")
         rows = rows.drop_duplicates([*KEY, "drafter"])
         caps = step.workload[[*KEY, "max_response_tokens"]]
-        both = drafts.merge(rows, on=[*KEY, "drafter"], sort=False).merge(caps, on=list(KEY), sort=False)
-        if both.empty:
+        pairs = drafts.merge(rows, on=[*KEY, "drafter"], sort=False).merge(caps, on=list(KEY), sort=False)
+        if pairs.empty:
             return
-        at = both["generated_tokens"].to_numpy(np.int64)
-        listed = both["accept_if_drafted"].tolist()
-        there = np.array([position < len(row) for position, row in zip(at, listed, strict=True)])
-        both, at, listed = both[there], at[there], [row for row, ok in zip(listed, there, strict=True) if ok]
+        at = pairs["generated_tokens"].to_numpy(np.int64)
+        lengths = pairs["accept_if_drafted"].tolist()
+        inside = np.array([position < len(row) for position, row in zip(at, lengths, strict=True)])
+        pairs, at, lengths = pairs[inside], at[inside], [row for row, ok in zip(lengths, inside, strict=True) if ok]
         # A draft is followed by a token of the target's own, so the runtime never drafts the last token under the cap.
-        worth = both["max_response_tokens"].to_numpy(np.int64) - at - 1
-        most = np.minimum(np.minimum(both["reach"].to_numpy(np.int64), both["max_depth"].to_numpy(np.int64)), worth)
-        left = np.array([len(row) for row in listed], np.int64) - at
-        annotated = np.array([row[position] for position, row in zip(at, listed, strict=True)], np.int64)
+        worth = pairs["max_response_tokens"].to_numpy(np.int64) - at - 1
+        most = np.minimum(np.minimum(pairs["reach"].to_numpy(np.int64), pairs["max_depth"].to_numpy(np.int64)), worth)
+        tokens_left = np.array([len(row) for row in lengths], np.int64) - at
+        annotated = np.array([row[position] for position, row in zip(at, lengths, strict=True)], np.int64)
         self._parts.append(
-            both[[*KEY, "drafter"]].assign(
+            pairs[[*KEY, "drafter"]].assign(
                 annotated=np.minimum(annotated, most),
                 # An engine also counts drafted tokens that it kept past the end of the response, and drops them.
-                recorded=np.minimum(np.minimum(both["accepted"].to_numpy(np.int64), most), left),
+                recorded=np.minimum(np.minimum(pairs["accepted"].to_numpy(np.int64), most), tokens_left),
             )
         )
 
@@ -77,17 +77,17 @@ class AgreementCheck:
 
 
 def _agreement(drafter: str, drafts: pd.DataFrame) -> Agreement:
-    apart = drafts["annotated"] - drafts["recorded"]
-    mean, num = float(apart.mean()), len(drafts)
+    difference = drafts["annotated"] - drafts["recorded"]
+    mean, num = float(difference.mean()), len(drafts)
     # The error of a ratio of two sums over responses, by linearisation.
-    of_response = (apart - mean).groupby([drafts[name] for name in KEY], sort=False).sum()
+    of_response = (difference - mean).groupby([drafts[name] for name in KEY], sort=False).sum()
     units = len(of_response)
     spread = float((of_response**2).sum()) * units / (units - 1) if units > 1 else math.nan
     half = 1.96 * math.sqrt(spread) / num
     return Agreement(
         drafter=drafter,
         num_drafts=num,
-        equal_share=float((apart == 0).mean()),
+        equal_share=float((difference == 0).mean()),
         annotated_mean=float(drafts["annotated"].mean()),
         recorded_mean=float(drafts["recorded"].mean()),
         difference=mean,
@@ -109,8 +109,8 @@ class AcceptedLengths:
             sums = self._sums.setdefault((str(drafter), int(age)), dict.fromkeys(self.depths, (0, 0)))
             for depth in self.depths:
                 drafts = walked_drafts(rows, depth)
-                num, kept = sums[depth]
-                sums[depth] = num + len(drafts), kept + int(drafts["accepted"].sum())
+                num, accepted = sums[depth]
+                sums[depth] = num + len(drafts), accepted + int(drafts["accepted"].sum())
 
     def result(self) -> list[dict[str, Any]]:
         """Per drafter and age: the mean accepted length by depth, in tokens per draft, bonus token included."""

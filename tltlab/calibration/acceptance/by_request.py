@@ -49,12 +49,12 @@ def _curve(drafter: str, rows: pd.DataFrame) -> RequestCurve:
     cells = _cells(rows, request, depths)
     logits, drift, spread, levels = _mixed_logit(cells, depths, int(request.max()) + 1)
     keys = rows[list(KEY)].drop_duplicates().sort_values(list(KEY)).itertuples(index=False, name=None)
-    known = tuple(
+    known_levels = tuple(
         KnownLevel(rl_step=int(a), prompt_id=str(b), sample=int(c), turn=int(d), level=float(level))
         for (a, b, c, d), level in zip(keys, levels.tolist(), strict=True)
     )
     return RequestCurve(
-        keep_logits=tuple(logits.tolist()), drift=drift, spread=spread, known=known, num_drafts=len(rows)
+        keep_logits=tuple(logits.tolist()), drift=drift, spread=spread, known=known_levels, num_drafts=len(rows)
     )
 
 
@@ -95,15 +95,15 @@ def _mixed_logit(cells: pd.DataFrame, depths: int, num_requests: int) -> tuple[F
         chance = 1.0 / (1.0 + np.exp(-np.clip(fixed @ beta + level[request], -30, 30)))
         weight = tried * chance * (1.0 - chance)
         pull = kept - tried * chance
-        own = per_request(weight) + 1.0 / variance
+        diagonal = per_request(weight) + 1.0 / variance
         cross = np.stack([per_request(weight * column) for column in fixed.T], axis=1)
         gradient = fixed.T @ pull - prior * beta
-        own_gradient = per_request(pull) - level / variance
-        schur = fixed.T @ (weight[:, None] * fixed) + np.diag(prior) - cross.T @ (cross / own[:, None])
-        step = np.linalg.solve(schur, gradient - cross.T @ (own_gradient / own))
-        own_step = (own_gradient - cross @ step) / own
-        beta, level = beta + np.clip(step, -2, 2), level + np.clip(own_step, -2, 2)
-        updated = max(float(np.mean(level**2 + 1.0 / own)), 1e-6)
+        level_gradient = per_request(pull) - level / variance
+        schur = fixed.T @ (weight[:, None] * fixed) + np.diag(prior) - cross.T @ (cross / diagonal[:, None])
+        step = np.linalg.solve(schur, gradient - cross.T @ (level_gradient / diagonal))
+        level_step = (level_gradient - cross @ step) / diagonal
+        beta, level = beta + np.clip(step, -2, 2), level + np.clip(level_step, -2, 2)
+        updated = max(float(np.mean(level**2 + 1.0 / diagonal)), 1e-6)
         moved = max(float(np.abs(step).max()), abs(updated - variance))
         variance = updated
         if moved < 1e-6:
@@ -118,19 +118,19 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str, *, own_text: bool = True) -
     `num_siblings`, below MIN_DRAFTS drafts, or for an accepted length outside [0, reach].
     """
     _check(drafts)
-    mine = drafts[drafts["drafter"] == drafter]
-    if "num_siblings" not in mine or len(mine) < MIN_DRAFTS:
+    rows = drafts[drafts["drafter"] == drafter]
+    if "num_siblings" not in rows or len(rows) < MIN_DRAFTS:
         raise ConfigError(
-            f"drafter {drafter!r} has {len(mine)} drafts with a known number of finished siblings, "
+            f"drafter {drafter!r} has {len(rows)} drafts with a known number of finished siblings, "
             f"at least {MIN_DRAFTS} are needed"
         )
     table = pd.DataFrame(
         {
-            "siblings": mine["num_siblings"].to_numpy(np.float64),
-            "stretch": mine["generated_tokens"].to_numpy() // CELL_TOKENS,
-            "position": mine["generated_tokens"].to_numpy(np.float64),
-            "tried": np.minimum(mine["accepted"].to_numpy() + 1.0, mine["reach"].to_numpy()),
-            "kept": mine["accepted"].to_numpy(np.float64),
+            "siblings": rows["num_siblings"].to_numpy(np.float64),
+            "stretch": rows["generated_tokens"].to_numpy() // CELL_TOKENS,
+            "position": rows["generated_tokens"].to_numpy(np.float64),
+            "tried": np.minimum(rows["accepted"].to_numpy() + 1.0, rows["reach"].to_numpy()),
+            "kept": rows["accepted"].to_numpy(np.float64),
         }
     )
     by = table.groupby(["siblings", "stretch"], as_index=False)

@@ -108,43 +108,43 @@ def _per_request(trace: Trace) -> AcceptanceFit:
 def _siblings(trace: Trace) -> AcceptanceFit:
     drafts, notes = _recorded(trace)
     names = sorted(drafts["drafter"].unique())
-    found = [name for name in names if name in MODEL_FREE] or names
-    if len(found) > 1:
-        raise ConfigError(f"acceptance by siblings describes one drafter, the trace has {', '.join(found)}")
-    mine = _counted(drafts[drafts["drafter"] == found[0]])
-    return _fitted("siblings", BesideSiblings(found[0]), mine, notes)
+    candidates = [name for name in names if name in MODEL_FREE] or names
+    if len(candidates) > 1:
+        raise ConfigError(f"acceptance by siblings describes one drafter, the trace has {', '.join(candidates)}")
+    rows = _counted(drafts[drafts["drafter"] == candidates[0]])
+    return _fitted("siblings", BesideSiblings(candidates[0]), rows, notes)
 
 
 def _fresh(trace: Trace) -> AcceptanceFit:
     table = trace.acceptance
-    where = trace.path or "the trace"
+    place = trace.path or "the trace"
     if table is None or table.empty:
         raise ConfigError(
-            f"{where} has no acceptance.parquet, so nothing tells how acceptance ages: annotate the trace, "
+            f"{place} has no acceptance.parquet, so nothing tells how acceptance ages: annotate the trace, "
             f"or {_ASSUMPTION}"
         )
     states = _states(table)
-    several = [
+    drafters = [
         str(name) for name, rows in states.groupby("drafter") if len(rows[["age", "updates"]].drop_duplicates()) > 1
     ]
-    if not several:
+    if not drafters:
         raise ConfigError(
-            f"{where}: every drafter in acceptance.parquet has one age and one number of updates, so nothing tells how "
+            f"{place}: every drafter in acceptance.parquet has one age and one number of updates, so nothing tells how "
             f"acceptance ages: annotate the trace with older drafters, or {_ASSUMPTION}"
         )
-    if len(several) > 1:
+    if len(drafters) > 1:
         raise ConfigError(
-            f"freshness is fitted to one drafter, acceptance.parquet has {', '.join(several)} at several ages"
+            f"freshness is fitted to one drafter, acceptance.parquet has {', '.join(drafters)} at several ages"
         )
-    mine = states[states["drafter"] == several[0]].reset_index(drop=True)
-    notes = list(fit_freshness(mine, several[0]).notes)
-    depth = int(mine["max_depth"].min())
+    annotated = states[states["drafter"] == drafters[0]].reset_index(drop=True)
+    notes = list(fit_freshness(annotated, drafters[0]).notes)
+    depth = int(annotated["max_depth"].min())
 
     parts = [
         _counted(walked_drafts(rows, depth)).assign(age=rows["age"].iloc[0], updates=rows["updates"].iloc[0])
-        for _, rows in mine.groupby(["age", "updates"])
+        for _, rows in annotated.groupby(["age", "updates"])
     ]
-    estimator = AtAge(mine, several[0], depth, notes)
+    estimator = AtAge(annotated, drafters[0], depth, notes)
     return _fitted("fresh", estimator, pd.concat(parts, ignore_index=True), notes, ("age", "updates"))
 
 
@@ -173,16 +173,16 @@ def _held_out(
     by = ["rl_step", "drafter", *further]
     columns = [*by, "num_drafts", *MEANS]
     errors = []
-    for fold, each in cross_validated(estimator, _halves(rows)):
-        if isinstance(each, ConfigError):
-            notes.append(f"acceptance of RL steps {fold.name} is not predicted by that of the others: {each}")
+    for fold, predicted in cross_validated(estimator, _halves(rows)):
+        if isinstance(predicted, ConfigError):
+            notes.append(f"acceptance of RL steps {fold.name} is not predicted by that of the others: {predicted}")
             continue
-        held = fold.held
+        test = fold.test
         cells = fold.train.groupby(["drafter", "reach"])[["tokens", "num"]].sum()
         mean = float(cells["tokens"].sum() / cells["num"].sum())
-        known = (cells["tokens"] / cells["num"]).reindex(pd.MultiIndex.from_frame(held[["drafter", "reach"]]))
-        tokens = (held["tokens"], each * held["num"], known.fillna(mean).to_numpy() * held["num"])
-        each_cell = held[[*by, "num"]].assign(**dict(zip(MEANS, tokens, strict=True)))
+        constants = (cells["tokens"] / cells["num"]).reindex(pd.MultiIndex.from_frame(test[["drafter", "reach"]]))
+        tokens = (test["tokens"], predicted * test["num"], constants.fillna(mean).to_numpy() * test["num"])
+        each_cell = test[[*by, "num"]].assign(**dict(zip(MEANS, tokens, strict=True)))
         sums = each_cell.rename(columns={"num": "num_drafts"}).groupby(by, as_index=False).sum()
         sums[list(MEANS)] = sums[list(MEANS)].div(sums["num_drafts"], axis=0)
         errors.append(sums)
@@ -196,9 +196,9 @@ def _halves(rows: pd.DataFrame) -> Iterator[Fold[pd.DataFrame]]:
     steps = np.sort(rows["rl_step"].unique())
     even = rows["rl_step"].isin(steps[::2])
     for train in (even, ~even) if len(steps) > 1 else ():
-        held = rows[~train].reset_index(drop=True)
-        name = ", ".join(str(step) for step in sorted(held["rl_step"].unique()))
-        yield Fold(name=name, train=rows[train].reset_index(drop=True), held=held)
+        test = rows[~train].reset_index(drop=True)
+        name = ", ".join(str(step) for step in sorted(test["rl_step"].unique()))
+        yield Fold(name=name, train=rows[train].reset_index(drop=True), test=test)
 
 
 class DraftEstimator(Estimator[pd.DataFrame], Protocol):
@@ -221,11 +221,11 @@ class ByBatch(DraftEstimator):
 
     def predict(self, rows: pd.DataFrame) -> Floats:
         cells = rows[["batch", "drafter", "reach"]].astype({"drafter": str})
-        known = {
+        tokens = {
             key: self.model_.at(int(key[0])).tokens_per_iteration(Strategy.chain(key[1], int(key[2])))
             for key in cells.drop_duplicates().itertuples(index=False, name=None)
         }
-        return np.array([known[key] for key in cells.itertuples(index=False, name=None)], np.float64)
+        return np.array([tokens[key] for key in cells.itertuples(index=False, name=None)], np.float64)
 
 
 class Pooled(ByBatch):
@@ -254,11 +254,11 @@ class OfStrangers(DraftEstimator):
         for at, strategy in _groups(rows):
             known_drafter(strategy, self.model_.curves, "the acceptance model")
             spread = self.model_.curves[strategy.drafter].spread
-            position, none = rows["generated_tokens"].to_numpy(np.float64)[at], np.zeros(len(at))
-            each = [
-                1.0 + self.model_.survival(strategy, none + spread * z, position, none).sum(axis=1) for z in _LEVELS
+            position, zeros = rows["generated_tokens"].to_numpy(np.float64)[at], np.zeros(len(at))
+            by_level = [
+                1.0 + self.model_.survival(strategy, zeros + spread * z, position, zeros).sum(axis=1) for z in _LEVELS
             ]
-            tokens[at] = 1.0 / np.mean([1.0 / tokens_at for tokens_at in each], axis=0)
+            tokens[at] = 1.0 / np.mean([1.0 / tokens_at for tokens_at in by_level], axis=0)
         return tokens
 
 
@@ -275,8 +275,8 @@ class BesideSiblings(DraftEstimator):
     def predict(self, rows: pd.DataFrame) -> Floats:
         tokens = np.empty(len(rows))
         for at, strategy in _groups(rows):
-            position, beside = (rows[name].to_numpy(np.float64)[at] for name in ("generated_tokens", "num_siblings"))
-            tokens[at] = 1.0 + self.model_.survival(strategy, np.zeros(len(at)), position, beside).sum(axis=1)
+            position, siblings = (rows[name].to_numpy(np.float64)[at] for name in ("generated_tokens", "num_siblings"))
+            tokens[at] = 1.0 + self.model_.survival(strategy, np.zeros(len(at)), position, siblings).sum(axis=1)
         return tokens
 
 
@@ -304,13 +304,13 @@ class AtAge(DraftEstimator):
         return self
 
     def predict(self, rows: pd.DataFrame) -> Floats:
-        tokens, none = np.empty(len(rows)), np.zeros(1)
+        tokens, zeros = np.empty(len(rows)), np.zeros(1)
         for at, strategy in _groups(rows):
             states = rows.iloc[at][["age", "updates"]]
             for age, updates in states.drop_duplicates().itertuples(index=False):
-                here = at[((states["age"] == age) & (states["updates"] == updates)).to_numpy()]
+                state = at[((states["age"] == age) & (states["updates"] == updates)).to_numpy()]
                 model = self.model_.at_freshness(DrafterState(age=int(age), updates=int(updates))).by_request().at(1)
-                tokens[here] = 1.0 + float(model.survival(strategy, none, none, none)[0].sum())
+                tokens[state] = 1.0 + float(model.survival(strategy, zeros, zeros, zeros)[0].sum())
         return tokens
 
 
@@ -339,13 +339,13 @@ def _counted(drafts: pd.DataFrame) -> pd.DataFrame:
 
 def _pool(drafts: pd.DataFrame) -> BatchAcceptance:
     """One distribution per drafter and reach, whatever the batch."""
-    found: dict[str, dict[int, FittedDepth]] = {}
+    fits: dict[str, dict[int, FittedDepth]] = {}
     for _, rows in drafts.groupby(["drafter", "reach"]):
         drafter, depth = str(rows["drafter"].iloc[0]), int(rows["reach"].iloc[0])
         p = np.bincount(rows["accepted"].to_numpy(np.int64), minlength=depth + 1) / len(rows)
         fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(depth), num_samples=len(rows))
-        found.setdefault(drafter, {})[depth] = fitted
-    return BatchAcceptance(bands=(Band(max_batch=None, drafters_by_depth=found),))
+        fits.setdefault(drafter, {})[depth] = fitted
+    return BatchAcceptance(bands=(Band(max_batch=None, drafters_by_depth=fits),))
 
 
 def _groups(rows: pd.DataFrame) -> Iterator[tuple[Ints, Strategy]]:
@@ -357,7 +357,7 @@ def _groups(rows: pd.DataFrame) -> Iterator[tuple[Ints, Strategy]]:
 
 def _states(acceptance: pd.DataFrame) -> pd.DataFrame:
     """acceptance.parquet with each row's `age` and `updates`; unknown updates of one drafter count as none."""
-    given = acceptance["drafter_updates"] if "drafter_updates" in acceptance else pd.Series(np.nan, acceptance.index)
-    updates = given.astype(np.float64)
-    known = updates.notna().groupby(acceptance["drafter"]).transform("all")
-    return acceptance.assign(age=acceptance["drafter_age"], updates=updates.where(known, 0.0))
+    column = acceptance["drafter_updates"] if "drafter_updates" in acceptance else pd.Series(np.nan, acceptance.index)
+    updates = column.astype(np.float64)
+    is_known = updates.notna().groupby(acceptance["drafter"]).transform("all")
+    return acceptance.assign(age=acceptance["drafter_age"], updates=updates.where(is_known, 0.0))

@@ -24,9 +24,9 @@ _PRIOR_SD = 2.0
 
 So wide that a hundred drafts outweigh it; what the data do not tell at all stays where it starts.
 """
-_TOLD = 0.5
+_NARROWED = 0.5
 """A parameter counts as told by the data where they narrow it to this share of `_PRIOR_SD`."""
-_TIED = 0.97
+_CONFOUNDED = 0.97
 """Correlation from which on the effects of age and of training count as one."""
 _STEP_SPREAD = 0.1
 """Relative spread of an RL step's level where no RL step has two responses of the same drafter."""
@@ -36,13 +36,13 @@ _STEP_SPREAD = 0.1
 class FreshnessFit:
     """`chance` is that of a drafted token of the fresh and trained drafter, `worst` the largest absolute residual.
 
-    `untold` names the parameters that the data hardly narrow: they stay near an assumption. `notes` says so in words.
+    `unidentified` names parameters that the data hardly narrow: they stay near an assumption. `notes` says so in words.
     """
 
     freshness: Freshness
     chance: float
     worst: float
-    untold: tuple[str, ...]
+    unidentified: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -61,25 +61,29 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
             f"acceptance.parquet has {drafter or 'the drafter'!r} at one age and number of updates only: freshness "
             f"needs several; annotate the trace with older drafters, or state an assumption"
         )
-    problem = _Problem(rows, aging=aging, training=training)
+    likelihood = _FreshnessLikelihood(rows, aging=aging, training=training)
     # Ageing towards a floor far below and towards one just below may both be a local optimum.
     starts: tuple[dict[str, float], ...] = ({}, {"floor": -1.0, "age_steps": np.log(4.0 * (1.0 + rows["age"].max()))})
-    found = min((problem.solve(start) for start in starts), key=lambda tried: float(tried.cost))
-    chance, freshness = problem.model(found.x)
-    untold, tied = problem.told(found.jac)
+    solution = min((likelihood.solve(start) for start in starts), key=lambda solution: float(solution.cost))
+    chance, freshness = likelihood.model(solution.x)
+    unidentified, confounded = likelihood.unidentified(solution.jac)
     notes = [] if aging else [f"{drafter}: one age only, so acceptance is taken not to fall with age"]
     notes += [] if training else [f"{drafter}: one number of updates only, so the gain from training is unknown"]
-    if untold:
-        known = {"chance": chance} | freshness.model_dump()
-        values = ", ".join(f"{name} ({known[name]:.3g})" for name in untold)
+    if unidentified:
+        fitted = {"chance": chance} | freshness.model_dump()
+        values = ", ".join(f"{name} ({fitted[name]:.3g})" for name in unidentified)
         notes.append(
             f"{drafter}: the ages and updates in the data do not tell {values} by themselves: what holds is the level "
             f"within the recorded range, beyond it these are near an assumption"
         )
-    if tied:
+    if confounded:
         notes.append(f"{drafter}: age and updates vary together, so that the effect of each alone is uncertain")
     return FreshnessFit(
-        freshness=freshness, chance=chance, worst=problem.worst(found.x), untold=untold, notes=tuple(notes)
+        freshness=freshness,
+        chance=chance,
+        worst=likelihood.worst(solution.x),
+        unidentified=unidentified,
+        notes=tuple(notes),
     )
 
 
@@ -100,18 +104,17 @@ def measured_state(
     fresh = freshness.floor + (level - freshness.floor) * float(np.exp(min(mean_age / freshness.age_steps, 30.0)))
     if to_gain <= 0.0 or fresh >= 1.0:
         return MeasuredState(age=mean_age, updates=float(share @ done))
-    left = float(np.clip((1.0 - fresh) / to_gain, 1e-12, 1.0))
-    return MeasuredState(age=mean_age, updates=abs(freshness.updates_to_train * float(np.log(left))))
+    gap = float(np.clip((1.0 - fresh) / to_gain, 1e-12, 1.0))
+    return MeasuredState(age=mean_age, updates=abs(freshness.updates_to_train * float(np.log(gap))))
 
 
 def levels(freshness: Freshness, age: Floats, updates: Floats) -> Floats:
     """`Freshness.level` of many states."""
     fresh = 1.0 - (1.0 - freshness.untrained) * np.exp(-updates / freshness.updates_to_train)
-    found: Floats = freshness.floor + (fresh - freshness.floor) * np.exp(-age / freshness.age_steps)
-    return found
+    return np.asarray(freshness.floor + (fresh - freshness.floor) * np.exp(-age / freshness.age_steps), np.float64)
 
 
-class _Problem:
+class _FreshnessLikelihood:
     """Chances per RL step and state of the drafter, and the least squares of their log-likelihood.
 
     Parameters are the log-odds of `chance`, of `untrained` and of `floor` / `untrained`, and the logarithms of the two
@@ -137,8 +140,8 @@ class _Problem:
 
     def solve(self, start: Mapping[str, float]) -> least_squares:
         """From the usual start but for `start`; the prior is the usual one."""
-        begin = [start.get(name, value) for name, value in self.start.items()]
-        return least_squares(self._residuals, begin, x_scale="jac", max_nfev=500)
+        initial = [start.get(name, value) for name, value in self.start.items()]
+        return least_squares(self._residuals, initial, x_scale="jac", max_nfev=500)
 
     def model(self, p: Floats) -> tuple[float, Freshness]:
         """Chance of the fresh and trained drafter, and its level by age and training."""
@@ -156,15 +159,15 @@ class _Problem:
         predicted, _ = self._predicted(p)
         return float(np.abs(predicted - self.chance).max())
 
-    def told(self, jacobian: Floats) -> tuple[tuple[str, ...], bool]:
+    def unidentified(self, jacobian: Floats) -> tuple[tuple[str, ...], bool]:
         """Parameters that the data hardly narrow, and whether the effects of age and training are as good as one."""
         covariance = np.linalg.pinv(jacobian.T @ jacobian)
         sd = np.sqrt(np.diag(covariance))
-        untold = tuple(n for n, s in zip(self.names, sd.tolist(), strict=True) if s > _TOLD * _PRIOR_SD)
+        unidentified = tuple(n for n, s in zip(self.names, sd.tolist(), strict=True) if s > _NARROWED * _PRIOR_SD)
         related = np.abs(covariance / np.outer(sd, sd))
         at = {name: i for i, name in enumerate(self.names)}
         pairs = [(a, b) for a in ("untrained", "updates_to_train") for b in ("floor", "age_steps")]
-        return untold, any(a in at and b in at and related[at[a], at[b]] > _TIED for a, b in pairs)
+        return unidentified, any(a in at and b in at and related[at[a], at[b]] > _CONFOUNDED for a, b in pairs)
 
     def _predicted(self, p: Floats) -> tuple[Floats, Floats]:
         """The chance of every cell with its RL step's factor, and what each factor adds to 1."""
@@ -195,20 +198,20 @@ def _span(logarithm: float) -> float:
 def _counted(rows: pd.DataFrame) -> pd.DataFrame:
     """Per response: drafted tokens that were tried, those of them that were kept, and how many tries they are worth."""
     tried, kept = [], []
-    for most, listed in zip(rows["max_depth"].tolist(), rows["accept_if_drafted"].tolist(), strict=True):
-        accepted = np.asarray(listed, np.int64)
+    for most, lengths in zip(rows["max_depth"].tolist(), rows["accept_if_drafted"].tolist(), strict=True):
+        accepted = np.asarray(lengths, np.int64)
         if len(wrong := accepted[(accepted < 0) | (accepted > most)]):
             raise TraceError(f"acceptance.parquet: accept_if_drafted {wrong[0]} is outside [0, max_depth = {most}]")
         tried.append(int(np.minimum(accepted + 1, most).sum()))
         kept.append(int(accepted.sum()))
     updates = rows["drafter_updates"] if "drafter_updates" in rows else pd.Series(np.nan, index=rows.index)
-    known = updates.astype("float64").fillna(0.0) if updates.notna().all() else pd.Series(0.0, index=rows.index)
+    known_updates = updates.astype("float64").fillna(0.0) if updates.notna().all() else pd.Series(0.0, index=rows.index)
     length = rows["accept_if_drafted"].map(len)
     table = pd.DataFrame(
         {
             "rl_step": rows["rl_step"],
             "age": rows["drafter_age"],
-            "updates": known,
+            "updates": known_updates,
             "tried": tried,
             "kept": kept,
             # A text's position is tried by every draft that reaches it, so its tokens are all the evidence there is.
@@ -220,10 +223,10 @@ def _counted(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _step_spread(rows: pd.DataFrame) -> float:
     """Relative standard deviation of an RL step's mean that the spread of its responses leaves; `chance`: the mean."""
-    found = []
+    variances = []
     for _, cell in rows.groupby(["rl_step", "age", "updates"]):
         if len(cell) > 1 and (mean := float(cell["chance"].iloc[0])) > 0:
             share = cell["tried"] / cell["tried"].sum()
-            off = share * (cell["kept"] / cell["tried"] / mean - 1.0)
-            found.append(float((off**2).sum()) * len(cell) / (len(cell) - 1))
-    return max(0.005, float(np.sqrt(np.median(found)))) if found else _STEP_SPREAD
+            deviation = share * (cell["kept"] / cell["tried"] / mean - 1.0)
+            variances.append(float((deviation**2).sum()) * len(cell) / (len(cell) - 1))
+    return max(0.005, float(np.sqrt(np.median(variances)))) if variances else _STEP_SPREAD

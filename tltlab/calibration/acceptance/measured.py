@@ -32,8 +32,8 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
     number = np.searchsorted(BANDS, whole["batch"].to_numpy())
     bands: list[dict[str, dict[int, FittedDepth]]] = [{} for _ in range(len(BANDS) + 1)]
     for drafter, depth in whole[["drafter", "draft_depth"]].drop_duplicates().sort_values("draft_depth").to_numpy():
-        mine = (whole["drafter"] == drafter).to_numpy()
-        cells = [_fit(whole[mine & (number == b)], str(drafter), int(depth)) for b in range(len(bands))]
+        of_drafter = (whole["drafter"] == drafter).to_numpy()
+        cells = [_fit(whole[of_drafter & (number == b)], str(drafter), int(depth)) for b in range(len(bands))]
         for b, fitted in enumerate(_filled(cells)):
             if fitted is not None:
                 bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
@@ -41,7 +41,7 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
         return None, notes
     return BatchAcceptance(
         bands=tuple(
-            Band(max_batch=end, drafters_by_depth=found) for end, found in zip((*BANDS, None), bands, strict=True)
+            Band(max_batch=end, drafters_by_depth=drafters) for end, drafters in zip((*BANDS, None), bands, strict=True)
         )
     ), notes
 
@@ -56,14 +56,14 @@ def _filled(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
 def _fit(rows: pd.DataFrame, drafter: str, depth: int) -> FittedDepth | None:
     """One drafter's iterations in one band as the chain of `depth`; None without any at least as deep."""
     rows = rows[rows["draft_depth"] >= depth]
-    own = rows[rows["draft_depth"] == depth]
-    counted = own if len(own) else rows
-    if drafter in MODEL_FREE and int(own["batch"].sum()) >= ENOUGH:
-        rows = own
-    requests = int(counted["batch"].sum())
+    same_depth = rows[rows["draft_depth"] == depth]
+    sample = same_depth if len(same_depth) else rows
+    if drafter in MODEL_FREE and int(same_depth["batch"].sum()) >= ENOUGH:
+        rows = same_depth
+    requests = int(sample["batch"].sum())
     if requests == 0:
         return None
-    drafted = float((counted["num_drafted"] * depth / counted["draft_depth"]).sum()) / requests
+    drafted = float((sample["num_drafted"] * depth / sample["draft_depth"]).sum()) / requests
     lists = rows["accepted_per_request"].dropna() if "accepted_per_request" in rows else pd.Series(dtype=object)
     if len(lists) == len(rows):
         accepted = np.concatenate([np.asarray(x, np.int64) for x in lists])
@@ -71,7 +71,7 @@ def _fit(rows: pd.DataFrame, drafter: str, depth: int) -> FittedDepth | None:
         p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / num_samples
     else:
         num_samples = requests
-        accepted_mean = float((counted["num_accepted"]).clip(upper=counted["batch"] * depth).sum()) / requests
+        accepted_mean = float((sample["num_accepted"]).clip(upper=sample["batch"] * depth).sum()) / requests
         p = equal_chain(min(accepted_mean, depth), depth)
     return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
 
@@ -82,6 +82,6 @@ def equal_chain(mean: float, depth: int) -> Floats:
     for _ in range(60):
         alpha = (low + high) / 2
         low, high = (alpha, high) if float((alpha ** np.arange(1, depth + 1)).sum()) < mean else (low, alpha)
-    kept = low ** np.arange(depth + 1)
-    chances: Floats = np.append(kept[:-1] - kept[1:], kept[-1])
+    survival = low ** np.arange(depth + 1)
+    chances: Floats = np.append(survival[:-1] - survival[1:], survival[-1])
     return chances
