@@ -17,7 +17,7 @@ import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
 from tltlab.arrays import Floats
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.stats import paired_ratio
 from tltlab.traces.trace import TraceSource
 
@@ -184,7 +184,7 @@ def backend(ray_address: str | None, jobs: int) -> Iterator[int]:
         try:
             ray.init(ray_address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)[:200]
             raise ConfigError(f"no Ray cluster at {ray_address!r} ({reason}); 'local' starts one here") from error
     try:
         register_ray()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .errors import ConfigError, InputError, RunError
+from .errors import ConfigError, InputError, RunError, one_line
 from .files import new_folder
 
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
@@ -222,4 +222,4 @@ def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterato
     except refused as error:
         if not begun and isinstance(error, OSError):
             raise InputError(f"cannot write {out}: {error.strerror}") from error
-        raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
+        raise RunError(f"{out} was not written: {one_line(error)[:300]}") from error

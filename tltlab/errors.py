@@ -17,6 +17,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
+def one_line(text: object) -> str:
+    """A text, such as another program's error, with one space for every run of white space.
+
+    >>> one_line(ValueError("no such file:\\n    a.json"))
+    'no such file: a.json'
+    """
+    return " ".join(str(text).split())
+
+
 class TltlabError(Exception):
     """Something a user can understand and act on; the message says what was got and what to do.
 

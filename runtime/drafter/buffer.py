@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.recipe.drafter import BufferConfig
 
 from .sequences import TrainingSequence
@@ -186,7 +186,7 @@ def write_data(path: Path, data: TrainerData) -> None:
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        said = " ".join(str(error).split())[:200]
+        said = one_line(error)[:200]
         raise RunError(f"cannot write what it trains on to {path}, is the disk full? ({said})") from error
 
 
@@ -209,5 +209,5 @@ def read_data(path: Path) -> TrainerData:
         cut = told["num_held"]
         return TrainerData(held=sequences[:cut], heldout=sequences[cut:], random_state=told["random_state"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        said = " ".join(str(error).split())[:200]
+        said = one_line(error)[:200]
         raise ConfigError(f"{path} does not hold what the drafter's trainer learns from: {said}") from error

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tltlab.coordination.canary import Verdict
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.actors import get
 from tltlab.runtime.run.state import RunEvents
@@ -62,7 +62,7 @@ class ServedDrafter:
         try:
             weights, training = load_file(folder / WEIGHTS), load_file(folder / TRAINING)
         except (OSError, SafetensorError) as error:
-            cause = " ".join(str(error).split())[:200]
+            cause = one_line(error)[:200]
             raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {cause}") from error
         return cls(**numbers, weights=weights, training=ray.put(training))
 

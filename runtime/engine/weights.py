@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tltlab.errors import RunError
+from tltlab.errors import RunError, one_line
 
 Way = Literal["host", "nccl", "ipc"]
 BUCKET_BYTES = 32 << 20
@@ -293,7 +293,7 @@ class Engines:
             try:
                 answers[n] = ray.get(ref)
             except RayError as error:
-                self.failed[n] = " ".join(str(error).split())[-300:]
+                self.failed[n] = one_line(error)[-300:]
                 self.workers.pop(n, None)
                 if self.way == "nccl":
                     # This process waits in a collective that never ends, and nothing but its own end gets it out.

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from tltlab.console import sigterm_does
-from tltlab.errors import RunError, TltlabError
+from tltlab.errors import RunError, TltlabError, one_line
 from tltlab.files import scratch_folder
 from tltlab.runtime.engine.generation import EngineDied
 
@@ -165,7 +165,7 @@ def last_lines(pid: int) -> str:
             # Ray's own reports of a crash are long, and what was said before them counts.
             lines.seek(max(0, log.stat().st_size - LAST_BYTES))
             text = lines.read().decode(errors="replace")
-        written = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+        written = [one_line(line) for line in text.splitlines() if line.strip()]
         return " | ".join(line[:200] for line in [line for line in written if not _OF_RAY.match(line)][-3:])
     return ""
 
@@ -192,7 +192,7 @@ def why_lost(error: RayError, handle: Any) -> str:
 
 def last_line(error: BaseException) -> str:
     """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    lines = [one_line(line) for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]
 
 

@@ -16,7 +16,7 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from tltlab.console import progress, sigterm_does
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import leaves
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.recipe import ClusterConfig
@@ -147,7 +147,7 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
             with sigterm_does():
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:  # not there, of another version, no address
-            raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {_line(error)}") from error
+            raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {one_line(error)[:200]}") from error
         return False
     _check_host(cluster.host)
     # Ray's own handler of SIGTERM ends the actors before anybody can close them.
@@ -174,10 +174,10 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
                 _end(error)
                 if not left:
                     raise RunError(
-                        f"Ray did not start on this machine, {MOST_STARTS} times; at last: {_line(error)}; "
+                        f"Ray did not start on this machine, {MOST_STARTS} times; at last: {one_line(error)[:200]}; "
                         "is it too busy, or short of memory?"
                     ) from error
-                progress(f"Ray did not start ({_line(error)}); once more")
+                progress(f"Ray did not start ({one_line(error)[:200]}); once more")
     return True
 
 
@@ -245,7 +245,3 @@ def _workers_as_nice_as_others() -> Iterator[None]:
     finally:
         if not chosen:
             del os.environ[_NICENESS]
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

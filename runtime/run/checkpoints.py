@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import fsync_file, fsync_folder, make_folder, read_text, sha256_of, write_durably, written_sum
 
 MANIFEST = "checkpoint.json"
@@ -176,5 +176,5 @@ def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else str(error)
-        return " ".join(fault.split())
+        return one_line(fault)
     return None

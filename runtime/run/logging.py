@@ -32,7 +32,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tltlab.config import leaves
 from tltlab.console import progress
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.files import read_json, sealed, write_json
 from tltlab.runtime.recipe.recipe import LogConfig
 
@@ -152,7 +152,7 @@ class Logger(Protocol):
 
 
 def _short(error: Exception) -> str:
-    text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(str(error).split()))  # a server's user and password
+    text = re.sub(r"://[^/@\s]*@", "://***@", one_line(error))  # a server's user and password
     return f"{type(error).__name__}: {text[:300]}"
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tltlab.errors import RunError
+from tltlab.errors import RunError, one_line
 from tltlab.files import Hashing, fsync_file, read_text, write_sum
 
 TENSORS, STATE = "tensors", "state.json"
@@ -74,7 +74,7 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         if rank == 0:
             (folder / STATE).write_text(json.dumps({"steps": steps}))
     except (OSError, SafetensorError, CheckpointException) as error:
-        reason = " ".join(str(error).split())[-200:]
+        reason = one_line(error)[-200:]
         raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({reason})") from error
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points, metadata, requires, ver
 from typing import Any, NoReturn
 
 from tltlab.console import progress, running, sigterm_interrupts
-from tltlab.errors import ConfigError, TltlabError, did_you_mean
+from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
@@ -156,5 +156,5 @@ def _source(module: str) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print("tltlab: " + " ".join(message.split()), file=sys.stderr)
+    print("tltlab: " + one_line(message), file=sys.stderr)
     sys.exit(code)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tltlab.errors import TltlabError
+from tltlab.errors import TltlabError, one_line
 from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 
@@ -144,7 +144,7 @@ def deaths(evidence: RunEvidence) -> list[Finding]:
     for signature in (*SIGNATURES, unknown):
         if sentences := by_code.get(signature.code):
             first = sentences[0]
-            quote = " ".join(first.text.split())
+            quote = one_line(first.text)
             quote = quote if len(quote) <= SENTENCE_LETTERS else quote[: SENTENCE_LETTERS - 3] + "..."
             more = f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""
             predicted = _predicted_pool(evidence) if signature.code == "capture-out-of-memory" else ""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 
 from .target import EMBEDDING, LM_HEAD, local_folder, read_config, read_weights
 
@@ -195,7 +195,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         else:
             found = torch.load(folder / BIN_FILE, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, UnpicklingError, ValueError, KeyError, RuntimeError) as error:
-        cause = " ".join(str(error).split())[:200]
+        cause = one_line(error)[:200]
         raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE} or {BIN_FILE}: {cause}") from error
     named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): value for key, value in found.items()}
     return {

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 
 MIMO = "MiMoForCausalLM"
 """The architecture whose hidden states vLLM hands on before its final norm, as its MTP layer reads them."""
@@ -106,7 +106,7 @@ def local_folder(name: str | Path) -> Path:
     except ValueError as error:
         raise ConfigError(f"{name}: no such folder") from error
     except OSError as error:
-        cause = " ".join(str(error).split())[:200]
+        cause = one_line(error)[:200]
         raise ConfigError(f"{name}: no such folder, and the Hugging Face Hub's is not to be had: {cause}") from error
 
 

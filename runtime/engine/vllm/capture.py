@@ -23,6 +23,7 @@ from torch import Tensor
 from tltlab.arrays import Array, Floats, Ints, Tokens
 from tltlab.drafters.base import Key
 from tltlab.drafters.length_classes import LengthClasses
+from tltlab.errors import one_line
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.ledger import Stopwatch
@@ -273,7 +274,7 @@ class RemoteCapture(Capture):
         try:
             self._ask("heed", orders)
         except Exception as error:  # its process has died, and the engine's own calls will say so
-            logger.error("the process that captures hidden states does not answer: %s", " ".join(str(error).split()))
+            logger.error("the process that captures hidden states does not answer: %s", one_line(error))
 
     def stop(self) -> Captured:
         self._unsent = []

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours, replaced
 from .capabilities import missing
@@ -135,7 +135,7 @@ def _strict() -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())[:400]
+    text = one_line(error)[:400]
     return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from tltlab.config import shown
 from tltlab.console import Json, emit, table
-from tltlab.errors import ConfigError, did_you_mean
+from tltlab.errors import ConfigError, did_you_mean, one_line
 from tltlab.policies.policy import Policy
 
 WHOLE = "recipe"
@@ -122,7 +122,7 @@ def _written(kind: Any) -> str:
 
 def _about(model: type[BaseModel], name: str) -> str:
     """The sentence of the docstring that names the setting, without what a semicolon parts from it."""
-    sentences = re.split(r"(?<=[.;])\s+(?![^()]*\))", " ".join((model.__doc__ or "").split()))
+    sentences = re.split(r"(?<=[.;])\s+(?![^()]*\))", one_line(model.__doc__ or ""))
     sentence = next((sentence for sentence in sentences if f"`{name}`" in sentence), "")
     begins = sentence.partition(" ")[0]
     return re.sub(r";$", ".", sentence[:1].upper() + sentence[1:] if begins.isalpha() else sentence)
