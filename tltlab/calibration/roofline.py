@@ -11,7 +11,6 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import (
     Constants,
     Ideal,
@@ -151,18 +150,6 @@ class RooflineRows:
             seconds = seconds + self.levels * level + c.tree_s * ((self.levels > 0) & (self.top_k > 1))
         return np.asarray(seconds, np.float64)
 
-    @property
-    def covered(self) -> CalibratedRange:
-        spans = (self.batch, self.batch * self.verified, self.batch * self.context)
-        names = ("batch", "verified_tokens", "context_tokens")
-        return CalibratedRange(**{n: (float(x.min()), float(x.max())) for n, x in zip(names, spans, strict=True)})
-
-    @property
-    def most_tokens_with_prompts(self) -> int | None:
-        """Tokens of the largest iteration with prompts, which limits what rides in the simulator's; None without."""
-        tokens = (self.batch * self.verified + self.prefill)[self.prefill > 0]
-        return math.ceil(tokens.max()) if len(tokens) else None
-
     def thinned(self) -> Self:
         """At most `_ENOUGH` rows, evenly spaced, of each regime: a dozen constants need no more."""
         regime = regimes(self.prefill, self.depth > 0)
@@ -179,14 +166,13 @@ class RooflineEstimator(CostEstimator):
     def fit(self, rows: Iterations) -> Self:
         all_rows = RooflineRows.of(rows, self.hardware)
         sample = all_rows.thinned() if self.recorded else all_rows
-        values = fit_constants(sample)
+        values, level = fit_constants(sample), 1.0
         notes = notes_of(sample, values)
-        level = 1.0
         if self.recorded:
             sums = rows.sums(all_rows.predict(values))
             level = float((sums["measured_s"] / sums["predicted_s"]).median())
-        # Constants have bounds, so the level cannot simply multiply them.
         if abs(level - 1.0) > _LEVEL:
+            # Constants have bounds, so the level cannot simply multiply them.
             sample = replace(sample, measured=sample.measured * level)
             values = fit_constants(sample)
             notes = notes_of(sample, values)
@@ -200,13 +186,15 @@ class RooflineEstimator(CostEstimator):
                 "what a loaded drafter costs in plain decoding is inside the other constants: sd_idle_s is written 0"
             )
             constants = constants.model_copy(update={"sd_idle_s": 0.0})
+        # The largest iteration with prompts limits what rides in the simulator's.
+        tokens = (rows.verified + rows.prefill)[rows.prefill > 0]
         self.costs_ = RooflineCosts(
             gpu=self.hardware.gpu,
             model=self.hardware.model,
             tp=self.hardware.tp,
             constants=constants,
-            calibrated=all_rows.covered,
-            max_num_batched_tokens=all_rows.most_tokens_with_prompts,
+            calibrated=rows.covered,
+            max_num_batched_tokens=math.ceil(tokens.max()) if len(tokens) else None,
             notes=tuple(notes),
         )
         self.constants_ = constants

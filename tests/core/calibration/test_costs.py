@@ -209,6 +209,13 @@ def test_prompts_that_ride_are_priced_as_the_simulator_prices_them():
     assert found.prefill_s(512) == pytest.approx(ROOFLINE.prefill_s(512), rel=0.05)
 
 
+def test_the_tokens_of_the_largest_iteration_with_prompts_are_whole(run: Trace):
+    table = run.iterations.assign(prefill_tokens=0)
+    table.loc[0, ["batch", "num_drafted", "prefill_tokens"]] = 15, 115, 100
+    found = RooflineEstimator(H100, recorded=True).fit(recorded_rows(table)).costs_
+    assert found.max_num_batched_tokens == 230, "15 * (1 + 115 / 15) is more than 130 as floats go"
+
+
 def test_what_few_rows_leave_open_of_a_roofline_is_as_wide_as_its_predictions_scatter():
     """Tables of the same times, each with other errors of 3 %, fitted one by one."""
     exact, rng, z = checked(grid(ROOFLINE, (0, 3))), np.random.default_rng(0), []
