@@ -17,7 +17,7 @@ from tltlab.importers.token_counts import token_counter
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
-from tltlab.traces.recorder import repair as repair_recording
+from tltlab.traces.recovery import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.errors import TraceError
-from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS
+from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS, tables_of_lengths
 
 from .rows import Row
 from .token_counts import TokenCounter
@@ -112,8 +112,6 @@ def tables_of_responses(
     lengths are counts of text. Without, the longest response is the cap. Times count from the first submission of the
     RL step; a response without one has no times.
     """
-    if not dump.responses:
-        raise TraceError("no responses in the dump")
     names = [field.name for field in fields(ImportedResponse)]
     frame = pd.DataFrame({name: [getattr(r, name) for r in dump.responses] for name in names})
     frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
@@ -135,24 +133,14 @@ def tables_of_responses(
     if num_unknown := int((unknown := pd.isna(reason)).sum()):
         rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
         notes.append(f"{num_unknown} responses do not say how they ended: they count {rule}")
-    frame["finish_reason"] = np.where(unknown, np.where((lengths >= caps) & known_cap, "length", "stop"), reason)
-    frame["response_tokens"] = np.minimum(lengths, caps)
-    frame["max_response_tokens"] = caps
-    key = frame[["rl_step", "prompt_id"]]
     if frame["sample"].isna().any():
-        frame["sample"] = key.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
-    groups = key.drop_duplicates()
-    groups = groups.assign(epoch=groups.groupby("prompt_id", sort=False).cumcount())
-    frame["epoch"] = key.merge(groups, on=["rl_step", "prompt_id"], how="left")["epoch"].to_numpy()
+        frame["sample"] = frame.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
+    key, cut = frame[["rl_step", "prompt_id", "sample"]], (lengths >= caps) & known_cap
+    tables = tables_of_lengths(key, np.minimum(lengths, caps), frame["prompt_tokens"], caps, cut)
     _since_step_start(frame)
-    frame["turn"], frame["policy_version"] = 0, frame["rl_step"]
-    columns = ["rl_step", "prompt_id", "sample", "turn"]
-    return {
-        "workload": frame[[*columns, "epoch", "prompt_tokens", "max_response_tokens", "policy_version"]],
-        "outcomes": frame[
-            [*columns, "response_tokens", "finish_reason", "reward", "worker", "t_submit", "t_first_token", "t_finish"]
-        ],
-    }, tuple(notes)
+    outcomes = tables["outcomes"].join(frame[["reward", "worker", "t_submit", "t_first_token", "t_finish"]])
+    outcomes["finish_reason"] = outcomes["finish_reason"].where(unknown, reason)
+    return tables | {"outcomes": outcomes}, tuple(notes)
 
 
 def group_size_of(workload: pd.DataFrame) -> int | None:

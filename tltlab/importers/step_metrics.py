@@ -109,17 +109,14 @@ class StepMetrics:
     values: dict[str, float] = field(default_factory=dict)
 
     def get(self, name: str) -> float | None:
-        """A field of FIRST_OF or SUM_OF, `accept_length` or `drafter_trained`; None where the log does not say it."""
-        if name == "accept_length":
-            return self._accept_length()
-        if name == "drafter_trained":
-            return 1.0 if any(value for key, value in self.values.items() if _DRAFTER_TRAINING.search(key)) else None
+        """A field of FIRST_OF or SUM_OF; None where the log does not say it."""
         values = [self.values[key] for key in (FIRST_OF.get(name) or SUM_OF[name]) if key in self.values]
         if not values:
             return None
         return sum(values) if name in SUM_OF else values[0]
 
-    def _accept_length(self) -> float | None:
+    @property
+    def accept_length(self) -> float | None:
         length = next((value for key, value in self.values.items() if _ACCEPT_LENGTH.search(key)), None)
         drafts, accepted = self.get("drafts"), self.get("accepted")
         if length is None and drafts and accepted is not None:
@@ -264,14 +261,14 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
 
 def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
     """The table `steps`; times of the run count from the first RL step."""
-    names = ("rollout_s", "inference_s", "reward_s", "train_s", "sync_s", "step_s", "accept_length", "reward_mean")
-    table = pd.DataFrame({name: [step.get(name) for step in steps] for name in names}, dtype=np.float64)
-    stages = table[["rollout_s", "inference_s", "reward_s", "train_s", "sync_s"]].sum(axis=1)
-    whole = table["step_s"].fillna(stages)
+    stages = ["rollout_s", "inference_s", "reward_s", "train_s", "sync_s"]
+    columns = {name: [step.get(name) for step in steps] for name in (*stages, "step_s", "reward_mean")}
+    table = pd.DataFrame(columns | {"accept_length": [step.accept_length for step in steps]}, dtype=np.float64)
+    whole = table["step_s"].fillna(table[stages].sum(axis=1))
     table.insert(0, "rl_step", [step.rl_step for step in steps])
     table["t_start"] = whole.cumsum() - whole
     table["policy_version"] = table["rl_step"]
-    is_trained = np.array([step.get("drafter_trained") is not None for step in steps])
+    is_trained = np.array([any(v for key, v in step.values.items() if _DRAFTER_TRAINING.search(key)) for step in steps])
     if is_trained.any():
         # Trained in an RL step it serves from the next one on.
         version = np.concatenate([[0], np.cumsum(is_trained)[:-1]])

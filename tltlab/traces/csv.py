@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
 
 from .schema import Manifest
@@ -56,9 +56,12 @@ class LengthTable:
 
     @classmethod
     def read(cls, source: str | Path | pd.DataFrame | Any, column: str | None = None) -> LengthTable:
-        """A table from a file (see `tables_from_csv`), a DataFrame, or the lengths alone: an array, list or Series.
+        """A table from a file, a DataFrame, or the lengths alone: an array, list or Series.
 
-        Raises TraceError naming what cannot be understood.
+        A file is a CSV (commas, semicolons or tabs; the header is optional), JSON Lines or a JSON list of numbers or
+        flat objects, or Parquet; a list of lengths in a cell is as many rows. `column` names the lengths, by default
+        one that is called so or the only numeric column. Raises TraceError naming what cannot be understood, or two
+        columns that could be meant and differ.
         """
         if isinstance(source, str | Path):
             place, name, frame = str(source), Path(source).name, _read_file(Path(source))
@@ -91,18 +94,14 @@ class LengthTable:
 
 
 def tables_from_csv(
-    source: str | Path | LengthTable,
+    table: LengthTable,
     *,
-    column: str | None = None,
     workers: int | None = None,
     group_size: int | None = None,
     max_response_tokens: int | None = None,
 ) -> tuple[Manifest, dict[str, pd.DataFrame]]:
-    """Read a table with one response length (tokens) per row as the manifest and tables of an "imported" trace.
+    """The manifest and tables of an "imported" trace of one response per row.
 
-    A CSV (commas, semicolons or tabs; the header is optional), JSON Lines or a JSON list of numbers or flat objects,
-    or a Parquet file; a list of lengths in a cell is as many rows. `column` names the lengths, by default one that is
-    called so or the only numeric column.
     Columns `rl_step` (or `step`, `global_step`, `training_step`, `iteration`; `epoch` where none of these is),
     `prompt_id` (`group`, `uid`), `sample` and `prompt_tokens` are used where they are there, in capitals too; without
     `prompt_id` every `group_size` (default 1) rows in a row of an RL step are the samples of one prompt, without
@@ -110,11 +109,10 @@ def tables_from_csv(
     With `max_response_tokens` a response of that length was cut ("length"), a longer one is a fault; without, the
     longest length is the cap and all responses count as finished ("stop"). Times and workers stay unknown. The
     manifest's `notes` say which columns were used, which were not, and what was assumed.
-    Raises TraceError naming the file, the column and the line, or two columns that could be meant and differ.
+    Raises TraceError naming the file, the column and the line.
 
     A file with the lines `length`, `310`, `4096`, `95` gives the prompts p0, p1 and p2 with one sample each.
     """
-    table = source if isinstance(source, LengthTable) else LengthTable.read(source, column)
     frame, columns = table.frame, table.columns
     lengths = table.whole(columns["response_tokens"], at_least=1)
     if max_response_tokens is not None and (over := lengths > max_response_tokens).any():
@@ -124,9 +122,7 @@ def tables_from_csv(
             f"{max_response_tokens}"
         )
     cap = int(lengths.max()) if max_response_tokens is None else max_response_tokens
-    group = 1 if group_size is None else group_size
-    if group < 1 or (workers is not None and workers < 1):
-        raise ConfigError(f"got group size {group} and {workers} workers; both must be at least 1")
+    group = group_size or 1
     whole = [name for name in columns if name not in ("response_tokens", "prompt_id")]
     numbers = {name: table.whole(columns[name], at_least=0).to_numpy() for name in whole}
     key = pd.DataFrame({"rl_step": numbers.get("rl_step", np.zeros(len(frame), int))})
@@ -161,11 +157,11 @@ def is_length_record(fields: Mapping[str, Any]) -> bool:
 
 
 def tables_of_lengths(
-    key: pd.DataFrame, lengths: Any, prompt_tokens: Any, cap: int, cut: Any
+    key: pd.DataFrame, lengths: Any, prompt_tokens: Any, cap: Any, cut: Any
 ) -> dict[str, pd.DataFrame]:
     """Workload and outcomes of responses known by their lengths alone; `cut` says which reached the cap.
 
-    `epoch` counts the earlier RL steps with the same prompt.
+    One cap counts for all, an array has one for each. `epoch` counts the earlier RL steps with the same prompt.
     """
     visits = key[["rl_step", "prompt_id"]].drop_duplicates().sort_values("rl_step", kind="stable")
     visits["epoch"] = visits.groupby("prompt_id", sort=False).cumcount()
@@ -267,7 +263,7 @@ def _frame_of_numbers(place: str, source: Any) -> pd.DataFrame:
 
 def _as_text(place: str, frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with cells as text, a list of lengths in a cell as many rows."""
-    lists = [name for name in frame.columns if len(frame) and _is_list(frame[name].iloc[0])]
+    lists = [name for name in frame.columns if len(frame) and _size(frame[name].iloc[0]) >= 0]
     if any(_plain(name) in _LENGTHS for name in lists):
         first = next(name for name in lists if _plain(name) in _LENGTHS)
         sizes = frame[first].map(_size)
@@ -287,12 +283,9 @@ def _cell(value: Any) -> str:
     return "" if value is None or value != value else str(value)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray)
-
-
 def _size(value: Any) -> int:
-    return len(value) if _is_list(value) else -1
+    """Entries of a list, -1 for what is none."""
+    return len(value) if isinstance(value, list | np.ndarray) else -1
 
 
 def _counts(value: Any) -> bool:

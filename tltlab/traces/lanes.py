@@ -44,8 +44,16 @@ def lanes(
     pieces = []
     for step in steps:
         part = trace.select([step])
-        piece = _workers(part)
-        piece = _rollout(part, piece) if rollout_only else pd.concat([piece, _trainer(part)], ignore_index=True)
+        start = part.outcomes["t_submit"].min()
+        start_s, duration = 0.0 if pd.isna(start) else float(start), metrics.rollout_s(part)[step]
+        piece = _workers(part, start_s, duration)
+        if not rollout_only:
+            piece = pd.concat([piece, _trainer(part, start_s + (duration or 0.0))], ignore_index=True)
+        else:
+            piece = piece[piece["lane"].str.startswith("worker ")]
+            if duration is not None:
+                end_s = start_s + duration
+                piece = piece[piece["start_s"] < end_s].assign(end_s=piece["end_s"].clip(upper=end_s))
         shift = places[step] if rl_step == "all" else 0.0
         pieces.append(piece.assign(start_s=piece["start_s"] + shift, end_s=piece["end_s"] + shift))
     segments = pd.concat(pieces, ignore_index=True)
@@ -97,11 +105,9 @@ def median_step(trace: Trace, *peers: Trace) -> int:
     return durations[(len(durations) - 1) // 2][1]
 
 
-def _workers(trace: Trace) -> pd.DataFrame:
-    step = trace.rl_steps[0]
+def _workers(trace: Trace, start_s: float, duration: float | None) -> pd.DataFrame:
+    """The segments of a one-step trace whose rollout begins at `start_s` and lasts `duration` seconds."""
     outcomes, spans, iterations = trace.outcomes, trace.spans, trace.iterations
-    start_s = _start_s(trace)
-    duration = metrics.rollout_s(trace)[step]
     other_lanes = _segments([], [], [], [])
     if spans is not None and len(spans):
         work = _segments(spans["lane"], spans["kind"], spans["t_start"], spans["t_start"] + spans["duration"])
@@ -118,7 +124,9 @@ def _workers(trace: Trace) -> pd.DataFrame:
         busy = [f"worker {worker}" for worker in last.index]
         work = _segments(busy, "decode", start_s, last.to_numpy())
     if duration is None and work.empty:
-        raise TraceError(f"rl_step {step} has no times to draw: simulate the trace first (tltlab simulate)")
+        raise TraceError(
+            f"rl_step {trace.rl_steps[0]} has no times to draw: simulate the trace first (tltlab simulate)"
+        )
     end_s = start_s + duration if duration is not None else float(work["end_s"].max())
     gap_s = 1e-3 * (end_s - start_s)
     names = {f"worker {i}" for i in range(metrics.num_workers(trace))} | set(work["lane"])
@@ -127,33 +135,15 @@ def _workers(trace: Trace) -> pd.DataFrame:
     return pd.concat([piece for piece in pieces if len(piece)] or [other_lanes], ignore_index=True)
 
 
-def _rollout(trace: Trace, segments: pd.DataFrame) -> pd.DataFrame:
-    """The workers' segments of an RL step, cut at the end of its rollout."""
-    segments = segments[segments["lane"].str.startswith("worker ")]
-    duration = metrics.rollout_s(trace)[trace.rl_steps[0]]
-    if duration is None:
-        return segments
-    end_s = duration + _start_s(trace)
-    return segments[segments["start_s"] < end_s].assign(end_s=segments["end_s"].clip(upper=end_s))
-
-
-def _trainer(trace: Trace) -> pd.DataFrame:
+def _trainer(trace: Trace, rollout_end_s: float) -> pd.DataFrame:
     """The trainer's lane from `steps`, its parts one after the other behind the rollout."""
     steps, spans = trace.steps, trace.spans
-    nothing = _segments([], [], [], [])
     if steps is None or steps.empty or (spans is not None and (spans["lane"] == "trainer").any()):
-        return nothing
+        return _segments([], [], [], [])
     row = steps.iloc[0]
-    rollout_end_s = _start_s(trace) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
     parts = {kind: float(row[column]) for column, kind in _AFTER_ROLLOUT.items() if row[column] > 0}
     times = np.cumsum([rollout_end_s, *parts.values()])
     return _segments("trainer", list(parts), times[:-1], times[1:])
-
-
-def _start_s(trace: Trace) -> float:
-    """When the first request was submitted, 0 where that is not known."""
-    start = trace.outcomes["t_submit"].min()
-    return 0.0 if pd.isna(start) else float(start)
 
 
 def _segments(lane: Any, kind: Any, start_s: Any, end_s: Any) -> pd.DataFrame:

@@ -243,21 +243,18 @@ def _squares(outcomes: pd.DataFrame) -> Floats:
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
-    return (step for part in trace.parts() for step in _steps_of_part(part))
-
-
-def _steps_of_part(trace: Trace) -> Iterator[_Step]:
-    nothing, steps = trace.outcomes[:0], trace.steps
-    outcomes = dict(iter(trace.outcomes.groupby("rl_step")))
-    spans = {} if trace.spans is None else dict(iter(trace.spans.groupby("rl_step")))
-    measured = {} if steps is None else steps.set_index("rl_step")["rollout_s"].dropna().to_dict()
-    for rl_step in trace.rl_steps:
-        rows = outcomes.get(rl_step, nothing)
-        start = rows["t_submit"].min()
-        start_s = 0.0 if pd.isna(start) else float(start)
-        end = rows["t_finish"].max()
-        duration = measured.get(rl_step, None if pd.isna(end) else float(end) - start_s)
-        yield _Step(rl_step=rl_step, outcomes=rows, spans=spans.get(rl_step), start_s=start_s, rollout_s=duration)
+    for part in trace.parts():
+        nothing, steps = part.outcomes[:0], part.steps
+        outcomes = dict(iter(part.outcomes.groupby("rl_step")))
+        spans = {} if part.spans is None else dict(iter(part.spans.groupby("rl_step")))
+        measured = {} if steps is None else steps.set_index("rl_step")["rollout_s"].dropna().to_dict()
+        for rl_step in part.rl_steps:
+            rows = outcomes.get(rl_step, nothing)
+            start = rows["t_submit"].min()
+            start_s = 0.0 if pd.isna(start) else float(start)
+            end = rows["t_finish"].max()
+            duration = measured.get(rl_step, None if pd.isna(end) else float(end) - start_s)
+            yield _Step(rl_step=rl_step, outcomes=rows, spans=spans.get(rl_step), start_s=start_s, rollout_s=duration)
 
 
 def _tail(step: _Step) -> tuple[float, float] | None:

@@ -1,14 +1,12 @@
-"""Crash-safe recording of a live run, and the repair of a recording that was interrupted.
+"""Crash-safe recording of a live run: a kill at any moment loses only rows not yet flushed.
 
-While a run lasts, its trace PATH is recorded in the folder `PATH.recording` (see `recording_folder`). A chunk is
-written as `NNNNNN.tmp`, synced and renamed, so it is there as a whole or not at all, and a kill at any moment loses
-only rows not yet flushed. A finished trace at PATH stays until `close` puts the new one in its place.
+While a run lasts, its trace PATH is recorded in the folder `PATH.recording` (see `recording`). A finished trace at PATH
+stays until `close` puts the new one in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -25,13 +23,11 @@ from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.files import lock, replace_durably
 
 from .recording import cut, new_recording, recording_of, write_chunk
-from .recovery import finish, reopen, repair
+from .recovery import finish, reopen
 from .schema import MANIFEST_FILE, TABLES, Manifest
 from .storage import refuse_foreign_target
 from .trace import Trace, read_recording
 from .validate import TablePart, check_values, conform
-
-__all__ = ["ColumnRows", "Recorder", "repair"]
 
 Row = Mapping[str, Any]
 
@@ -103,17 +99,16 @@ class Recorder:
     Append the workload row of a request no later than its outcome. A row is a dict with the columns of the table
     (`schema.TABLES`); null or missing is unknown, a `turn` 0; many rows come faster as `ColumnRows`. Rows are checked
     one by one at `flush`, how tables fit together at `close`; a fault is a TraceError, and what was flushed before
-    stays. `seconds` is the time that callers spent in here, read from `clock`. As a context manager it closes at the
-    end, and after an exception flushes and leaves the recording for `repair`. Raises ConfigError where `path` is no
-    trace, or a recording is there already.
+    stays. As a context manager it closes at the end, and after an exception flushes and leaves the recording for
+    `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
 
     >>> with Recorder("run/trace", Manifest(kind="recorded", num_workers=2)) as recorder:  # doctest: +SKIP
     ...     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "rollout_s": 12.5, "policy_version": 0}])
     ...     recorder.flush()
     """
 
-    def __init__(self, path: str | Path, manifest: Manifest, *, clock: Callable[[], float] = time.perf_counter):
-        self._begin(Path(path), clock)
+    def __init__(self, path: str | Path, manifest: Manifest):
+        self._begin(Path(path))
         refuse_foreign_target(self.path)
         if self._folder.exists():
             raise ConfigError(
@@ -124,19 +119,17 @@ class Recorder:
         self._lock = lock(self._folder)
 
     @classmethod
-    def reopen(
-        cls, path: str | Path, manifest: Manifest, rl_steps: int, *, clock: Callable[[], float] = time.perf_counter
-    ) -> Self:
+    def reopen(cls, path: str | Path, manifest: Manifest, rl_steps: int) -> Self:
         """Go on recording the trace `path` of a run that ended or was killed, from RL step `rl_steps` on.
 
         The rows of all RL steps before it are kept, from the interrupted recording or the finished trace; later ones
         are gone for good once it closes. With 0 there need be nothing. The manifest stays the old one; where
         `manifest` names other hardware or another engine, its notes say so. Raises ConfigError where another process
-        records there or `manifest` is another run's (`reopen.SAME`), RunError where one of these RL steps is missing or
-        the disk refuses.
+        records there or `manifest` is another run's (`recovery.SAME`), RunError where one of these RL steps is missing
+        or the disk refuses.
         """
         recorder = cls.__new__(cls)
-        recorder._begin(Path(path), clock)
+        recorder._begin(Path(path))
         try:
             recorder._next_chunk = reopen(recorder.path, manifest, rl_steps)
         except OSError as error:
@@ -144,10 +137,8 @@ class Recorder:
         recorder._lock = lock(recorder._folder)
         return recorder
 
-    def _begin(self, path: Path, clock: Callable[[], float]) -> None:
+    def _begin(self, path: Path) -> None:
         self.path = path
-        self.seconds = 0.0
-        self._clock = clock
         self._rows: _Rows = {}
         self._notes: str | None = None
         self._next_chunk = 0
@@ -169,14 +160,12 @@ class Recorder:
 
     def append(self, table: str, rows: Sequence[Row]) -> None:
         """Keep rows in memory for the next flush. Raises TraceError for a table or column that is not in the format."""
-        started = self._clock()
         if isinstance(rows, ColumnRows):
             assert rows.name == table, rows.name
         else:
             _refuse_unknown(table, rows)
             rows = list(rows)
         self._rows.setdefault(table, []).append(rows)
-        self.seconds += self._clock() - started
 
     def note(self, notes: str) -> None:
         """Have the manifest's notes say this instead, from the next flush on."""
@@ -187,19 +176,15 @@ class Recorder:
 
         Without `wait` a thread does it meanwhile, and a fault is raised by whatever is called next.
         """
-        started = self._clock()
-        try:
-            self._settle()
-            rows, self._rows = self._rows, {}
-            # Taken here: a thread that writes shares nothing with callers.
-            notes, self._notes = self._notes, None
-            if wait:
-                # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
-                self._count(partial(self._write, rows, notes, self._next_chunk))
-            else:
-                self._writing = self._writer.submit(self._write, rows, notes, self._next_chunk)
-        finally:
-            self.seconds += self._clock() - started
+        self._settle()
+        rows, self._rows = self._rows, {}
+        # Taken here: a thread that writes shares nothing with callers.
+        notes, self._notes = self._notes, None
+        if wait:
+            # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
+            self._count(partial(self._write, rows, notes, self._next_chunk))
+        else:
+            self._writing = self._writer.submit(self._write, rows, notes, self._next_chunk)
 
     def _write(self, rows: _Rows, notes: str | None, number: int) -> bool:
         """Write the manifest's notes if there are others, and rows as chunk `number`; whether there were any."""
@@ -249,11 +234,9 @@ class Recorder:
         then.
         """
         self.flush()
-        started = self._clock()
         finish(self._folder, self.path, salvage=False)
         self._writer.shutdown()
         self._lock.close()
-        self.seconds += self._clock() - started
         return self.path
 
     def __enter__(self) -> Self:
@@ -301,7 +284,7 @@ def _to_arrow(name: str, parts: Sequence[Sequence[Row]]) -> pa.Table:
         else:
             tables.append(_by_column(name, list(chain.from_iterable(group))))
     table = pa.concat_tables(tables)
-    if table["turn"].null_count if "turn" in table.column_names else 0:
+    if "turn" in table.column_names and table["turn"].null_count:
         at = table.column_names.index("turn")
         table = table.set_column(at, table.schema.field(at), table["turn"].fill_null(0))
     part = conform(TablePart(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))

@@ -205,18 +205,19 @@ def _salvage_masks(keys: Mapping[str, pd.DataFrame], notes: list[str]) -> dict[s
     keep: dict[str, Flags] = {}
     for name, rows in keys.items():
         keep[name] = ~rows.duplicated().to_numpy()
-        _note_lost(notes, int((~keep[name]).sum()), f"rows of {name} recorded twice were dropped")
+        if repeats := int((~keep[name]).sum()):
+            notes.append(f"{repeats} rows of {name} recorded twice were dropped")
     for name, parent in (("outcomes", "workload"), ("tokens", "outcomes"), ("acceptance", "outcomes")):
         if name in keys:
             with_parent = rows_in(keys[name], keys[parent][keep[parent]] if parent in keys else None)
-            orphans = int((keep[name] & ~with_parent).sum())
-            _note_lost(notes, orphans, f"rows of {name} without their {parent} were dropped")
+            if orphans := int((keep[name] & ~with_parent).sum()):
+                notes.append(f"{orphans} rows of {name} without their {parent} were dropped")
             keep[name] &= with_parent
     if "workload" in keys:
         with_outcome = rows_in(keys["workload"], keys["outcomes"][keep["outcomes"]] if "outcomes" in keys else None)
-        lost = keep["workload"] & ~with_outcome
-        steps = sorted(set(keys["workload"]["rl_step"][lost]))
-        _note_lost(notes, int(lost.sum()), f"requests (rl_step {', '.join(map(str, steps))}) have no outcome")
+        if (lost := keep["workload"] & ~with_outcome).any():
+            steps = ", ".join(map(str, sorted(set(keys["workload"]["rl_step"][lost]))))
+            notes.append(f"{int(lost.sum())} requests (rl_step {steps}) have no outcome")
         # A request that was under way is left out; an RL step of nothing else would be one without responses.
         keep["workload"] &= with_outcome
     return keep
@@ -227,13 +228,7 @@ def rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Flags:
     if among is None:
         return np.zeros(len(keys), bool)
     columns = list(KEY)
-    present: Flags = pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns]))
-    return present
-
-
-def _note_lost(notes: list[str], count: int, loss: str) -> None:
-    if count:
-        notes.append(f"{count} {loss}")
+    return np.asarray(pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns])))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,12 +46,10 @@ class StreamWriter:
         self._failure: InputError | None = None
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            try:
-                self._folder = stack.enter_context(new_trace_folder(self.path))
-            except OSError as error:
-                raise cannot_write(self.path, error) from error
-            self._stack = stack.pop_all()
+        try:
+            self._folder = self._stack.enter_context(new_trace_folder(self.path))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
         return self
 
     def append(

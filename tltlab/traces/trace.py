@@ -292,15 +292,13 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
     siblings = {_number(name)[1]: name for name in names if _number(name)[0] == base and _number(name)[1] != number}
     if trace.manifest.kind != "recorded" or not siblings:
         return [trace]
-    parts = {number: _engine_trace(str(first), trace)}
     traces = {number: trace}
     for at, name in sorted(siblings.items()):
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
             _report(first, f"not put together with {name}: {error}")
-        else:
-            parts[at] = _engine_trace(str(traces[at].path), traces[at])
+    parts = {at: _engine_trace(str(recorded.path), recorded) for at, recorded in traces.items()}
     run, reached = {number}, [number]
     while reached:
         part = parts[reached.pop()]
@@ -384,7 +382,7 @@ def _check(trace: Trace) -> None:
 def _open(path: Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
     if path.is_file() and ".csv" in path.suffixes:
-        manifest, columns = tables_from_csv(path)
+        manifest, columns = tables_from_csv(LengthTable.read(path))
         progress(f"{path}: {manifest.notes}")
         return Trace.from_tables(manifest, columns)
     if path.is_file() or (not (path / MANIFEST_FILE).exists() and metrics_files(path)):

@@ -156,13 +156,15 @@ def check_values(part: TablePart) -> None:
         chance = part.numpy("propensity")
         part.require((chance > 0) & (chance <= 1), "propensity", "got {}, it must be a probability above 0")
     if part.name == "acceptance":
-        lengths, values = _flat(part.table["accept_if_drafted"])
-        if (over := values > np.repeat(part.numpy("max_depth"), lengths)).any():
-            row, value = _row_of(over, lengths), values[over][0]
+        lengths, column = _flat(part.table["accept_if_drafted"])
+        accepted = column.to_numpy()
+        if (over := accepted > np.repeat(part.numpy("max_depth"), lengths)).any():
+            row = _row_of(over, lengths)
             depth = part.table["max_depth"][row].as_py()
-            part.fault("accept_if_drafted", row, f"got {value}, more than max_depth {depth}")
+            part.fault("accept_if_drafted", row, f"got {accepted[over][0]}, more than max_depth {depth}")
     if part.name == "spot_training":
-        lengths, chances = _flat(part.table["accept"])
+        lengths, column = _flat(part.table["accept"])
+        chances = column.to_numpy()
         if (wrong := (chances < -_ROUNDING) | (chances > 1 + _ROUNDING)).any():
             part.fault("accept", _row_of(wrong, lengths), f"got {chances[wrong][0]}, it must be a probability")
 
@@ -206,7 +208,7 @@ def _first_uncastable(column: pa.ChunkedArray, to: pa.DataType) -> int:
 def _check_column(part: TablePart, field: pa.Field) -> None:
     column, kind, lengths = part.table[field.name], field.type, None
     if pa.types.is_list(kind):
-        lengths, column = _flat_column(column)
+        lengths, column = _flat(column)
         kind = kind.value_type
     if pa.types.is_string(kind) or not len(column):
         return
@@ -230,15 +232,10 @@ def _check_column(part: TablePart, field: pa.Field) -> None:
         part.fault(field.name, row, f"got {column[at].as_py()!r}, {rule}")
 
 
-def _flat_column(column: pa.ChunkedArray) -> tuple[Ints, pa.ChunkedArray]:
+def _flat(column: pa.ChunkedArray) -> tuple[Ints, pa.ChunkedArray]:
     """Length of each list (0 for null) and all elements one after the other."""
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     return lengths, pc.list_flatten(column)
-
-
-def _flat(column: pa.ChunkedArray) -> tuple[Ints, Any]:
-    lengths, values = _flat_column(column)
-    return lengths, values.to_numpy()
 
 
 def _row_of(wrong: Flags, lengths: Ints) -> int:
@@ -268,8 +265,6 @@ def _check_list_lengths(part: TablePart, response_tokens: Ints) -> None:
 
 def key_codes(parts: list[TablePart]) -> dict[str, Ints]:
     """One number per row of each part, equal for equal keys across all parts."""
-    if not parts:
-        return {}
     keys = pa.concat_tables([part.table.select(KEY) for part in parts])
     codes = _combine([], [keys[column].to_pandas() for column in KEY])
     ends = np.cumsum([len(part.table) for part in parts])[:-1]

@@ -16,7 +16,8 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.lengths.generate import log_normal
-from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.recovery import repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import multiprocessing
 import os
@@ -20,8 +19,9 @@ import pytest
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.traces import recorder as recorder_module
 from tltlab.traces import recovery as recovery_module
-from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import chunks_of, new_recording, write_chunk
+from tltlab.traces.recovery import repair
 from tltlab.traces.schema import TABLES, Manifest
 from tltlab.traces.trace import read
 
@@ -428,14 +428,6 @@ def test_what_a_flush_could_not_write_is_said_next_and_written_once_the_disk_tak
     trace = read(tmp_path / "t")
     assert trace.rl_steps == [0, 1]
     assert trace.manifest.notes == "said while the disk is full"
-
-
-def test_the_time_spent_recording_is_measured(tmp_path):
-    ticks = itertools.count()
-    recorder = Recorder(tmp_path / "t", MANIFEST, clock=lambda: float(next(ticks)))
-    add(recorder, 0)
-    recorder.flush()
-    assert recorder.seconds == 3.0
 
 
 FORKING = multiprocessing.get_context("fork")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.recovery import repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read, together
 

@@ -29,7 +29,7 @@ from tltlab.runtime.ray import start
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
-from tltlab.traces.recorder import repair
+from tltlab.traces.recovery import repair
 
 from ...nemesis.engines import LINGER, PATIENCE_S, check_drafter, gone, title
 
