@@ -23,7 +23,7 @@ import pandas as pd
 
 from tltlab import console
 from tltlab.arrays import Floats
-from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
+from tltlab.calibration.cross_validation import left_out_predictions, most_errors
 from tltlab.calibration.stages import Constant, StageEstimator
 from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.evidence import LEVEL, Evidence, interval
@@ -337,9 +337,5 @@ def _simulated_s(trace: Trace, step: int, costs: CostModel, workers: int, accept
 
 def _left_out(estimator: StageEstimator | Constant, rows: pd.DataFrame) -> Floats:
     """Relative errors of RL steps, each predicted from the others."""
-    predictions = pd.Series(np.nan, rows.index)
-    for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
-        if isinstance(predicted, ConfigError):
-            raise predicted
-        predictions[fold.test.index] = predicted
-    return np.asarray(predictions / rows["measured_s"] - 1, np.float64)
+    predicted_s = left_out_predictions(estimator, rows, "rl_step")
+    return np.asarray(predicted_s / rows["measured_s"] - 1, np.float64)

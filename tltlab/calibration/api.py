@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +17,7 @@ from tltlab.traces.trace import Trace, read
 
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
-from .linear import fit_recorded, predict
+from .linear import predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,6 @@ class Calibration:
     `residuals` has one row per regime: `regime`, `num_iterations`, `mean_abs_relative_error` of single iterations, and
     `bias`, summed prediction / summed duration - 1. `sums` has one row per RL step and worker: measured and predicted
     seconds, which is what a rollout time is made of. `notes` says which terms are None or folded into others, and why.
-    `by_worker` holds a cost model per worker where that was asked for.
     """
 
     costs: LinearCosts
@@ -35,7 +34,6 @@ class Calibration:
     residuals: pd.DataFrame
     sums: pd.DataFrame
     notes: tuple[str, ...]
-    by_worker: dict[int, LinearCosts] = field(default_factory=dict)
 
     def without_noise(self) -> Calibration:
         """The same with iteration times as the model has them: for predicting a rollout time.
@@ -46,7 +44,7 @@ class Calibration:
         return replace(self, costs=self.costs.model_copy(update={"noise": None}))
 
 
-def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None, by_worker: bool = False) -> Calibration:
+def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None) -> Calibration:
     """Fit linear costs and acceptance to the iterations of a trace (or of what is at its path), of some RL steps or
     all; no cross-validation.
 
@@ -63,19 +61,16 @@ def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None, 
     """
     trace = read(trace)
     selection = trace if rl_steps is None else trace.select(rl_steps)
-    rows = iterations_of(selection)
     cost_fit = fit_trace(selection, most_folds=0)
     assert isinstance(cost_fit.costs, LinearCosts)
-    acceptance, acceptance_notes = fit_acceptance(rows)
+    acceptance, acceptance_notes = fit_acceptance(iterations_of(selection))
     notes = (*cost_fit.costs.notes, *acceptance_notes)
-    workers = sorted(rows["worker"].unique().tolist()) if by_worker else []
     return Calibration(
         costs=cost_fit.costs.model_copy(update={"notes": notes}),
         acceptance=acceptance,
         residuals=cost_fit.residuals,
         sums=cost_fit.sums,
         notes=notes,
-        by_worker={int(w): fit_recorded(recorded_rows(rows[rows["worker"] == w], selection.steps))[0] for w in workers},
     )
 
 

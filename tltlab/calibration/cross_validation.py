@@ -62,6 +62,21 @@ def cross_validated(
             yield fold, error
 
 
+def left_out_predictions(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame, column: str) -> pd.Series[float]:
+    """Each row predicted from a fit to the rows with another value of a column. Raises ConfigError where one cannot."""
+    predictions = pd.Series(np.nan, rows.index)
+    for fold, predicted in cross_validated(estimator, each_left_out(rows, column)):
+        if isinstance(predicted, ConfigError):
+            raise predicted
+        predictions[fold.test.index] = predicted
+    return predictions
+
+
+def relative_errors(rows: pd.DataFrame, predicted: str = "predicted_s") -> pd.Series[float]:
+    """How far a column is from `measured_s`, as shares of it."""
+    return (rows[predicted] - rows["measured_s"]).abs() / rows["measured_s"].clip(lower=1e-9)
+
+
 def step_folds(rl_steps: Sequence[int], most: int = MOST_FOLDS) -> dict[str, list[int]]:
     """RL steps in at most `most` runs of neighbours, each to be left out once; none where there is one step only.
 
@@ -84,8 +99,7 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
     errors = []
     for name, part in [*rows.groupby("fold", sort=False), ("overall", rows)] if len(rows) else []:
         valid = part[part["predicted_s"].notna()]
-        error = (valid["predicted_s"] - valid["measured_s"]).abs() / valid["measured_s"].clip(lower=1e-9)
-        row = {"fold": name, "num": len(part), "mean_abs_relative_error": error.mean()}
+        row = {"fold": name, "num": len(part), "mean_abs_relative_error": relative_errors(valid).mean()}
         if "worker" in rows:
             sums = worker_sums(valid, valid["measured_s"].to_numpy(), valid["predicted_s"].to_numpy())
             total = valid["predicted_s"].sum() / valid["measured_s"].sum() - 1.0 if len(valid) else np.nan

@@ -73,19 +73,15 @@ def held_out_table(errors: pd.DataFrame) -> str:
     if errors.empty:
         return "not cross-validated"
     header = ["left out", "iterations", "error"]
-    columns = [errors["fold"], errors["num"], errors["mean_abs_relative_error"].map(_percent)]
+    columns = [errors["fold"], errors["num"], _texts(errors["mean_abs_relative_error"], "{:.1%}")]
     if errors["num_sums"].notna().any():
         header += ["rollouts: error", "bias"]
-        columns += [errors["sums_mean_abs_relative_error"].map(_percent), errors["sums_bias"].map(_signed)]
+        columns += [_texts(errors["sums_mean_abs_relative_error"], "{:.1%}"), _texts(errors["sums_bias"], "{:+.2%}")]
     return console.table(header, zip(*columns, strict=True))
 
 
-def _percent(share: float) -> str:
-    return "unknown" if pd.isna(share) else f"{share:.1%}"
-
-
-def _signed(share: float) -> str:
-    return "unknown" if pd.isna(share) else f"{share:+.2%}"
+def _texts(shares: pd.Series[float], form: str) -> pd.Series[str]:
+    return shares.map(form.format).where(shares.notna(), "unknown")
 
 
 def residuals_table(errors: pd.DataFrame, sums: pd.DataFrame) -> str:

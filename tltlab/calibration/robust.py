@@ -46,8 +46,6 @@ def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fi
     `groups` numbers the rows of one kind: outliers are sought among these, so a rare kind of row is not taken for one.
     `blocks` numbers, from 0, the rows whose sum is to be right. Earlier columns win where columns are collinear.
     """
-    if len(y) == 0:
-        return Fit(coefficients=dict.fromkeys(columns), level=1.0)
     names = identified(columns)
     coefficients: dict[str, float | None] = dict.fromkeys(columns)
     if not names:

@@ -25,11 +25,11 @@ from tltlab.costs.stages import (
     TrainCosts,
     Trained,
 )
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import TraceError
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
-from .cross_validation import Estimator, cross_validated, each_left_out
+from .cross_validation import left_out_predictions, relative_errors
 from .robust import fit
 
 Columns = Callable[[StepWorkload], dict[str, float]]
@@ -90,13 +90,12 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
         assert informative is not None
         if informative.error < unfiltered.error:
             trains, fits["train_s"] = "informative", informative
-    stage_fits = [stage_fit for stage_fit in fits.values() if stage_fit is not None]
-    if not stage_fits:
+    known = {stage: fitted for stage, fitted in fits.items() if fitted is not None}
+    if not known:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
         )
-    terms = {stage: None if stage_fit is None else stage_fit.terms for stage, stage_fit in fits.items()}
-    inference, reward, train, sync = (terms[stage] for stage in STAGES)
+    inference, reward, train, sync = (known[stage].terms if stage in known else None for stage in STAGES)
     costs = StageCosts(
         num_gpus=num_gpus,
         inference=None if inference is None else InferenceCosts(**inference),
@@ -106,7 +105,7 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
         provenance=f"fitted to {len(works)} RL steps of {trace.manifest.name or trace.path or 'a trace'}"
         + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
     )
-    rows = pd.concat([stage_fit.held_out for stage_fit in stage_fits], ignore_index=True)
+    rows = pd.concat([fitted.held_out for fitted in known.values()], ignore_index=True)
     return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
 
 
@@ -158,7 +157,7 @@ class _Fitted:
 
     @property
     def error(self) -> float:
-        return float(_errors(self.held_out["predicted_s"], self.held_out["measured_s"]).mean())
+        return float(relative_errors(self.held_out).mean())
 
 
 def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Fitted | None:
@@ -169,12 +168,12 @@ def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, 
     table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
     terms = [str(name) for name in table]
     rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
-    rows["constant_s"] = _left_out(Constant(), rows)
+    rows["constant_s"] = left_out_predictions(Constant(), rows, "rl_step")
     best: _Fitted | None = None
     affordable = max(1, len(rows) // _STEPS_PER_TERM)
     for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
         estimator = StageEstimator(terms[:num_terms])
-        held_out = rows.assign(predicted_s=_left_out(estimator, rows))
+        held_out = rows.assign(predicted_s=left_out_predictions(estimator, rows, "rl_step"))
         candidate = _Fitted(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
         if best is None or candidate.error < _WORTH * best.error:
             best = candidate
@@ -210,25 +209,11 @@ class Constant:
         return np.full(len(rows), self.median_)
 
 
-def _left_out(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame) -> pd.Series[float]:
-    """Each RL step predicted from a fit to all others."""
-    predicted_s = pd.Series(np.nan, rows.index)
-    for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
-        if isinstance(predicted, ConfigError):
-            raise predicted
-        predicted_s[fold.test.index] = predicted
-    return predicted_s
-
-
-def _errors(predicted: pd.Series[float], measured: pd.Series[float]) -> pd.Series[float]:
-    return (predicted - measured).abs() / measured.clip(lower=1e-9)
-
-
 def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:
     sums = held_out.groupby("rl_step", as_index=False)[["measured_s", "predicted_s", "constant_s"]].sum(min_count=1)
     residuals = []
     for stage, rows in [*held_out.groupby("stage", sort=False), ("all", sums)]:
-        error = _errors(rows["predicted_s"], rows["measured_s"])
+        error = relative_errors(rows)
         residuals.append(
             {
                 "stage": stage,
@@ -238,7 +223,7 @@ def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:
                 "median_error": error.median(),
                 "worst_error": error.max(),
                 "bias": rows["predicted_s"].sum(min_count=1) / rows["measured_s"].sum() - 1.0,
-                "constant_error": _errors(rows["constant_s"], rows["measured_s"]).mean(),
+                "constant_error": relative_errors(rows, "constant_s").mean(),
             }
         )
     return pd.DataFrame(residuals)

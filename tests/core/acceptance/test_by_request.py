@@ -280,7 +280,7 @@ def test_where_requests_differ_their_own_levels_predict_what_the_fit_did_not_see
 
 def test_a_fit_finds_the_siblings_that_made_the_drafts():
     truth = SiblingAcceptance(alone=0.25, most=0.8, exponent=0.8)
-    fitted = fit_siblings(drawn(truth, 300, 40), "ngram", own_text=False)
+    fitted = fit_siblings(drawn(truth, 300, 40), "ngram")
     for n in (0.0, 1.0, 3.0, 7.0):
         assert fitted.alpha(np.array([n]), np.zeros(1)) == pytest.approx(
             truth.alpha(np.array([n]), np.zeros(1)), abs=0.04

@@ -221,15 +221,6 @@ def test_acceptance_from_totals_keeps_the_mean():
     assert means[0] == pytest.approx(means[1], abs=1e-6)
 
 
-def test_costs_per_worker():
-    trace = rollout((0, 2))
-    table = trace.iterations
-    slow = table.assign(worker=1, duration=2 * table["duration"], draft_duration=2 * table["draft_duration"])
-    both = trace.replace(iterations=pd.concat([table, slow]))
-    found = calibrate(both, by_worker=True).by_worker
-    assert found[1].base_s == pytest.approx(2 * found[0].base_s)
-
-
 def test_a_trace_without_iterations_cannot_be_calibrated():
     with pytest.raises(ConfigError, match="no iterations"):
         calibrate(log_normal(prompts=2))

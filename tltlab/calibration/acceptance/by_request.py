@@ -111,11 +111,10 @@ def _mixed_logit(cells: pd.DataFrame, depths: int, num_requests: int) -> tuple[F
     return beta[:-1], float(beta[-1]), float(np.sqrt(variance)), level
 
 
-def fit_siblings(drafts: pd.DataFrame, drafter: str, *, own_text: bool = True) -> SiblingAcceptance:
+def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
     """Fit the growth curve to drafts with `num_siblings`, weighted least squares on counted chances.
 
-    Without `own_text` the response's own tokens are taken to be worth nothing. Raises ConfigError without
-    `num_siblings`, below MIN_DRAFTS drafts, or for an accepted length outside [0, reach].
+    Raises ConfigError without `num_siblings`, below MIN_DRAFTS drafts, or for an accepted length outside [0, reach].
     """
     _check(drafts)
     rows = drafts[drafts["drafter"] == drafter]
@@ -146,12 +145,12 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str, *, own_text: bool = True) -
             alone=float(low),
             most=float(low + gap * (1.0 - low)),
             exponent=float(np.exp(np.clip(p[2], -3, 2))),
-            own_tokens=float(np.exp(np.clip(p[3], 0, 10))) if own_text else None,
+            own_tokens=float(np.exp(np.clip(p[3], 0, 10))),
         )
 
     # One draft's tokens are kept or lost together more often than apart; the weights need only the right proportions.
     weight = np.sqrt(tried)
-    start = np.array([-1.0, 0.0, -0.7, 4.0] if own_text else [-1.0, 0.0, -0.7])
+    start = np.array([-1.0, 0.0, -0.7, 4.0])
 
     def residuals(p: Floats) -> Floats:
         error: Floats = weight * (model(p).alpha(siblings, position) - rate)

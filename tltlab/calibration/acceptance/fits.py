@@ -8,7 +8,7 @@ tells nothing that this mean does not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Protocol, Self
 
@@ -28,7 +28,7 @@ from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
 from .by_request import fit_requests, fit_siblings
-from .freshness import fit_freshness, measured_state
+from .freshness import drafter_states, fit_freshness, measured_state
 from .measured import fit_acceptance
 
 KINDS = ("by-batch", "per-request", "siblings", "fresh")
@@ -49,8 +49,8 @@ class AcceptanceFit:
 
     kind: str
     model: Model | None
-    held_out: pd.DataFrame
     notes: tuple[str, ...]
+    held_out: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def held_out_error(self) -> float | None:
@@ -85,19 +85,19 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
     table = trace.iterations
     if table is None or not (table["draft_depth"] > 0).any():
         if not _has_acceptance(trace):
-            return _result("by-batch", None, ["nothing was speculated, so there is no acceptance to fit"])
+            note = "nothing was speculated, so there is no acceptance to fit"
+            return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
         drafts = _walked(trace)
         notes = ["acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"]
         return _fitted("by-batch", Pooled(), _counted(drafts), notes)
     model, notes = fit_acceptance(table)
     if model is None:
-        return _result("by-batch", None, notes)
-    chains = (
-        (table["draft_depth"] > 0) & (table["top_k"] == 1) & (table["tokens_to_verify"] == table["draft_depth"] + 1)
-    )
-    rows = table[chains & (table["batch"] > 0)]
+        return AcceptanceFit(kind="by-batch", model=None, notes=tuple(notes))
+    depth = table["draft_depth"]
+    rows = table[(depth > 0) & (table["top_k"] == 1) & (table["tokens_to_verify"] == depth + 1) & (table["batch"] > 0)]
     rows = rows.assign(reach=rows["draft_depth"], num=rows["batch"], tokens=rows["batch"] + rows["num_accepted"])
-    return _result("by-batch", model, notes, _held_out(ByBatch(), rows, notes))
+    held_out = _held_out(ByBatch(), rows, notes)
+    return AcceptanceFit(kind="by-batch", model=model, notes=tuple(notes), held_out=held_out)
 
 
 def _per_request(trace: Trace) -> AcceptanceFit:
@@ -123,7 +123,7 @@ def _fresh(trace: Trace) -> AcceptanceFit:
             f"{place} has no acceptance.parquet, so nothing tells how acceptance ages: annotate the trace, "
             f"or {_ASSUMPTION}"
         )
-    states = _states(table)
+    states = drafter_states(table)
     drafters = [
         str(name) for name, rows in states.groupby("drafter") if len(rows[["age", "updates"]].drop_duplicates()) > 1
     ]
@@ -154,12 +154,8 @@ def _fitted(
     if rows.empty:
         raise ConfigError(f"there are no drafts to fit {kind} acceptance to{''.join(f'; {note}' for note in notes)}")
     model = estimator.fit(rows).model_
-    return _result(kind, model, notes, _held_out(estimator, rows, notes, further))
-
-
-def _result(kind: str, model: Model | None, notes: list[str], errors: pd.DataFrame | None = None) -> AcceptanceFit:
-    rows = pd.DataFrame() if errors is None else errors
-    return AcceptanceFit(kind=kind, model=model, held_out=rows, notes=tuple(notes))
+    held_out = _held_out(estimator, rows, notes, further)
+    return AcceptanceFit(kind=kind, model=model, notes=tuple(notes), held_out=held_out)
 
 
 def _held_out(
@@ -353,11 +349,3 @@ def _groups(rows: pd.DataFrame) -> Iterator[tuple[Ints, Strategy]]:
     drafters, reaches = rows["drafter"].to_numpy(str), rows["reach"].to_numpy(np.int64)
     for drafter, reach in sorted(set(zip(drafters.tolist(), reaches.tolist(), strict=True))):
         yield np.flatnonzero((drafters == drafter) & (reaches == reach)), Strategy.chain(drafter, reach)
-
-
-def _states(acceptance: pd.DataFrame) -> pd.DataFrame:
-    """acceptance.parquet with each row's `age` and `updates`; unknown updates of one drafter count as none."""
-    column = acceptance["drafter_updates"] if "drafter_updates" in acceptance else pd.Series(np.nan, acceptance.index)
-    updates = column.astype(np.float64)
-    is_known = updates.notna().groupby(acceptance["drafter"]).transform("all")
-    return acceptance.assign(age=acceptance["drafter_age"], updates=updates.where(is_known, 0.0))

@@ -54,7 +54,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
     step cannot be told from ageing and training; none is assumed. Raises ConfigError where neither age nor updates
     vary, TraceError for an accepted length outside [0, max_depth].
     """
-    rows = _counted(acceptance[acceptance["drafter"] == drafter])
+    rows = _counted(drafter_states(acceptance[acceptance["drafter"] == drafter]))
     aging, training = rows["age"].nunique() > 1, rows["updates"].nunique() > 1
     if not (aging or training):
         raise ConfigError(
@@ -195,6 +195,14 @@ def _span(logarithm: float) -> float:
     return float(np.exp(np.clip(logarithm, -7, 14)))
 
 
+def drafter_states(acceptance: pd.DataFrame) -> pd.DataFrame:
+    """acceptance.parquet with each row's `age` and `updates`; unknown updates of one drafter count as none."""
+    column = acceptance["drafter_updates"] if "drafter_updates" in acceptance else pd.Series(np.nan, acceptance.index)
+    updates = column.astype(np.float64)
+    is_known = updates.notna().groupby(acceptance["drafter"]).transform("all")
+    return acceptance.assign(age=acceptance["drafter_age"], updates=updates.where(is_known, 0.0))
+
+
 def _counted(rows: pd.DataFrame) -> pd.DataFrame:
     """Per response: drafted tokens that were tried, those of them that were kept, and how many tries they are worth."""
     tried, kept = [], []
@@ -204,20 +212,9 @@ def _counted(rows: pd.DataFrame) -> pd.DataFrame:
             raise TraceError(f"acceptance.parquet: accept_if_drafted {wrong[0]} is outside [0, max_depth = {most}]")
         tried.append(int(np.minimum(accepted + 1, most).sum()))
         kept.append(int(accepted.sum()))
-    updates = rows["drafter_updates"] if "drafter_updates" in rows else pd.Series(np.nan, index=rows.index)
-    known_updates = updates.astype("float64").fillna(0.0) if updates.notna().all() else pd.Series(0.0, index=rows.index)
-    length = rows["accept_if_drafted"].map(len)
-    table = pd.DataFrame(
-        {
-            "rl_step": rows["rl_step"],
-            "age": rows["drafter_age"],
-            "updates": known_updates,
-            "tried": tried,
-            "kept": kept,
-            # A text's position is tried by every draft that reaches it, so its tokens are all the evidence there is.
-            "weight": np.minimum(length, tried),
-        }
-    )
+    # A text's position is tried by every draft that reaches it, so its tokens are all the evidence there is.
+    weight = np.minimum(rows["accept_if_drafted"].map(len), tried)
+    table = rows[["rl_step", "age", "updates"]].assign(tried=tried, kept=kept, weight=weight)
     return table[table["tried"] > 0]
 
 
