@@ -1,17 +1,13 @@
 """Calibration: what was put in comes out, sums are unbiased under heavy-tailed noise, gaps are said."""
 
-import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from tltlab.calibration.api import Calibration, calibrate, iteration_times, parse_rl_steps
-from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import FAR_TOKENS, LinearCosts
-from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.strategy import Strategy
@@ -224,15 +220,6 @@ def test_acceptance_from_totals_keeps_the_mean():
 def test_a_trace_without_iterations_cannot_be_calibrated():
     with pytest.raises(ConfigError, match="no iterations"):
         calibrate(log_normal(prompts=2))
-
-
-def test_the_command_writes_both_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rollout().write(tmp_path / "trace")
-    command(tmp_path / "trace", tmp_path / "costs.json", rl_steps="0:1", as_json=True)
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["costs"]["base_s"] == pytest.approx(TRUTH.base_s)
-    assert load_costs(tmp_path / "costs.json").base_s == pytest.approx(TRUTH.base_s)
-    assert json.loads((tmp_path / "acceptance.json").read_text())["kind"] == "by-batch"
 
 
 @pytest.mark.parametrize(("text", "steps"), [("1:3", [1, 2]), (":2", [0, 1]), ("2:", [2, 3]), ("1", [1]), (None, None)])

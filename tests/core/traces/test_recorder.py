@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -67,27 +66,13 @@ def finished(path, num_steps=1):
             add(recorder, step)
 
 
-def interrupted(path, *appends):
+def interrupted(path, *appends, **manifest):
     """A recording whose process is gone: each append is flushed."""
-    recorder = Recorder(path, MANIFEST)
+    recorder = Recorder(path, MANIFEST.model_copy(update=manifest))
     for table, rows in appends:
         recorder.append(table, rows)
         recorder.flush()
     recorder._lock.close()
-
-
-def test_a_closed_recording_is_a_valid_trace(tmp_path):
-    with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        for step in range(3):
-            recorder.append("workload", workload(step))
-            recorder.append("outcomes", outcomes(step)[:2])
-            recorder.append("outcomes", outcomes(step)[2:])
-            recorder.flush()
-    trace = read(tmp_path / "t")
-    assert trace.rl_steps == [0, 1, 2]
-    assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 3
-    assert trace.manifest == MANIFEST.model_copy(update={"num_rl_steps": 3})
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 AT_EXIT = """
@@ -118,17 +103,6 @@ def test_rows_may_be_any_mappings_without_what_is_unknown_and_turn_is_zero(tmp_p
     assert trace.workload["prompt_id"].tolist() == ["p0", "p1", "p2", "p3"]
     assert trace.outcomes["reward"].isna().all()
     assert (trace.outcomes["turn"] == 0).all()
-
-
-def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
-    for num in (2, 4):
-        recorder = Recorder(tmp_path / "t", MANIFEST)
-        add(recorder, 0, num)
-        recorder.flush()
-        if num == 4:
-            assert len(read(tmp_path / "t").outcomes) == 2
-        recorder.close()
-    assert len(read(tmp_path / "t").outcomes) == 4
 
 
 def test_a_disk_that_refuses_when_a_recording_goes_on_is_a_sentence(tmp_path, monkeypatch):
@@ -223,38 +197,27 @@ def test_what_was_interrupted_is_read_as_it_is_and_repaired_by_any_name(tmp_path
     assert repair(name).path.resolve() == tmp_path / "run" / "trace"
 
 
-def test_a_recording_in_progress_is_read_and_goes_on(tmp_path):
+def test_a_recording_in_progress_is_read_goes_on_and_becomes_a_trace(tmp_path):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         for step in range(2):
-            add(recorder, step)
+            recorder.append("workload", workload(step))
+            recorder.append("outcomes", outcomes(step)[:2])
+            recorder.append("outcomes", outcomes(step)[2:])
             recorder.flush()
             trace = read(tmp_path / "t")
             assert trace.rl_steps == list(range(step + 1))
             assert trace.manifest.notes == "unfinished: it is still being recorded"
         # A process that closes any handle of a locked file has lost its lock.
-        with pytest.raises(ConfigError, match="in progress in another process"):
-            in_another_process(repair, tmp_path / "t")
+        with FORKING.Pool(1) as other:
+            for work, *args in ((repair,), (Recorder.reopen, MANIFEST, 0)):
+                with pytest.raises(ConfigError, match="in progress in another process"):
+                    other.apply(work, (tmp_path / "t", *args))
+    closed = read(tmp_path / "t")
+    assert closed.manifest == MANIFEST.model_copy(update={"num_rl_steps": 2})
     # What was read is in memory: the recording is gone.
+    assert closed.outcomes.equals(trace.outcomes)
     assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 2
-    assert read(tmp_path / "t").manifest.notes is None
-
-
-def in_another_process(work, *args):
-    ours, theirs = FORKING.Pipe(duplex=False)
-
-    def report():
-        try:
-            theirs.send(work(*args))
-        except Exception as error:
-            theirs.send(error)
-
-    child = FORKING.Process(target=report)
-    child.start()
-    found = ours.recv()
-    child.join()
-    if isinstance(found, Exception):
-        raise found
-    return found
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 def test_reading_what_another_process_records_is_safe_at_any_moment(tmp_path):
@@ -380,16 +343,6 @@ def test_repair_leaves_a_valid_trace_as_it_is_and_refuses_a_damaged_one(tmp_path
         repair(tmp_path / "t")
 
 
-def test_a_snapshot_is_the_trace_so_far(tmp_path):
-    recorder = Recorder(tmp_path / "t", MANIFEST)
-    for step in range(2):
-        add(recorder, step)
-        recorder.flush()
-        assert recorder.snapshot().rl_steps == list(range(step + 1))
-    recorder.close()
-    assert read(tmp_path / "t").rl_steps == [0, 1]
-
-
 def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
     written, disk = threading.Event(), threading.Event()
     write_chunk = recorder_module.write_chunk
@@ -483,17 +436,6 @@ def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
         assert not (tmp_path / f"t{number}.recording").exists()
 
 
-def test_repair_waits_for_no_one_while_the_recording_is_in_progress(tmp_path):
-    child, told = begun(record, tmp_path / "t", 10_000)
-    assert [told.recv(), told.recv()] == [-1, 0]
-    os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(ConfigError, match="in progress"):
-        repair(tmp_path / "t")
-    child.kill()
-    child.join()
-    assert repair(tmp_path / "t").rl_steps[0] == 0
-
-
 def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "t", MANIFEST)
     add(recorder, 0)
@@ -539,10 +481,7 @@ def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
 
 def test_repair_does_not_replace_the_trace_of_another_run(tmp_path):
     finished(tmp_path / "t", 1)
-    recorder = Recorder(tmp_path / "t", MANIFEST.model_copy(update={"seed": 7}))
-    add(recorder, 0)
-    recorder.flush()
-    recorder._lock.close()
+    interrupted(tmp_path / "t", ("workload", workload(0)), seed=7)
     with pytest.raises(ConfigError, match=r"recording .*t\.recording is of another run; .* --out"):
         repair(tmp_path / "t")
 

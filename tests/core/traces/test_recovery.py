@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import signal
 import time
 
 import pytest
@@ -214,17 +213,6 @@ def test_a_kill_at_any_moment_of_going_on_loses_nothing(tmp_path):
     with Recorder.reopen(tmp_path / "t", MANIFEST, last + 1) as recorder:
         record(recorder, [last + 1])
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", last + 2))
-
-
-def test_a_recording_in_progress_is_not_taken_over(tmp_path):
-    child, told = begun(go_on, tmp_path / "t", 0, 10_000)
-    assert told.recv() == 0
-    os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(ConfigError, match="in progress"):
-        Recorder.reopen(tmp_path / "t", MANIFEST, 0)
-    child.kill()
-    child.join()
-    assert Recorder.reopen(tmp_path / "t", MANIFEST, 1).snapshot().rl_steps == [0]
 
 
 def reopen_and_die(path, number):

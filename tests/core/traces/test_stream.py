@@ -59,19 +59,15 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 700)
 
 
-def test_a_streamed_trace_is_the_trace_written_in_one_piece(tmp_path):
-    trace, other = read(written(tmp_path / "t", 5)), whole(5)
-    assert trace.manifest == other.manifest
+def test_a_streamed_trace_is_the_trace_written_in_one_piece_also_one_by_one(tmp_path, tiny_chunks):
+    trace, expected = read(written(tmp_path / "t", 5)), whole(5)
+    steps = list(trace.iter_rl_steps())
+    assert trace.manifest == expected.manifest
+    assert [step.rl_steps for step in steps] == [[0], [1], [2], [3], [4]]
     for name in ("workload", "outcomes"):
-        pd.testing.assert_frame_equal(trace.table(name), other.table(name))
-
-
-def test_rl_steps_come_back_one_by_one(tmp_path, tiny_chunks):
-    found, expected = list(read(written(tmp_path / "t", 5)).iter_rl_steps()), whole(5)
-    assert [one.rl_steps for one in found] == [[0], [1], [2], [3], [4]]
-    for number, one in enumerate(found):
-        for name in ("workload", "outcomes"):
-            pd.testing.assert_frame_equal(one.table(name), expected.table(name, rl_step=number))
+        pd.testing.assert_frame_equal(trace.table(name), expected.table(name))
+        for number, step in enumerate(steps):
+            pd.testing.assert_frame_equal(step.table(name), expected.table(name, rl_step=number))
 
 
 def test_small_rl_steps_share_a_row_group_and_none_is_cut(tmp_path, monkeypatch):
@@ -209,6 +205,7 @@ def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_by
         trace = read(folder)
         found = {one.rl_steps[0]: (one.workload, one.outcomes) for one in trace.iter_rl_steps()}
         counts = count(trace)
+    assert trace.outcomes.equals(pd.concat([made for _, made in found.values()], ignore_index=True))
     assert list(found) == sorted(set(key["rl_step"]))
     for number, expected in outcomes.groupby("rl_step"):
         asked, made = found[number]
