@@ -107,13 +107,11 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Ite
     depth = table["draft_depth"]
     spec = depth.to_numpy() > 0
     with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
-    if steps is not None and "policy" in steps:
+    if steps is not None:
         with_policy = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
         with_drafter |= set(with_policy.tolist())
-    unknown = pd.Series(np.nan, index=table.index)
-    draft, following = table.get("draft_duration", unknown), table.get("next_draft_depth", unknown)
+    draft, following = table["draft_duration"], table["next_draft_depth"]
     drafted = following.fillna(depth)
-    drafter = table.get("drafter", pd.Series("learned", table.index))
     batch, prefill = table["batch"].to_numpy(np.float64), table["prefill_tokens"].to_numpy(np.float64)
     num_drafted = table["num_drafted"].to_numpy(np.float64)
     return Iterations(
@@ -125,12 +123,12 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Ite
         tokens_to_verify=1.0 + num_drafted / np.maximum(batch, 1.0),
         verified=batch + num_drafted,
         depth=depth.to_numpy(np.int64),
-        top_k=np.asarray(table.get("top_k", pd.Series(1, table.index)).fillna(1), np.float64),
+        top_k=table["top_k"].to_numpy(np.float64),
         spec=spec,
         loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
         next_depth=np.asarray(following.fillna(0), np.float64),
         drafted_depth=np.asarray(drafted, np.float64),
-        levels=np.asarray(drafted.where(~drafter.isin(list(MODEL_FREE)), 0), np.float64),
+        levels=np.asarray(drafted.where(~table["drafter"].isin(list(MODEL_FREE)), 0), np.float64),
         draft_s=np.asarray(draft.fillna(0.0), np.float64),
         draft_known=(draft.notna() & following.notna()).to_numpy(),
         seconds=table["duration"].to_numpy(np.float64),
@@ -213,8 +211,8 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
             wrong |= values != np.floor(values)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            bound = "a time above 0" if name == "seconds" else f"{'a whole number' if name in _WHOLE else 'a number'}"
-            least = "" if name == "seconds" else f", at least {_LEAST[name]}"
-            raise ConfigError(f"{place}: row {at}: {name} is {column.tolist()[at]!r}; it is {bound}{least}")
+            kind = "a whole number" if name in _WHOLE else "a number"
+            rule = "a time above 0" if name == "seconds" else f"{kind}, at least {_LEAST[name]}"
+            raise ConfigError(f"{place}: row {at}: {name} is {column.tolist()[at]!r}; it is {rule}")
         table[name] = values
     return table

@@ -124,7 +124,7 @@ def _workloads(trace: Trace) -> tuple[dict[int, StepWorkload], pd.DataFrame]:
     if steps is None or steps.empty:
         raise TraceError(f"{trace.path or 'the trace'}: no steps.parquet, so no stage times to fit; record a run")
     works = workloads(trace)
-    measured = steps.set_index("rl_step").reindex(columns=list(STAGES)).astype(np.float64)
+    measured = steps.set_index("rl_step")[list(STAGES)].astype(np.float64)
     common = [s for s in measured.index if s in works]
     return {s: works[s] for s in common}, measured.loc[common]
 

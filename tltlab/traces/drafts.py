@@ -66,7 +66,7 @@ def recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     not match that (preemption, chunked prefill), the worker's RL step is left out. Trees are left out.
     """
     iterations = trace.iterations
-    if iterations is None or "accepted_per_request" not in iterations:
+    if iterations is None:
         return _no_drafts(), ["the trace has no accepted_per_request: its drafts cannot be told apart by request"]
     responses = trace.workload.merge(trace.outcomes, on=list(KEY), how="inner", sort=False)
     if responses["worker"].isna().any() or responses["t_finish"].isna().any():
@@ -220,8 +220,6 @@ def _iteration_times(outcomes: pd.DataFrame, iterations: pd.DataFrame | None) ->
     """Token times by key, of the workers whose iterations tell them."""
     if iterations is None or outcomes["worker"].isna().any():
         return {}
-    if "accepted_per_request" not in iterations:
-        iterations = iterations.assign(accepted_per_request=None)
     ordered = outcomes.sort_values("t_submit", kind="stable") if outcomes["t_submit"].notna().all() else outcomes
     times: dict[Key, Floats] = {}
     for worker, rows in iterations.groupby("worker", sort=True):

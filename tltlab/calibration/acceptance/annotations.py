@@ -50,17 +50,15 @@ class AgreementCheck:
         rows = rows.drop_duplicates([*KEY, "drafter"])
         caps = step.workload[[*KEY, "max_response_tokens"]]
         pairs = drafts.merge(rows, on=[*KEY, "drafter"], sort=False).merge(caps, on=list(KEY), sort=False)
+        pairs = pairs[pairs["generated_tokens"] < pairs["accept_if_drafted"].map(len)]
         if pairs.empty:
             return
-        at = pairs["generated_tokens"].to_numpy(np.int64)
-        lengths = pairs["accept_if_drafted"].tolist()
-        inside = np.array([position < len(row) for position, row in zip(at, lengths, strict=True)])
-        pairs, at, lengths = pairs[inside], at[inside], [row for row, ok in zip(lengths, inside, strict=True) if ok]
+        at, lists = pairs["generated_tokens"].to_numpy(np.int64), pairs["accept_if_drafted"].tolist()
         # A draft is followed by a token of the target's own, so the runtime never drafts the last token under the cap.
         worth = pairs["max_response_tokens"].to_numpy(np.int64) - at - 1
         most = np.minimum(np.minimum(pairs["reach"].to_numpy(np.int64), pairs["max_depth"].to_numpy(np.int64)), worth)
-        tokens_left = np.array([len(row) for row in lengths], np.int64) - at
-        annotated = np.array([row[position] for position, row in zip(at, lengths, strict=True)], np.int64)
+        tokens_left = np.array([len(row) for row in lists], np.int64) - at
+        annotated = np.array([row[position] for position, row in zip(at, lists, strict=True)], np.int64)
         self._parts.append(
             pairs[[*KEY, "drafter"]].assign(
                 annotated=np.minimum(annotated, most),

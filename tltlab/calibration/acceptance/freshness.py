@@ -197,8 +197,7 @@ def _span(logarithm: float) -> float:
 
 def drafter_states(acceptance: pd.DataFrame) -> pd.DataFrame:
     """acceptance.parquet with each row's `age` and `updates`; unknown updates of one drafter count as none."""
-    column = acceptance["drafter_updates"] if "drafter_updates" in acceptance else pd.Series(np.nan, acceptance.index)
-    updates = column.astype(np.float64)
+    updates = acceptance["drafter_updates"].astype(np.float64)
     is_known = updates.notna().groupby(acceptance["drafter"]).transform("all")
     return acceptance.assign(age=acceptance["drafter_age"], updates=updates.where(is_known, 0.0))
 

@@ -64,7 +64,7 @@ def _fit(rows: pd.DataFrame, drafter: str, depth: int) -> FittedDepth | None:
     if requests == 0:
         return None
     drafted = float((sample["num_drafted"] * depth / sample["draft_depth"]).sum()) / requests
-    lists = rows["accepted_per_request"].dropna() if "accepted_per_request" in rows else pd.Series(dtype=object)
+    lists = rows["accepted_per_request"].dropna()
     if len(lists) == len(rows):
         accepted = np.concatenate([np.asarray(x, np.int64) for x in lists])
         num_samples = len(accepted)
