@@ -22,11 +22,9 @@ from .linear import predict
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Linear costs and acceptance by batch, with the residuals of the costs.
+    """Linear costs and acceptance by batch; `residuals` and `sums` are those of the costs, as in `CostFit`.
 
-    `residuals` has one row per regime: `regime`, `num_iterations`, `mean_abs_relative_error` of single iterations, and
-    `bias`, summed prediction / summed duration - 1. `sums` has one row per RL step and worker: measured and predicted
-    seconds, which is what a rollout time is made of. `notes` says which terms are None or folded into others, and why.
+    `notes` says which terms are None or folded into others, and why.
     """
 
     costs: LinearCosts

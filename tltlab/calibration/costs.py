@@ -35,7 +35,8 @@ class CostFit:
     """A cost model, `costs.calibrated` and `costs.notes` included, and how well it holds.
 
     `residuals` has a row per regime: `regime`, `num_iterations`, `mean_abs_relative_error` of single iterations and the
-    `bias` of their sum. `sums` has a row per RL step and worker (none for a table): measured and predicted seconds.
+    `bias` of their sum. `sums` has a row per RL step and worker (none for a table), which is what a rollout time is
+    made of: measured and predicted seconds.
     `cross_validation` has a row per fold and one overall, as `held_out_errors` says; empty without folds.
     """
 

@@ -79,14 +79,14 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
     """
     works, measured = _workloads(trace)
     fits = {
-        "inference_s": _fitted("inference_s", works, measured, _inference),
+        "inference_s": _fitted("inference_s", works, measured, _all_responses),
         "reward_s": _fitted("reward_s", works, measured, _reward),
-        "train_s": _fitted("train_s", works, measured, _train("all")),
+        "train_s": _fitted("train_s", works, measured, _all_responses),
         "sync_s": _fitted("sync_s", works, measured, lambda work: {"base_s": 1.0}),
     }
     trains: Trained = "all"
     if (unfiltered := fits["train_s"]) is not None:
-        informative = _fitted("train_s", works, measured, _train("informative"))
+        informative = _fitted("train_s", works, measured, _informative)
         assert informative is not None
         if informative.error < unfiltered.error:
             trains, fits["train_s"] = "informative", informative
@@ -129,7 +129,7 @@ def _workloads(trace: Trace) -> tuple[dict[int, StepWorkload], pd.DataFrame]:
     return {s: works[s] for s in common}, measured.loc[common]
 
 
-def _inference(work: StepWorkload) -> dict[str, float]:
+def _all_responses(work: StepWorkload) -> dict[str, float]:
     return {"per_token_s": work.num_tokens, "base_s": 1.0, "per_pair_s": work.num_pairs}
 
 
@@ -138,16 +138,8 @@ def _reward(work: StepWorkload) -> dict[str, float]:
     return {"per_response_s": work.num_responses, "per_token_s": work.num_response_tokens}
 
 
-def _train(trains: Trained) -> Columns:
-    def columns(work: StepWorkload) -> dict[str, float]:
-        all_responses = trains == "all"
-        return {
-            "per_token_s": work.num_tokens if all_responses else work.informative_tokens,
-            "base_s": 1.0,
-            "per_pair_s": work.num_pairs if all_responses else work.informative_pairs,
-        }
-
-    return columns
+def _informative(work: StepWorkload) -> dict[str, float]:
+    return {"per_token_s": work.informative_tokens, "base_s": 1.0, "per_pair_s": work.informative_pairs}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,8 +137,10 @@ def tables_of_responses(
         frame["sample"] = frame.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
     key, cut = frame[["rl_step", "prompt_id", "sample"]], (lengths >= caps) & known_cap
     tables = tables_of_lengths(key, np.minimum(lengths, caps), frame["prompt_tokens"], caps, cut)
-    _since_step_start(frame)
-    outcomes = tables["outcomes"].join(frame[["reward", "worker", "t_submit", "t_first_token", "t_finish"]])
+    times = ["t_submit", "t_first_token", "t_finish"]
+    outcomes = tables["outcomes"].join(frame[["reward", "worker", *times]].astype(np.float64))
+    outcomes[times] = outcomes[times].sub(outcomes.groupby("rl_step")["t_submit"].transform("min"), axis=0)
+    outcomes.loc[outcomes["t_submit"].isna(), times] = np.nan
     outcomes["finish_reason"] = outcomes["finish_reason"].where(unknown, reason)
     return tables | {"outcomes": outcomes}, tuple(notes)
 
@@ -147,12 +149,3 @@ def group_size_of(workload: pd.DataFrame) -> int | None:
     """Samples per prompt, where all groups have as many."""
     sizes = workload.groupby(["rl_step", "prompt_id"], sort=False).size().unique()
     return int(sizes[0]) if len(sizes) == 1 else None
-
-
-def _since_step_start(frame: pd.DataFrame) -> None:
-    for name in ("reward", "worker", "t_submit", "t_first_token", "t_finish"):
-        frame[name] = frame[name].astype(np.float64)
-    start = frame.groupby("rl_step")["t_submit"].transform("min")
-    timed = frame["t_submit"].notna()
-    for name in ("t_first_token", "t_finish", "t_submit"):
-        frame[name] = (frame[name] - start).where(timed)

@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, repeat
-from operator import itemgetter
 from pathlib import Path
 
 from tltlab.errors import TraceError
@@ -48,7 +47,7 @@ def read_verl(path: Path, tokens: TokenCounter) -> Dump:
         for row in rows:
             row.require(["input"], "prompt")
             row.require(["output"], "response")
-        steps = (row.whole("step") if row.find(["step"]) else _step_of_name(file, row) for row in rows)
+        steps = (_step(row, int(file.stem) if file.stem.isdecimal() else None) for row in rows)
         responses += responses_of_texts(rows, "input", "output", tokens, steps, lambda row: row.number("score"))
         exact = exact and has_lengths(rows)
     return Dump(responses=responses, notes=() if exact else (tokens.note,), exact=exact)
@@ -59,10 +58,11 @@ def verl_files(folder: Path) -> list[Path]:
     return sorted((f for f in folder.glob("*.jsonl") if f.stem.isdecimal()), key=lambda f: (int(f.stem), f.name))
 
 
-def _step_of_name(file: Path, row: Row) -> int:
-    if not file.stem.isdecimal():
-        row.require(["step"], "step")
-    return int(file.stem)
+def _step(row: Row, step_of_file: int | None) -> int:
+    """The row's own step, else that in the name of its file."""
+    if row.find(["step"]) is None and step_of_file is not None:
+        return step_of_file
+    return row.whole(row.require(["step"], "step"))
 
 
 def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = ()) -> Dump:
@@ -78,8 +78,9 @@ def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = (
     names = tuple(reward_columns)
     exact, num_repeats, last = True, 0, b""
     for file in files:
-        for rl_step, group in groupby(((_step(file, row), row) for row in rows_of(file)), itemgetter(0)):
-            rows = [row for _, row in group]
+        name = _STEP_OF_NAME.fullmatch(file.stem)
+        for rl_step, group in groupby(rows_of(file), partial(_step, step_of_file=int(name[1]) if name else None)):
+            rows = list(group)
             for row in rows:
                 row.require(["prompt"], "prompt")
                 row.require(["completion"], "completion")
@@ -106,12 +107,6 @@ def trl_files(folder: Path) -> list[Path]:
     return sorted(
         (f for f in files if _STEP_OF_NAME.fullmatch(f.stem)), key=lambda f: (int(f.stem.rpartition("_")[2]), f.name)
     )
-
-
-def _step(file: Path, row: Row) -> int:
-    if row.find(["step"]) is None and (name := _STEP_OF_NAME.fullmatch(file.stem)):
-        return int(name[1])
-    return row.whole(row.require(["step"], "step"))
 
 
 def _reward_columns(rows: Sequence[Row]) -> tuple[str, ...]:
