@@ -91,7 +91,7 @@ def fit_trace(
     notes = coverage(table, trace.steps)
     parts = step_folds(sorted(table["rl_step"].unique().tolist()), most_folds)
     held_out = _held_out(estimator, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
-    predicted = _predicted(held_out)
+    predicted = _with_prediction(held_out)
     errors = worker_sums(predicted, predicted["measured_s"].to_numpy(), predicted["predicted_s"].to_numpy())["bias"]
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
     return CostFit(
@@ -126,7 +126,7 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     else:
         masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
         held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
-    predicted = _predicted(held_out)
+    predicted = _with_prediction(held_out)
     errors = predicted["predicted_s"] / predicted["measured_s"] - 1.0
     evidence = _evidence("this table", rows, estimator, {"batch": errors})
     return CostFit(
@@ -138,7 +138,7 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     )
 
 
-def _predicted(held_out: pd.DataFrame) -> pd.DataFrame:
+def _with_prediction(held_out: pd.DataFrame) -> pd.DataFrame:
     """Left-out rows that the rest of the data could predict."""
     columns = ["rl_step", "worker", "measured_s", "predicted_s"]
     return held_out.reindex(columns=columns).dropna(subset=["predicted_s"])

@@ -77,7 +77,7 @@ def fit_spot(trace: Trace, rl_steps: Sequence[int] | None = None) -> SpotFit:
     rows = _beside(table)
     if not (rows["updates"] > 0).any():
         raise ConfigError(f"{place}: no training period came to an update, so nothing tells how fast training is")
-    model, notes = _fitted(rows)
+    model, notes = _fit(rows)
     return SpotFit(model=model, residuals=_residuals(rows), notes=tuple(notes))
 
 
@@ -113,7 +113,7 @@ def _beside(table: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(opens=opens, changes=changes, others=num_beside)
 
 
-def _fitted(rows: pd.DataFrame) -> tuple[SpotTraining, list[str]]:
+def _fit(rows: pd.DataFrame) -> tuple[SpotTraining, list[str]]:
     notes: list[str] = []
     rate, efficiency = _rate(rows, notes)
     samples, tokens = _update(rows, notes)

@@ -151,7 +151,7 @@ def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[s
 
 def forward_knots(coefficients: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
     """The fitted curve of `forward_columns`."""
-    seconds = np.maximum(_risen(coefficients, "forward", at), LEAST_S)
+    seconds = np.maximum(_values_at(coefficients, "forward", at), LEAST_S)
     return tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(at, seconds, strict=True))
 
 
@@ -159,8 +159,8 @@ def attention_knots(
     coefficients: dict[str, float | None], at: Floats, per_context_s: float | None = None
 ) -> tuple[AttentionKnot, ...]:
     """The fitted curves of `fixed_columns` and `context_columns`, or one slope for all batches in place of these."""
-    fixed = _risen(coefficients, "fixed", at)
-    slopes = _risen(coefficients, "context", np.concatenate([[0.0], at]))[1:] / at
+    fixed = _values_at(coefficients, "fixed", at)
+    slopes = _values_at(coefficients, "context", np.concatenate([[0.0], at]))[1:] / at
     if per_context_s is not None:
         slopes = np.full_like(at, per_context_s)
     return tuple(
@@ -193,6 +193,6 @@ def _ramps(name: str, x: Floats, knots: Floats) -> dict[str, Floats]:
     return {f"{name} {high:g}": np.clip((x - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)}
 
 
-def _risen(coefficients: dict[str, float | None], name: str, knots: Floats) -> Floats:
+def _values_at(coefficients: dict[str, float | None], name: str, knots: Floats) -> Floats:
     """The curve's values at the knots: sums of its ramps up to there."""
     return np.cumsum([coefficients.get(name) or 0.0, *(coefficients.get(f"{name} {x:g}") or 0.0 for x in knots[1:])])

@@ -79,23 +79,23 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
     """
     works, measured = _workloads(trace)
     fits = {
-        "inference_s": _fitted("inference_s", works, measured, _all_responses),
-        "reward_s": _fitted("reward_s", works, measured, _reward),
-        "train_s": _fitted("train_s", works, measured, _all_responses),
-        "sync_s": _fitted("sync_s", works, measured, lambda work: {"base_s": 1.0}),
+        "inference_s": _fit_stage("inference_s", works, measured, _all_responses),
+        "reward_s": _fit_stage("reward_s", works, measured, _reward),
+        "train_s": _fit_stage("train_s", works, measured, _all_responses),
+        "sync_s": _fit_stage("sync_s", works, measured, lambda work: {"base_s": 1.0}),
     }
     trains: Trained = "all"
     if (unfiltered := fits["train_s"]) is not None:
-        informative = _fitted("train_s", works, measured, _informative)
+        informative = _fit_stage("train_s", works, measured, _informative)
         assert informative is not None
         if informative.error < unfiltered.error:
             trains, fits["train_s"] = "informative", informative
-    known = {stage: fitted for stage, fitted in fits.items() if fitted is not None}
-    if not known:
+    models = {stage: fitted for stage, fitted in fits.items() if fitted is not None}
+    if not models:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
         )
-    inference, reward, train, sync = (known[stage].terms if stage in known else None for stage in STAGES)
+    inference, reward, train, sync = (models[stage].terms if stage in models else None for stage in STAGES)
     costs = StageCosts(
         num_gpus=num_gpus,
         inference=None if inference is None else InferenceCosts(**inference),
@@ -105,7 +105,7 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
         provenance=f"fitted to {len(works)} RL steps of {trace.manifest.name or trace.path or 'a trace'}"
         + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
     )
-    rows = pd.concat([fitted.held_out for fitted in known.values()], ignore_index=True)
+    rows = pd.concat([fitted.held_out for fitted in models.values()], ignore_index=True)
     return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
 
 
@@ -143,7 +143,7 @@ def _informative(work: StepWorkload) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fitted:
+class _Stage:
     terms: dict[str, float]
     held_out: pd.DataFrame
 
@@ -152,7 +152,7 @@ class _Fitted:
         return float(relative_errors(self.held_out).mean())
 
 
-def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Fitted | None:
+def _fit_stage(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Stage | None:
     """The stage with as many terms as pay; None where it has no known time."""
     seconds = measured[stage].dropna()
     if seconds.empty:
@@ -161,12 +161,12 @@ def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, 
     terms = [str(name) for name in table]
     rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
     rows["constant_s"] = left_out_predictions(Constant(), rows, "rl_step")
-    best: _Fitted | None = None
+    best: _Stage | None = None
     affordable = max(1, len(rows) // _STEPS_PER_TERM)
     for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
         estimator = StageEstimator(terms[:num_terms])
         held_out = rows.assign(predicted_s=left_out_predictions(estimator, rows, "rl_step"))
-        candidate = _Fitted(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
+        candidate = _Stage(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
         if best is None or candidate.error < _WORTH * best.error:
             best = candidate
     return best

@@ -61,7 +61,7 @@ class RecordedTableEstimator(TableEstimator):
         if coefficients["prefill_per_token_s"] is None:
             notes.append("no iteration prefilled: prefill_per_token_s is null")
         if rows.spec.any():
-            terms |= _drafting(rows)
+            terms |= _drafting_terms(rows)
             terms["sd_base_s"] = (coefficients["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
             if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
                 notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
@@ -223,7 +223,7 @@ def _smoothing_note(rows: Iterations, error: pd.Series[float]) -> str:
     )
 
 
-def _drafting(rows: Iterations) -> dict[str, float | None]:
+def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
     zeros: dict[str, float | None] = dict.fromkeys(_DRAFTING, 0.0)
     drafting = (rows.next_depth > 0) & (rows.draft_s > 0)
     if not drafting.any():

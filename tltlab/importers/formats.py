@@ -186,7 +186,7 @@ def guess(path: Path) -> Format:
         if trl_files(path):
             return "trl"
         if files := verl_files(path):
-            return _of_record(_first(files[0]))
+            return _record_format(_first(files[0]))
         if is_metrics_log(path):
             return "metrics"
         raise TraceError(
@@ -200,7 +200,7 @@ def guess(path: Path) -> Format:
     if path.suffix in (".tsv", ".tab"):
         return "csv"
     try:
-        return _of_record(_first(path))
+        return _record_format(_first(path))
     except TraceError:
         if path.suffix == ".parquet":
             raise
@@ -219,7 +219,7 @@ def _first(path: Path) -> Row:
     return row
 
 
-def _of_record(row: Row) -> Format:
+def _record_format(row: Row) -> Format:
     names = set(row.fields)
     if {"input", "output"} <= names:
         return "verl"

@@ -52,7 +52,7 @@ def max_entropy_lengths(
             f"{num} responses of {low} to {most} tokens, {num_cut} of them cut at {end}, have no mean of {mean:g}"
         )
     drawn = _quantiles(free, free_total / free, float(low), float(high)) if free else np.zeros(0)
-    return np.sort(np.concatenate([_rounded(drawn, free_total), np.asarray(fixed, np.int64)])).astype(np.int64)
+    return np.sort(np.concatenate([_round_to_total(drawn, free_total), np.asarray(fixed, np.int64)])).astype(np.int64)
 
 
 def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
@@ -83,7 +83,7 @@ def _quantiles(num: int, mean: float, low: float, high: float) -> Floats:
     return lengths(float(brentq(off, -_STEEPEST, _STEEPEST, xtol=1e-12)))
 
 
-def _rounded(values: Floats, total: int) -> Ints:
+def _round_to_total(values: Floats, total: int) -> Ints:
     """Whole numbers nearest to `values`, in their range, that sum to `total`: the largest remainders are rounded up."""
     if not len(values):
         return np.zeros(0, np.int64)

@@ -68,7 +68,7 @@ def records_of(path: Path) -> Iterator[Record]:
             return
         if path.is_dir() or path.suffix == ".wandb":
             for log in files:
-                yield from _of_history(log.name, history(log))
+                yield from _from_history(log.name, history(log))
             return
         with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
@@ -76,11 +76,11 @@ def records_of(path: Path) -> Iterator[Record]:
             if b"\0" in start:
                 raise TraceError(f"{path}: not text; of W&B's offline runs run-ID.wandb can be read")
             if start[:1] in b"{[" and (whole := _json(file.read(MOST_JSON_BYTES))) is not None:
-                yield from _of_json(path, whole)
+                yield from _from_json(whole)
                 return
             file.seek(0)
             lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
-            yield from _of_lines(path, lines)
+            yield from _from_lines(lines)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -98,7 +98,7 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _of_lines(path: Path, lines: Iterable[str]) -> Iterator[Record]:
+def _from_lines(lines: Iterable[str]) -> Iterator[Record]:
     nemo_step: int | None = None
     scrape: dict[tuple[str, str], float] = {}
     before: dict[tuple[str, str], float] = {}
@@ -111,7 +111,7 @@ def _of_lines(path: Path, lines: Iterable[str]) -> Iterator[Record]:
                 if (sample := _sample(text)) is not None:
                     if sample[0] in scrape:
                         num_scrapes += 1
-                        yield from _of_counters(num_scrapes, place, before, scrape)
+                        yield from _from_counters(num_scrapes, place, before, scrape)
                         before, scrape = scrape, {}
                     scrape[sample[0]] = sample[1]
             elif "step:" in text and (verl := _VERL.search(text)):
@@ -120,34 +120,34 @@ def _of_lines(path: Path, lines: Iterable[str]) -> Iterator[Record]:
             elif "'" in text and "length" in text and (trl := _TRL.search(text)):
                 yield from _record(None, place, dict(_TRL_ITEM.findall(trl[0])))
             elif text.startswith("{") and isinstance(fields := _json(text), dict):
-                yield from _of_fields(place, fields)
+                yield from _from_fields(place, fields)
             elif nemo := _NEMO_STEP.search(text):
                 nemo_step = int(nemo[1])
             elif nemo_step is not None and (item := _NEMO_ITEM.search(text)):
                 name = item[1].strip()
                 yield from _record(nemo_step, place, {_NEMO_NAMES.get(name, f"timing/train/{name}"): item[2]})
     if scrape:
-        yield from _of_counters(num_scrapes + 1, "the last scrape", before, scrape)
+        yield from _from_counters(num_scrapes + 1, "the last scrape", before, scrape)
 
 
-def _of_json(path: Path, whole: Any) -> Iterator[Record]:
+def _from_json(whole: Any) -> Iterator[Record]:
     """A whole file of JSON: a history, records, or `{metric: {step: value}}`."""
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
         whole = whole["log_history"]
     if isinstance(whole, list):
         for at, fields in enumerate(whole):
             if isinstance(fields, dict):
-                yield from _of_fields(f"item {at}", fields)
+                yield from _from_fields(f"item {at}", fields)
     elif isinstance(whole, dict) and any(isinstance(v, dict) and v and all(map(_is_step, v)) for v in whole.values()):
         for key, values in whole.items():
             if isinstance(values, dict) and all(map(_is_step, values)):
                 for step, value in values.items():
                     yield from _record(int(step), key, {key: value})
     elif isinstance(whole, dict):
-        yield from _of_fields("the file", whole)
+        yield from _from_fields("the file", whole)
 
 
-def _of_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
+def _from_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
     """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart."""
     flat: dict[str, Any] = {}
     for key, value in fields.items():
@@ -176,7 +176,7 @@ def _sample(text: str) -> tuple[tuple[str, str], float] | None:
     return (match[1], match[2] or ""), value
 
 
-def _of_counters(
+def _from_counters(
     rl_step: int, place: str, before: Mapping[tuple[str, str], float], scrape: Mapping[tuple[str, str], float]
 ) -> Iterator[Record]:
     """What vLLM counted between two scrapes of `/metrics`, engines added up; each scrape ends an RL step.
@@ -208,7 +208,7 @@ def _of_counters(
     yield Record(rl_step=rl_step, place=place, values=values)
 
 
-def _of_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+def _from_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
     """Rows of W&B. TRL logs what each call took in a row of its own: they add up to the next row of metrics."""
     call_times: dict[str, float] = {}
     for row in rows:
@@ -217,7 +217,7 @@ def _of_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Recor
             numbers = {key: value for key, value in calls.items() if isinstance(value, int | float)}
             call_times |= {key: call_times.get(key, 0.0) + value for key, value in numbers.items()}
         else:
-            yield from _of_fields(place, {**row, **call_times})
+            yield from _from_fields(place, {**row, **call_times})
             call_times = {}
 
 

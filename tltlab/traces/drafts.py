@@ -77,7 +77,7 @@ def recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     parts, skipped, periods = [], 0, iterations.groupby(["rl_step", "worker"], sort=True)
     for (rl_step, worker), rows in periods:
         requests = ordered[(ordered["rl_step"] == rl_step) & (ordered["worker"] == worker)]
-        part = _attributed(requests.reset_index(drop=True), rows.sort_values("iteration"), finishes)
+        part = _drafts_of(requests.reset_index(drop=True), rows.sort_values("iteration"), finishes)
         parts += [] if part is None else [part]
         skipped += part is None
     notes = [f"{skipped} of {len(periods)} workers' RL steps left out: batches do not follow from lengths"]
@@ -134,7 +134,7 @@ def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[Attribut
     return batches
 
 
-def _attributed(requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[Any, Floats]) -> pd.DataFrame | None:
+def _drafts_of(requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[Any, Floats]) -> pd.DataFrame | None:
     """One worker's drafts in one RL step; None where its batches do not follow from the lengths."""
     batches = attributed_batches(requests["response_tokens"].to_numpy(np.int64), iterations)
     if batches is None:

@@ -145,7 +145,7 @@ class Recorder:
         self._folder = recording_of(path)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
         self._writing: Future[bool] | None = None
-        self._failed: _Rows = {}
+        self._failed_rows: _Rows = {}
         self._failed_notes: str | None = None
 
     def rewind(self, rl_steps: int) -> None:
@@ -198,7 +198,7 @@ class Recorder:
                 write_chunk(self._folder, number, tables)
             return bool(tables)
         except BaseException as error:
-            self._failed, self._failed_notes = rows, notes
+            self._failed_rows, self._failed_notes = rows, notes
             if isinstance(error, OSError):
                 raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
             raise
@@ -214,7 +214,7 @@ class Recorder:
         try:
             self._next_chunk += write()
         except BaseException:
-            rows, self._failed = self._failed, {}
+            rows, self._failed_rows = self._failed_rows, {}
             for table, since in self._rows.items():
                 rows.setdefault(table, []).extend(since)
             self._rows = rows
@@ -251,7 +251,7 @@ class Recorder:
         with contextlib.suppress(TraceError, RunError):  # the first error is the one to show
             self.flush()
         # What the disk did not take is nobody's any more, and may be much.
-        self._rows, self._failed = {}, {}
+        self._rows, self._failed_rows = {}, {}
         self._writer.shutdown()
         self._lock.close()
 

@@ -128,7 +128,7 @@ class RecordedTable(StoredTable):
         self._lowest = np.array([steps.min() for _, _, steps in self._pieces])
         self._highest = np.array([steps.max() for _, _, steps in self._pieces])
 
-    def _holding(self, rl_steps: Sequence[int] | Ints) -> Iterator[tuple[int, Chunk, Ints, Ints, Ints]]:
+    def _pieces_with(self, rl_steps: Sequence[int] | Ints) -> Iterator[tuple[int, Chunk, Ints, Ints, Ints]]:
         """Pieces with rows of these RL steps: number, chunk, rows and RL steps, and where among them those are.
 
         Only pieces between the first and the last RL step are looked through.
@@ -142,12 +142,12 @@ class RecordedTable(StoredTable):
                 yield number, chunk, rows, steps, at
 
     def select(self, rl_steps: Sequence[int]) -> RecordedTable:
-        pieces = [(chunk, rows[at], steps[at]) for _, chunk, rows, steps, at in self._holding(rl_steps)]
+        pieces = [(chunk, rows[at], steps[at]) for _, chunk, rows, steps, at in self._pieces_with(rl_steps)]
         return RecordedTable(self.name, self.folder, pieces, self.row_bytes)
 
     def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         tables, numbers = [TABLES[self.name].empty_table()], [np.arange(0)]
-        for number, chunk, rows, _, at in self._holding(self.rl_steps if rl_steps is None else rl_steps):
+        for number, chunk, rows, _, at in self._pieces_with(self.rl_steps if rl_steps is None else rl_steps):
             if (table := chunk.tables([self.name]).get(self.name)) is None:
                 raise TraceError(f"{chunk.path}: its rows of {self.name} were taken back while they were read")
             # A copy, not a slice: a slice would keep the whole chunk.
@@ -286,7 +286,7 @@ def put_together(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.T
         workers += max(1, len(names))
         for name, table in part.tables.items():
             if name != "steps" and len(table):
-                pieces.setdefault(name, []).append(_renumbered(name, table, at, places, samples, names))
+                pieces.setdefault(name, []).append(_renumber(name, table, at, places, samples, names))
     tables = {name: pa.concat_tables(rows) for name, rows in pieces.items()}
     tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
     if all("steps" in part.tables for part in parts):
@@ -355,7 +355,7 @@ def _sample_offsets(parts: Sequence[EngineTrace], places: _Places) -> pd.Series:
     return offsets.droplevel("whole").reorder_levels(index)
 
 
-def _renumbered(
+def _renumber(
     name: str, table: pa.Table, at: int, places: _Places, samples: pd.Series, workers: Mapping[int, int]
 ) -> pa.Table:
     """A part's rows as rows of the whole."""

@@ -43,7 +43,7 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
                 notes = [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"]
             _check_same_run(folder, earlier, manifest)
             good = {chunk: _rl_steps(tables) for chunk, tables in read_chunks(chunks_of(folder), notes)}
-            missing = _missing(good.values(), rl_steps)
+            missing = _first_missing(good.values(), rl_steps)
             if missing is None:
                 if notes := [*notes, *_change_notes(earlier, manifest, rl_steps)]:
                     replace_durably(folder / MANIFEST_FILE, with_notes(earlier, notes).to_json().encode())
@@ -55,7 +55,7 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     if is_trace(path):
         trace = read_one(path)
         _check_same_run(path, trace.manifest, manifest)
-        missing = _missing((_rl_steps(_tables(part, _TELLING)) for part in trace.parts()), rl_steps)
+        missing = _first_missing((_rl_steps(_tables(part, _TELLING)) for part in trace.parts()), rl_steps)
         if missing is None:
             original = trace.manifest.model_copy(update={"num_rl_steps": None})
             manifest = with_notes(original, _change_notes(original, manifest, rl_steps))
@@ -84,7 +84,7 @@ def _rl_steps(tables: Mapping[str, pa.Table]) -> dict[str, set[int]]:
     return {name: set(np.unique(tables[name]["rl_step"]).tolist()) for name in _TELLING if name in tables}
 
 
-def _missing(pieces: Iterable[Mapping[str, set[int]]], rl_steps: int) -> int | None:
+def _first_missing(pieces: Iterable[Mapping[str, set[int]]], rl_steps: int) -> int | None:
     """The first RL step before `rl_steps` that some table lacks, of what `_rl_steps` says of each piece of a run."""
     rl_steps_of: dict[str, set[int]] = {name: set() for name in REQUIRED_TABLES}
     for piece in pieces:
@@ -167,10 +167,8 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, ear
 
 def _check_goes_on(earlier: Trace, later: Trace, folder: Path) -> None:
     """Raise ConfigError unless `later`, of the recording `folder`, has every response of `earlier`, of the same run."""
-    ours, theirs = (
-        trace.manifest.model_copy(update={"notes": None, "num_rl_steps": None}) for trace in (later, earlier)
-    )
-    fault = "is of another run" if ours != theirs else ""
+    now, before = (t.manifest.model_copy(update={"notes": None, "num_rl_steps": None}) for t in (later, earlier))
+    fault = "is of another run" if now != before else ""
     for step in earlier.rl_steps if not fault else ():
         outcomes = later.select([step]).outcomes if step in later.rl_steps else None
         if num_missing := int((~rows_in(earlier.select([step]).outcomes, outcomes)).sum()):
@@ -199,8 +197,8 @@ def _remove(folder: Path) -> None:
 def _is_closed(folder: Path, path: Path) -> bool:
     """Whether the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
     try:
-        ours, theirs = read_recording(folder, [], salvage=False), read_one(path)
+        recording, trace = read_recording(folder, [], salvage=False), read_one(path)
     except TraceError:
         return False
-    same = (ours.manifest, ours.names) == (theirs.manifest, theirs.names)
-    return same and all(ours.arrow(name) == theirs.arrow(name) for name in ours.names)
+    alike = (recording.manifest, recording.names) == (trace.manifest, trace.names)
+    return alike and all(recording.arrow(name) == trace.arrow(name) for name in trace.names)

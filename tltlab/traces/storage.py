@@ -144,9 +144,9 @@ class FileTable(StoredTable):
         """`runs` are the numbers of the index's runs of rows that count, None: all."""
         self.name, self.path = name, path
         self._index = self._read_index() if index is None else index
-        self._picked: Ints = np.arange(len(self._index.rl_steps)) if runs is None else runs
-        counts = np.diff(self._index.bounds)[self._picked]
-        self.rl_steps, at = np.unique(self._index.rl_steps[self._picked], return_inverse=True)
+        self._run_numbers: Ints = np.arange(len(self._index.rl_steps)) if runs is None else runs
+        counts = np.diff(self._index.bounds)[self._run_numbers]
+        self.rl_steps, at = np.unique(self._index.rl_steps[self._run_numbers], return_inverse=True)
         self.rows_per_step = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
         self.row_bytes = self._index.row_bytes
 
@@ -154,8 +154,8 @@ class FileTable(StoredTable):
         return FileTable(self.name, self.path, self._index, self._runs(rl_steps))
 
     def _runs(self, rl_steps: Sequence[int] | None) -> Ints:
-        rl_step_of_run = self._index.rl_steps[self._picked]
-        return self._picked if rl_steps is None else self._picked[np.isin(rl_step_of_run, rl_steps)]
+        rl_step_of_run = self._index.rl_steps[self._run_numbers]
+        return self._run_numbers if rl_steps is None else self._run_numbers[np.isin(rl_step_of_run, rl_steps)]
 
     def part(self, rl_steps: Sequence[int] | None) -> TablePart:
         runs = self._runs(rl_steps)
@@ -229,15 +229,15 @@ class ReadTable(TraceTable):
         self._stored = stored
         self._memory = memory or cache(lambda: MemoryTable(stored.load(None)))
 
-    def _of(self, rl_steps: Sequence[int] | None) -> list[int]:
+    def _matching(self, rl_steps: Sequence[int] | None) -> list[int]:
         chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
         return list(chosen.tolist())
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        return self._memory().load(self._of(rl_steps))
+        return self._memory().load(self._matching(rl_steps))
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
-        return ReadTable(self._stored, self._of(rl_steps), self._memory)
+        return ReadTable(self._stored, self._matching(rl_steps), self._memory)
 
 
 def seal(folder: Path) -> None:
@@ -341,7 +341,7 @@ def _rl_steps(part: TablePart) -> Ints:
         decoded = part.table["rl_step"].cast(part.table["rl_step"].type.value_type)
         part = replace(part, table=pa.table({"rl_step": decoded}))
     if part.table["rl_step"].null_count:
-        part.require(part.known("rl_step"), "rl_step", "got null, this column has no unknown values")
+        part.require(part.is_known("rl_step"), "rl_step", "got null, this column has no unknown values")
     steps = part.numpy("rl_step")
     part.require((steps >= 0) & (steps < 2**31) & (steps == np.floor(steps)), "rl_step", "got {}, not an RL step")
     whole: Ints = steps.astype(np.int64)

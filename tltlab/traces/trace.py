@@ -113,11 +113,11 @@ class Trace:
 
     @property
     def workload(self) -> pd.DataFrame:
-        return self._required("workload")
+        return self._frame("workload")
 
     @property
     def outcomes(self) -> pd.DataFrame:
-        return self._required("outcomes")
+        return self._frame("outcomes")
 
     tokens = _Optional()
     iterations = _Optional()
@@ -162,7 +162,7 @@ class Trace:
 
         A trace in memory, or one that small, is its only part. All rows of all tables are in one part.
         """
-        chunks = _chunks(_stored(self))
+        chunks = _chunks(_stored_tables(self))
         if len(chunks) < 2:
             yield self
             return
@@ -207,7 +207,7 @@ class Trace:
         place = f" at {self.path}" if self.path else ""
         return f"<Trace {self.manifest.kind}{place}: {len(self.rl_steps)} RL steps, {', '.join(self.names)}>"
 
-    def _required(self, name: str) -> pd.DataFrame:
+    def _frame(self, name: str) -> pd.DataFrame:
         frame = self.table(name)
         assert frame is not None
         return frame
@@ -318,7 +318,7 @@ def read_one(place: Path) -> Trace:
                 raise
             # It was closed meanwhile.
             return read_one(place.with_name(place.name.removesuffix(SUFFIX)))
-    trace = _open(place)
+    trace = _open_trace(place)
     _check(trace)
     return trace
 
@@ -374,12 +374,12 @@ def _report_once(place: Path, line: str) -> None:
 
 def _check(trace: Trace) -> None:
     """Check values of stored tables, and how they fit together, some RL steps at a time."""
-    stored = _stored(trace)
+    stored = _stored_tables(trace)
     for rl_steps in _chunks(stored):
         check({name: table.part(rl_steps) for name, table in stored.items()})
 
 
-def _open(path: Path) -> Trace:
+def _open_trace(path: Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
     if path.is_file() and ".csv" in path.suffixes:
         manifest, columns = tables_from_csv(LengthTable.read(path))
@@ -464,7 +464,7 @@ def run_folder(trace: Path) -> Path:
     return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
 
 
-def _stored(trace: Trace) -> dict[str, StoredTable]:
+def _stored_tables(trace: Trace) -> dict[str, StoredTable]:
     return {name: table for name, table in trace._tables.items() if isinstance(table, StoredTable)}
 
 

@@ -55,10 +55,9 @@ class TablePart:
         """A numeric column as an array, null as 0."""
         return self.table[column].fill_null(0).to_numpy()
 
-    def known(self, column: str) -> Flags:
+    def is_known(self, column: str) -> Flags:
         """Where a column is not null."""
-        known: Flags = pc.is_valid(self.table[column]).to_numpy()
-        return known
+        return np.asarray(pc.is_valid(self.table[column]))
 
     def _key(self, row: int) -> str:
         names = [n for n in UNIQUE.get(self.name, ("rl_step",)) if n in self.table.column_names]
@@ -98,7 +97,7 @@ def conform(part: TablePart) -> TablePart:
             continue
         column = part.table[field.name]
         if column.null_count and not field.nullable:
-            part.require(part.known(field.name), field.name, "got null, this column has no unknown values")
+            part.require(part.is_known(field.name), field.name, "got null, this column has no unknown values")
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         if column.type != field.type:
@@ -142,12 +141,12 @@ def check_values(part: TablePart) -> None:
         _check_column(part, field)
     for column, words in _WORDS.get(part.name, {}).items():
         in_words = pc.is_in(part.table[column], pa.array(words)).to_numpy()
-        part.require(in_words | ~part.known(column), column, f"got {{}}, it must be one of {', '.join(words)}")
+        part.require(in_words | ~part.is_known(column), column, f"got {{}}, it must be one of {', '.join(words)}")
     if part.name == "outcomes":
         aborted = pc.equal(part.table["finish_reason"], "abort").to_numpy()
         ok = (part.numpy("response_tokens") >= 1) | aborted
         part.require(ok, "response_tokens", 'got {}, it must be at least 1 (0 only with finish_reason "abort")')
-        timed = part.known("t_submit") & part.known("t_finish")
+        timed = part.is_known("t_submit") & part.is_known("t_finish")
         if (early := timed & (part.numpy("t_finish") < part.numpy("t_submit"))).any():
             row = int(np.argmax(early))
             submitted, finished = part.table["t_submit"][row].as_py(), part.table["t_finish"][row].as_py()
@@ -255,9 +254,9 @@ def _check_unique(part: TablePart, codes: Ints | None) -> None:
 def _check_list_lengths(part: TablePart, response_tokens: Ints) -> None:
     for field in part.table.schema:
         if field.name in _PER_TOKEN:
-            is_known = part.known(field.name)
+            listed = part.is_known(field.name)
             lengths = pc.list_value_length(part.table[field.name]).fill_null(0).to_numpy()
-            if (wrong := is_known & (lengths != response_tokens)).any():
+            if (wrong := listed & (lengths != response_tokens)).any():
                 row = int(np.argmax(wrong))
                 want = response_tokens[row]
                 part.fault(field.name, row, f"the list has {lengths[row]} entries, response_tokens is {want}")

@@ -87,9 +87,9 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
         if not _has_acceptance(trace):
             note = "nothing was speculated, so there is no acceptance to fit"
             return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
-        drafts = _walked(trace)
+        drafts = _walked_drafts(trace)
         notes = ["acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"]
-        return _fitted("by-batch", Pooled(), _counted(drafts), notes)
+        return _fit("by-batch", Pooled(), _with_counts(drafts), notes)
     model, notes = fit_acceptance(table)
     if model is None:
         return AcceptanceFit(kind="by-batch", model=None, notes=tuple(notes))
@@ -101,18 +101,18 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
 
 
 def _per_request(trace: Trace) -> AcceptanceFit:
-    drafts, notes = (_walked(trace), []) if _has_acceptance(trace) else _recorded(trace)
-    return _fitted("per-request", OfStrangers(), _counted(drafts), notes)
+    drafts, notes = (_walked_drafts(trace), []) if _has_acceptance(trace) else _recorded_drafts(trace)
+    return _fit("per-request", OfStrangers(), _with_counts(drafts), notes)
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
-    drafts, notes = _recorded(trace)
+    drafts, notes = _recorded_drafts(trace)
     names = sorted(drafts["drafter"].unique())
     candidates = [name for name in names if name in MODEL_FREE] or names
     if len(candidates) > 1:
         raise ConfigError(f"acceptance by siblings describes one drafter, the trace has {', '.join(candidates)}")
-    rows = _counted(drafts[drafts["drafter"] == candidates[0]])
-    return _fitted("siblings", BesideSiblings(candidates[0]), rows, notes)
+    rows = _with_counts(drafts[drafts["drafter"] == candidates[0]])
+    return _fit("siblings", BesideSiblings(candidates[0]), rows, notes)
 
 
 def _fresh(trace: Trace) -> AcceptanceFit:
@@ -141,14 +141,14 @@ def _fresh(trace: Trace) -> AcceptanceFit:
     depth = int(annotated["max_depth"].min())
 
     parts = [
-        _counted(walked_drafts(rows, depth)).assign(age=rows["age"].iloc[0], updates=rows["updates"].iloc[0])
+        _with_counts(walked_drafts(rows, depth)).assign(age=rows["age"].iloc[0], updates=rows["updates"].iloc[0])
         for _, rows in annotated.groupby(["age", "updates"])
     ]
     estimator = AtAge(annotated, drafters[0], depth, notes)
-    return _fitted("fresh", estimator, pd.concat(parts, ignore_index=True), notes, ("age", "updates"))
+    return _fit("fresh", estimator, pd.concat(parts, ignore_index=True), notes, ("age", "updates"))
 
 
-def _fitted(
+def _fit(
     kind: str, estimator: DraftEstimator, rows: pd.DataFrame, notes: list[str], further: Sequence[str] = ()
 ) -> AcceptanceFit:
     if rows.empty:
@@ -314,14 +314,14 @@ def _has_acceptance(trace: Trace) -> bool:
     return trace.acceptance is not None and not trace.acceptance.empty
 
 
-def _walked(trace: Trace) -> pd.DataFrame:
+def _walked_drafts(trace: Trace) -> pd.DataFrame:
     """The drafts of each drafter at the depth to which all of its rows go."""
     assert trace.acceptance is not None
     parts = [walked_drafts(rows, int(rows["max_depth"].min())) for _, rows in trace.acceptance.groupby("drafter")]
     return pd.concat(parts, ignore_index=True)
 
 
-def _recorded(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
+def _recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     drafts, notes = recorded_drafts(trace)
     if drafts.empty:
         why = "".join(f"; {note}" for note in notes)
@@ -329,7 +329,7 @@ def _recorded(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     return drafts, notes
 
 
-def _counted(drafts: pd.DataFrame) -> pd.DataFrame:
+def _with_counts(drafts: pd.DataFrame) -> pd.DataFrame:
     return drafts.assign(num=1, tokens=1 + drafts["accepted"])
 
 

@@ -54,7 +54,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
     step cannot be told from ageing and training; none is assumed. Raises ConfigError where neither age nor updates
     vary, TraceError for an accepted length outside [0, max_depth].
     """
-    rows = _counted(drafter_states(acceptance[acceptance["drafter"] == drafter]))
+    rows = _tries(drafter_states(acceptance[acceptance["drafter"] == drafter]))
     aging, training = rows["age"].nunique() > 1, rows["updates"].nunique() > 1
     if not (aging or training):
         raise ConfigError(
@@ -156,7 +156,7 @@ class _FreshnessLikelihood:
 
     def worst(self, p: Floats) -> float:
         """Largest difference of a cell's chance from the model's."""
-        predicted, _ = self._predicted(p)
+        predicted, _ = self._predict(p)
         return float(np.abs(predicted - self.chance).max())
 
     def unidentified(self, jacobian: Floats) -> tuple[tuple[str, ...], bool]:
@@ -169,7 +169,7 @@ class _FreshnessLikelihood:
         pairs = [(a, b) for a in ("untrained", "updates_to_train") for b in ("floor", "age_steps")]
         return unidentified, any(a in at and b in at and related[at[a], at[b]] > _CONFOUNDED for a, b in pairs)
 
-    def _predicted(self, p: Floats) -> tuple[Floats, Floats]:
+    def _predict(self, p: Floats) -> tuple[Floats, Floats]:
         """The chance of every cell with its RL step's factor, and what each factor adds to 1."""
         chance, freshness = self.model(p)
         plain = chance * levels(freshness, self.age, self.updates)
@@ -182,7 +182,7 @@ class _FreshnessLikelihood:
         return plain * (1.0 + factor[self.step]), factor
 
     def _residuals(self, p: Floats) -> Floats:
-        predicted, factor = self._predicted(p)
+        predicted, factor = self._predict(p)
         prior = (p - np.array(list(self.start.values()))) / _PRIOR_SD
         return np.concatenate([np.sqrt(self.weight) * (predicted - self.chance), factor / self.spread, prior])
 
@@ -202,7 +202,7 @@ def drafter_states(acceptance: pd.DataFrame) -> pd.DataFrame:
     return acceptance.assign(age=acceptance["drafter_age"], updates=updates.where(is_known, 0.0))
 
 
-def _counted(rows: pd.DataFrame) -> pd.DataFrame:
+def _tries(rows: pd.DataFrame) -> pd.DataFrame:
     """Per response: drafted tokens that were tried, those of them that were kept, and how many tries they are worth."""
     tried, kept = [], []
     for most, lengths in zip(rows["max_depth"].tolist(), rows["accept_if_drafted"].tolist(), strict=True):

@@ -34,7 +34,7 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
     for drafter, depth in whole[["drafter", "draft_depth"]].drop_duplicates().sort_values("draft_depth").to_numpy():
         of_drafter = (whole["drafter"] == drafter).to_numpy()
         cells = [_fit(whole[of_drafter & (number == b)], str(drafter), int(depth)) for b in range(len(bands))]
-        for b, fitted in enumerate(_filled(cells)):
+        for b, fitted in enumerate(_fill(cells)):
             if fitted is not None:
                 bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
     if not bands[0]:
@@ -46,7 +46,7 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
     ), notes
 
 
-def _filled(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
+def _fill(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
     """Each band's fit, or that of the nearest band with enough samples, or of the one with most."""
     samples = [cell.num_samples or 0 if cell else 0 for cell in cells]
     enough = [b for b, n in enumerate(samples) if n >= ENOUGH] or [int(np.argmax(samples))]
