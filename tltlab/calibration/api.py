@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,9 +41,8 @@ class Calibration:
         return replace(self, costs=self.costs.model_copy(update={"noise": None}))
 
 
-def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None) -> Calibration:
-    """Fit linear costs and acceptance to the iterations of a trace (or of what is at its path), of some RL steps or
-    all; no cross-validation.
+def calibrate(trace: str | Path | Trace) -> Calibration:
+    """Fit linear costs and acceptance to the iterations of a trace (or of what is at its path); no cross-validation.
 
     An iteration's duration holds its verification and the drafting for the next one, told apart by `draft_duration`:
 
@@ -58,10 +56,9 @@ def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None) 
     holds both. Raises ConfigError for a trace without iterations.
     """
     trace = read(trace)
-    selection = trace if rl_steps is None else trace.select(rl_steps)
-    cost_fit = fit_trace(selection, most_folds=0)
+    cost_fit = fit_trace(trace, most_folds=0)
     assert isinstance(cost_fit.costs, LinearCosts)
-    acceptance, acceptance_notes = fit_acceptance(iterations_of(selection))
+    acceptance, acceptance_notes = fit_acceptance(iterations_of(trace))
     notes = (*cost_fit.costs.notes, *acceptance_notes)
     return Calibration(
         costs=cost_fit.costs.model_copy(update={"notes": notes}),

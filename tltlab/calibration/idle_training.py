@@ -7,7 +7,7 @@ its group while it was in it, so that updates = rate * (training seconds + effic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -38,7 +38,7 @@ class SpotFit:
 
     model: SpotTraining
     residuals: pd.DataFrame
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
 
     @property
     def median_error(self) -> float | None:

@@ -68,8 +68,8 @@ class StageFit:
         return console.table(["stage", "steps", "mean s", "error", "median", "worst", "constant"], rows)
 
 
-def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
-    """Fit each stage of `trace.steps` to what its RL steps worked on; `num_gpus` is noted in the costs.
+def fit_stages(trace: Trace) -> StageFit:
+    """Fit each stage of `trace.steps` to what its RL steps worked on.
 
     Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.calibration.robust`). A
     stage has tokens and a base; attention pairs join them where they lower the left-out error by a tenth. Training is
@@ -97,7 +97,6 @@ def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
         )
     inference, reward, train, sync = (models[stage].terms if stage in models else None for stage in STAGES)
     costs = StageCosts(
-        num_gpus=num_gpus,
         inference=None if inference is None else InferenceCosts(**inference),
         reward=None if reward is None else RewardCosts(when="after", **reward),
         train=None if train is None else TrainCosts(trains=trains, **train),

@@ -135,7 +135,7 @@ def test_outliers_do_not_bend_the_shape():
 
 def test_the_fit_holds_on_rl_steps_that_it_has_not_seen():
     trace = rollout(steps=4, noise="usual")
-    first, unseen = (calibrate(trace, rl_steps=steps) for steps in ([0, 1], [2, 3]))
+    first, unseen = (calibrate(trace.select(steps)) for steps in ([0, 1], [2, 3]))
     assert first.costs.base_s == pytest.approx(unseen.costs.base_s, rel=0.05)
     assert len(unseen.sums) == 2
 

@@ -57,7 +57,7 @@ def test_what_is_no_noise_is_refused(fields: dict[str, object], what: str):
 
 
 def test_calibration_measures_it_and_costs_carry_it(tmp_path):
-    costs = calibrate(read("traces/subset-sum-small"), range(4)).costs
+    costs = calibrate(read("traces/subset-sum-small").select(range(4))).costs
     assert costs.noise is not None
     assert 0.1 < costs.noise.spread < 0.5
     assert load_costs(costs.write(tmp_path / "costs.json")) == costs

@@ -171,13 +171,12 @@ def test_a_fit_finds_the_costs_that_made_the_times():
         inference=InferenceCosts(per_token_s=1e-3, base_s=2.0),
         train=TrainCosts(per_token_s=3e-3, base_s=0.5, trains="informative"),
     )
-    found = fit_stages(recorded(truth), num_gpus=4)
+    found = fit_stages(recorded(truth))
     assert found.costs.inference.per_token_s == pytest.approx(1e-3, rel=1e-3)
     assert found.costs.inference.base_s == pytest.approx(2.0, rel=1e-3)
     assert found.costs.train.trains == "informative"
     assert found.costs.train.per_token_s == pytest.approx(3e-3, rel=1e-3)
     assert found.costs.sync.seconds() == pytest.approx(0.25)
-    assert found.costs.num_gpus == 4
     assert found.residuals.set_index("stage").loc["all", "worst_error"] < 1e-3
     assert found.costs.reward is None, "a stage that was not timed is unknown"
     assert load_stages(found.costs.model_dump()) == found.costs
