@@ -221,10 +221,9 @@ def test_trl_completions_in_any_file_say_the_same(tmp_path, shape):
 
 
 def test_a_table_with_a_short_row_is_refused(tmp_path):
-    path = tmp_path / "t.json"
-    path.write_text('{"columns": ["step", "prompt", "completion"], "data": [[1, "p", "c"], [1, "p"]]}')
+    table = {"columns": ["step", "prompt", "completion"], "data": [[1, "p", "c"], [1, "p"]]}
     with pytest.raises(TraceError, match=r"data 1: got \[1, 'p'\], wanted 3 cells"):
-        import_dump(path, tokens=WORDS)
+        import_dump(jsonl(tmp_path / "t.json", table), tokens=WORDS)
 
 
 # vLLM
@@ -324,16 +323,16 @@ def test_groups_of_a_log(tmp_path):
     assert import_dump(by_place, group_size=2).outcomes["prompt_id"].tolist() == ["s0-p0", "s0-p0", "s0-p1", "s0-p1"]
 
 
-def test_several_choices_with_one_usage_are_refused(tmp_path):
-    row = {"usage": {"prompt_tokens": 4, "completion_tokens": 3}, "choices": [{}, {}]}
-    with pytest.raises(TraceError, match=r"line 1, field choices: got 2 choices and one usage"):
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"usage": {"completion_tokens": 3}, "choices": [{}, {}]}, ", field choices: got 2 choices and one usage"),
+        ({"output_tokens": 3, "words": 7}, ": no prompt length; wanted a field prompt_tokens or .*words"),
+    ],
+)
+def test_a_wrong_request_is_refused(tmp_path, row, says):
+    with pytest.raises(TraceError, match=rf"line 1{says}"):
         import_dump(jsonl(tmp_path / "log.jsonl", row), form="vllm")
-
-
-def test_the_error_lists_the_fields_that_are_there(tmp_path):
-    path = jsonl(tmp_path / "log.jsonl", {"output_tokens": 3, "words": 7})
-    with pytest.raises(TraceError, match=r"line 1: no prompt length; wanted a field prompt_tokens or .*words"):
-        import_dump(path, form="vllm")
 
 
 # All
