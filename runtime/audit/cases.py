@@ -37,7 +37,7 @@ FILTERS = ((1.0, 0), (0.9, 0), (1.0, 3), (0.9, 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class AuditCase:
     """One setting to audit. `depth` 0 leaves it to the policy."""
 
     drafter: str
@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
+class AuditedDrafter:
     """A drafter under audit: the engine it needs, by its drafters and vLLM's method of drawing drafts, and its name."""
 
     name: str
@@ -71,21 +71,21 @@ class Drafting:
         return specs
 
 
-DRAFTERS: dict[str, Drafting] = {
-    "ngram": Drafting(name="ngram", engine="model-free"),
-    "suffix": Drafting(name="suffix", engine="model-free"),
-    "eagle": Drafting(name="learned", engine="eagle", method="eagle"),
-    "hybrid": Drafting(name="hybrid", engine="eagle", method="eagle"),
-    "eagle3": Drafting(name="learned", engine="eagle3", method="eagle3"),
-    "draft_model": Drafting(name="learned", engine="draft_model", method="draft_model"),
-    "draft_model-sampled": Drafting(
+DRAFTERS: dict[str, AuditedDrafter] = {
+    "ngram": AuditedDrafter(name="ngram", engine="model-free"),
+    "suffix": AuditedDrafter(name="suffix", engine="model-free"),
+    "eagle": AuditedDrafter(name="learned", engine="eagle", method="eagle"),
+    "hybrid": AuditedDrafter(name="hybrid", engine="eagle", method="eagle"),
+    "eagle3": AuditedDrafter(name="learned", engine="eagle3", method="eagle3"),
+    "draft_model": AuditedDrafter(name="learned", engine="draft_model", method="draft_model"),
+    "draft_model-sampled": AuditedDrafter(
         name="learned", engine="draft_model-sampled", method="draft_model", probabilistic=True
     ),
 }
 """By what the audit calls them. The last one samples its drafts, which verification must know the probabilities of."""
 
 
-def cases(drafters: Sequence[str], *, fast: bool) -> list[Case]:
+def cases(drafters: Sequence[str], *, fast: bool) -> list[AuditCase]:
     """The default audit: every pair of two factors' values occurs in some case; `fast`, every value does.
 
     Cases of one engine stand together.
@@ -95,22 +95,22 @@ def cases(drafters: Sequence[str], *, fast: bool) -> list[Case]:
     return sorted(sampled + likeliest, key=lambda case: list(DRAFTERS).index(case.drafter))
 
 
-def given_cases(drafter: str, depth: int | None) -> list[Case]:
+def given_cases(drafter: str, depth: int | None) -> list[AuditCase]:
     """Cases for drafting that is given, each other value once; a policy, for which depth is None, varies it itself."""
     by_the_policy = ("budgets", "switching") if depth is None else ()
     sampled = [case for case in _cases([drafter], [depth or 0], 1) if case.composition not in by_the_policy]
     return [*sampled, greedy(drafter, depth or 0)]
 
 
-def _cases(drafters: Sequence[str], depths: Sequence[int], strength: int) -> list[Case]:
+def _cases(drafters: Sequence[str], depths: Sequence[int], strength: int) -> list[AuditCase]:
     return [
-        Case(drafter=d, depth=k, sampling=Sampling(temperature=t, top_p=f[0], top_k=f[1]), composition=c)
+        AuditCase(drafter=d, depth=k, sampling=Sampling(temperature=t, top_p=f[0], top_k=f[1]), composition=c)
         for d, k, t, f, c in covering([drafters, depths, TEMPERATURES, FILTERS, list(COMPOSITIONS)], strength)
     ]
 
 
-def greedy(drafter: str, depth: int) -> Case:
-    return Case(drafter=drafter, depth=depth, sampling=Sampling(temperature=0.0), composition="greedy")
+def greedy(drafter: str, depth: int) -> AuditCase:
+    return AuditCase(drafter=drafter, depth=depth, sampling=Sampling(temperature=0.0), composition="greedy")
 
 
 def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ...]]:
@@ -120,9 +120,7 @@ def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any,
     [('a', 'x'), ('b', 'y'), ('a', 'z')]
     """
     rows = list(product(*(range(len(values)) for values in factors)))
-    pairs = {
-        row: {tuple((f, row[f]) for f in which) for which in combinations(range(len(row)), strength)} for row in rows
-    }
+    pairs = {row: {tuple((f, row[f]) for f in at) for at in combinations(range(len(row)), strength)} for row in rows}
     missing = set().union(*pairs.values())
     used = [[0] * len(values) for values in factors]
     chosen = []
@@ -136,16 +134,16 @@ def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any,
     return chosen
 
 
-def policy_of(case: Case, drafting: Drafting, batch: int) -> Policy:
+def policy_of(case: AuditCase, drafting: AuditedDrafter, batch: int) -> Policy:
     """What makes an engine with the drafters of `drafting` draft as `case` says, `batch` requests running at most."""
     strategy = Strategy.chain(drafting.name, case.depth)
     if case.composition == "budgets":
         budget = AcceptanceBudgetSpec(min_tokens=0, max_draft_tokens=batch * 3 // 4)
         return Policy(selector=FixedSpec(strategy=strategy), budget=budget)
     if case.composition == "switching":
-        other = "suffix" if drafting.name == "ngram" else "ngram"
+        second = "suffix" if drafting.name == "ngram" else "ngram"
         depths = sorted({case.depth, (case.depth + 1) // 2})
-        arms = (*(Strategy.chain(drafting.name, d) for d in depths), Strategy.chain(other, case.depth), NO_SPECULATION)
+        arms = (*(Strategy.chain(drafting.name, d) for d in depths), Strategy.chain(second, case.depth), NO_SPECULATION)
         return Policy(selector=ExploreSpec(strategies=arms, hold_iterations=1))
     return Policy(selector=FixedSpec(strategy=strategy))
 

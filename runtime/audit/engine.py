@@ -27,7 +27,7 @@ PROMPTS = tuple(tuple(_ALL_PAIRS[i:] + _ALL_PAIRS[: i + 1]) for i in (0, 7))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AuditRequest:
     """A request of the audit; `updated` says which weights are to answer it."""
 
     prompt: int
@@ -40,7 +40,7 @@ class Asked:
 class Answer:
     """What the engine sampled; the first `num_before` tokens by the old weights where they changed meanwhile."""
 
-    asked: Asked
+    request: AuditRequest
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     num_before: int | None = None
@@ -87,7 +87,7 @@ class AuditedEngine:
         self.engine.update_weights(weights.items(), self._round)
 
     def ask(
-        self, requests: Sequence[Asked], *, ignore_eos: bool = False, update: Callable[[], None] | None = None
+        self, requests: Sequence[AuditRequest], *, ignore_eos: bool = False, update: Callable[[], None] | None = None
     ) -> Answers:
         """Answer all requests; `update` is called once, while they run."""
         self._round += 1
@@ -105,15 +105,15 @@ class AuditedEngine:
         rollout = self.engine.generate(
             [
                 GenerationRequest(
-                    key=(self._round, f"p{asked.prompt}", number, 0),
-                    prompt_token_ids=list(PROMPTS[asked.prompt]),
-                    max_response_tokens=asked.max_tokens,
+                    key=(self._round, f"p{request.prompt}", number, 0),
+                    prompt_token_ids=list(PROMPTS[request.prompt]),
+                    max_response_tokens=request.max_tokens,
                     ignore_eos=ignore_eos,
-                    temperature=asked.sampling.temperature,
-                    top_p=asked.sampling.top_p,
-                    top_k=asked.sampling.top_k,
+                    temperature=request.sampling.temperature,
+                    top_p=request.sampling.top_p,
+                    top_k=request.sampling.top_k,
                 )
-                for number, asked in enumerate(requests)
+                for number, request in enumerate(requests)
             ],
             rl_step=self._round,
             temperature=1.0,
@@ -121,7 +121,9 @@ class AuditedEngine:
         )
         return Answers(
             answers=[
-                Answer(asked=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key))
+                Answer(
+                    request=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key)
+                )
                 for a, r in zip(requests, rollout.responses, strict=True)
             ],
             num_drafted=sum(row["num_drafted"] for row in rollout.iterations),

@@ -19,7 +19,7 @@ from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.vllm import on_cpu
 from tltlab.runtime.engine.vllm.plugin import unmended_sampling
 
-from .cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of, tiny_drafters
+from .cases import DRAFTERS, AuditCase, AuditedDrafter, cases, given_cases, policy_of, tiny_drafters
 from .engine import AuditedEngine, settings
 from .models import TinyModels, make_tiny_models
 from .samples import Auditor, unsampled_row
@@ -29,10 +29,10 @@ MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EnginePlan:
     """One engine to start and the cases to run on it."""
 
-    cases: list[tuple[Case, Policy]]
+    cases: list[tuple[AuditCase, Policy]]
     drafters: Mapping[str, DrafterSpec]
     max_depth: int = MAX_DEPTH
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def run_audit(
     }
 
 
-def run_plan(plan: Plan, auditor: Auditor, engine: AuditedEngine) -> Iterator[dict[str, Any]]:
+def run_plan(plan: EnginePlan, auditor: Auditor, engine: AuditedEngine) -> Iterator[dict[str, Any]]:
     """Rows of the plan's cases. A case that the engine does not survive has failed, those after it are not tested."""
     died = None
     for case, policy in plan.cases:
@@ -113,7 +113,9 @@ def run_plan(plan: Plan, auditor: Auditor, engine: AuditedEngine) -> Iterator[di
             yield unsampled_row(case, "failed", f"the engine died: {error}")
 
 
-def default_plans(drafters: Sequence[str], models: TinyModels, args: Mapping[str, Any], *, fast: bool) -> list[Plan]:
+def default_plans(
+    drafters: Sequence[str], models: TinyModels, args: Mapping[str, Any], *, fast: bool
+) -> list[EnginePlan]:
     """A plan for each engine that the default cases need."""
     unknown = [name for name in drafters if name not in DRAFTERS]
     if unknown:
@@ -130,24 +132,24 @@ def default_plans(drafters: Sequence[str], models: TinyModels, args: Mapping[str
         group = [(case, policy_of(case, DRAFTERS[case.drafter], args["max_num_seqs"])) for case in same_engine]
         drafting = DRAFTERS[group[0][0].drafter]
         more = {"speculative_config": sampled_drafts} if drafting.probabilistic else {}
-        plans.append(Plan(cases=group, drafters=drafting.specs(models), vllm_args={**args, **more}))
+        plans.append(EnginePlan(cases=group, drafters=drafting.specs(models), vllm_args={**args, **more}))
     return plans
 
 
-def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Plan:
+def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> EnginePlan:
     """The engine under a policy, which says itself what drafts and how deep."""
     policy = load_policy(source)
     depth = max((strategy.draft_depth for strategy in policy.strategies), default=0) or MAX_DEPTH
     pairs = [(case, policy) for case in given_cases(Path(source).stem, None)]
-    return Plan(cases=pairs, drafters=tiny_drafters(policy, models), max_depth=depth, vllm_args=args)
+    return EnginePlan(cases=pairs, drafters=tiny_drafters(policy, models), max_depth=depth, vllm_args=args)
 
 
-def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> Plan:
+def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> EnginePlan:
     """The engine with a speculative_config of the user's own: its method drafts, where case and scheduler say."""
     method, depth = (args["speculative_config"][name] for name in ("method", "num_speculative_tokens"))
-    drafting = Drafting(name="learned", engine="vllm", method="draft_model")
+    drafting = AuditedDrafter(name="learned", engine="vllm", method="draft_model")
     pairs = [(case, policy_of(case, drafting, args["max_num_seqs"])) for case in given_cases(f"vllm {method}", depth)]
-    return Plan(cases=pairs, drafters=drafting.specs(models), max_depth=depth, vllm_args=args)
+    return EnginePlan(cases=pairs, drafters=drafting.specs(models), max_depth=depth, vllm_args=args)
 
 
 def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from tltlab.arrays import Array
 from tltlab.policies.policy import Policy
 
-from .cases import TEMPERATURES, Case
-from .engine import PROMPTS, RESPONSE_TOKENS, Answer, Answers, Asked, AuditedEngine
+from .cases import TEMPERATURES, AuditCase
+from .engine import PROMPTS, RESPONSE_TOKENS, Answer, Answers, AuditedEngine, AuditRequest
 from .exact import ExactModel, Sampling, probabilities
 from .models import TinyModels
-from .statistics import Check, cells_check, ranks_check, together
+from .statistics import ChiSquare, cells_check, ranks_check, together
 
 JOINT_TOKENS = 4
 LEAST_DRAFTS = 30
@@ -42,7 +42,7 @@ class Auditor:
         everything = Sampling(temperature=1.0)
         self.history = [self.before.sample(prompt, everything, 32, RESPONSE_TOKENS, rng) for prompt in PROMPTS]
 
-    def run(self, case: Case, engine: AuditedEngine, policy: Policy) -> dict[str, Any]:
+    def run(self, case: AuditCase, engine: AuditedEngine, policy: Policy) -> dict[str, Any]:
         """Sample `case` and judge it: one row of the report."""
         engine.prepare(policy)
         for prompt, responses in enumerate(self.history):
@@ -67,15 +67,15 @@ class Auditor:
         )
         return self._judged(case, total)
 
-    def _judged(self, case: Case, sampled: Answers) -> dict[str, Any]:
+    def _judged(self, case: AuditCase, sampled: Answers) -> dict[str, Any]:
         ranks, logprob_error = self.ranks(sampled.answers)
         figures, reasons = {"ranks": self._figures(ranks)}, []
         # A token's probability there depends on when the weights changed: no joint distribution is known.
         if case.composition != "updates while running":
             figures = {"cells": self._figures(self.cells(sampled.answers)), **figures}
-        for name, what in (("cells", f"the first {JOINT_TOKENS} tokens"), ("ranks", "the tokens' ranks")):
+        for name, subject in (("cells", f"the first {JOINT_TOKENS} tokens"), ("ranks", "the tokens' ranks")):
             if name in figures and not figures[name]["passed"]:
-                reasons.append(f"{what} are off: p = {figures[name]['p_value']:.1e}")
+                reasons.append(f"{subject} are off: p = {figures[name]['p_value']:.1e}")
         if not logprob_error <= LOGPROB_TOLERANCE:
             reasons.append(f"log-probs are off by up to {logprob_error:.1e}")
         row = sampled_row(case, sampled, reasons)
@@ -83,7 +83,7 @@ class Auditor:
         row |= {name: value for name, value in main.items() if name != "passed"}
         return row | {"ranks": figures["ranks"], "logprob_error": logprob_error if np.isfinite(logprob_error) else None}
 
-    def _figures(self, check: Check) -> dict[str, Any]:
+    def _figures(self, check: ChiSquare) -> dict[str, Any]:
         return {
             # JSON knows no infinity: null is an outcome that has probability 0.
             "statistic": check.statistic if np.isfinite(check.statistic) else None,
@@ -95,11 +95,11 @@ class Auditor:
             "passed": check.p_value >= self.level,
         }
 
-    def cells(self, answers: Sequence[Answer]) -> Check:
+    def cells(self, answers: Sequence[Answer]) -> ChiSquare:
         """Whether the first tokens of the responses are jointly distributed as they should be."""
         checks = []
-        for asked, stratum in strata(answers).items():
-            joint = self._model(asked).joint(PROMPTS[asked.prompt], asked.sampling, JOINT_TOKENS)
+        for request, stratum in strata(answers).items():
+            joint = self._model(request).joint(PROMPTS[request.prompt], request.sampling, JOINT_TOKENS)
             counts: Counter[tuple[int, ...]] = Counter()
             for answer in stratum:
                 prefixes = (answer.tokens[:n] for n in range(1, JOINT_TOKENS + 1))
@@ -107,56 +107,56 @@ class Auditor:
             checks.append(cells_check(counts, joint))
         return together(checks)
 
-    def ranks(self, answers: Sequence[Answer]) -> tuple[Check, float]:
+    def ranks(self, answers: Sequence[Answer]) -> tuple[ChiSquare, float]:
         """Whether tokens are as often the likeliest, the second, ... as they should be; worst error of a log-prob."""
-        parts = [self._conditionals(asked, stratum) for asked, stratum in strata(answers).items()]
+        parts = [self._conditionals(request, stratum) for request, stratum in strata(answers).items()]
         p, tokens, logprobs, positions, sure = (np.concatenate(part) for part in zip(*parts, strict=True))
-        given = p[np.arange(len(p)), tokens]
-        possible = sure & (given > 0.0)
-        error = np.abs(logprobs[possible] - np.log(given[possible])).max(initial=0.0)
+        exact = p[np.arange(len(p)), tokens]
+        possible = sure & (exact > 0.0)
+        error = np.abs(logprobs[possible] - np.log(exact[possible])).max(initial=0.0)
         order = np.argsort(-p, axis=1, kind="stable")
         ranks = np.argmax(order == tokens[:, None], axis=1)
         check = ranks_check(ranks[sure], np.take_along_axis(p, order, 1)[sure], positions[sure])
         return check, float(error)
 
-    def _conditionals(self, asked: Asked, answers: Sequence[Answer]) -> tuple[Array, ...]:
+    def _conditionals(self, request: AuditRequest, answers: Sequence[Answer]) -> tuple[Array, ...]:
         """Per token of the answers: its distribution [N, V], itself, its log-prob, its position, whether it is sure."""
-        prompt, model = PROMPTS[asked.prompt], self._model(asked)
+        prompt, model = PROMPTS[request.prompt], self._model(request)
         tokens = []
         for row, answer in zip(model.logits(prompt, [answer.tokens for answer in answers]), answers, strict=True):
             num_tokens = len(answer.tokens)
             if answer.num_before is not None and answer.num_before < num_tokens:
                 new = self.after.logits_after_update(self.before, prompt, answer.tokens, answer.num_before)
                 row[answer.num_before : num_tokens] = new
-            p, sure = probabilities(row[:num_tokens], asked.sampling)
+            p, sure = probabilities(row[:num_tokens], request.sampling)
             tokens.append((p, answer.tokens, answer.logprobs, np.arange(num_tokens), sure))
         return tuple(np.concatenate(column) for column in zip(*tokens, strict=True))
 
-    def _model(self, asked: Asked) -> ExactModel:
-        return self.after if asked.updated else self.before
+    def _model(self, request: AuditRequest) -> ExactModel:
+        return self.after if request.updated else self.before
 
-    def _greedy(self, case: Case, engine: AuditedEngine) -> dict[str, Any]:
+    def _greedy(self, case: AuditCase, engine: AuditedEngine) -> dict[str, Any]:
         """Whether every token is the exact model's likeliest, as plain decoding's are."""
-        asked = [Asked(prompt=n % 2, sampling=case.sampling, max_tokens=40 + n) for n in range(8)]
-        answered = engine.ask(asked, ignore_eos=True)
+        requests = [AuditRequest(prompt=n % 2, sampling=case.sampling, max_tokens=40 + n) for n in range(8)]
+        answers = engine.ask(requests, ignore_eos=True)
         wrong = 0
-        for answer in answered.answers:
-            logits = self.before.logits(PROMPTS[answer.asked.prompt], [answer.tokens])[0].numpy()
+        for answer in answers.answers:
+            logits = self.before.logits(PROMPTS[answer.request.prompt], [answer.tokens])[0].numpy()
             gaps = logits.max(1) - logits[np.arange(len(logits)), list(answer.tokens)]
-            wrong += bool((gaps > LOGPROB_TOLERANCE).any()) or len(answer.tokens) != answer.asked.max_tokens
-        reasons = [f"{wrong} of {len(asked)} responses are not plain decoding's"] if wrong else []
-        return sampled_row(case, answered, reasons) | {"statistic": float(wrong), "sample_size": len(asked)}
+            wrong += bool((gaps > LOGPROB_TOLERANCE).any()) or len(answer.tokens) != answer.request.max_tokens
+        reasons = [f"{wrong} of {len(requests)} responses are not plain decoding's"] if wrong else []
+        return sampled_row(case, answers, reasons) | {"statistic": float(wrong), "sample_size": len(requests)}
 
 
-def strata(answers: Sequence[Answer]) -> dict[Asked, list[Answer]]:
+def strata(answers: Sequence[Answer]) -> dict[AuditRequest, list[Answer]]:
     """Answers to the same prompt with the same sampling by the same weights, however long they may be."""
-    groups: dict[Asked, list[Answer]] = {}
+    groups: dict[AuditRequest, list[Answer]] = {}
     for answer in answers:
-        groups.setdefault(replace(answer.asked, max_tokens=RESPONSE_TOKENS), []).append(answer)
+        groups.setdefault(replace(answer.request, max_tokens=RESPONSE_TOKENS), []).append(answer)
     return groups
 
 
-def sampled_row(case: Case, sampled: Answers, reasons: Sequence[str]) -> dict[str, Any]:
+def sampled_row(case: AuditCase, sampled: Answers, reasons: Sequence[str]) -> dict[str, Any]:
     """The row of a case that was sampled. What drafted too little is not tested, which is no pass."""
     drafted, accepted = sampled.num_drafted, sampled.num_accepted
     tested = accepted > 0 if case.composition == "greedy" else min(accepted, drafted - accepted) >= LEAST_DRAFTS
@@ -168,7 +168,7 @@ def sampled_row(case: Case, sampled: Answers, reasons: Sequence[str]) -> dict[st
     return unsampled_row(case, verdict, reason) | {"num_drafted": drafted, "num_accepted": accepted}
 
 
-def unsampled_row(case: Case, verdict: str, reason: str | None) -> dict[str, Any]:
+def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> dict[str, Any]:
     """The row of a case that nothing was measured of."""
     return {
         "case": str(case),
@@ -188,23 +188,24 @@ def unsampled_row(case: Case, verdict: str, reason: str | None) -> dict[str, Any
     }
 
 
-def rounds(case: Case, batch: int, num_samples: int) -> list[list[Asked]]:
+def rounds(case: AuditCase, batch: int, num_samples: int) -> list[list[AuditRequest]]:
     """The requests of `case`, round by round; `batch` is what the engine runs at once."""
     sampling = case.sampling
     if case.composition == "alone":
-        return [[Asked(prompt=n % 2, sampling=sampling)] for n in range(max(num_samples // 8, 256))]
+        return [[AuditRequest(prompt=n % 2, sampling=sampling)] for n in range(max(num_samples // 8, 256))]
     if case.composition == "mixed":
         samplings = [Sampling(temperature=t) for t in TEMPERATURES if t != sampling.temperature][:2]
         samplings += [sampling, Sampling(temperature=sampling.temperature, top_p=0.8)]
-        row = [
-            Asked(prompt=n % 2, sampling=samplings[n // 2 % 4], max_tokens=JOINT_TOKENS + n % 13) for n in range(batch)
+        mix = [
+            AuditRequest(prompt=n % 2, sampling=samplings[n // 2 % 4], max_tokens=JOINT_TOKENS + n % 13)
+            for n in range(batch)
         ]
-        return [row] * max(num_samples // batch, 1)
+        return [mix] * max(num_samples // batch, 1)
     at_once = 4 * batch if case.composition == "queue" else batch
     num = num_samples // 8 if case.composition == "updates while running" else num_samples
     return [
         [
-            Asked(prompt=n % 2, sampling=sampling, updated=case.composition == "updates" and bool(number % 2))
+            AuditRequest(prompt=n % 2, sampling=sampling, updated=case.composition == "updates" and bool(number % 2))
             for n in range(at_once)
         ]
         for number in range(max(num // at_once, 1))

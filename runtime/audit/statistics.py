@@ -19,7 +19,7 @@ _CRESSIE_READ = 2 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class ChiSquare:
     """A statistic that is chi-square with `dof` where the samples follow their distribution.
 
     It is infinite where something happened that cannot.
@@ -52,16 +52,16 @@ class Check:
         return min(1.0, float(np.sqrt(needed / (4 * self.num_samples))))
 
 
-def together(checks: Sequence[Check]) -> Check:
+def together(checks: Sequence[ChiSquare]) -> ChiSquare:
     """One check of independent parts."""
-    return Check(
+    return ChiSquare(
         statistic=sum(check.statistic for check in checks),
         dof=sum(check.dof for check in checks),
         num_samples=sum(check.num_samples for check in checks),
     )
 
 
-def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[int, ...], float]) -> Check:
+def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[int, ...], float]) -> ChiSquare:
     """Whether counts of whole outcomes follow `joint`, their exact probabilities, which sum to 1.
 
     The statistic is Cressie and Read's (1984) with lambda 2/3: at 1e-5 it is exceeded about as often as chi-square
@@ -72,15 +72,15 @@ def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[in
     """
     num = sum(observed.values())
     if any(joint.get(cell, 0.0) <= 0.0 for cell in observed):
-        return Check(statistic=float("inf"), dof=max(len(joint) - 1, 1), num_samples=num)
+        return ChiSquare(statistic=float("inf"), dof=max(len(joint) - 1, 1), num_samples=num)
     cells = [cell for cell, p in joint.items() if p > 0.0]
     expected_counts = num * np.array([joint[cell] for cell in cells])
     groups = pooled(expected_counts)
     expected = np.bincount(groups, expected_counts)
-    seen = np.bincount(groups, [observed.get(cell, 0) for cell in cells])
-    terms = seen * ((seen / expected) ** _CRESSIE_READ - 1)
+    counts = np.bincount(groups, [observed.get(cell, 0) for cell in cells])
+    terms = counts * ((counts / expected) ** _CRESSIE_READ - 1)
     statistic = 2 / (_CRESSIE_READ * (_CRESSIE_READ + 1)) * float(terms.sum())
-    return Check(statistic=statistic, dof=len(expected) - 1, num_samples=num)
+    return ChiSquare(statistic=statistic, dof=len(expected) - 1, num_samples=num)
 
 
 def pooled(expected: Floats) -> Ints:
@@ -99,7 +99,7 @@ def pooled(expected: Floats) -> Ints:
     return by_cell
 
 
-def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> Check:
+def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> ChiSquare:
     """Whether the tokens' ranks are as frequent as the exact conditionals say, position by position.
 
     For each token: its rank in its own conditional distribution (0 the likeliest) [N], that distribution from the
@@ -110,7 +110,7 @@ def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> Check:
     """
     tokens, num_ranks = probabilities.shape
     if (probabilities[np.arange(tokens), ranks] <= 0.0).any():
-        return Check(statistic=float("inf"), dof=num_ranks - 1, num_samples=tokens)
+        return ChiSquare(statistic=float("inf"), dof=num_ranks - 1, num_samples=tokens)
     checks = []
     for position in np.unique(positions):
         at = positions == position
@@ -122,7 +122,6 @@ def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> Check:
         p = p @ merge
         excess = (np.bincount(groups[ranks[at]], minlength=p.shape[1]) - p.sum(0))[1:]
         covariance = (np.diag(p.sum(0)) - p.T @ p)[1:, 1:]
-        checks.append(
-            Check(statistic=float(excess @ np.linalg.solve(covariance, excess)), dof=len(excess), num_samples=len(p))
-        )
+        statistic = float(excess @ np.linalg.solve(covariance, excess))
+        checks.append(ChiSquare(statistic=statistic, dof=len(excess), num_samples=len(p)))
     return together(checks)

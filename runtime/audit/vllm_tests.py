@@ -42,7 +42,7 @@ SIDE = "TLTLAB_VLLM_TESTS_SIDE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedDifference:
     """Tests whose names the regular expression `tests` finds come out as `outcome` on `sides`, because of `why`."""
 
     tests: str
@@ -51,20 +51,20 @@ class Expected:
     why: str
 
 
-EXPECTED: tuple[Expected, ...] = (
-    Expected(
+EXPECTED: tuple[ExpectedDifference, ...] = (
+    ExpectedDifference(
         tests=r"::test_abort_request_when_structured_output_fsm_cannot_advance$",
         sides=("ours", "policy"),
         outcome="failed",
         why="the test makes a scheduler without calling its constructor, so ours has none of its attributes",
     ),
-    Expected(
+    ExpectedDifference(
         tests=r"::test_(sync_)?diffusion_|::test_pooling_|::test_async_scheduling_pp_",
         sides=("policy",),
         outcome="failed",
         why="a policy refuses diffusion and pooling models and pipeline parallelism, in a sentence; record= does not",
     ),
-    Expected(
+    ExpectedDifference(
         tests=r"::test_spec_decode_padding_",
         sides=("policy",),
         outcome="failed",
@@ -95,7 +95,7 @@ class Difference:
 
 
 def differences(
-    outcomes: Mapping[Side, Mapping[str, Outcome]], expected: Sequence[Expected] = EXPECTED
+    outcomes: Mapping[Side, Mapping[str, Outcome]], expected: Sequence[ExpectedDifference] = EXPECTED
 ) -> list[Difference]:
     """What comes out otherwise than on the side "stock", and what is expected to and does not, in the tests' order.
 
@@ -202,8 +202,8 @@ def outcomes_of(report: Path) -> dict[str, Outcome]:
         for kind, name in (("error", "error"), ("failure", "failed"), ("skipped", "skipped")):
             if (element := case.find(kind)) is not None:
                 result, message = name, (element.get("message") or "").strip().partition("\n")[0][:200]
-        where = case.get("file") or case.get("classname") or ""
-        outcomes[f"{where}::{case.get('name')}"] = Outcome(result=result, message=message)
+        file = case.get("file") or case.get("classname") or ""
+        outcomes[f"{file}::{case.get('name')}"] = Outcome(result=result, message=message)
     return outcomes
 
 

@@ -110,10 +110,10 @@ def vllm_tests(
 def vllm_settings(texts: list[str]) -> dict[str, Any]:
     """Settings given as KEY=VALUE, a value being JSON where it parses as JSON and text where it does not."""
     settings: dict[str, Any] = {}
-    for given in texts:
-        key, equals, value = given.partition("=")
+    for text in texts:
+        key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
-            raise ConfigError(f"--vllm {given!r} is not KEY=VALUE, such as max_num_seqs=64")
+            raise ConfigError(f"--vllm {text!r} is not KEY=VALUE, such as max_num_seqs=64")
         settings[key] = json_or_text(value)
     if not isinstance(settings.get("speculative_config", {}), dict):
         raise ConfigError(f"--vllm speculative_config takes a JSON object, got {settings['speculative_config']!r}")

@@ -53,8 +53,8 @@ def profile(
         raise ConfigError(f"--out is {out}: give a file that ends in {' or '.join(_SUFFIXES)}")
     learned = None if drafter is None else _learned(drafter)
     args = dict(_setting(text) for text in vllm or [])
-    asked = {"--batches": batches, "--depths": depths, "--contexts": contexts}
-    numbers = {option[2:]: tuple(whole_numbers(option, text)) for option, text in asked.items()}
+    options = {"--batches": batches, "--depths": depths, "--contexts": contexts}
+    numbers = {option[2:]: tuple(whole_numbers(option, text)) for option, text in options.items()}
     # As the workers of a run have it: an engine with two threads stalls where the machine is busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM and torch take seconds to import: wrong options should not wait for them.
@@ -110,8 +110,8 @@ def _setting(text: str) -> tuple[str, Any]:
 def _learned(text: str) -> tuple[str, LearnedSpec]:
     from tltlab.drafters.specs import LearnedSpec
 
-    name, _, rest = text.partition("=")
-    method, colon, model = rest.partition(":")
+    name, _, head = text.partition("=")
+    method, colon, model = head.partition(":")
     if not name or not colon:
         raise ConfigError(f"--drafter is {text!r}: give NAME=METHOD:PATH, such as learned=eagle:heads/eagle")
     with faults_in(f"--drafter is {text!r}"):

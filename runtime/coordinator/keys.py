@@ -34,8 +34,8 @@ def make_keys(num_workers: int) -> tuple[ServerKeys, tuple[ClientKeys, ...]]:
     """New keys for a coordinator and for each of its workers; a worker's key lets it speak for itself only."""
     public, secret = zmq.curve_keypair()
     pairs = [zmq.curve_keypair() for _ in range(num_workers)]
-    clients = tuple(ClientKeys(public=own, secret=hidden, server=public) for own, hidden in pairs)
-    return ServerKeys(public=public, secret=secret, workers=tuple(own for own, _ in pairs)), clients
+    clients = tuple(ClientKeys(public=key, secret=hidden, server=public) for key, hidden in pairs)
+    return ServerKeys(public=public, secret=secret, workers=tuple(key for key, _ in pairs)), clients
 
 
 def check_endpoint(endpoint: str, keys: ServerKeys | ClientKeys | None) -> None:

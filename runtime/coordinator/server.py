@@ -85,16 +85,16 @@ class _Period:
     def is_over(self) -> bool:
         return self.record.end_s is not None and all(member.free_s is not None for member in self.members)
 
-    def follow(self, in_it: tuple[int, ...], state: CoordinatorState, now: float) -> None:
-        for at, member in enumerate(self.members):
-            if member.stop_s is None and member.worker not in in_it:
+    def follow(self, members: tuple[int, ...], state: CoordinatorState, now: float) -> None:
+        for index, member in enumerate(self.members):
+            if member.stop_s is None and member.worker not in members:
                 member = replace(member, stop_s=now)
             if member.stop_s is not None and member.free_s is None:
                 yields = state.workers[member.worker].phase is Phase.STOPPING
                 member = replace(member, free_s=None if yields else now)
-            self.members[at] = member
-        here = {member.worker for member in self.members if member.stop_s is None}
-        self.members += [Membership(worker=worker, start_s=now) for worker in in_it if worker not in here]
+            self.members[index] = member
+        training = {member.worker for member in self.members if member.stop_s is None}
+        self.members += [Membership(worker=worker, start_s=now) for worker in members if worker not in training]
 
 
 class PeriodLog:
@@ -119,8 +119,8 @@ class PeriodLog:
             self._periods.append(_Period(record))
             self._followed.append(self._periods[-1])
         for period in self._followed:
-            in_it = new.members if new is not None and new.term == period.record.term else ()
-            period.follow(in_it, after, now)
+            members = new.members if new is not None and new.term == period.record.term else ()
+            period.follow(members, after, now)
         self._followed = [period for period in self._followed if not period.is_over]
 
 
@@ -266,7 +266,7 @@ class _Allowed:
     """Tells ZeroMQ's authenticator whose keys are known."""
 
     def __init__(self, keys: ServerKeys) -> None:
-        self._known = frozenset(keys.workers)
+        self._keys = frozenset(keys.workers)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._known
+        return key in self._keys

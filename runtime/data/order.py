@@ -42,19 +42,19 @@ class DataOrder:
         size = min(n, self.num_prompts - sum(0 <= number < self.num_prompts for number in excluded))
         if size <= 0:
             return []
-        left = [*self._passed_over, *self._order[self._next :]]
-        if sum(number not in excluded for number in left) < size:
+        waiting = [*self._passed_over, *self._order[self._next :]]
+        if sum(number not in excluded for number in waiting) < size:
             self._begin(self.epoch + 1)
-        taken: list[int] = []
+        batch: list[int] = []
         passed_over: list[int] = []
         for number in self._passed_over:
-            (passed_over if number in excluded or len(taken) == size else taken).append(number)
-        while len(taken) < size:
+            (passed_over if number in excluded or len(batch) == size else batch).append(number)
+        while len(batch) < size:
             number = self._order[self._next]
             self._next += 1
-            (passed_over if number in excluded else taken).append(number)
+            (passed_over if number in excluded else batch).append(number)
         self._passed_over = passed_over
-        return [(self.epoch, number) for number in taken]
+        return [(self.epoch, number) for number in batch]
 
     def turns(self) -> Ints:
         """How many prompts come before each one comes next, if none is excluded, [num_prompts].
@@ -65,10 +65,10 @@ class DataOrder:
         >>> order.turns().tolist()  # 1 and 3 are left of this epoch
         [3, 0, 4, 1]
         """
-        left = [*self._passed_over, *self._order[self._next :]]
+        waiting = [*self._passed_over, *self._order[self._next :]]
         turns = np.empty(self.num_prompts, np.int64)
-        turns[_epoch_order(self.num_prompts, self.epoch + 1, self.seed)] = len(left) + np.arange(self.num_prompts)
-        turns[left] = np.arange(len(left))
+        turns[_epoch_order(self.num_prompts, self.epoch + 1, self.seed)] = len(waiting) + np.arange(self.num_prompts)
+        turns[waiting] = np.arange(len(waiting))
         return turns
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,11 +83,11 @@ def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Ite
     """Each prompt with its place in the source."""
     _check_chat(config, tokenizer)
     for number, (place, row) in enumerate(_rows(source, config, split)):
-        where = f"{source}: {place}"
-        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
-        answer = _answer(_column(row, config.answer_column, where))
+        origin = f"{source}: {place}"
+        text, token_ids = _encoded(_column(row, config.prompt_column, origin), config, tokenizer, origin)
+        answer = _answer(_column(row, config.answer_column, origin))
         prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
-        _check_unicode(prompt_id, "prompt_id", where)
+        _check_unicode(prompt_id, "prompt_id", origin)
         yield place, Prompt(prompt_id=prompt_id, text=text, answer=answer, token_ids=token_ids)
 
 
@@ -101,9 +101,9 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
     place, row = next(_rows(source, config, config.split), ("", None))
     if row is None:
         return None
-    where = f"{source}: {place}"
-    text, _ = _messages(_column(row, config.prompt_column, where), config, where)
-    return text, _answer(_column(row, config.answer_column, where))
+    origin = f"{source}: {place}"
+    text, _ = _messages(_column(row, config.prompt_column, origin), config, origin)
+    return text, _answer(_column(row, config.answer_column, origin))
 
 
 def first_prompt(source: str, config: DataConfig, tokenizer: Any) -> Prompt | None:
@@ -223,8 +223,8 @@ def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Ma
     except ConnectionError as error:
         raise ConfigError(_unreachable(source)) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        what = ", ".join([f"dataset {source}", *([f"subset {subset}"] if subset is not None else []), f"split {split}"])
-        raise ConfigError(f"cannot load {what}: {' '.join(str(error).split())[:300]}") from error
+        name = ", ".join([f"dataset {source}", *([f"subset {subset}"] if subset is not None else []), f"split {split}"])
+        raise ConfigError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
     yield from rows
 
 
@@ -239,53 +239,53 @@ def _unreachable(source: str) -> str:
     )
 
 
-def _column(row: Mapping[str, Any], name: str, where: str) -> Any:
+def _column(row: Mapping[str, Any], name: str, origin: str) -> Any:
     """The value of a column, of a struct's field where the name is a dotted path; never None."""
     value: Any = row
     for part in [name] if name in row else name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise ConfigError(f"{where} has no column {name!r}; it has {', '.join(dict(leaves(row))) or 'none'}")
+            raise ConfigError(f"{origin} has no column {name!r}; it has {', '.join(dict(leaves(row))) or 'none'}")
         value = value[part]
     if value is None:
-        raise ConfigError(f"{where} has nothing in column {name!r}; fill it in, or leave the row out")
+        raise ConfigError(f"{origin} has nothing in column {name!r}; fill it in, or leave the row out")
     return value
 
 
-def _check_unicode(text: str, column: str, where: str) -> None:
+def _check_unicode(text: str, column: str, origin: str) -> None:
     """Half a surrogate pair is a Python string, and neither a tokenizer nor a trace takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: column {column!r} has half a surrogate pair, which is no Unicode text") from error
+        raise ConfigError(f"{origin}: column {column!r} has half a surrogate pair, which is no Unicode text") from error
 
 
 def _answer(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
 
 
-def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> tuple[str, list[int]]:
+def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, origin: str) -> tuple[str, list[int]]:
     """A prompt's text for the reward, and its tokens for the model."""
-    text, messages = _messages(prompt, config, where)
+    text, messages = _messages(prompt, config, origin)
     for message in messages:
-        _check_unicode(message["content"], config.prompt_column, where)
+        _check_unicode(message["content"], config.prompt_column, origin)
     if config.chat:
         try:
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except (jinja2.TemplateError, TypeError) as error:
-            raise ConfigError(f"{where}: the model's chat template refuses the prompt: {error}") from error
+            raise ConfigError(f"{origin}: the model's chat template refuses the prompt: {error}") from error
     else:
         encoded = tokenizer(text)
     token_ids = list(encoded["input_ids"])
     if not token_ids:
-        raise ConfigError(f"{where}: the prompt in column {config.prompt_column!r} is empty")
+        raise ConfigError(f"{origin}: the prompt in column {config.prompt_column!r} is empty")
     return text, token_ids
 
 
-def _messages(prompt: Any, config: DataConfig, where: str) -> tuple[str, list[Mapping[str, Any]]]:
+def _messages(prompt: Any, config: DataConfig, origin: str) -> tuple[str, list[Mapping[str, Any]]]:
     if isinstance(prompt, str):
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         return prompt, [*system, {"role": "user", "content": prompt}]
-    column = f"{where}: column {config.prompt_column!r}"
+    column = f"{origin}: column {config.prompt_column!r}"
     if not isinstance(prompt, list):
         raise ConfigError(f"{column} has a {type(prompt).__name__} where a text or a list of messages belongs")
     if not config.chat:
@@ -294,7 +294,7 @@ def _messages(prompt: Any, config: DataConfig, where: str) -> tuple[str, list[Ma
         texts = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise ConfigError(f"{column} has a message that is not {{role, content}}, both of them text")
-    asked = [message["content"] for message in prompt if message["role"] == "user"]
-    if not asked:
+    questions = [message["content"] for message in prompt if message["role"] == "user"]
+    if not questions:
         raise ConfigError(f"{column} has no message of the user")
-    return asked[-1], [{name: value for name, value in m.items() if value is not None} for m in prompt]
+    return questions[-1], [{name: value for name, value in m.items() if value is not None} for m in prompt]

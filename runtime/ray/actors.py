@@ -160,17 +160,17 @@ def last_lines(pid: int) -> str:
     node = ray._private.worker._global_node
     if node is None:
         return ""
-    for log in Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"):
-        with log.open("rb") as lines:
+    for path in Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"):
+        with path.open("rb") as log_file:
             # Ray's own reports of a crash are long, and what was said before them counts.
-            lines.seek(max(0, log.stat().st_size - LAST_BYTES))
-            text = lines.read().decode(errors="replace")
-        written = [one_line(line) for line in text.splitlines() if line.strip()]
-        return " | ".join(line[:200] for line in [line for line in written if not _OF_RAY.match(line)][-3:])
+            log_file.seek(max(0, path.stat().st_size - LAST_BYTES))
+            text = log_file.read().decode(errors="replace")
+        lines = [one_line(line) for line in text.splitlines() if line.strip()]
+        return " | ".join(line[:200] for line in [line for line in lines if not _OF_RAY.match(line)][-3:])
     return ""
 
 
-def came(call: Any) -> bool:
+def succeeded(call: Any) -> bool:
     """Whether a call has ended well."""
     done, _ = ray.wait([call], timeout=0)
     try:

@@ -47,32 +47,32 @@ class Prefork:
         self.command = f"{sys.executable} -I -S {Path(__file__).resolve()} {address}"
         """What takes the place of `python` in a worker's command line."""
         # The process notices by this pipe that this one has ended.
-        held, self._hold = os.pipe()
+        lifeline, self._lifeline = os.pipe()
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(address)
             server.listen(64)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, self._folder, str(server.fileno()), str(held), *modules],
+                [sys.executable, "-m", __spec__.name, self._folder, str(server.fileno()), str(lifeline), *modules],
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
-                pass_fds=(server.fileno(), held),
+                pass_fds=(server.fileno(), lifeline),
                 start_new_session=True,
             )
-        os.close(held)
+        os.close(lifeline)
 
     def __enter__(self) -> Prefork:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self._hold)
+        os.close(self._lifeline)
         # It may be importing still.
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _serve(folder: str, listening: int, held: int, modules: Sequence[str]) -> NoReturn:
-    """Import, then fork for whoever connects, until nobody holds the other end of the pipe `held`."""
+def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -> NoReturn:
+    """Import, then fork for whoever connects, until nobody holds the other end of the pipe `lifeline`."""
     # A Ray that was imported before the fork cannot connect after it. What vLLM can do without it need not know.
     sys.modules["ray"] = None  # type: ignore[assignment]
     gc.disable()
@@ -90,11 +90,11 @@ def _serve(folder: str, listening: int, held: int, modules: Sequence[str]) -> No
     signal.signal(signal.SIGCHLD, lambda *_: None)
     forks: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as ready:
-        for place in (server.fileno(), ended, held):
+        for place in (server.fileno(), ended, lifeline):
             ready.register(place, selectors.EVENT_READ)
         while True:
             places = {key.fd for key, _ in ready.select()}
-            if held in places:
+            if lifeline in places:
                 shutil.rmtree(folder, ignore_errors=True)
                 # Not by the way of an interpreter's end, where some libraries write of leaks.
                 os._exit(0)
@@ -105,7 +105,7 @@ def _serve(folder: str, listening: int, held: int, modules: Sequence[str]) -> No
                 asker, _ = server.accept()
                 if (fork := os.fork()) == 0:
                     ready.close()
-                    for place in (server.detach(), ended, wake, held, *(other.detach() for other in forks.values())):
+                    for place in (server.detach(), ended, wake, lifeline, *(peer.detach() for peer in forks.values())):
                         os.close(place)
                     _become_worker(asker)
                 forks[fork] = asker
@@ -128,19 +128,19 @@ def _become_worker(asker: socket.socket) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         message, streams, _, _ = socket.recv_fds(asker, _MOST_BYTES, len(_STREAMS))
-        for stream, own in zip(streams, _STREAMS, strict=True):
-            os.dup2(stream, own)
+        for stream, number in zip(streams, _STREAMS, strict=True):
+            os.dup2(stream, number)
             os.close(stream)
         while not message.endswith(b"\n"):
             message += asker.recv(_MOST_BYTES)
-        asked = json.loads(message)
-        os.chdir(asked["folder"])
+        request = json.loads(message)
+        os.chdir(request["folder"])
         os.environ.clear()
-        os.environ.update(asked["env"])
-        script, *arguments = asked["argv"]
+        os.environ.update(request["env"])
+        script, *arguments = request["argv"]
         sys.argv = [script, *arguments]
-        theirs = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:1] = [str(Path(script).parent), *(path for path in theirs if path not in sys.path)]
+        folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:1] = [str(Path(script).parent), *(path for path in folders if path not in sys.path)]
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
@@ -173,11 +173,11 @@ def _ask(address: str, argv: Sequence[str]) -> NoReturn:
         except OSError:
             os.execv(sys.executable, [sys.executable, *argv])
         signal.signal(signal.SIGTERM, lambda number, _: server.sendall(bytes([number])))
-        asked = {"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}
-        message = json.dumps(asked).encode() + b"\n"
+        request = {"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}
+        message = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(server, [message], _STREAMS)
-        if rest := message[sent:]:  # of nothing too, `sendall` fails where a short worker has ended already
-            server.sendall(rest)
+        if unsent := message[sent:]:  # of nothing too, `sendall` fails where a short worker has ended already
+            server.sendall(unsent)
         code = int(server.recv(16) or b"1")
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None

@@ -62,8 +62,8 @@ def preforking(cluster: ClusterConfig | None = None) -> Iterator[None]:
     if _prefork or elsewhere or (cluster or ClusterConfig()).gpus_per_node:
         yield
         return
-    with Prefork(MODULES, ENV) as started:
-        _prefork.append(started)
+    with Prefork(MODULES, ENV) as prefork:
+        _prefork.append(prefork)
         try:
             yield
         finally:
@@ -114,11 +114,11 @@ def _one_line_each() -> AbstractContextManager[None]:
     """Within, what Ray's servers tell this process comes as a line each on standard error: standard output is for
     results, and Ray would print the last lines of its logs there."""
 
-    def told(data: dict[str, Any], ignore_prefix: bool) -> None:
+    def print_line(data: dict[str, Any], ignore_prefix: bool) -> None:
         for text in data["lines"]:
             progress(f"Ray: {text.strip().partition(chr(10))[0][:300]}")
 
-    return replaced(ray._private.worker, "print_to_stdstream", told)
+    return replaced(ray._private.worker, "print_to_stdstream", print_line)
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:
@@ -152,7 +152,7 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     _check_host(cluster.host)
     # Ray's own handler of SIGTERM ends the actors before anybody can close them.
     with _on_loopback(cluster.host in LOOPBACK), _workers_as_nice_as_others(), sigterm_does():
-        for left in reversed(range(MOST_STARTS)):
+        for starts_left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(
                     address="local",
@@ -172,7 +172,7 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
                 break
             except Exception as error:  # Ray's own are of no common kind
                 _end(error)
-                if not left:
+                if not starts_left:
                     raise RunError(
                         f"Ray did not start on this machine, {MOST_STARTS} times; at last: {one_line(error)[:200]}; "
                         "is it too busy, or short of memory?"
@@ -205,8 +205,8 @@ def _check_host(host: str) -> None:
     """Refuse an address that is not this machine's: Ray would wait for itself there, a quarter of an hour."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]:
-            with socket.socket(family, kind, protocol) as free:
-                free.bind(address)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
     except OSError as error:
         raise ConfigError(
             f"cluster.host = {host!r} is no address of this machine ({error.strerror}): Ray listens there"
@@ -223,13 +223,13 @@ def _end(error: Exception) -> None:
     ray.shutdown()
 
 
-def _on_loopback(wanted: bool) -> AbstractContextManager[None]:
+def _on_loopback(loopback: bool) -> AbstractContextManager[None]:
     """Within, a Ray that is started takes the loopback address for its node's, and all its servers bind to that.
 
     Without this Ray 2.60 replaces a loopback address by the machine's, and then GCS, raylet and every worker listen on
     all interfaces. Ray has a switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, but reads it once, when imported.
     """
-    return replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not wanted)
+    return replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not loopback)
 
 
 @contextmanager
@@ -238,10 +238,10 @@ def _workers_as_nice_as_others() -> Iterator[None]:
 
     Its own 15 would have whatever else runs on a busy machine served first, and be measured.
     """
-    chosen = _NICENESS in os.environ
+    preset = _NICENESS in os.environ
     os.environ.setdefault(_NICENESS, "0")
     try:
         yield
     finally:
-        if not chosen:
+        if not preset:
             del os.environ[_NICENESS]

@@ -45,7 +45,7 @@ class StoppedProcesses:
     def look(self, now: float) -> None:
         """Look once, at a time on a clock of the caller's that only grows, in seconds."""
         stopped = {(name, pid) for name, pid in self._watched().items() if pid and is_stopped(pid)}
-        self._since = {one: self._since.get(one, now) for one in stopped}
+        self._since = {process: self._since.get(process, now) for process in stopped}
         for (name, pid), since in self._since.items():
             if now - since >= self._patience_s:
                 self._tell(f"the {name} (process {pid}) was stopped for {now - since:.0f} s, and is killed")
@@ -73,14 +73,14 @@ class EndedServers:
         with ExitStack() as stack:
             over, self._over = os.pipe()
             stack.callback(os.close, over)
-            waited = {}
+            names = {}
             for name, pid in self._servers.items():
                 with suppress(OSError, AttributeError):
                     process = os.pidfd_open(pid)
                     stack.callback(os.close, process)
-                    waited[process] = f"{name} (process {pid})"
+                    names[process] = f"{name} (process {pid})"
             self._thread = threading.Thread(
-                target=self._run, args=(over, waited, stack.pop_all()), name="watch for ended servers", daemon=True
+                target=self._run, args=(over, names, stack.pop_all()), name="watch for ended servers", daemon=True
             )
         self._thread.start()
         return self
@@ -90,12 +90,12 @@ class EndedServers:
         assert self._thread is not None
         self._thread.join(10 * LOOK_S)
 
-    def _run(self, over: int, waited: Mapping[int, str], opened: ExitStack) -> None:
+    def _run(self, over: int, names: Mapping[int, str], opened: ExitStack) -> None:
         with opened:
             ready = select.poll()
-            for place in (over, *waited):
+            for place in (over, *names):
                 ready.register(place, select.POLLIN)
-            ended = [waited[place] for place, _ in ready.poll() if place in waited]
+            ended = [names[place] for place, _ in ready.poll() if place in names]
         main = threading.main_thread().ident
         # What waits for actors ends well by SIGTERM (`Waiting`), where it does not end the process.
         number = next((n for n in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(n))), None)

@@ -57,10 +57,10 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     refuse(complaints)
 
 
-def _all_of(rule: Callable[..., Iterable[str]], *asked: object) -> Iterator[str]:
+def _all_of(rule: Callable[..., Iterable[str]], *arguments: object) -> Iterator[str]:
     """A rule's complaints, and what a part of tltlab raises that it asks, which ends the rule."""
     try:
-        yield from rule(*asked)
+        yield from rule(*arguments)
     except InputError as error:
         yield str(error)
 
@@ -68,8 +68,8 @@ def _all_of(rule: Callable[..., Iterable[str]], *asked: object) -> Iterator[str]
 def _raising(part: Callable[..., object]) -> Callable[..., Iterable[str]]:
     """The rule of a part of tltlab that raises what it has to say."""
 
-    def rule(*asked: object) -> Iterable[str]:
-        part(*asked)
+    def rule(*arguments: object) -> Iterable[str]:
+        part(*arguments)
         return ()
 
     return rule
@@ -81,14 +81,14 @@ def policy(recipe: Recipe) -> Iterable[str]:
 
 def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     """The recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
-    specs, trained = drafters_of(recipe, policy), recipe.drafter
+    specs, config = drafters_of(recipe, policy), recipe.drafter
     for name, spec in specs.items():
-        if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name or not spec.model):
+        if isinstance(spec, LearnedSpec) and (config is None or name != config.name or not spec.model):
             if spec.model:
                 yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
-    if trained is not None and trained.checkpoint is not None:
-        yield from model_folder(trained.checkpoint, "drafter.checkpoint", weights=(".safetensors", ".bin"))
+    if config is not None and config.checkpoint is not None:
+        yield from model_folder(config.checkpoint, "drafter.checkpoint", weights=(".safetensors", ".bin"))
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:
@@ -148,11 +148,11 @@ def first_rows(recipe: Recipe) -> Iterator[str]:
 
 def enough_prompts(recipe: Recipe) -> Iterator[str]:
     """A file of fewer prompts than an RL step takes."""
-    wanted = recipe.rollout.prompts_per_step
+    per_step = recipe.rollout.prompts_per_step
     rows = num_rows(recipe.data.train) if recipe.data.train else None
-    if rows and rows < wanted:
+    if rows and rows < per_step:
         yield (
-            f"rollout.prompts_per_step = {wanted}, but {recipe.data.train} has {rows} prompts: set it to {rows} or "
+            f"rollout.prompts_per_step = {per_step}, but {recipe.data.train} has {rows} prompts: set it to {rows} or "
             "less, or add prompts"
         )
 
@@ -198,10 +198,10 @@ def engine_dtype(recipe: Recipe) -> Iterator[str]:
         return
     from tltlab.runtime.engine.vllm.capabilities import dtypes
 
-    known = dtypes()
-    if known and dtype not in known:
-        near = did_you_mean(str(dtype), known)
-        yield f"rollout.vllm.dtype = {dtype!r}: vLLM has {', '.join(known)}{near}"
+    names = dtypes()
+    if names and dtype not in names:
+        near = did_you_mean(str(dtype), names)
+        yield f"rollout.vllm.dtype = {dtype!r}: vLLM has {', '.join(names)}{near}"
 
 
 def learning_rate(recipe: Recipe) -> Iterator[str]:
@@ -264,11 +264,11 @@ def tried_reward(recipe: Recipe) -> Iterator[str]:
     calling = Thread(target=call, daemon=True)
     calling.start()
     calling.join(limit_s)
-    where = f"for the first row of {recipe.data.train}, its answer taken for the response"
+    case = f"for the first row of {recipe.data.train}, its answer taken for the response"
     if calling.is_alive():
-        yield f"reward took more than {limit_s:g} s {where}"
+        yield f"reward took more than {limit_s:g} s {case}"
     for error in raised:
-        yield f"reward raised {type(error).__name__}: {error} {where}"
+        yield f"reward raised {type(error).__name__}: {error} {case}"
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from .memory import (
     WORKER,
     Device,
     Holdings,
+    MemoryInputs,
     Part,
-    Sizes,
     context_tokens,
     drafter_memory,
     driver_memory,
@@ -80,7 +80,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """A recipe's plan. `fits` is None where no GPU is named that memory could be held against."""
 
     model: str
@@ -123,7 +123,7 @@ class Plan:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-def plan_of(recipe: Recipe) -> Plan:
+def plan_of(recipe: Recipe) -> RunPlan:
     """Work a recipe's plan out; needs neither GPUs nor Ray nor the model's weights.
 
     ConfigError where its GPUs do not add up, tensor parallelism does not divide the model, or the model's shape or the
@@ -138,7 +138,7 @@ def plan_of(recipe: Recipe) -> Plan:
     build = engines_of(recipe)
     sizes = _sizes(recipe, shape, gpu, bundles, build)
     engine, actors = engine_memory(sizes), _actors(recipe, bundles)
-    memory = _memory(sizes, bundles, engine.held, actors)
+    memory = _memory(sizes, bundles, engine.parts, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     notes = []
     if engine.at_once < engine.running:
@@ -160,7 +160,7 @@ def plan_of(recipe: Recipe) -> Plan:
         notes += [f"CUDA graphs: {note}" for note in (build.graphs.summary(), *build.graphs.shortfalls())]
     if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:
         notes.append("data.max_prompt_tokens is not set: prompts are taken to have up to 1024 tokens")
-    return Plan(
+    return RunPlan(
         model=shape.name,
         num_params=shape.stored_params,
         placement=recipe.cluster.placement,
@@ -194,12 +194,12 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     ]
     return tuple(
         Actor(kind=kind, number=number, node=node, gpus=gpus, share=share)
-        for kind, where, share in kinds
-        for number, (node, gpus) in enumerate(where)
+        for kind, places_of_kind, share in kinds
+        for number, (node, gpus) in enumerate(places_of_kind)
     )
 
 
-def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> Sizes:
+def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> MemoryInputs:
     """What memory follows from."""
     policy = recipe.read_policy()
     in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
@@ -207,7 +207,7 @@ def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles,
     rows = running * (1 + build.max_draft_depth)
     with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
         rows = max(batch * (k + 1) for batch, k in plan_graphs(policy, running).may_run)
-    return Sizes(
+    return MemoryInputs(
         recipe=recipe,
         shape=shape,
         gpu=gpu,
@@ -220,48 +220,48 @@ def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles,
     )
 
 
-def _memory(sizes: Sizes, bundles: Bundles, worker: Holdings, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+def _memory(sizes: MemoryInputs, bundles: Bundles, worker: Holdings, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
     """By place and phase: a GPU of each kind, or a process of each kind without GPUs, then the fullest host."""
-    rank, spot, others = trainer_memory(sizes), drafter_memory(sizes), driver_memory(sizes)
+    rank, spot, on_driver = trainer_memory(sizes), drafter_memory(sizes), driver_memory(sizes)
     if bundles.colocated:
         places = [("a GPU", [worker, rank, spot])]
     elif sizes.on_gpu:
         places = [("a rollout worker's GPU", [worker, spot]), ("a trainer rank's GPU", [rank])]
     else:
-        places = [(f"a {held.process}'s process", [held]) for held in (worker, rank, spot) if held]
-    found = [
-        Memory(where=where, device=sizes.device, phase=phase, parts=tuple(parts))
-        for where, holders in places
+        places = [(f"a {holdings.process}'s process", [holdings]) for holdings in (worker, rank, spot) if holdings]
+    memory = [
+        Memory(where=place, device=sizes.device, phase=phase, parts=tuple(parts))
+        for place, holders in places
         for phase in PHASES
-        if (parts := [part for held in holders for part in held.of(sizes.device, phase)])
+        if (parts := [part for holdings in holders for part in holdings.of(sizes.device, phase)])
     ]
     # The driver's, which is the first: ranks and workers fill nodes in order.
     counts = Counter(actor.kind for actor in actors if actor.node == 0)
     counts[REWARDS] = sizes.recipe.reward_pool.processes
     for phase in PHASES:
-        on_host = [
-            times(part, counts[held.process] if held.process in (WORKER, RANK, SPOT, REWARDS) else 1)
-            for held in (worker, rank, spot, *others)
-            for part in held.of("host", phase)
-        ]
-        there = tuple(part for part in on_host if part.num_bytes)
-        found.append(Memory(where="the driver's host", device="host", phase=phase, parts=there))
-    return tuple(found)
+        on_host = (
+            times(part, counts[holdings.process] if holdings.process in (WORKER, RANK, SPOT, REWARDS) else 1)
+            for holdings in (worker, rank, spot, *on_driver)
+            for part in holdings.of("host", phase)
+        )
+        host_parts = tuple(part for part in on_host if part.num_bytes)
+        memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=host_parts))
+    return tuple(memory)
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:
     """A table for each place: a row for each part, a column for each phase."""
-    for where, group in groupby(memory, key=lambda found: found.where):
+    for place, group in groupby(memory, key=lambda entry: entry.where):
         phases = list(group)
-        parts = {(part.process, part.name): part for found in phases for part in found.parts}
-        sizes = [{(part.process, part.name): part.num_bytes for part in found.parts} for found in phases]
+        parts = {(part.process, part.name): part for entry in phases for part in entry.parts}
+        sizes = [{(part.process, part.name): part.num_bytes for part in entry.parts} for entry in phases]
         rows = [
             (*name, *(f"{size[name] / 1e9:.3f}" if name in size else "-" for size in sizes), part.formula)
             for name, part in parts.items()
         ]
         limit = f"of {gpu_bytes / 1e9:.0f} GB" if gpu_bytes and phases[0].device == "GPU" else ""
-        rows.append(("", "total", *(f"{found.total_bytes / 1e9:.3f}" for found in phases), limit))
-        yield table((where, "", *(found.phase for found in phases), ""), rows, left=2, words=True, indent=2)
+        rows.append(("", "total", *(f"{entry.total_bytes / 1e9:.3f}" for entry in phases), limit))
+        yield table((place, "", *(entry.phase for entry in phases), ""), rows, left=2, words=True, indent=2)
 
 
 def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
@@ -271,9 +271,9 @@ def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
         "a trainer rank's GPU": min((*bundles.ranks, 1.0)[0] or 1, 1.0),
     }
     return all(
-        found.total_bytes <= gpu.memory_bytes * share_of.get(found.where, 1.0) + 1e-3
-        for found in memory
-        if found.device == "GPU"
+        entry.total_bytes <= gpu.memory_bytes * share_of.get(entry.where, 1.0) + 1e-3
+        for entry in memory
+        if entry.device == "GPU"
     )
 
 
@@ -300,8 +300,8 @@ def _actor_rows(actors: tuple[Actor, ...]) -> Iterator[tuple[str, str, str, str]
         same_kind = list(group)
         gpus, share = sorted({gpu for actor in same_kind for gpu in actor.gpus}), same_kind[0].share
         each = f"{len(same_kind[0].gpus)} each" if share in (0.0, 1.0) else f"{share:g} of one each"
-        where = f"GPUs {_range(gpus)}, {each}" if gpus else "no GPU"
-        yield kind, _range([actor.number for actor in same_kind]), f"node {node}", where
+        gpus_text = f"GPUs {_range(gpus)}, {each}" if gpus else "no GPU"
+        yield kind, _range([actor.number for actor in same_kind]), f"node {node}", gpus_text
 
 
 def _range(numbers: list[int]) -> str:

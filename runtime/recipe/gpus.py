@@ -160,7 +160,7 @@ def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int
         node, own_gpus = next(
             (node, fitting[:count])
             for node, free in enumerate([*nodes, [1.0] * size])
-            if len(fitting := tuple(gpu for gpu, left in enumerate(free) if left >= share - 1e-9)) >= count
+            if len(fitting := tuple(gpu for gpu, free_share in enumerate(free) if free_share >= share - 1e-9)) >= count
         )
         if node == len(nodes):
             nodes.append([1.0] * size)

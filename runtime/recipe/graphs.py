@@ -52,7 +52,7 @@ class EngineBuild:
     graphs: GraphPlan | None = None
     graph_bytes: float | None = None
 
-    def told(self, captured: CapturedGraphs) -> Iterator[str]:
+    def sentences(self, captured: CapturedGraphs) -> Iterator[str]:
         """What an engine has captured, in sentences, and whether that is what was planned."""
         if captured.mode == "NONE":
             return
@@ -107,9 +107,9 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     """
     rollout = recipe.rollout
     stock = EngineBuild(drafters=dict(drafters), max_draft_depth=rollout.max_draft_depth)
-    given = any(name in rollout.vllm for name in _OWN_SETTINGS) or rollout.vllm.get("enforce_eager")
+    preset = any(name in rollout.vllm for name in _OWN_SETTINGS) or rollout.vllm.get("enforce_eager")
     # A policy that does not say what it may choose could choose anything.
-    if rollout.graphs == "stock" or not bundles_of(recipe).all or given or not policy.strategies:
+    if rollout.graphs == "stock" or not bundles_of(recipe).all or preset or not policy.strategies:
         return stock
     names = DrafterPool(drafters, rollout.max_draft_depth).needed(policy.strategies)
     needed = {name: spec for name, spec in drafters.items() if name in names}

@@ -71,7 +71,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class PlacedPart:
     """A part, where it lies and in which phases; of each process on a host, on each of its GPUs."""
 
     part: Part
@@ -79,7 +79,7 @@ class Held:
     phases: tuple[Phase, ...]
 
 
-class Holdings(list[Held]):
+class Holdings(list[PlacedPart]):
     """What one kind of process holds; `device` is where it computes."""
 
     def __init__(self, process: str, device: Device) -> None:
@@ -92,15 +92,15 @@ class Holdings(list[Held]):
         """Nothing where it takes nothing."""
         if num_bytes > 0:
             part = Part(name=name, num_bytes=float(num_bytes), formula=formula, process=self.process)
-            self.append(Held(part=part, device=device or self.device, phases=tuple(phases)))
+            self.append(PlacedPart(part=part, device=device or self.device, phases=tuple(phases)))
 
     def of(self, device: Device, phase: Phase) -> list[Part]:
         """The parts there and then."""
-        return [held.part for held in self if held.device == device and phase in held.phases]
+        return [item.part for item in self if item.device == device and phase in item.phases]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class MemoryInputs:
     """What sizes follow from: the recipe, its model, its GPU if one is named, and what its policy drafts with.
 
     `drafters` are those that the policy may end up with, `drafted_rows` the most tokens that an iteration verifies,
@@ -188,7 +188,7 @@ class Sizes:
 class EngineMemory:
     """What a rollout worker holds. `at_once` responses of full length fit into its KV cache, of `running`."""
 
-    held: Holdings
+    parts: Holdings
     at_once: int
     running: int
 
@@ -228,7 +228,7 @@ def shape_of(model: str) -> ModelShape:
         raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error
 
 
-def engine_memory(sizes: Sizes) -> EngineMemory:
+def engine_memory(sizes: MemoryInputs) -> EngineMemory:
     """Weights, KV cache, graphs, drafters, captured states. With a known GPU vLLM's KV cache is the rest of its share.
 
     Asleep (level 1) an engine keeps its weights on the host, pinned: torch keeps that memory for good once it was
@@ -241,7 +241,7 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
     except ConfigError as error:
         raise ConfigError(f"rollout.tensor_parallel_size: {error}") from error
     value, tokens, loaded, generating = sizes.engine_value, sizes.tokens, sizes.loaded, sizes.generating
-    held = Holdings(WORKER, sizes.device)
+    parts = Holdings(WORKER, sizes.device)
     # vLLM pads the vocabulary to a multiple of 64.
     padding = -shape.vocab % 64 * shape.hidden * (1 if shape.tied_embeddings else 2)
     weights = (shape.stored_params + padding) * value / tp
@@ -249,23 +249,23 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
     if not sizes.on_gpu:
         weights += (sizes.shared_params + padding) * value / tp
         formula += "; the CPU build has embedding and LM head packed too"
-    held.add("engine weights", weights, formula, loaded)
+    parts.add("engine weights", weights, formula, loaded)
     if sizes.learned:
         formula = "its head; embedding and LM head are the target's"
-        held.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
+        parts.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
     if sizes.on_gpu:
-        held.add("engine runtime", CONTEXT_BYTES, "flat: context, communication")
+        parts.add("engine runtime", CONTEXT_BYTES, "flat: context, communication")
         batched = int(rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)
         layer = value * batched * (3 * shape.intermediate / tp + 4 * shape.hidden)
         rows = max(sizes.max_num_seqs, sizes.drafted_rows)
         # bfloat16, float32, its log-softmax and its softmax.
         sampling = 14 * rows * shape.vocab
         formula = f"the larger of a layer ({batched} tokens) and 14 bytes x {rows} rows x vocabulary"
-        held.add("engine activations", max(layer, sampling), formula, generating)
+        parts.add("engine activations", max(layer, sampling), formula, generating)
         if not rollout.vllm.get("enforce_eager", False):
             planned = "planned: graphs x layers x 1 MB, and buffers"
             graphs = (GRAPH_BYTES, "flat") if sizes.graph_bytes is None else (sizes.graph_bytes, planned)
-            held.add("CUDA graphs", *graphs)
+            parts.add("CUDA graphs", *graphs)
     layers = shape.layers + sizes.learned
     per_token = 2 * layers * kv_heads * shape.head_dim * value
     kv_bytes = rollout.vllm.get("kv_cache_memory_bytes", None if sizes.on_gpu else _CPU_KV_BYTES)
@@ -275,7 +275,7 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
         kv, formula = float(sizes.running * tokens * per_token), "2 x layers x KV heads x head size x tokens x requests"
     else:
         share = rollout.vllm.get("gpu_memory_utilization", _VLLM_UTILIZATION)
-        kv = sizes.gpu.memory_bytes * share - sum(part.num_bytes for part in held.of("GPU", "rollout"))
+        kv = sizes.gpu.memory_bytes * share - sum(part.num_bytes for part in parts.of("GPU", "rollout"))
         formula = f"what gpu_memory_utilization = {share:g} leaves"
     if kv < tokens * per_token:
         raise ConfigError(
@@ -283,45 +283,45 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
             f"({tokens} tokens) takes {tokens * per_token / 1e9:.2f} GB: raise rollout.tensor_parallel_size or "
             "rollout.vllm.gpu_memory_utilization, or lower rollout.max_response_tokens"
         )
-    held.add("KV cache", kv * shape.layers / layers, formula, generating)
+    parts.add("KV cache", kv * shape.layers / layers, formula, generating)
     if sizes.learned:
-        held.add("KV cache, drafter", kv / layers, f"{formula}; one layer of {layers}", generating)
+        parts.add("KV cache, drafter", kv / layers, f"{formula}; one layer of {layers}", generating)
     if sizes.colocated:
         formula = "weights and the drafter's, kept for it while it sleeps, pinned"
         asleep = tp * (weights + sizes.learned * sizes.head_params * value)
-        held.add("engine asleep", asleep, formula, device="host")
-    _engine_host(sizes, held)
-    sent_memory(sizes, held)
-    return EngineMemory(held=held, at_once=int(kv // (tokens * per_token)), running=sizes.running)
+        parts.add("engine asleep", asleep, formula, device="host")
+    _engine_host(sizes, parts)
+    sent_memory(sizes, parts)
+    return EngineMemory(parts=parts, at_once=int(kv // (tokens * per_token)), running=sizes.running)
 
 
-def _engine_host(sizes: Sizes, held: Holdings) -> None:
+def _engine_host(sizes: MemoryInputs, parts: Holdings) -> None:
     """What a rollout worker holds on the host whatever it computes on."""
     recipe, tokens, running = sizes.recipe, sizes.tokens, sizes.running
     tp = recipe.rollout.tensor_parallel_size
     processes = 1 + tp if tp > 1 else 1
     formula = f"measured, x {processes} processes"
-    held.add("rollout worker runtime", processes * HOST_RUNTIME[WORKER], formula, device="host")
+    parts.add("rollout worker runtime", processes * HOST_RUNTIME[WORKER], formula, device="host")
     text = _VLLM_TEXT_BYTES * running * tokens
     formula = f"{_VLLM_TEXT_BYTES} bytes x {running} running responses x {tokens} tokens"
-    held.add("texts", text, formula, GENERATING, device="host")
-    held.add("drafter history", history_bytes(sizes), "history_mib of the drafters in use", device="host")
+    parts.add("texts", text, formula, GENERATING, device="host")
+    parts.add("drafter history", history_bytes(sizes), "history_mib of the drafters in use", device="host")
     growing = sum(_TREE_BYTES.get(spec.kind, 0) for spec in sizes.drafters.values())
     formula = f"{growing} bytes x {running} running responses x {tokens} tokens"
-    held.add("drafter trees", growing * running * tokens, formula, GENERATING, device="host")
+    parts.add("drafter trees", growing * running * tokens, formula, GENERATING, device="host")
     if recipe.drafter is None:
         return
     captured = min(recipe.drafter.capture_bytes or math.inf, running * tokens * sizes.row_bytes)
     formula = f"hidden states of {running} running responses; at most drafter.capture_bytes"
-    held.add("captured states", captured, formula, device="host")
+    parts.add("captured states", captured, formula, device="host")
     if sizes.on_gpu:
         batched = int(recipe.rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)
         formula = "2 x hidden states of max_num_batched_tokens, pinned"
-        held.add("captured states, on their way", 2 * batched * (sizes.row_bytes + 8), formula, device="host")
-    held.add("fed states", 2 * tokens * sizes.row_bytes, "a response's states, sent and received", device="host")
+        parts.add("captured states, on their way", 2 * batched * (sizes.row_bytes + 8), formula, device="host")
+    parts.add("fed states", 2 * tokens * sizes.row_bytes, "a response's states, sent and received", device="host")
 
 
-def history_bytes(sizes: Sizes) -> float:
+def history_bytes(sizes: MemoryInputs) -> float:
     """Most that the model-free drafters in use remember of finished responses; no more than all of them take."""
     model_free = [spec for spec in sizes.drafters.values() if isinstance(spec, NgramSpec | SuffixSpec)]
     bounds = [spec.arguments()["history_mib"] for spec in model_free]
@@ -329,7 +329,7 @@ def history_bytes(sizes: Sizes) -> float:
     return sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
 
 
-def trainer_memory(sizes: Sizes) -> Holdings:
+def trainer_memory(sizes: MemoryInputs) -> Holdings:
     """What a rank keeps between updates, and what an update and a sync add.
 
     Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
@@ -339,7 +339,7 @@ def trainer_memory(sizes: Sizes) -> Holdings:
     """
     shape, train = sizes.shape, sizes.recipe.train
     value = value_bytes(train.dtype, on_gpu=sizes.on_gpu)
-    held = Holdings(RANK, sizes.device)
+    parts = Holdings(RANK, sizes.device)
     share = shape.stored_params / train.ranks
     states = [
         ("master weights", 4 * share, "4 bytes x parameters / ranks (ZeRO 3)"),
@@ -348,17 +348,17 @@ def trainer_memory(sizes: Sizes) -> Holdings:
     ]
     offloads = sizes.colocated and train.offload
     together: tuple[Phase, ...] = ("training", "sync") if sizes.way == "ipc" else ("training",)
-    own = together if offloads else PHASES
+    resident = together if offloads else PHASES
     for name, num_bytes, formula in states:
-        held.add(name, num_bytes, formula, own)
+        parts.add(name, num_bytes, formula, resident)
         if offloads:
-            held.add(name, num_bytes, f"{formula}, offloaded", (p for p in PHASES if p not in own), device="host")
+            parts.add(name, num_bytes, f"{formula}, offloaded", (p for p in PHASES if p not in resident), device="host")
     training: tuple[Phase, ...] = ("training",)
-    held.add("gradients", 4 * share, "4 bytes x parameters / ranks", training)
+    parts.add("gradients", 4 * share, "4 bytes x parameters / ranks", training)
     if train.ranks > 1 or value == 2:
         gathered = sizes.shared_params + 2 * shape.layer_params
         formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
-        held.add("gathered weights", value * gathered, formula, training)
+        parts.add("gathered weights", value * gathered, formula, training)
     tokens = ceil(max(train.tokens_per_microbatch, sizes.tokens) / train.sequence_parallel)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # On a CPU attention goes sequence by sequence, and what it gave is joined.
@@ -371,22 +371,22 @@ def trainer_memory(sizes: Sizes) -> Holdings:
     else:
         activations = tokens * shape.layers * layer
         formula = f"tokens x layers x (4 hidden + {attended} queries + 2 keys + 4 MLP, norms in float32)"
-    held.add("activations", activations, f"{formula}, {tokens} tokens", training)
+    parts.add("activations", activations, f"{formula}, {tokens} tokens", training)
     logits = min(tokens * shape.vocab, LOGITS)
     # The logits and one copy in float32, beside them the same in bfloat16 where that is what is computed in.
     chunk = (8 if value == 4 else 10) * logits + 4 * shape.head_params
-    held.add("logits", chunk, f"{8 if value == 4 else 10} bytes x a chunk's, and the LM head's gradient", training)
+    parts.add("logits", chunk, f"{8 if value == 4 else 10} bytes x a chunk's, and the LM head's gradient", training)
     if sizes.on_gpu:
-        held.add("trainer runtime", TRAINER_BYTES, "flat: context, workspaces", ("training", "sync"))
-        held.add("trainer runtime", CONTEXT_BYTES, "flat: context", GENERATING)
-    held.add("trainer rank runtime", HOST_RUNTIME[RANK], "measured", device="host")
+        parts.add("trainer runtime", TRAINER_BYTES, "flat: context, workspaces", ("training", "sync"))
+        parts.add("trainer runtime", CONTEXT_BYTES, "flat: context", GENERATING)
+    parts.add("trainer rank runtime", HOST_RUNTIME[RANK], "measured", device="host")
     samples = 28 * sizes.responses * sizes.tokens / train.data_ranks
-    held.add("samples", samples, "28 bytes x responses x tokens / ranks of other sequences", training, device="host")
-    sent_memory(sizes, held)
-    return held
+    parts.add("samples", samples, "28 bytes x responses x tokens / ranks of other sequences", training, device="host")
+    sent_memory(sizes, parts)
+    return parts
 
 
-def sent_memory(sizes: Sizes, held: Holdings) -> None:
+def sent_memory(sizes: MemoryInputs, parts: Holdings) -> None:
     """New weights on their way (`engine.weights`): a process's buckets, and on a trainer's GPU what is gathered.
 
     By the host the buckets are memory that processes of a machine share, mapped for good; between devices they are
@@ -394,60 +394,60 @@ def sent_memory(sizes: Sizes, held: Holdings) -> None:
     """
     value, shape = value_bytes(sizes.recipe.train.dtype, on_gpu=sizes.on_gpu), sizes.shape
     largest = max(shape.head_params, shape.hidden * shape.intermediate)
-    if held.device == "GPU" and held.process == RANK:
+    if parts.device == "GPU" and parts.process == RANK:
         formula = "the largest tensor in float32, and cast"
-        held.add("gathered tensor", (4 + value) * largest, formula, ("sync",))
+        parts.add("gathered tensor", (4 + value) * largest, formula, ("sync",))
     if sizes.way == "host":
         buckets = 2 * max(BUCKET_BYTES, value * largest)
-        held.add("weights, shared", buckets, "2 buckets of a tensor or more, in shared memory", device="host")
+        parts.add("weights, shared", buckets, "2 buckets of a tensor or more, in shared memory", device="host")
     else:
-        held.add("weights, in buckets", 2 * max(DEVICE_BUCKET_BYTES, value * largest), "2 buckets", ("sync",))
+        parts.add("weights, in buckets", 2 * max(DEVICE_BUCKET_BYTES, value * largest), "2 buckets", ("sync",))
 
 
-def drafter_memory(sizes: Sizes) -> Holdings:
+def drafter_memory(sizes: MemoryInputs) -> Holdings:
     """What trains the drafter beside each engine, whoever has its GPU; nothing without [drafter].
 
     Weights, gradients and moments stay on the device between periods; so do the heads that served before, for
     annotations, and embedding and LM head of the target. The state to go back to and the checkpoint's are copies.
     """
     recipe, shape = sizes.recipe, sizes.shape
-    held = Holdings(SPOT, sizes.device)
+    parts = Holdings(SPOT, sizes.device)
     if recipe.drafter is None:
-        return held
+        return parts
     config, head = recipe.drafter, sizes.head_params
     value = value_bytes(None, on_gpu=sizes.on_gpu)
-    held.add("drafter, training", 16 * head, "16 bytes x the head's parameters (ZeRO 3.1)")
-    held.add("drafter, kept state", 12 * head, "12 bytes x the head's parameters")
-    held.add("drafter, heads served", 4 * head * (config.ages + 1), f"4 bytes x the head's x {config.ages + 1}")
-    held.add("drafter's target", value * sizes.shared_params, f"{value} bytes x embedding and LM head")
+    parts.add("drafter, training", 16 * head, "16 bytes x the head's parameters (ZeRO 3.1)")
+    parts.add("drafter, kept state", 12 * head, "12 bytes x the head's parameters")
+    parts.add("drafter, heads served", 4 * head * (config.ages + 1), f"4 bytes x the head's x {config.ages + 1}")
+    parts.add("drafter's target", value * sizes.shared_params, f"{value} bytes x embedding and LM head")
     rows, steps = config.tokens_per_update, config.loss.num_unrolled
     layer = value * (8 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.intermediate) + 8 * shape.hidden
     # States that come in, in float32; beyond a chunk logits are computed twice instead of kept.
     states = 4 * rows * (2 * shape.hidden + sizes.row_bytes / sizes.engine_value)
     logits = rows * shape.vocab
-    kept = 8 * steps * logits + 16 * logits if logits <= LOGITS else 24 * LOGITS
+    kept_logits = 8 * steps * logits + 16 * logits if logits <= LOGITS else 24 * LOGITS
     # Unrolled steps keep the weights of their attention, which goes 256 queries at a time.
     keys = min(rows, sizes.tokens) / 2 + 128
     attended = 6 * (steps - 1) * shape.heads * rows * keys
-    activations = rows * steps * layer + states + kept + attended
+    activations = rows * steps * layer + states + kept_logits + attended
     formula = f"{rows} tokens x {steps} steps: a layer's, logits' and unrolled attention's"
-    held.add("drafter activations", activations, formula, ("idle training",))
+    parts.add("drafter activations", activations, formula, ("idle training",))
     if sizes.on_gpu:
-        held.add("drafter trainer runtime", CONTEXT_BYTES, "flat: context")
-    held.add("drafter trainer process", HOST_RUNTIME[SPOT], "measured", device="host")
+        parts.add("drafter trainer runtime", CONTEXT_BYTES, "flat: context")
+    parts.add("drafter trainer process", HOST_RUNTIME[SPOT], "measured", device="host")
     per_step = ceil(sizes.responses / recipe.rollout.num_workers) * sizes.tokens * (sizes.row_bytes + 8)
     buffer = min(config.buffer.max_bytes, per_step * config.buffer.rl_steps)
-    held.add("drafter buffer", buffer, "drafter.buffer.max_bytes, or all states of its RL steps", device="host")
-    beside = 2 * min(config.buffer.max_bytes / BESIDE, per_step)
+    parts.add("drafter buffer", buffer, "drafter.buffer.max_bytes, or all states of its RL steps", device="host")
+    held_out = 2 * min(config.buffer.max_bytes / BESIDE, per_step)
     formula = f"held-out sequences and prompts: an {BESIDE}th of the buffer each"
-    held.add("drafter, held out", beside, formula, device="host")
+    parts.add("drafter, held out", held_out, formula, device="host")
     sampled = config.annotate * sizes.tokens * (sizes.row_bytes + 8)
-    held.add("drafter, annotated", min(sampled, per_step), f"{config.annotate} responses' states", device="host")
-    held.add("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged", device="host")
-    return held
+    parts.add("drafter, annotated", min(sampled, per_step), f"{config.annotate} responses' states", device="host")
+    parts.add("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged", device="host")
+    return parts
 
 
-def driver_memory(sizes: Sizes) -> list[Holdings]:
+def driver_memory(sizes: MemoryInputs) -> list[Holdings]:
     """What the driver holds, Ray's object store, Ray itself and a reward process: all on hosts."""
     recipe, texts = sizes.recipe, sizes.responses * sizes.tokens
     driver, store, ray, rewards = (Holdings(process, "host") for process in (DRIVER, STORE, RAY, REWARDS))

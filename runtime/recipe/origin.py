@@ -38,10 +38,10 @@ def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
     """
     from modulefinder import ModuleFinder
 
-    kept = (Path(run) / CODE).resolve()
-    goes_on = str(kept) in recipe.code
+    copies = (Path(run) / CODE).resolve()
+    goes_on = str(copies) in recipe.code
     for folder in (Path(folder).resolve() for folder in recipe.code):
-        if folder == kept:
+        if folder == copies:
             continue
         finder = ModuleFinder(path=[str(folder)], excludes=["tltlab"])
         for name in modules:
@@ -50,7 +50,7 @@ def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
         for name, module in finder.modules.items():
             file = Path(getattr(module, "__file__", None) or "")
             loaded = getattr(sys.modules.get(name), "__file__", None)
-            target = kept / file.relative_to(folder) if file.is_relative_to(folder) else None
+            target = copies / file.relative_to(folder) if file.is_relative_to(folder) else None
             # Python finds what is installed first, whatever has its name there.
             elsewhere = loaded is not None and Path(loaded).resolve() != file
             if target is not None and not elsewhere and not (goes_on and target.exists()):
@@ -67,13 +67,13 @@ def seal_code(run: Path) -> None:
 
 def refuse_foreign_code(run: Path, recipe: Mapping[str, Any], allow_code: Sequence[str]) -> None:
     """ConfigError where the run's recipe names code that its seal does not say to be this user's, nor `allow_code`."""
-    asked = [name for name in dict.fromkeys(_modules(recipe)) if name not in allow_code]
-    if not asked or _is_own(run):
+    modules = [name for name in dict.fromkeys(_modules(recipe)) if name not in allow_code]
+    if not modules or _is_own(run):
         return
-    options = " ".join(f"--allow-code {name}" for name in asked)
+    options = " ".join(f"--allow-code {name}" for name in modules)
     raise ConfigError(
         f"{run} is not a run that you began here, or it was changed since: going on with it runs code of "
-        f"{', '.join(asked)}, from {run / CODE} first. Read that, and then say {options}"
+        f"{', '.join(modules)}, from {run / CODE} first. Read that, and then say {options}"
     )
 
 
@@ -90,12 +90,12 @@ def _modules(recipe: Mapping[str, Any]) -> Iterator[str]:
     rewards = recipe.get("reward")
     rollout = recipe.get("rollout")
     rollout = rollout if isinstance(rollout, dict) else {}
-    named = [term.get("path") if isinstance(term, dict) else term for term in _listed(rewards)]
-    named += [rollout.get("policy"), *_listed(rollout.get("allow_code"))]
-    for name in named:
+    names = [term.get("path") if isinstance(term, dict) else term for term in _as_list(rewards)]
+    names += [rollout.get("policy"), *_as_list(rollout.get("allow_code"))]
+    for name in names:
         module, colon, _ = str(name or "").partition(":")
         # A policy that is shipped, or a file, names no module by itself.
-        if module and (colon or name in _listed(rollout.get("allow_code"))) and not f"{module}.".startswith("tltlab."):
+        if module and (colon or name in _as_list(rollout.get("allow_code"))) and not f"{module}.".startswith("tltlab."):
             yield module
     vllm = rollout.get("vllm")
     for name, value in (vllm if isinstance(vllm, dict) else {}).items():
@@ -103,7 +103,7 @@ def _modules(recipe: Mapping[str, Any]) -> Iterator[str]:
             yield f"rollout.vllm.{name}"
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -133,8 +133,8 @@ def _key(*, make: bool = False) -> bytes:
             os.close(descriptor)
             new.unlink()
     with open_input(path) as file:
-        there = os.fstat(file.fileno())
-        if there.st_uid != os.getuid() or there.st_mode & 0o077:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(f"{path} can be read by others")
         key = file.read(32)
     if len(key) < 32:

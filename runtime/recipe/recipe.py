@@ -387,8 +387,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
     except ValueError as error:  # nor UTF-8, which TOML is
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
-    own = [] if path.parent == FOLDER else [str(path.parent.resolve())]
-    fields.setdefault("code", list(dict.fromkeys([*own, os.getcwd()])))
+    folders = [] if path.parent == FOLDER else [str(path.parent.resolve())]
+    fields.setdefault("code", list(dict.fromkeys([*folders, os.getcwd()])))
     return _recipe(fields, overrides, f"recipe {path}")
 
 
@@ -405,8 +405,8 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
         raise ConfigError(f"{path} is not what tltlab train writes: it has no recipe")
     fields = description["recipe"]
     refuse_foreign_code(Path(run), fields, allow_code)
-    kept = str((Path(run) / CODE).resolve())
-    fields["code"] = list(dict.fromkeys([kept, *(fields.get("code") or ())]))
+    copies = str((Path(run) / CODE).resolve())
+    fields["code"] = list(dict.fromkeys([copies, *(fields.get("code") or ())]))
     rollout, copy = fields.get("rollout"), Path(run) / "policy.json"
     policy = rollout.get("policy") if isinstance(rollout, dict) else None
     if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
@@ -417,22 +417,22 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
 def located(recipe: Recipe) -> Recipe:
     """The recipe with the whole paths of files and folders that lie in the current one: good from anywhere."""
 
-    def whole(name: str | None) -> str | None:
+    def absolute(name: str | None) -> str | None:
         return os.path.abspath(name) if name and os.path.exists(name) else name
 
     data, rollout, drafter = recipe.data, recipe.rollout, recipe.drafter
     policy = os.path.abspath(rollout.policy) if os.path.isfile(rollout.policy) else rollout.policy
     drafters = {
-        name: spec.model_copy(update={"model": whole(spec.model)}) if isinstance(spec, LearnedSpec) else spec
+        name: spec.model_copy(update={"model": absolute(spec.model)}) if isinstance(spec, LearnedSpec) else spec
         for name, spec in rollout.drafters.items()
     }
     changes: dict[str, Any] = {
-        "model": whole(recipe.model),
-        "data": data.model_copy(update={"train": whole(data.train), "heldout": whole(data.heldout)}),
+        "model": absolute(recipe.model),
+        "data": data.model_copy(update={"train": absolute(data.train), "heldout": absolute(data.heldout)}),
         "rollout": rollout.model_copy(update={"policy": policy, "drafters": drafters}),
     }
     if drafter is not None:
-        changes["drafter"] = drafter.model_copy(update={"checkpoint": whole(drafter.checkpoint)})
+        changes["drafter"] = drafter.model_copy(update={"checkpoint": absolute(drafter.checkpoint)})
     return recipe.model_copy(update=changes)
 
 

@@ -92,12 +92,12 @@ def off_policy(recipe: Recipe) -> Iterator[str]:
         yield f"{name} needs devices of the engines' own: set cluster.placement = 'separate'"
     if recipe.train.correction == "none":
         yield f"{name} is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
-    others: dict[str, object] = {
+    conflicts: dict[str, object] = {
         "[drafter]": recipe.drafter, "rollout.reuse": rollout.reuse, "rollout.partial": rollout.partial,
         "rollout.repeat_every": rollout.repeat_every,
     }  # fmt: skip
     if rollout.staleness:
-        others |= {
+        conflicts |= {
             "rollout.one_step_off, which is a staleness of 1 whose weights wait for the rollout": rollout.one_step_off,
             "rollout.environment, whose turns it cannot cut": rollout.environment,
             "train.sampling_rounds above 1": recipe.train.sampling_rounds > 1,
@@ -108,7 +108,7 @@ def off_policy(recipe: Recipe) -> Iterator[str]:
                 "rollout.staleness needs a group for every worker in an RL step, and there are "
                 f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
-    yield from (f"{name} does not go with {other}" for other, is_set in others.items() if is_set)
+    yield from (f"{name} does not go with {setting}" for setting, is_set in conflicts.items() if is_set)
 
 
 def sampling_rounds(recipe: Recipe) -> Iterator[str]:

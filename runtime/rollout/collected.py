@@ -149,7 +149,7 @@ class Rounds:
 
     def generate(self, shares: Shares, quotas: Sequence[int] | None = None) -> dict[Key, Response]:
         """Run a round; its responses by key. Requests that were cut before their first token leave no trace."""
-        begun = time.perf_counter() - self._start if self.num_rounds else 0.0
+        start_s = time.perf_counter() - self._start if self.num_rounds else 0.0
         rollouts = self._tools.generate(shares, self.num_rounds, quotas)
         self.rollout_s = time.perf_counter() - self._start
         responses = {response.key: response for rollout in rollouts for response in rollout.responses}
@@ -161,8 +161,8 @@ class Rounds:
         ]
         if self.num_rounds:
             self.requests = [before + new for before, new in zip(self.requests, started, strict=True)]
-            self.parts = [_joined(part, new, begun) for part, new in zip(self.parts, rollouts, strict=True)]
-            self.submitted_s |= {request.key: begun for share in started for request in share}
+            self.parts = [_joined(part, new, start_s) for part, new in zip(self.parts, rollouts, strict=True)]
+            self.submitted_s |= {request.key: start_s for share in started for request in share}
         else:
             self.requests, self.parts = started, rollouts
         self.num_rounds += 1
@@ -180,7 +180,7 @@ class Rollouts(ABC):
         self.recipe = recipe
         self.prompts = prompts
         self.order = order
-        self._left_behind: list[str] = []
+        self._drop_notes: list[str] = []
 
     @abstractmethod
     def collect(self, tools: RolloutTools) -> Collected:
@@ -200,8 +200,8 @@ class Rollouts(ABC):
 
         ConfigError where the run cannot go on with it.
         """
-        self._left_behind = [
-            sentence(state[key]) for key, sentence in _LEFT_BEHIND.items() if key != self.carries and state.get(key)
+        self._drop_notes = [
+            sentence(state[key]) for key, sentence in _DROP_NOTES.items() if key != self.carries and state.get(key)
         ]
         self._load(state.get(self.carries), folder)
 
@@ -214,12 +214,12 @@ class Rollouts(ABC):
         return [Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample) for sample in samples]
 
     def _extended(
-        self, started: Sequence[Trajectory], responses: Mapping[Key, Response], tools: RolloutTools
+        self, trajectories: Sequence[Trajectory], responses: Mapping[Key, Response], tools: RolloutTools
     ) -> list[Trajectory]:
         """Each with its response, where it has one."""
         cap = self.recipe.rollout.max_response_tokens
         extended = []
-        for t in started:
+        for t in trajectories:
             for response in turns_of(t.key(tools.rl_step), responses):
                 if len(response.observed):
                     t = t.observed(response.observed, tools.policy_version)
@@ -227,16 +227,16 @@ class Rollouts(ABC):
             extended.append(t)
         return extended
 
-    def _take_left_behind(self) -> list[str]:
+    def _take_drop_notes(self) -> list[str]:
         """Sentences to be said once."""
-        sentences, self._left_behind = self._left_behind, []
+        sentences, self._drop_notes = self._drop_notes, []
         return sentences
 
 
 def _pending_dropped(groups: Sequence[Mapping[str, Any]]) -> str:
-    whole = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
+    ended = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
     return (
-        f"{len(groups)} groups that were under way in the checkpoint are dropped, {whole} whole responses with them: "
+        f"{len(groups)} groups that were under way in the checkpoint are dropped, {ended} whole responses with them: "
         "the run goes on without rollout.partial"
     )
 
@@ -245,7 +245,7 @@ def _earlier_dropped(responses: Sequence[Any]) -> str:
     return f"{len(responses)} responses of the checkpoint are not used again: the run goes on without rollout.reuse"
 
 
-_LEFT_BEHIND: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}
+_DROP_NOTES: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}
 
 
 Number = TypeVar("Number", int, float)
@@ -288,13 +288,13 @@ def rewards_by_key(trajectories: Iterable[Trajectory], rl_step: int) -> dict[Key
 def ages(trajectories: Sequence[Trajectory], rl_step: int) -> dict[str, float]:
     """By how many updates the policies that drew the tokens trained on are behind the one that learns from them."""
     versions = [np.array(sample.token_versions, np.int64) for sample in trajectories]
-    behind = rl_step - np.concatenate([np.empty(0, np.int64), *versions])
-    if not len(behind):
+    staleness = rl_step - np.concatenate([np.empty(0, np.int64), *versions])
+    if not len(staleness):
         return {}
     return {
-        "staleness/mean": float(behind.mean()),
-        "staleness/max": float(behind.max()),
-        "staleness/off_policy_share": float((behind > 0).mean()),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+        "staleness/off_policy_share": float((staleness > 0).mean()),
         "staleness/versions_per_response": float(np.mean([len(set(each.tolist())) for each in versions])),
     }
 
@@ -319,10 +319,10 @@ def later(rollout: Rollout, seconds: float) -> Rollout:
     )
 
 
-def _joined(part: Rollout, new: Rollout, begun: float) -> Rollout:
+def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
     """A worker's rollout so far, and a round more that began `begun` seconds after the first."""
     first = 1 + int(ColumnRows.of("iterations", part.iterations).column("iteration").max(initial=-1))
-    new = later(new, begun)
+    new = later(new, start_s)
 
     def joined(name: str, before: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> ColumnRows:
         after = ColumnRows.of(name, rows)
@@ -344,15 +344,15 @@ def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:
 
     The columns have equally many arrays; array i of every column has the same length N_i, [N_i] or [N_i, V].
     """
-    whole = {
+    flat = {
         name: np.concatenate(list(arrays)) if len(arrays) else np.empty(0, np.int32) for name, arrays in columns.items()
     }
     lengths = np.array([len(array) for array in next(iter(columns.values()))], np.int64)
-    safetensors.numpy.save_file(whole | {"lengths": lengths}, path)
+    safetensors.numpy.save_file(flat | {"lengths": lengths}, path)
 
 
 def load_ragged(path: Path) -> dict[str, list[np.ndarray]]:
     """What `save_ragged` wrote, by column."""
-    whole = safetensors.numpy.load_file(path)
-    cuts = np.cumsum(whole.pop("lengths"))
-    return {name: np.split(array, cuts[:-1]) if len(cuts) else [] for name, array in whole.items()}
+    flat = safetensors.numpy.load_file(path)
+    cuts = np.cumsum(flat.pop("lengths"))
+    return {name: np.split(array, cuts[:-1]) if len(cuts) else [] for name, array in flat.items()}

@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
-from .reward_pool import UserProcesses, ending, made_here, raised
+from .reward_pool import UserProcesses, ending, process_object, raised
 
 if TYPE_CHECKING:
     from tltlab.runtime.recipe.recipe import EnvironmentConfig
@@ -73,7 +73,7 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
         raise ConfigError(f"environment {path!r} is neither package.module:Class nor one of {', '.join(BUILT_IN)}")
     with found_in(code):
         try:
-            environment = getattr(importlib.import_module(module), name)()
+            environment: Environment = getattr(importlib.import_module(module), name)()
         except AttributeError as error:
             raise ConfigError(f"environment {path!r}: {module} has no {name!r}, or it cannot be made") from error
         except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
@@ -82,8 +82,7 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
         inspect.signature(environment.step).bind([])
     except (AttributeError, TypeError) as error:
         raise ConfigError(f"environment {path!r} has no step(messages) that takes a list of messages") from error
-    made: Environment = environment
-    return made
+    return environment
 
 
 def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
@@ -91,7 +90,7 @@ def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: An
     strings = config.stop or getattr(load_environment(config.path, code), "stop", ())
     if not strings:
         raise ConfigError(f"environment {config.path!r} has no stop strings: name them in rollout.environment.stop")
-    found = []
+    token_ids = []
     for text in strings:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
@@ -99,8 +98,8 @@ def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: An
                 f"rollout.environment.stop {text!r} is not one token of the model's tokenizer: take one that is, as "
                 "the ends of tool calls in chat models are"
             )
-        found.append(int(ids[0]))
-    return tuple(found)
+        token_ids.append(int(ids[0]))
+    return tuple(token_ids)
 
 
 Answer = tuple[str | None, str]
@@ -116,16 +115,16 @@ class EnvironmentPool(UserProcesses):
 
     def __init__(self, config: EnvironmentConfig, code: Sequence[str]) -> None:
         self._config, self._code = config, tuple(code)
-        self._here = None if config.processes else load_environment(config.path, code)
+        self._local = None if config.processes else load_environment(config.path, code)
         self._starts = 0
         self._failures: Counter[str] = Counter()
 
     def ask(self, messages: list[Message]) -> Future[Answer]:
         """The answer, once it is there. RunError where processes cannot start."""
-        if self._here is not None:
-            done: Future[Answer] = Future()
-            done.set_result(_answered(self._here, messages))
-            return done
+        if self._local is not None:
+            future: Future[Answer] = Future()
+            future.set_result(_observation(self._local, messages))
+            return future
         while True:
             pool = self._pool if self._pool is not None and self._pool.active else self._start()
             try:
@@ -137,7 +136,7 @@ class EnvironmentPool(UserProcesses):
     def answer(self, task: Future[Answer]) -> str | None:
         """What a call that is done said; None, and counted, where it failed."""
         try:
-            said, failure = task.result()
+            observation, failure = task.result()
         except TimeoutError:
             failure = f"took more than {self._config.timeout_s:g} s"
         except ProcessExpired as death:
@@ -146,13 +145,13 @@ class EnvironmentPool(UserProcesses):
             failure = "lost their process"
         else:
             if not failure:
-                return said
+                return observation
         self._failures[failure] += 1
         return None
 
     def take_failures(self) -> list[str]:
         """A sentence for each way in which calls failed since the last time."""
-        sentences = [f"{count} tool calls {what}: their responses end there" for what, count in self._failures.items()]
+        sentences = [f"{count} tool calls {why}: their responses end there" for why, count in self._failures.items()]
         self._failures.clear()
         return sentences
 
@@ -189,7 +188,7 @@ class Conversations:
         self._pool, self._config, self._tokenizer = pool, config, tokenizer
         self._stops, self._room = frozenset(stops), room
         self._calls: list[_Call] = []
-        self._said: dict[tuple[int, str, int], list[Message]] = {}
+        self._messages: dict[tuple[int, str, int], list[Message]] = {}
 
     @property
     def pending(self) -> int:
@@ -199,7 +198,7 @@ class Conversations:
         if not len(token_ids) or token_ids[-1] not in self._stops or request.key[3] + 1 >= self._config.max_turns:
             return
         first = [{"role": "user", "content": request.prompt_text or self._text(request.prompt_token_ids)}]
-        messages = self._said.setdefault(request.key[:3], first)
+        messages = self._messages.setdefault(request.key[:3], first)
         messages.append({"role": "assistant", "content": self._text(token_ids)})
         self._calls.append(_Call(request, list(token_ids), self._pool.ask(list(messages)), now_s))
 
@@ -209,8 +208,8 @@ class Conversations:
         done = [call for call in self._calls if call.task.done()]
         # By what was found: one more may be done by now.
         self._calls = [call for call in self._calls if call not in done]
-        came = (self._next(call, now_s()) for call in done)
-        return [follow_up for follow_up in came if follow_up is not None]
+        follow_ups = (self._next(call, now_s()) for call in done)
+        return [follow_up for follow_up in follow_ups if follow_up is not None]
 
     def _next(self, call: _Call, now_s: float) -> FollowUp | None:
         answer = self._pool.answer(call.task)
@@ -219,28 +218,28 @@ class Conversations:
         request, config = call.request, self._config
         observed = self._tokenizer.encode(f"{config.before}{answer}{config.after}", add_special_tokens=False)
         prompt = [*request.prompt_token_ids, *call.token_ids, *observed]
-        left = request.max_response_tokens - len(call.token_ids) - len(observed)
-        if left < 1 or len(prompt) >= self._room:
+        cap = request.max_response_tokens - len(call.token_ids) - len(observed)
+        if cap < 1 or len(prompt) >= self._room:
             return None
-        self._said[request.key[:3]].append({"role": "tool", "content": answer})
+        self._messages[request.key[:3]].append({"role": "tool", "content": answer})
         key: Key = (*request.key[:3], request.key[3] + 1)
-        following = replace(request, key=key, prompt_token_ids=prompt, max_response_tokens=left)
+        following = replace(request, key=key, prompt_token_ids=prompt, max_response_tokens=cap)
         return FollowUp(request=following, observed=observed, submit_s=now_s, tool_s=now_s - call.asked_s)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
 
 
-def _answered(environment: Environment, messages: list[Message]) -> Answer:
+def _observation(environment: Environment, messages: list[Message]) -> Answer:
     try:
-        said = environment.step(messages)
+        observation = environment.step(messages)
     except (Exception, SystemExit) as error:  # whatever a user's environment raises
         return None, raised(error)
-    if said is not None and not isinstance(said, str):
-        return None, f"returned a {type(said).__name__}, neither text nor None"
-    return said, ""
+    if observation is not None and not isinstance(observation, str):
+        return None, f"returned a {type(observation).__name__}, neither text nor None"
+    return observation, ""
 
 
 def _step(messages: list[Message]) -> Answer:
     """In a process of its own."""
-    return _answered(made_here("an environment's process"), messages)
+    return _observation(process_object("an environment's process"), messages)

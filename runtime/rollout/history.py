@@ -69,10 +69,10 @@ class RunHistory:
         """Hold from now on what the drafters that `policy` may use can draft from."""
         names = self._drafters.model_free(policy.strategies)
         specs = [spec for spec in (self._drafters.specs[name] for name in names) if isinstance(spec, SuffixSpec)]
-        lasting = [spec.arguments() for spec in specs if {"problem", "global"} & set(spec.scopes)]
-        self.everything = any("global" in settings["scopes"] for settings in lasting)
-        self.window = max((settings["window"] or math.inf for settings in lasting), default=0.0)
-        self.max_bytes = max(((settings["history_mib"] or math.inf) * 2**20 for settings in lasting), default=0.0)
+        memories = [spec.arguments() for spec in specs if {"problem", "global"} & set(spec.scopes)]
+        self.everything = any("global" in settings["scopes"] for settings in memories)
+        self.window = max((settings["window"] or math.inf for settings in memories), default=0.0)
+        self.max_bytes = max(((settings["history_mib"] or math.inf) * 2**20 for settings in memories), default=0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +101,7 @@ class RunHistory:
         coming = [True] * len(texts) if self.everything else [turn is not None for turn in due(list(texts))]
         for (prompt_id, responses), comes in zip(texts.items(), coming, strict=True):
             if comes:
-                self._put(prompt_id, responses)
+                self._store(prompt_id, responses)
                 visits = self._visits[prompt_id]
                 while sum(visit.num_responses for visit in visits[1:]) >= self.window:
                     del visits[0]
@@ -115,13 +115,13 @@ class RunHistory:
         tokens: list[Tokens] = []
         rows = []
         for visit in self._in_order():
-            named, before = [], None
+            keys, last_prompt = [], None
             for key, prompt, response in ray.get(visit.responses):
-                new = before is None or not np.array_equal(prompt, before)
+                new = last_prompt is None or not np.array_equal(prompt, last_prompt)
                 tokens += [prompt, response] if new else [response]
-                named.append([*key, new])
-                before = prompt
-            rows.append(named)
+                keys.append([*key, new])
+                last_prompt = prompt
+            rows.append(keys)
         save_ragged(folder / TEXTS_FILE, tokens=tokens)
         return rows
 
@@ -135,9 +135,9 @@ class RunHistory:
             for rl_step, prompt_id, sample, turn, new in visit:
                 prompt = next(tokens) if new else prompt
                 responses.append(((rl_step, prompt_id, sample, turn), prompt, next(tokens)))
-            self._put(visit[0][1], responses)
+            self._store(visit[0][1], responses)
 
-    def _put(self, prompt_id: str, responses: Sequence[tuple[Key, Sequence[int], Sequence[int]]]) -> None:
+    def _store(self, prompt_id: str, responses: Sequence[tuple[Key, Sequence[int], Sequence[int]]]) -> None:
         packed: list[tuple[Key, Tokens, Tokens]] = []
         last: tuple[Sequence[int], Tokens] | None = None
         num_tokens = 0

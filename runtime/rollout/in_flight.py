@@ -33,13 +33,13 @@ class FreeRolloutWorker(EngineWorker):
 
     def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
         super().__init__(recipe, number, build, feed)
-        self.between = Between()
-        self.held: HeldRequests | None = None
+        self.calls = DeferredCalls()
+        self.queue: QueuedRequests | None = None
 
     @ray.method(concurrency_group="aside")
     def weights(self, call: str, info: Any, data: npt.NDArray[np.uint8] | None = None) -> bool:
-        done: bool = self.between.call(lambda: EngineWorker.weights(self, call, info, data))
-        return done
+        result: bool = self.calls.call(lambda: EngineWorker.weights(self, call, info, data))
+        return result
 
     @ray.method(concurrency_group="aside")
     def has_weights(self, version: int) -> None:
@@ -59,7 +59,7 @@ class FreeRolloutWorker(EngineWorker):
         live, ledger = self.engine.control.live, self.engine.control.ledger
 
         def after_iteration(ended: Sequence[Key]) -> bool:
-            if self.between.asked:
+            if self.calls.has_calls:
                 before, running = self._version(), {each.key: len(each.output) for each in live.values()}
                 seconds = self._take_weights()
                 if running:
@@ -68,28 +68,28 @@ class FreeRolloutWorker(EngineWorker):
                     swaps.append((before, running))
             return until is not None and until(ended)
 
-        with self.between.busy():
+        with self.calls.busy():
             self._take_weights()
-            self.held = held = HeldRequests(requests, self._version)
+            self.queue = queue = QueuedRequests(requests, self._version)
             try:
-                rolled = super()._generate(held.take(), rl_step, seed, after_iteration)
+                rollout = super()._generate(queue.take(), rl_step, seed, after_iteration)
             finally:
-                self.held = None
+                self.queue = None
             swaps.append((self._version(), {}))
-        return held.whole(rolled, swaps)
+        return queue.whole(rollout, swaps)
 
     def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], FollowUps | None]:
-        return requests, self.held
+        return requests, self.queue
 
     def _take_weights(self) -> float:
         """Do what the sender of weights asks for until they are whole; how many seconds that took."""
         weights = self.engine.weights
-        seconds = self.between.serve(lambda: bool(weights.unusable) and weights.refused is None)
+        seconds = self.calls.serve(lambda: bool(weights.unusable) and weights.refused is None)
         self.engine.check_alive()
         return seconds
 
 
-class Between:
+class DeferredCalls:
     """Calls of another thread that have to wait for a moment in which this one can do them."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Between:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
     @property
-    def asked(self) -> bool:
+    def has_calls(self) -> bool:
         return not self._calls.empty()
 
     def call(self, do: Callable[[], Any]) -> Any:
@@ -123,36 +123,36 @@ class Between:
 
     def serve(self, unfinished: Callable[[], bool]) -> float:
         """Do what was asked for, and wait for more while something is `unfinished`; how many seconds that took."""
-        begun = time.perf_counter()
-        while self.asked or unfinished():
+        start = time.perf_counter()
+        while self.has_calls or unfinished():
             do, task = self._calls.get()
             try:
                 task.set_result(do())
             except BaseException as error:  # raised where it was asked for
                 task.set_exception(error)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
 
-class HeldRequests:
+class QueuedRequests:
     """The requests of a rollout, of which some wait for weights of later versions (`FollowUps`)."""
 
     def __init__(self, requests: Sequence[GenerationRequest], version: Callable[[], int]) -> None:
         self._requests, self._version = requests, version
-        self._held = list(requests)
+        self._waiting = list(requests)
         self._began: dict[Key, int] = {}
 
     def take(self) -> list[GenerationRequest]:
         """Those that may begin now, once each."""
         version = self._version()
-        free = [request for request in self._held if request.from_version <= version]
-        self._held = [request for request in self._held if request.from_version > version]
-        self._began |= dict.fromkeys((request.key for request in free), version)
-        return free
+        ready = [request for request in self._waiting if request.from_version <= version]
+        self._waiting = [request for request in self._waiting if request.from_version > version]
+        self._began |= dict.fromkeys((request.key for request in ready), version)
+        return ready
 
     @property
     def pending(self) -> int:
         version = self._version()
-        return sum(request.from_version <= version for request in self._held)
+        return sum(request.from_version <= version for request in self._waiting)
 
     def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
         """Nothing follows."""
@@ -160,7 +160,7 @@ class HeldRequests:
     def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
         return [FollowUp(request=request, observed=[], submit_s=now_s(), tool_s=0.0) for request in self.take()]
 
-    def whole(self, rolled: Rollout, swaps: Sequence[tuple[int, Mapping[Key, int]]]) -> Rollout:
+    def whole(self, rollout: Rollout, swaps: Sequence[tuple[int, Mapping[Key, int]]]) -> Rollout:
         """The rollout with a response to every request, in their order; those that never began are cut and empty.
 
         `swaps` are the weights that ruled, in order: (version, tokens at their end by key of what ran on).
@@ -171,10 +171,10 @@ class HeldRequests:
             )
             for request in self._requests
         }
-        for r in rolled.responses:
+        for r in rollout.responses:
             since = [swap for swap in swaps if swap[0] >= self._began[r.key]]
             responses[r.key] = replace(r, tool_s=None, versions=version_spans(since, r.key, len(r.token_ids)))
-        return replace(rolled, responses=list(responses.values()), follow_ups=[])
+        return replace(rollout, responses=list(responses.values()), follow_ups=[])
 
 
 def version_spans(

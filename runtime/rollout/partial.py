@@ -65,12 +65,12 @@ class TrainedLengths:
     """Tokens of the responses that were trained on so far, and of those that were dropped: how biased training is."""
 
     def __init__(self) -> None:
-        self._trained: Counter[int] = Counter()
+        self._trainable: Counter[int] = Counter()
         self._dropped: Counter[int] = Counter()
         self.num_dropped = 0
 
     def train(self, groups: Sequence[PartialGroup]) -> None:
-        self._trained.update(len(sample.token_ids) for group in groups for sample in group.samples)
+        self._trainable.update(len(sample.token_ids) for group in groups for sample in group.samples)
 
     def drop(self, groups: Sequence[PartialGroup]) -> None:
         self._dropped.update(len(sample.token_ids) for group in groups for sample in group.samples)
@@ -82,25 +82,25 @@ class TrainedLengths:
         Generated is what was trained on or dropped; a dropped response counts as far as it came, so the bias of a run
         that drops is this far below 1 at least. What is still under way is neither yet.
         """
-        if not self._trained:
+        if not self._trainable:
             return {}
-        generated = self._trained + self._dropped
-        found = {"trained/dropped_groups": float(self.num_dropped)}
-        for name, counts in (("trained", self._trained), ("generated", generated)):
+        generated = self._trainable + self._dropped
+        figures = {"trained/dropped_groups": float(self.num_dropped)}
+        for name, counts in (("trained", self._trainable), ("generated", generated)):
             lengths = np.repeat(list(counts), list(counts.values()))
-            found[f"{name}/length_mean"] = float(lengths.mean())
+            figures[f"{name}/length_mean"] = float(lengths.mean())
             percentiles = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
-            found |= {f"{name}/length_p{rank}": float(value) for rank, value in percentiles}
-        return found | {"trained/length_bias": found["trained/length_mean"] / found["generated/length_mean"]}
+            figures |= {f"{name}/length_p{rank}": float(value) for rank, value in percentiles}
+        return figures | {"trained/length_bias": figures["trained/length_mean"] / figures["generated/length_mean"]}
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "trained": list(self._trained.items()), "dropped": list(self._dropped.items()),
+            "trained": list(self._trainable.items()), "dropped": list(self._dropped.items()),
             "num_dropped": self.num_dropped,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
+        self._trainable, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
         self.num_dropped = state["num_dropped"]
 
 
@@ -127,28 +127,28 @@ class PartialRollouts(Rollouts):
         self._lengths = TrainedLengths()
 
     def collect(self, tools: RolloutTools) -> Collected:
-        """Roll out one RL step, of whose whole groups `_trained` says which are trained."""
+        """Roll out one RL step, of whose whole groups `_trainable` says which are trained."""
         # RL step k trains policy version k.
-        young = [group for group in self._pending if not self._too_old(group, tools.rl_step)]
+        current = [group for group in self._pending if not self._too_old(group, tools.rl_step)]
         dropped = [group for group in self._pending if self._too_old(group, tools.rl_step)]
         self._lengths.drop(dropped)
-        groups = [*young, *self._new_groups(young, tools.rl_step)]
-        going = [group for group in groups if not group.whole]
+        groups = [*current, *self._new_groups(current, tools.rl_step)]
+        unfinished = [group for group in groups if not group.whole]
         num_workers = self.recipe.rollout.num_workers
-        placed = [going[worker::num_workers] for worker in range(num_workers)]
-        wanted = max(self.recipe.rollout.prompts_per_step - (len(groups) - len(going)), 0)
-        quotas = [min(quota, len(part)) for quota, part in zip(self._quotas(wanted), placed, strict=True)]
+        shares = [unfinished[worker::num_workers] for worker in range(num_workers)]
+        num_missing = max(self.recipe.rollout.prompts_per_step - (len(groups) - len(unfinished)), 0)
+        quotas = [min(quota, len(part)) for quota, part in zip(self._quotas(num_missing), shares, strict=True)]
         rounds = Rounds(tools)
-        responses = rounds.generate([self._requests(part, tools.rl_step) for part in placed], quotas)
+        responses = rounds.generate([self._requests(part, tools.rl_step) for part in shares], quotas)
 
         start = time.perf_counter()
         groups = [replace(g, samples=self._extended(g.samples, responses, tools)) for g in groups]
-        ended = [t for g in groups for t in g.samples if t.finish_reason is not None and t.reward is None]
-        scored = {t.key(tools.rl_step): t for t in rewarded(ended, tools)}
-        groups = [replace(g, samples=[scored.get(t.key(tools.rl_step), t) for t in g.samples]) for g in groups]
-        whole = self._trained([group for group in groups if group.whole])
-        trained = {id(group) for group in whole}
-        self._pending = [group for group in groups if id(group) not in trained]
+        finished = [t for g in groups for t in g.samples if t.finish_reason is not None and t.reward is None]
+        by_key = {t.key(tools.rl_step): t for t in rewarded(finished, tools)}
+        groups = [replace(g, samples=[by_key.get(t.key(tools.rl_step), t) for t in g.samples]) for g in groups]
+        whole = self._trainable([group for group in groups if group.whole])
+        trained_ids = {id(group) for group in whole}
+        self._pending = [group for group in groups if id(group) not in trained_ids]
         self._lengths.train(whole)
         num_aborted = sum(response.finish_reason == "abort" for response in responses.values())
         return Collected(
@@ -157,10 +157,10 @@ class PartialRollouts(Rollouts):
             requests=rounds.requests,
             parts=rounds.parts,
             epochs={t.key(tools.rl_step): t.epoch for group in groups for t in group.samples},
-            rewards=rewards_by_key(scored.values(), tools.rl_step),
+            rewards=rewards_by_key(by_key.values(), tools.rl_step),
             rollout_s=rounds.rollout_s,
             reward_s=time.perf_counter() - start,
-            notes=self._take_left_behind() + self._notes(young, len(dropped), num_aborted),
+            notes=self._take_drop_notes() + self._notes(current, len(dropped), num_aborted),
             figures=ages([t for group in whole for t in group.samples], tools.rl_step) | self._lengths.figures(),
         )
 
@@ -172,7 +172,7 @@ class PartialRollouts(Rollouts):
         oldest, limit = group.oldest_version, self.config.max_age
         return oldest is not None and limit is not None and rl_step - oldest > limit
 
-    def _trained(self, whole: list[PartialGroup]) -> list[PartialGroup]:
+    def _trainable(self, whole: list[PartialGroup]) -> list[PartialGroup]:
         """Of the groups that are whole those that this RL step learns from: all."""
         return whole
 
@@ -180,24 +180,24 @@ class PartialRollouts(Rollouts):
         """As many as keep every engine full until its last group is whole."""
         rollout = self.recipe.rollout
         per_engine = -(-self.config.concurrency // rollout.num_workers)
-        return self._taken(rollout.prompts_per_step + rollout.num_workers * (per_engine - 1), pending)
+        return self._draw_groups(rollout.prompts_per_step + rollout.num_workers * (per_engine - 1), pending)
 
-    def _taken(self, in_all: int, pending: Sequence[PartialGroup]) -> list[PartialGroup]:
+    def _draw_groups(self, total: int, pending: Sequence[PartialGroup]) -> list[PartialGroup]:
         """New groups that make `pending` so many."""
-        picked = self.order.take(max(in_all - len(pending), 0), exclude=[group.number for group in pending])
-        return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in picked]
+        batch = self.order.take(max(total - len(pending), 0), exclude=[group.number for group in pending])
+        return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in batch]
 
-    def _quotas(self, wanted: int) -> list[int]:
-        """How many groups each worker completes: `wanted` in all, the first workers one more."""
+    def _quotas(self, num_groups: int) -> list[int]:
+        """How many groups each worker completes: `num_groups` in all, the first workers one more."""
         num_workers = self.recipe.rollout.num_workers
-        share, more = divmod(wanted, num_workers)
-        return [share + (worker < more) for worker in range(num_workers)]
+        share, remainder = divmod(num_groups, num_workers)
+        return [share + (worker < remainder) for worker in range(num_workers)]
 
     def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
         """What is left of `groups`: those with a prefix first."""
-        left = [t for group in groups for t in group.samples if t.finish_reason is None]
-        left.sort(key=lambda t: not t.token_ids)
-        return [t.request(rl_step, self.recipe.rollout.max_response_tokens) for t in left]
+        unfinished = [t for group in groups for t in group.samples if t.finish_reason is None]
+        unfinished.sort(key=lambda t: not t.token_ids)
+        return [t.request(rl_step, self.recipe.rollout.max_response_tokens) for t in unfinished]
 
     def _notes(self, resumed: Sequence[PartialGroup], num_dropped: int, num_aborted: int) -> list[str]:
         went_on, cut = (sum(group.num_cut for group in groups) for groups in (resumed, self._pending))
@@ -302,7 +302,7 @@ class AsynchronousRollouts(PartialRollouts):
     def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
         """All that may begin before the trainer needs this RL step, at version `rl_step` at the latest."""
         per_step = self.recipe.rollout.prompts_per_step
-        new = self._taken((self._staleness + 1) * per_step, pending)
+        new = self._draw_groups((self._staleness + 1) * per_step, pending)
         self._from_version, begins = {}, []
         for n, group in enumerate([*pending, *new]):
             first, oldest = first_version(n, rl_step, per_step, self._staleness), group.oldest_version
@@ -320,14 +320,14 @@ class AsynchronousRollouts(PartialRollouts):
 
     def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
         by_prompt = {group.samples[0].prompt.prompt_id: group for group in groups}
-        asked = []
+        requests = []
         for request in super()._requests(groups, rl_step):
             group = by_prompt[request.key[1]]
             first = self._from_version[group.number] if group.oldest_version is None else 0
-            asked.append(replace(request, from_version=first, due=group.number in self._due))
-        return asked
+            requests.append(replace(request, from_version=first, due=group.number in self._due))
+        return requests
 
-    def _trained(self, whole: list[PartialGroup]) -> list[PartialGroup]:
+    def _trainable(self, whole: list[PartialGroup]) -> list[PartialGroup]:
         """prompts_per_step of them, the oldest."""
         oldest = sorted(whole, key=lambda group: group.oldest_version or 0)
         return oldest[: self.recipe.rollout.prompts_per_step]

@@ -90,25 +90,25 @@ def run_to_verify(run: Path) -> RunToVerify:
         drafters[recipe.drafter.name] = LearnedSpec(
             method=recipe.drafter.loss.method, model=str(head.resolve()), fallback=recipe.drafter.fallback
         )
-    done = read(run).rl_steps if (Path(run) / "trace").is_dir() else []
+    steps = read(run).rl_steps if (Path(run) / "trace").is_dir() else []
     return RunToVerify(
-        recipe=recipe.model_copy(update={"drafter": None}), drafters=drafters, num_rl_steps=max(done, default=-1) + 1
+        recipe=recipe.model_copy(update={"drafter": None}), drafters=drafters, num_rl_steps=max(steps, default=-1) + 1
     )
 
 
 def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, DrafterSpec]:
     """What the engines need. ConfigError where two policies mean different drafters by one name, or one cannot run."""
-    asked_for: dict[str, DrafterSpec] = {}
+    needed: dict[str, DrafterSpec] = {}
     for name, policy in policies.items():
-        known = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
+        available = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
         used = {s.drafter for s in policy.strategies if s.speculates}
-        for drafter in sorted((used | set(policy.drafters)) & set(known)):
-            if asked_for.setdefault(drafter, known[drafter]) != known[drafter]:
+        for drafter in sorted((used | set(policy.drafters)) & set(available)):
+            if needed.setdefault(drafter, available[drafter]) != available[drafter]:
                 raise ConfigError(
                     f"policy {name}: its drafter {drafter!r} has other settings than another policy's of that name; "
                     "rename one, or verify them apart"
                 )
-    specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | asked_for
+    specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | needed
     pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
     for name, policy in policies.items():
         for strategy in policy.strategies:
@@ -126,15 +126,15 @@ def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, 
 
 def deepest(run: RunToVerify, policies: Mapping[str, Policy]) -> int:
     """Draft depth to build engines for: the run's, or what a policy asks for."""
-    asked = [s.draft_depth for policy in policies.values() for s in policy.strategies]
-    return max([run.recipe.rollout.max_draft_depth, *asked])
+    depths = [s.draft_depth for policy in policies.values() for s in policy.strategies]
+    return max([run.recipe.rollout.max_draft_depth, *depths])
 
 
 def explore_all(policies: Mapping[str, Policy]) -> Policy:
     """The policy that tries everything that any of these may choose: what is learned from it favours none of them."""
-    seen = {s: None for policy in policies.values() for s in policy.strategies}
+    strategies = {s: None for policy in policies.values() for s in policy.strategies}
     return Policy(
-        selector=ExploreSpec(strategies=tuple({NO_SPECULATION: None} | seen), hold_iterations=HOLD_ITERATIONS)
+        selector=ExploreSpec(strategies=tuple({NO_SPECULATION: None} | strategies), hold_iterations=HOLD_ITERATIONS)
     )
 
 
@@ -198,10 +198,10 @@ class PolicyRounds:
         rng = np.random.default_rng([self.seed, number])
         names = [EXPLORE, *self.policies]
         order = [names[i] for i in rng.permutation(len(names))]
-        done = [self._rollout(name, number, again=n < num_repeated) for n, name in enumerate(order)]
+        rollouts = [self._rollout(name, number, again=n < num_repeated) for n, name in enumerate(order)]
         self._recorder.flush()
-        self.rollouts += done
-        return done
+        self.rollouts += rollouts
+        return rollouts
 
     def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
         rl_step = self.events.rl_step = len(self._in_force)

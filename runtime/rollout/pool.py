@@ -20,11 +20,11 @@ from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import (
     Waiting,
     actor_env,
-    came,
     error_of,
     last_line,
     last_lines,
     runtime_env,
+    succeeded,
     why_lost,
 )
 from tltlab.runtime.recipe.graphs import EngineBuild
@@ -50,8 +50,8 @@ SendWeights = Callable[[Sequence[Any], int, Way], None]
 class WorkerLost(RunError):
     """A worker's process or engine is gone; the message says why, and what its process said last."""
 
-    def __init__(self, why: str, said: str = "") -> None:
-        super().__init__(f"{why}; it said last: {said}" if said else why)
+    def __init__(self, why: str, last_words: str = "") -> None:
+        super().__init__(f"{why}; it said last: {last_words}" if last_words else why)
         self.why = why
 
 
@@ -60,8 +60,8 @@ class _Worker:
     """What is known of a worker, and what it is told when it starts again.
 
     `memory` is what its policy and budget had learned under `learned_by`, as a dict or a reference to one; `since` are
-    the lengths that its budget has been told from then on, as arguments of `learn_lengths`. `taken` is the memory that
-    a rollout under way began with.
+    the lengths that its budget has been told from then on, as arguments of `learn_lengths`. `snapshot` is the memory
+    that a rollout under way began with.
     """
 
     alive: bool = False
@@ -69,7 +69,7 @@ class _Worker:
     learned_by: tuple[Policy, int] | None = None
     memory: Any = None
     since: list[tuple[Any, int | None]] = field(default_factory=list)
-    taken: Any = None
+    snapshot: Any = None
     replayed: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -123,13 +123,13 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start all workers, side by side; who dies is started again when all have been tried once."""
-        died = [lost for lost in self._all(None, once=True) if lost is not None]
+        losses = [lost for lost in self._ask_all(None, once=True) if lost is not None]
         # Numbers differ from worker to worker. One alone may have been killed by chance, unless its engine says why.
-        reasons = {re.sub(r"\d+", "", lost.why) for lost in died}
-        told = len(died) > 1 or (died and isinstance(died[0].__cause__, RayTaskError))
-        if told and len(died) == len(self.handles) and len(reasons) == 1:
-            raise RunError(f"no engine can start: each dies of this at its start: {died[0]}") from died[0]
-        self._all(None)
+        reasons = {re.sub(r"\d+", "", lost.why) for lost in losses}
+        systematic = len(losses) > 1 or (losses and isinstance(losses[0].__cause__, RayTaskError))
+        if systematic and len(losses) == len(self.handles) and len(reasons) == 1:
+            raise RunError(f"no engine can start: each dies of this at its start: {losses[0]}") from losses[0]
+        self._ask_all(None)
         self._running = True
 
     def share(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
@@ -141,7 +141,7 @@ class WorkerPool:
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
         self._policy = policy, rl_step
-        self._tell(lambda n, handle: handle.set_policy.remote(policy, rl_step))
+        self._tell_all(lambda n, handle: handle.set_policy.remote(policy, rl_step))
         self.history.serve(policy)
 
     def replay(self, trace: Trace) -> None:
@@ -151,7 +151,7 @@ class WorkerPool:
             raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
         for number, worker in enumerate(self._workers):
             worker.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
-        self._tell(lambda n, handle: handle.replay.remote(self._workers[n].replayed))
+        self._tell_all(lambda n, handle: handle.replay.remote(self._workers[n].replayed))
 
     def generate(
         self,
@@ -173,7 +173,7 @@ class WorkerPool:
         recalled = [self.history.of(share) for share in shares]
 
         def ask(n: int, handle: Any) -> Any:
-            self._workers[n].taken = handle.state_dict.remote()
+            self._workers[n].snapshot = handle.state_dict.remote()
             quota = None if quotas is None else quotas[n]
             return handle.generate.remote(
                 list(shares[n]), rl_step, self._seeds[n], recalled[n], repeatable=repeatable, quota=quota
@@ -181,7 +181,7 @@ class WorkerPool:
 
         parts = self._rollouts(ask, shares)
         for worker, lengths in zip(self._workers, _lengths(parts), strict=True):
-            worker.learned_by, worker.memory, worker.taken = self._policy, worker.taken, None
+            worker.learned_by, worker.memory, worker.snapshot = self._policy, worker.snapshot, None
             worker.since = [([lengths], None)]
         return parts
 
@@ -192,7 +192,7 @@ class WorkerPool:
         """
         if self._deaths_so_far() != self._deaths:
             return []
-        parts = self._all(lambda n, handle: handle.repeat.remote(list(shares[n]), rl_step, self._seeds[n]))
+        parts = self._ask_all(lambda n, handle: handle.repeat.remote(list(shares[n]), rl_step, self._seeds[n]))
         return [] if self._deaths_so_far() != self._deaths else parts
 
     def rehearse(self, shares: Shares, rl_step: int, *, ahead: bool = False) -> list[Rollout]:
@@ -216,9 +216,9 @@ class WorkerPool:
         shares = self.share(requests)
         seeds = [[self.recipe.seed, n, EVALUATION] for n in range(len(shares))]
         parts = self._rollouts(lambda n, handle: handle.evaluate.remote(shares[n], seeds[n]), shares)
-        found = {response.key: response for part in parts for response in part.responses}
+        responses = {response.key: response for part in parts for response in part.responses}
         return [
-            [token for turn in turns_of(request.key, found) for token in (*turn.observed, *turn.token_ids)]
+            [token for turn in turns_of(request.key, responses) for token in (*turn.observed, *turn.token_ids)]
             for request in requests
         ]
 
@@ -233,7 +233,7 @@ class WorkerPool:
         lengths = ray.put(_lengths(parts))
         for n, worker in enumerate(self._workers):
             worker.since = [*worker.since, (lengths, n)]
-        self._tell(lambda n, handle: handle.learn_lengths.remote(lengths, n))
+        self._tell_all(lambda n, handle: handle.learn_lengths.remote(lengths, n))
 
     def update_weights(self, send: SendWeights, version: int, way: Way = "host") -> None:
         """Have `send` bring the weights of `version` to every engine; later to those of workers that start again.
@@ -249,25 +249,25 @@ class WorkerPool:
         except TrainerDied as error:
             for n in alive if way == "nccl" else ():
                 # They wait in a collective that never ends.
-                self._lost(n, WorkerLost(f"its transfer of weights was cut off: {error}"), "")
+                self._note_death(n, WorkerLost(f"its transfer of weights was cut off: {error}"), "")
             if self.recipe.rollout.staleness:
                 why = f"its transfer of weights was cut off: {error}"
-                self._all(lambda n, handle: handle.weights.remote("cut off", why), mend=False)
+                self._ask_all(lambda n, handle: handle.weights.remote("cut off", why), mend=False)
             raise
         if self.recipe.rollout.staleness:
-            self._all(lambda n, handle: handle.has_weights.remote(version), mend=False)
+            self._ask_all(lambda n, handle: handle.has_weights.remote(version), mend=False)
         else:
-            self._tell(lambda n, handle: handle.has_weights.remote(version))
+            self._tell_all(lambda n, handle: handle.has_weights.remote(version))
 
     def sleep(self, level: int = 1) -> None:
         """Give the engines' memory away until `wake_up`; at level 2 weights too, and new ones must follow."""
-        self._all(lambda n, handle: handle.sleep.remote(level))
+        self._ask_all(lambda n, handle: handle.sleep.remote(level))
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take it back, all or that of "weights" or "kv_cache"."""
         self._asleep = False
-        self._tell(lambda n, handle: handle.wake_up.remote(tags))
+        self._tell_all(lambda n, handle: handle.wake_up.remote(tags))
 
     @property
     def all_alive(self) -> bool:
@@ -277,7 +277,7 @@ class WorkerPool:
     def state_dicts(self) -> list[dict[str, Any]]:
         """What each engine's policy and budget have learned and how drafters did, as JSON types; of one that is dead,
         what is known."""
-        states = self._all(lambda n, handle: handle.state_dict.remote())
+        states = self._ask_all(lambda n, handle: handle.state_dict.remote())
         for n, worker in enumerate(self._workers):
             if worker.alive:
                 worker.learned_by, worker.memory, worker.since = self._policy, states[n], []
@@ -289,11 +289,11 @@ class WorkerPool:
         """Go back to what `state_dicts` gave, under the policy that was in force then."""
         for worker, state in zip(self._workers, states, strict=True):
             worker.learned_by, worker.memory, worker.since = self._policy, state, []
-        self._tell(lambda n, handle: handle.load_state_dict.remote(states[n]))
+        self._tell_all(lambda n, handle: handle.load_state_dict.remote(states[n]))
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """Call any method of every worker and return the answers; it must bear to be called once more."""
-        return self._all(lambda n, handle: getattr(handle, method).remote(*args))
+        return self._ask_all(lambda n, handle: getattr(handle, method).remote(*args))
 
     def close(self) -> None:
         """End all workers, and with them what another thread asks of them."""
@@ -311,21 +311,21 @@ class WorkerPool:
 
     def _rollouts(self, ask: Ask, shares: Shares) -> list[Rollout]:
         """Rollouts whose times are since now, whenever a worker was asked for the last time."""
-        begun = time.perf_counter()
-        asked = [begun] * len(self.handles)
+        start = time.perf_counter()
+        ask_times = [start] * len(self.handles)
 
         def timed(n: int, handle: Any) -> Any:
-            asked[n] = time.perf_counter()
+            ask_times[n] = time.perf_counter()
             return ask(n, handle)
 
-        parts = self._all(timed, doing=[f", {len(share)} requests re-issued" for share in shares])
-        return [later(part, asked[n] - begun) for n, part in enumerate(parts)]
+        parts = self._ask_all(timed, doing=[f", {len(share)} requests re-issued" for share in shares])
+        return [later(part, ask_times[n] - start) for n, part in enumerate(parts)]
 
-    def _tell(self, ask: Ask) -> None:
+    def _tell_all(self, ask: Ask) -> None:
         """Tell every worker what one that is started again is told anyway."""
-        self._all(ask, told_at_start=True)
+        self._ask_all(ask, told_at_start=True)
 
-    def _all(
+    def _ask_all(
         self,
         ask: Ask | None,
         *,
@@ -340,7 +340,7 @@ class WorkerPool:
         """
         parts = doing or [""] * len(self.handles)
 
-        async def answered(n: int) -> Any:
+        async def answer(n: int) -> Any:
             # A rollout in another thread may start the next one in its place meanwhile, which is not to be ended.
             handle = self.handles[n]
             try:
@@ -353,13 +353,13 @@ class WorkerPool:
 
         async def answers() -> list[Any]:
             lives = (
-                self._life(n, ask, told_at_start, part, once) if mend else answered(n) for n, part in enumerate(parts)
+                self._retried(n, ask, told_at_start, part, once) if mend else answer(n) for n, part in enumerate(parts)
             )
             return await asyncio.gather(*lives)
 
         return self._waiting.run(answers())
 
-    async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
+    async def _retried(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
         """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back.
 
         With `once` it is not, and the answer is what it died of.
@@ -369,20 +369,20 @@ class WorkerPool:
                 if not self._workers[n].alive:
                     if self._asleep:
                         return None
-                    await self._begin(n)
+                    await self._start_worker(n)
                     if told_at_start:
                         return None
                 return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
                 if self._closed:
                     raise
-                self._lost(n, lost, doing)
+                self._note_death(n, lost, doing)
                 if once:
                     return lost
 
-    async def _begin(self, n: int) -> None:
+    async def _start_worker(self, n: int) -> None:
         """Start worker n, and tell it what it should know."""
-        worker, again, timeout_s = self._workers[n], self._workers[n].deaths > 0, self.recipe.faults.start_timeout_s
+        worker, restarted, timeout_s = self._workers[n], self._workers[n].deaths > 0, self.recipe.faults.start_timeout_s
         if self.handles[n] is not None:
             ray.kill(self.handles[n])
         placed = dict(self.options(n))
@@ -402,7 +402,7 @@ class WorkerPool:
                 "the model may be too large for it, or the machine too busy"
             ) from None
         except ConfigError as error:
-            if not again:
+            if not restarted:
                 raise
             # It could start before: now something is in its way that may pass, such as memory not yet given back.
             raise WorkerLost(f"it cannot start: {error}") from error
@@ -434,37 +434,37 @@ class WorkerPool:
             yield handle.load_state_dict.remote(worker.memory)
         if self._policy is not None and (worker.memory is None or worker.learned_by != self._policy):
             yield handle.set_policy.remote(*self._policy)
-        for lengths, own in worker.since:
-            yield handle.learn_lengths.remote(lengths, own)
+        for lengths, excluded in worker.since:
+            yield handle.learn_lengths.remote(lengths, excluded)
         if worker.replayed:
             yield handle.replay.remote(worker.replayed)
 
-    def _lost(self, n: int, lost: WorkerLost, doing: str) -> None:
-        worker, most = self._workers[n], self.recipe.faults.max_restarts
+    def _note_death(self, n: int, lost: WorkerLost, doing: str) -> None:
+        worker, limit = self._workers[n], self.recipe.faults.max_restarts
         worker.alive = False
         worker.deaths += 1
-        if worker.taken is not None:
-            if came(worker.taken):
-                worker.learned_by, worker.memory, worker.since = self._policy, worker.taken, []
-            worker.taken = None
+        if worker.snapshot is not None:
+            if succeeded(worker.snapshot):
+                worker.learned_by, worker.memory, worker.since = self._policy, worker.snapshot, []
+            worker.snapshot = None
         ray.kill(self.handles[n])
         when = f"in RL step {self.events.rl_step}" if self._running else "at its start"
         again = f"; started again{doing}" if self._running else ""
-        if worker.deaths > most:
+        if worker.deaths > limit:
             raise RunError(
-                f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
+                f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {limit}; at last: {lost}"
             ) from lost
         self.events.note(f"rollout worker {n} died {when} ({lost}){again}", worker=n)
 
     async def _answer(self, n: int, call: Any) -> Any:
         """What a call to worker n returns; WorkerLost where it dies of it or never answers, else an error of ours."""
         clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_s)
-        begun = clock()
+        start = clock()
         try:
             # Not `wait_for`, which before Python 3.12 may swallow a cancellation.
             async with asyncio.timeout(most_s):
                 answer = await call
-            self._longest_s = max(self._longest_s, clock() - begun)
+            self._longest_s = max(self._longest_s, clock() - start)
             return answer
         except TimeoutError as error:
             raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
@@ -472,8 +472,8 @@ class WorkerPool:
             why = why_lost(error, self.handles[n])
             if why:
                 # An engine that failed has told why; of a process that ended its log may.
-                said = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
-                raise WorkerLost(why, said) from error
+                last_words = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
+                raise WorkerLost(why, last_words) from error
             if isinstance(error, RayTaskError | RayActorError):
                 raise error_of(error, died=TrainerDied) from error
             raise RunError(f"Ray failed a rollout worker: {last_line(error)}") from error

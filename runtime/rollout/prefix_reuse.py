@@ -118,9 +118,9 @@ class ReusingRollouts(Rollouts):
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step."""
         rollout = self.recipe.rollout
-        picked = self.order.take(rollout.prompts_per_step)
-        slots = [(number, sample) for _, number in picked for sample in range(rollout.group_size)]
-        blank = [t for epoch, number in picked for t in self._blank(number, epoch)]
+        batch = self.order.take(rollout.prompts_per_step)
+        slots = [(number, sample) for _, number in batch for sample in range(rollout.group_size)]
+        blank = [t for epoch, number in batch for t in self._blank(number, epoch)]
 
         start = time.perf_counter()
         earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]
@@ -133,8 +133,8 @@ class ReusingRollouts(Rollouts):
         score_s = time.perf_counter() - start
 
         rounds = Rounds(tools)
-        going_on = [prefix.response for prefix in prefixes if prefix.response.finish_reason is None]
-        requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in going_on]
+        unfinished = [prefix.response for prefix in prefixes if prefix.response.finish_reason is None]
+        requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in unfinished]
         responses = rounds.generate(tools.share(requests))
         start = time.perf_counter()
         trajectories = rewarded(self._extended([prefix.response for prefix in prefixes], responses, tools), tools)
@@ -145,7 +145,7 @@ class ReusingRollouts(Rollouts):
         score_s += time.perf_counter() - start
         return Collected(
             trajectories=trajectories,
-            groups=[n for n in range(len(picked)) for _ in range(rollout.group_size)],
+            groups=[n for n in range(len(batch)) for _ in range(rollout.group_size)],
             requests=rounds.requests,
             parts=rounds.parts,
             epochs={t.key(tools.rl_step): t.epoch for t in trajectories},
@@ -153,7 +153,7 @@ class ReusingRollouts(Rollouts):
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
             score_s=score_s,
-            notes=self._take_left_behind() + _notes(prefixes),
+            notes=self._take_drop_notes() + _notes(prefixes),
         )
 
     def _scored(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tools: RolloutTools) -> list[np.ndarray]:
@@ -169,20 +169,20 @@ class ReusingRollouts(Rollouts):
         then = _of_tokens(earlier.rows, tokens) if self.exact else earlier.logprobs
         now = _of_tokens(scored, tokens) if self.exact else scored
         num = kept_prefix(now, then, self.config.leniency, rng.random(len(tokens)))
-        kept, logprobs, reason = tokens[:num], [float(logp) for logp in now[:num]], None
+        token_ids, logprobs, reason = tokens[:num], [float(logp) for logp in now[:num]], None
         if num == len(tokens):
             reason = "length" if earlier.truncated else "stop"
         elif self.exact:
             drawn = int(rng.choice(scored.shape[1], p=residual(scored[num], earlier.rows[num])))
-            kept, logprobs = [*kept, drawn], [*logprobs, float(scored[num, drawn])]
+            token_ids, logprobs = [*token_ids, drawn], [*logprobs, float(scored[num, drawn])]
             # A response that ended at its cap, or where the engine's context did, leaves no room behind its last token.
             full = num + 1 == self.recipe.rollout.max_response_tokens or (earlier.truncated and num + 1 == len(tokens))
             reason = "stop" if drawn in self._ends else "length" if full else None
         response = replace(
             blank,
-            token_ids=array("i", kept),
+            token_ids=array("i", token_ids),
             logprobs=array("f", logprobs),
-            token_versions=array("i", [tools.policy_version]) * len(kept),
+            token_versions=array("i", [tools.policy_version]) * len(token_ids),
             finish_reason=reason,
         )
         return Prefix(response=response, num_kept=num, earlier=earlier, now=scored)
@@ -276,6 +276,6 @@ def _notes(prefixes: Sequence[Prefix]) -> list[str]:
     if not visited:
         return []
     offered = sum(len(earlier.token_ids) for _, earlier in visited)
-    kept = sum(prefix.num_kept for prefix, _ in visited)
+    num_kept = sum(prefix.num_kept for prefix, _ in visited)
     whole = sum(prefix.response.finish_reason is not None for prefix, _ in visited)
-    return [f"{kept} of {offered} tokens of earlier responses kept, {whole} of {len(visited)} responses whole"]
+    return [f"{num_kept} of {offered} tokens of earlier responses kept, {whole} of {len(visited)} responses whole"]

@@ -56,8 +56,8 @@ class Decoder:
     def of(cls, tokenizer: Any) -> Decoder | None:
         """None where the tokenizer does more to decode than its `tokenizers.Tokenizer`."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        own = type(tokenizer)._decode.__module__ != "transformers.tokenization_utils_tokenizers"
-        if backend is None or own or (tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"):
+        odd = type(tokenizer)._decode.__module__ != "transformers.tokenization_utils_tokenizers"
+        if backend is None or odd or (tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"):
             return None
         forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
         return None if forced else cls(backend)
@@ -132,7 +132,7 @@ class RewardPool(UserProcesses):
                 (p, r if isinstance(r, str) else str(self._tokenizer.decode(list(r), skip_special_tokens=True)), a)
                 for p, r, a in items
             ]
-        outcomes = self._in_processes(items) if self._config.processes else self._here(items)
+        outcomes = self._in_processes(items) if self._config.processes else self._in_this_process(items)
         self._num_rewards += len(outcomes)
         self._failures.update(outcome for outcome in outcomes if isinstance(outcome, str))
         return [self._config.on_failure if isinstance(outcome, str) else outcome for outcome in outcomes]
@@ -147,15 +147,15 @@ class RewardPool(UserProcesses):
         self._num_rewards = 0
         return sentences
 
-    def _here(self, items: Sequence[Item]) -> list[Outcome]:
+    def _in_this_process(self, items: Sequence[Item]) -> list[Outcome]:
         # Standard output is for results, in this process as in the others.
         with redirect_stdout(sys.stderr), found_in(self._code):
             return [_outcome(self._reward, item, self._decoder) for item in items]
 
     def _start(self) -> ProcessPool:
         """A new pool; its processes start to import the reward functions."""
-        given = (self._terms, self._code, self._decoder, self._config.memory_bytes)
-        return self._begin(self._config.processes, "reward_pool.processes", _own_reward, *given)
+        args = (self._terms, self._code, self._decoder, self._config.memory_bytes)
+        return self._begin(self._config.processes, "reward_pool.processes", _own_reward, *args)
 
     def _in_processes(self, items: Sequence[Item]) -> list[Outcome]:
         try:
@@ -246,18 +246,18 @@ def ending(exitcode: int | None) -> str:
 # ---- in a process of a user's code ----------------------------------------------------------------------------------
 
 
-class _Process:
+class _ProcessState:
     """What it keeps between tasks: what it was told to make, or why it could not."""
 
-    made: Any = None
+    value: Any = None
     fault: Exception | None = None
 
 
-def made_here(what: str) -> Any:
+def process_object(name: str) -> Any:
     """What this process was told to make. RunError, which begins with `what`, where it could not."""
-    if _Process.fault is not None:
-        raise RunError(f"{what} cannot start: {_Process.fault}")
-    return _Process.made
+    if _ProcessState.fault is not None:
+        raise RunError(f"{name} cannot start: {_ProcessState.fault}")
+    return _ProcessState.value
 
 
 def _start_process(driver: int, make: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -272,9 +272,9 @@ def _start_process(driver: int, make: Callable[..., Any], args: Sequence[Any]) -
     os.dup2(2, 1)  # standard output is for results, and a reward may print
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        _Process.made = make(*args)
+        _ProcessState.value = make(*args)
     except Exception as error:  # raised where the driver sees it
-        _Process.fault = error
+        _ProcessState.fault = error
 
 
 def _own_reward(
@@ -289,11 +289,11 @@ def _own_reward(
 
 
 def _compute(item: Item) -> Outcome:
-    reward, decoder = made_here("a reward process")
-    own = os.getpid()
+    reward, decoder = process_object("a reward process")
+    pid = os.getpid()
     # Panics of Rust are no `Exception`, and nobody interrupts this process from a keyboard.
     outcome = _outcome(reward, item, decoder, (BaseException,))
-    if os.getpid() != own:
+    if os.getpid() != pid:
         # A fork that the reward made must not answer in its place.
         os._exit(0)
     return outcome

@@ -119,8 +119,8 @@ def math(prompt: str, response: str, answer: str) -> float:
     gold = answer.rpartition("####")[2].strip()
     boxes = boxed(response)
     expected = math_verify.parse(gold if "$" in gold or boxed(gold) else _in_box(gold), parsing_timeout=None)
-    answered = math_verify.parse(_in_box(boxes[-1]) if boxes else response, parsing_timeout=None)
-    return float(math_verify.verify(expected, answered, timeout_seconds=None))
+    parsed = math_verify.parse(_in_box(boxes[-1]) if boxes else response, parsing_timeout=None)
+    return float(math_verify.verify(expected, parsed, timeout_seconds=None))
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> float:
@@ -176,8 +176,8 @@ def _in_box(text: str) -> str:
 
 
 def _final_number(text: str) -> Decimal | None:
-    _, mark, rest = text.rpartition("####")
-    numbers = _NUMBER.findall(rest)
+    _, mark, solution = text.rpartition("####")
+    numbers = _NUMBER.findall(solution)
     if not numbers:
         return None
     return Decimal(numbers[0 if mark else -1].replace(",", "").replace("$", ""))

@@ -30,25 +30,25 @@ class SynchronousRollouts(Rollouts):
         """Roll out one RL step; every round asks for exactly the groups that are missing."""
         rollout, max_rounds = self.recipe.rollout, self.recipe.train.sampling_rounds
         rounds = Rounds(tools)
-        asked: list[int] = []
+        numbers: list[int] = []
         epochs: dict[Key, int] = {}
         rewards: dict[Key, float] = {}
         groups: list[list[Trajectory]] = []
         reward_s = 0.0
         while rounds.num_rounds < max_rounds and len(groups) < rollout.prompts_per_step:
-            picked = self.order.take(rollout.prompts_per_step - len(groups), exclude=asked)
-            if not picked:
+            batch = self.order.take(rollout.prompts_per_step - len(groups), exclude=numbers)
+            if not batch:
                 break
-            asked += [number for _, number in picked]
-            started = [t for epoch, number in picked for t in self._blank(number, epoch)]
-            requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in started]
+            numbers += [number for _, number in batch]
+            blank = [t for epoch, number in batch for t in self._blank(number, epoch)]
+            requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in blank]
             responses = rounds.generate(tools.share(requests))
             start = time.perf_counter()
-            drawn = rewarded(self._extended(started, responses, tools), tools)
+            trajectories = rewarded(self._extended(blank, responses, tools), tools)
             reward_s = time.perf_counter() - start
-            epochs |= {t.key(tools.rl_step): t.epoch for t in drawn}
-            rewards |= rewards_by_key(drawn, tools.rl_step)
-            new = [drawn[i : i + rollout.group_size] for i in range(0, len(drawn), rollout.group_size)]
+            epochs |= {t.key(tools.rl_step): t.epoch for t in trajectories}
+            rewards |= rewards_by_key(trajectories, tools.rl_step)
+            new = [trajectories[i : i + rollout.group_size] for i in range(0, len(trajectories), rollout.group_size)]
             groups += [group for group in new if max_rounds == 1 or self._differs(group)]
         return Collected(
             trajectories=[t for group in groups for t in group],
@@ -60,7 +60,7 @@ class SynchronousRollouts(Rollouts):
             submitted_s=rounds.submitted_s,
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
-            notes=self._take_left_behind() + rounds.notes + self._notes(len(groups), len(asked), rounds.num_rounds),
+            notes=self._take_drop_notes() + rounds.notes + self._notes(len(groups), len(numbers), rounds.num_rounds),
         )
 
     def _differs(self, group: Sequence[Trajectory]) -> bool:
@@ -68,11 +68,11 @@ class SynchronousRollouts(Rollouts):
         return len({min(t.reward or 0.0, 0.0) if zero and t.truncated else t.reward for t in group}) > 1
 
     def _notes(self, num_kept: int, num_asked: int, num_rounds: int) -> list[str]:
-        wanted = self.recipe.rollout.prompts_per_step
-        if self.recipe.train.sampling_rounds == 1 or (num_rounds == 1 and num_kept == wanted):
+        num_prompts = self.recipe.rollout.prompts_per_step
+        if self.recipe.train.sampling_rounds == 1 or (num_rounds == 1 and num_kept == num_prompts):
             return []
         note = f"rewards differ within {num_kept} of {num_asked} groups of {num_rounds} rounds"
-        return [note if num_kept == wanted else f"{note}: trained on those, not on {wanted}"]
+        return [note if num_kept == num_prompts else f"{note}: trained on those, not on {num_prompts}"]
 
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:

@@ -86,8 +86,8 @@ class EngineWorker:
 
     def place(self) -> tuple[str, dict[str, str]]:
         """The node, and what makes another process see the same devices."""
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return ray.get_runtime_context().get_node_id(), {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ray.get_runtime_context().get_node_id(), {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
@@ -205,19 +205,17 @@ class EngineWorker:
     def _recall(self, history: list[Any]) -> None:
         self.engine.recall([response for visit in ray.get(history) for response in visit])
 
-    def learn_lengths(self, lengths: list[list[tuple[Key, int]]], own: int | None) -> None:
-        """Let the budget learn the lengths of responses of every worker but number `own`."""
-        self.engine.learn_lengths([length for n, part in enumerate(lengths) if n != own for length in part])
+    def learn_lengths(self, lengths: list[list[tuple[Key, int]]], excluded: int | None) -> None:
+        """Let the budget learn the lengths of responses of every worker but number `excluded`."""
+        self.engine.learn_lengths([length for n, part in enumerate(lengths) if n != excluded for length in part])
 
     def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
         """Generate without speculation, sampling as rollouts do."""
         rollout = self.recipe.rollout
-        asked = [
-            replace(request, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for request in requests
-        ]
+        requests = [replace(r, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for r in requests]
         self.engine.reseed(seed)
-        asked, conversations = self._conversations(asked)
-        return packed(self.engine.evaluate(asked, temperature=self.temperature, follow_ups=conversations))
+        requests, conversations = self._conversations(requests)
+        return packed(self.engine.evaluate(requests, temperature=self.temperature, follow_ups=conversations))
 
     def sleep(self, level: int) -> None:
         self.engine.sleep(level)
@@ -232,23 +230,23 @@ class EngineWorker:
         seed: list[int],
         until: Callable[[Sequence[Key]], bool] | None = None,
     ) -> Rollout:
-        rollout = self.recipe.rollout
+        config = self.recipe.rollout
         self.engine.reseed(seed)
         requests, conversations = self._conversations(requests)
-        rolled = packed(
+        rollout = packed(
             self.engine.generate(
                 requests,
                 rl_step=rl_step,
                 temperature=self.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                min_p=rollout.min_p,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                min_p=config.min_p,
                 until=until,
                 follow_ups=conversations,
             )
         )
         notes = self.environment[0].take_failures() if self.environment is not None else []
-        return replace(rolled, notes=notes)
+        return replace(rollout, notes=notes)
 
     def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], FollowUps | None]:
         """The requests as they stop at tool calls, and what answers those; as they are without an environment."""
@@ -311,17 +309,17 @@ def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Seque
 
     Made for one rollout: it is given a list that grows.
     """
-    left = Counter(request.key[:2] for request in requests)
+    num_left = Counter(request.key[:2] for request in requests)
     due = {request.key for request in requests if request.due}
-    seen = whole = 0
+    num_counted = num_answered = 0
 
     def until(ended: Sequence[Key]) -> bool:
-        nonlocal seen, whole
-        for key in ended[seen:]:
-            left[key[:2]] -= 1
-            whole += left[key[:2]] == 0
+        nonlocal num_counted, num_answered
+        for key in ended[num_counted:]:
+            num_left[key[:2]] -= 1
+            num_answered += num_left[key[:2]] == 0
             due.discard(key)
-        seen = len(ended)
-        return whole >= quota and not due
+        num_counted = len(ended)
+        return num_answered >= quota and not due
 
     return until

@@ -75,8 +75,8 @@ class RunActors:
             self._engines_awake = False
             self._with_trainers()
         else:
-            with ThreadPoolExecutor(1) as beside:
-                trainers = beside.submit(self._with_trainers)
+            with ThreadPoolExecutor(1) as executor:
+                trainers = executor.submit(self._with_trainers)
                 try:
                     self._start_engines()
                 except BaseException:
@@ -96,7 +96,7 @@ class RunActors:
         self.pool.start()
         build, captured = self.pool.build, self.pool.ask("captured_graphs")
         self.graphs = build.as_json(captured)
-        for sentence in build.told(captured[0]):
+        for sentence in build.sentences(captured[0]):
             self._events.note(sentence)
 
     def _start_drafting(self) -> None:
@@ -106,14 +106,14 @@ class RunActors:
 
     def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
         """Start the trainers where none are and do `then`; both again where one dies, `faults.max_restarts` times."""
-        for left in reversed(range(self.recipe.faults.max_restarts + 1)):
+        for restarts_left in reversed(range(self.recipe.faults.max_restarts + 1)):
             try:
                 if not self.trainers.handles:
                     self.restart_trainers()
                 then()
                 return
             except TrainerDied as error:
-                if not left or self._given_up:
+                if not restarts_left or self._given_up:
                     raise
                 self._events.note(f"{error}; trainers start again")
 
@@ -137,17 +137,17 @@ class RunActors:
 
     def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
         """Bring the policy's weights to the engines as `version`, once `before`, which may ask engines, is done."""
-        together = self._colocated and self._way == "ipc" and self.pool.all_alive
-        if together:
+        in_place = self._colocated and self._way == "ipc" and self.pool.all_alive
+        if in_place:
             # Both have the devices: there is room for two models without caches and what optimizer steps take.
             self.trainers_turn()
             self.pool.wake_up(["weights"])
         else:
             self.engines_turn()
         before()
-        way = "host" if self._colocated and not together else self._way
+        way = "host" if self._colocated and not in_place else self._way
         self.pool.update_weights(self.trainers.send_weights, version, way)
-        if together:
+        if in_place:
             self.trainers.offload()
             self.pool.wake_up(["kv_cache"])
             self._engines_awake = True

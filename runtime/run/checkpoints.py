@@ -103,8 +103,8 @@ class RunCheckpoints:
                 folders.append(path)
                 continue
             fsync_file(path)
-            written = written_sum(path)
-            sha256 = sha256_of(path) if written is None else written
+            stored_sum = written_sum(path)
+            sha256 = sha256_of(path) if stored_sum is None else stored_sum
             files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": sha256}
         write_durably(folder / MANIFEST, json.dumps({"rl_step": rl_step, "files": files}, indent=1).encode())
         for path in reversed(folders):
@@ -123,11 +123,11 @@ class RunCheckpoints:
 
     def _remove(self, path: Path) -> None:
         """In one move, so that no half of it is left under its name."""
-        gone = path.with_name(f".{path.name}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(path, gone)
+        trash = path.with_name(f".{path.name}.gone")
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(path, trash)
         fsync_folder(self.folder)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(trash, ignore_errors=True)
 
     def _put_back(self) -> None:
         """A checkpoint that was to be replaced comes back where its successor did not arrive, and goes where it did."""
@@ -153,25 +153,25 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """The RL step that comes next after the checkpoint `path`; ConfigError where its name says none."""
-    named = _STEP.fullmatch(path.name)
-    if named is None:
+    match = _STEP.fullmatch(path.name)
+    if match is None:
         raise ConfigError(f"{path} is no checkpoint: its name must be step-NNNNNN")
-    return int(named[1])
+    return int(match[1])
 
 
 def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
     """Why a checkpoint cannot be used, None where it is whole. Large files are read only `to_the_bit`."""
     try:
         files: dict[str, dict[str, Any]] = json.loads(read_text(path / MANIFEST))["files"]
-        for name, written in files.items():
+        for name, expected in files.items():
             size = (path / name).stat().st_size
-            if size != written["bytes"]:
-                return f"{name} has {size} bytes instead of {written['bytes']}"
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
             # Earlier versions wrote no sums of what is large.
             if (
                 (to_the_bit or size <= MOST_HASHED_BYTES)
-                and "sha256" in written
-                and sha256_of(path / name) != written["sha256"]
+                and "sha256" in expected
+                and sha256_of(path / name) != expected["sha256"]
             ):
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

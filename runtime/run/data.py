@@ -42,11 +42,11 @@ class RolloutsAhead:
         self._ahead: dict[int, Future[RolledOut]] = {}
 
     def __enter__(self) -> RolloutsAhead:
-        self._aside = ThreadPoolExecutor(1)
+        self._executor = ThreadPoolExecutor(1)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._aside.shutdown()
+        self._executor.shutdown()
 
     def take(self, rl_step: int) -> RolledOut:
         """The responses of an RL step, which may be there."""
@@ -56,12 +56,12 @@ class RolloutsAhead:
     def begin(self, rl_step: int) -> None:
         """Begin with an RL step's and those after it that may be rolled out before the one before it is done."""
         recipe, every = self._recipe, self._recipe.checkpoint.every
-        most = recipe.rollout.staleness or int(recipe.rollout.one_step_off)
-        for step in range(rl_step, min(rl_step + most, recipe.train.steps)):
+        num_ahead = recipe.rollout.staleness or int(recipe.rollout.one_step_off)
+        for step in range(rl_step, min(rl_step + num_ahead, recipe.train.steps)):
             if every and step % every == 0:
                 break
             if step not in self._ahead:
-                self._ahead[step] = self._aside.submit(self._collect, step)
+                self._ahead[step] = self._executor.submit(self._collect, step)
 
     def make_way(self) -> None:
         """New weights come: between two rollouts, or at once where engines take them while they generate."""
@@ -79,10 +79,10 @@ class RolloutsAhead:
         self.settle()
         self._ahead.clear()
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, advice: str) -> None:
         """ConfigError where something needs the run to be between two RL steps, and the next is rolled out already."""
         if self._ahead:
-            raise ConfigError(f"this run has rolled out its next RL step already: {what}")
+            raise ConfigError(f"this run has rolled out its next RL step already: {advice}")
 
 
 class RunData:
@@ -91,8 +91,8 @@ class RunData:
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.recipe = recipe
         data = recipe.data
-        read = read_prompts(data.train, data, tokenizer)
-        self.train, self.num_dropped = read.prompts, read.num_dropped
+        prompts = read_prompts(data.train, data, tokenizer)
+        self.train, self.num_dropped = prompts.prompts, prompts.num_dropped
         self._number = {prompt.prompt_id: number for number, prompt in enumerate(self.train)}
         self.heldout: list[Prompt] = []
         if data.heldout is not None:
@@ -117,8 +117,8 @@ class RunData:
         turns[list(self.rollouts.under_way)] = 0
         rounds = self.recipe.train.sampling_rounds
         last = rl_steps_left * self.recipe.rollout.prompts_per_step * rounds
-        found = turns[[self._number[prompt_id] for prompt_id in prompt_ids]].tolist()
-        return [turn if turn < last else None for turn in found]
+        numbers = [self._number[prompt_id] for prompt_id in prompt_ids]
+        return [turn if turn < last else None for turn in turns[numbers].tolist()]
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
         """Where it is in the data, as JSON types; responses that wait go into `folder`, which is made."""

@@ -179,10 +179,10 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
-            own = self.recipe.own_modules
+            modules = self.recipe.own_modules
             if isinstance(self.policy.selector, CustomSpec):
-                own.append(self.policy.selector.module)
-            keep_code(self.recipe, own, self.out)
+                modules.append(self.policy.selector.module)
+            keep_code(self.recipe, modules, self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:
@@ -222,10 +222,10 @@ class GrpoRun:
             return
         try:
             make_folder(self.out)
-            held = lock(self.out, "this run")
+            folder_lock = lock(self.out, "this run")
         except OSError as error:
             raise ConfigError(f"cannot write to {self.out}: {error.strerror}") from error
-        with held:
+        with folder_lock:
             self._locked = True
             try:
                 yield
@@ -337,8 +337,8 @@ class GrpoRun:
         if self._first is not None:
             self._repeat(*self._first, rl_step)
         self.drafting.annotate()
-        left = self.recipe.train.steps - rl_step - 1
-        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
+        steps_left = self.recipe.train.steps - rl_step - 1
+        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, steps_left))
         return RolledOut(collected=collected, version=tools.policy_version, t_start=t_start)
 
     def _tools(self, rl_step: int) -> RolloutTools:
@@ -362,10 +362,10 @@ class GrpoRun:
             return parts
 
         def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-            given = self.reward_pool.rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
+            values = self.reward_pool.rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
             for failure in self.reward_pool.take_failures():
                 self.events.note(failure)
-            return given
+            return values
 
         def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
             self.actors.trainers_turn()
@@ -426,14 +426,14 @@ class GrpoRun:
     def memory(self) -> list[ProcessMemory]:
         """What each process of the run holds; of trainer ranks rank 0. `memory.json` has the newest answer."""
 
-        def asked() -> list[ProcessMemory]:
+        def measured() -> list[ProcessMemory]:
             driver = ProcessMemory.now("driver", 0, {"history": self.pool.history.num_bytes})
             return [*self.pool.ask("memory"), self.trainers.memory(), *self.drafting.memory(), driver]
 
         self._ahead.settle()
-        held = self._through(asked)
-        write_json(self.out / "memory.json", sealed({"processes": [asdict(process) for process in held]}))
-        return held
+        memory = self._through(measured)
+        write_json(self.out / "memory.json", sealed({"processes": [asdict(process) for process in memory]}))
+        return memory
 
     def checkpoint(self) -> Path:
         """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
@@ -464,20 +464,20 @@ class GrpoRun:
             for p in prompts
         ]
 
-        def answered() -> float:
+        def mean_reward() -> float:
             self.actors.engines_turn()
             responses = self.pool.evaluate(requests)
             pairs = zip(prompts, responses, strict=True)
             rewards = self.reward_pool.rewards([(p.text, token_ids, p.answer) for p, token_ids in pairs])
             return sum(rewards) / len(rewards)
 
-        return self._through(answered)
+        return self._through(mean_reward)
 
     def save(self) -> Path:
         """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, and the drafter's beside them."""
         final = self.out / "checkpoints" / "final"
 
-        def saved() -> None:
+        def write() -> None:
             partial = final.with_name(".final.partial")
             shutil.rmtree(partial, ignore_errors=True)
             self.actors.trainers_turn()
@@ -486,7 +486,7 @@ class GrpoRun:
             partial.rename(final)
             self.drafting.save()
 
-        self._through(saved)
+        self._through(write)
         return final
 
     def trace(self) -> Trace:

@@ -200,7 +200,7 @@ class Wandb:
 
         out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
         self._out = out
-        earlier = _kept(out).get("wandb", {})
+        earlier = _run_ids(out).get("wandb", {})
         self._earlier: int = earlier.get("rl_step", -1)
         self._row = -1
         self._run = wandb.init(
@@ -214,7 +214,7 @@ class Wandb:
             settings=wandb.Settings(console="off", quiet=True),
         )
         self._run.define_metric("*", step_metric="rl_step")
-        _keep(out, "wandb", {"id": self._run.id, "rl_step": self._earlier})
+        _add_run_id(out, "wandb", {"id": self._run.id, "rl_step": self._earlier})
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         if EVERY_STEP in metrics and rl_step <= self._earlier:
@@ -225,7 +225,7 @@ class Wandb:
         self._run.log({**metrics, "rl_step": rl_step}, step=self._row, commit=True)
         if EVERY_STEP in metrics:
             self._earlier = rl_step
-            _keep(self._out, "wandb", {"id": self._run.id, "rl_step": rl_step})
+            _add_run_id(self._out, "wandb", {"id": self._run.id, "rl_step": rl_step})
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -238,7 +238,7 @@ class Mlflow:
         import mlflow
 
         self._client = mlflow.MlflowClient()
-        earlier = _kept(out).get("mlflow", {})
+        earlier = _run_ids(out).get("mlflow", {})
         if earlier:
             self._run_id = earlier["id"]
             self._client.update_run(self._run_id, status="RUNNING")
@@ -246,33 +246,33 @@ class Mlflow:
         else:
             experiment = mlflow.set_experiment(project)
             self._run_id = self._client.create_run(experiment.experiment_id, run_name=out.absolute().name).info.run_id
-            _keep(out, "mlflow", {"id": self._run_id})
+            _add_run_id(out, "mlflow", {"id": self._run_id})
             # MLflow knows no nested settings.
             mlflow.log_params(dict(leaves(settings)), run_id=self._run_id)
             history = []
         self._earlier: int = max((metric.step for metric in history), default=-1)
         self._log = mlflow.log_metrics
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        self._sent: deque[Future[None]] = deque()
+        self._futures: deque[Future[None]] = deque()
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         if EVERY_STEP in metrics:
             if rl_step <= self._earlier:
                 return
             self._earlier = rl_step
-        while self._sent and self._sent[0].done():
-            self._arrived(self._sent.popleft())
-        self._sent.append(self._thread.submit(self._log, dict(metrics), step=rl_step, run_id=self._run_id))
+        while self._futures and self._futures[0].done():
+            self._arrived(self._futures.popleft())
+        self._futures.append(self._thread.submit(self._log, dict(metrics), step=rl_step, run_id=self._run_id))
 
     def close(self, *, failed: bool) -> None:
-        while self._sent:
-            self._arrived(self._sent.popleft())
+        while self._futures:
+            self._arrived(self._futures.popleft())
         self._thread.shutdown()
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
-    def _arrived(self, sent: Future[None]) -> None:
+    def _arrived(self, future: Future[None]) -> None:
         try:
-            sent.result()
+            future.result()
         except BaseException:
             # Each of the others would be tried for minutes too.
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -287,13 +287,13 @@ LOGGERS: dict[str, tuple[str, type[Logger]]] = {
 """By the recipe's field, which is also the package that is needed."""
 
 
-def _kept(out: Path) -> dict[str, Any]:
+def _run_ids(out: Path) -> dict[str, Any]:
     path = out / RUN_IDS
     return dict(read_json(path)) if path.exists() else {}
 
 
-def _keep(out: Path, service: str, run: Mapping[str, Any]) -> None:
-    write_json(out / RUN_IDS, sealed({**_kept(out), service: dict(run)}))
+def _add_run_id(out: Path, service: str, run: Mapping[str, Any]) -> None:
+    write_json(out / RUN_IDS, sealed({**_run_ids(out), service: dict(run)}))
 
 
 PACE_STEPS = 8
@@ -306,7 +306,7 @@ _FIGURES = (
 )
 
 
-def step_text(report: StepReport, measures: Mapping[str, float], left: str) -> str:
+def step_text(report: StepReport, measures: Mapping[str, float], time_left: str) -> str:
     """What is said of an RL step: reward, tokens and time; seconds by stage; what else `measures`
     (`step_metrics`) has, in lines of about 80 columns; notes. `left` is the time that the run still takes.
 
@@ -326,7 +326,7 @@ def step_text(report: StepReport, measures: Mapping[str, float], left: str) -> s
     return "\n".join(
         [
             f"step {report.rl_step}: reward {report.reward_mean:.3f}, {report.num_tokens} tokens "
-            f"in {report.seconds:.2f} s, policy {report.policy}, {left} left",
+            f"in {report.seconds:.2f} s, policy {report.policy}, {time_left} left",
             f"  seconds: {', '.join(stages)}",
             *([f"  {', '.join(figures)}"] if figures else []),
             *([f"  length {', '.join(lengths)}"] if lengths else []),
@@ -350,14 +350,14 @@ class Screen:
         self._pace.append(report.seconds)
         # Evaluations and checkpoints between the steps are not in it.
         left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
-        left = str(timedelta(seconds=math.ceil(left_s)))
-        self.say(step_text(report, measures, left))
-        self._done(report, left)
+        time_left = str(timedelta(seconds=math.ceil(left_s)))
+        self.say(step_text(report, measures, time_left))
+        self._advance(report, time_left)
 
     def close(self) -> None:
         pass
 
-    def _done(self, report: StepReport, left: str) -> None:
+    def _advance(self, report: StepReport, time_left: str) -> None:
         pass
 
 
@@ -388,9 +388,9 @@ class Bar(Screen):
     def close(self) -> None:
         self._progress.stop()
 
-    def _done(self, report: StepReport, left: str) -> None:
+    def _advance(self, report: StepReport, time_left: str) -> None:
         reward = f"reward {report.reward_mean:.3f}"
-        self._progress.update(self._task, completed=report.rl_step + 1, reward=reward, left=f"left {left}")
+        self._progress.update(self._task, completed=report.rl_step + 1, reward=reward, left=f"left {time_left}")
 
 
 def screen(total_steps: int, resume_from: int) -> Screen:

@@ -62,18 +62,18 @@ class Placement:
         if not gpus:
             return self._anywhere()
         if self.bundles.colocated:
-            return self._sharing(number, self._visible[number])
-        return self._own(number, gpus)
+            return self._shared(number, self._visible[number])
+        return self._alone(number, gpus)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """The same for trainer rank `rank`."""
         if self.bundles.colocated:
             worker, gpu = self.bundles.worker_of_rank(rank)
-            return self._sharing(worker, [self._visible[worker][gpu]])
+            return self._shared(worker, [self._visible[worker][gpu]])
         gpus = self.bundles.ranks[rank]
         if not gpus:
             return self._anywhere()
-        return self._own(sum(1 for taken in self.bundles.workers if taken) + rank, gpus)
+        return self._alone(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, gpus)
 
     def close(self) -> None:
         """Give the GPUs back; whoever still runs in a bundle is ended."""
@@ -86,10 +86,10 @@ class Placement:
     def _anywhere(self) -> dict[str, Any]:
         return _options(0, "SPREAD" if self.num_nodes > 1 else "DEFAULT", {})
 
-    def _own(self, bundle: int, gpus: float) -> dict[str, Any]:
+    def _alone(self, bundle: int, gpus: float) -> dict[str, Any]:
         return _options(gpus, self._in(bundle), {})
 
-    def _sharing(self, bundle: int, visible: list[str]) -> dict[str, Any]:
+    def _shared(self, bundle: int, visible: list[str]) -> dict[str, Any]:
         # Ray leaves the variable alone where an actor is given no GPU of its own, unless it is told to empty it then.
         env = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return _options(0, self._in(bundle), env)
@@ -110,10 +110,9 @@ class Placement:
             for bundle, gpus in enumerate(self.bundles.workers)
         ]
         try:
-            seen = ray.get([holder.visible.remote() for holder in self._holders], timeout=self.ready_s)
+            self._visible = ray.get([holder.visible.remote() for holder in self._holders], timeout=self.ready_s)
         except GetTimeoutError as error:
             raise ConfigError(f"Ray did not start the holders of GPUs within {self.ready_s:g} s") from error
-        self._visible = seen
 
     def _check(self) -> None:
         """Raise ConfigError where the cluster, all its GPUs free, would not do."""
@@ -127,10 +126,10 @@ class Placement:
     def _lacking(self, why: str) -> str:
         sizes = sorted((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), reverse=True)
         workers, ranks = self.bundles.workers, self.bundles.ranks
-        asked = f"{len(workers)} rollout workers of {workers[0]:g} GPUs"
+        demand = f"{len(workers)} rollout workers of {workers[0]:g} GPUs"
         if ranks:
-            asked += f" and {len(ranks)} trainer ranks of {ranks[0]:g}"
-        return f"Ray's nodes have {', '.join(f'{size:g}' for size in sizes)} GPUs, and {asked} {why}"
+            demand += f" and {len(ranks)} trainer ranks of {ranks[0]:g}"
+        return f"Ray's nodes have {', '.join(f'{size:g}' for size in sizes)} GPUs, and {demand} {why}"
 
 
 @ray.remote

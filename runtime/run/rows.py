@@ -103,7 +103,7 @@ def step_rows(
     by_response = zip(requests, placed, rewards, epochs, submitted_s, strict=True)
     for request, (worker, response), reward, epoch, t_submit in by_response:
         key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
-        known = {
+        task = {
             "epoch": epoch,
             "prompt_tokens": len(request.prompt_token_ids),
             "max_response_tokens": request.max_response_tokens,
@@ -119,7 +119,7 @@ def step_rows(
             "t_first_token": response.t_first_token,
             "t_finish": response.t_finish,
         }
-        workload.append(key | known)
+        workload.append(key | task)
         outcomes.append(key | outcome)
     step = {
         "rl_step": report.rl_step,
@@ -269,17 +269,17 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     figures |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
     figures |= _graphs(ColumnRows.of("iterations", rows["iterations"]).table["graph"])
     for name, value in report.metrics.items():
-        kind, _, rest = name.partition("_")
-        figures[f"mismatch/{rest}" if kind == "mismatch" else name if "/" in name else f"train/{name}"] = value
+        kind, _, measure = name.partition("_")
+        figures[f"mismatch/{measure}" if kind == "mismatch" else name if "/" in name else f"train/{name}"] = value
     for step in rows.get("steps", []):
         figures |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
 def _graphs(kinds: pa.ChunkedArray) -> dict[str, float | None]:
-    known = kinds.drop_null()
-    counts = {each["values"]: each["counts"] for each in known.value_counts().to_pylist()}
-    return {f"graphs/{kind}": counts.get(kind, 0) / len(known) for kind in GRAPH_KINDS} if counts else {}
+    recorded = kinds.drop_null()
+    counts = {each["values"]: each["counts"] for each in recorded.value_counts().to_pylist()}
+    return {f"graphs/{kind}": counts.get(kind, 0) / len(recorded) for kind in GRAPH_KINDS} if counts else {}
 
 
 def _rewards(report: StepReport, outcomes: Rows) -> dict[str, float | None]:
@@ -302,9 +302,9 @@ def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | No
     if not rows["outcomes"] or not rollout_s:
         return {}
     tables = {
-        name: given.table if isinstance(given, ColumnRows) else pd.DataFrame(given)
+        name: table_rows.table if isinstance(table_rows, ColumnRows) else pd.DataFrame(table_rows)
         for name in _TABLES
-        if (given := rows[name])
+        if (table_rows := rows[name])
     }
     # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
     num_workers = len({row["lane"] for row in rows["spans"] if row["lane"].startswith("worker ")})

@@ -69,7 +69,7 @@ def write_state(
     `parts` are the states of the run's other parts by name, as JSON types.
     """
     fields: dict[str, Any] = {item.name: getattr(state, item.name) for item in fields_of(state)}
-    fields["reports"] = [_plain(asdict(report)) for report in state.reports]
+    fields["reports"] = [_without_nan(asdict(report)) for report in state.reports]
     made_by = {"format": FORMAT, "version": VERSION, "model": recipe.model, "seed": recipe.seed}
     write_json(folder / STATE, made_by | {"num_workers": len(workers)} | fields | dict(parts))
     for number, worker in enumerate(workers):
@@ -100,11 +100,11 @@ def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunS
     fields = {item.name: parts.pop(item.name) for item in fields_of(RunState)}
     if fields["policies"]:
         latest = fields["policies"][-1]
-        latest["policy"] = _whole(latest["policy"], folder / STATE, "policies")
+        latest["policy"] = _complete_policy(latest["policy"], folder / STATE, "policies")
         _refuse_foreign_code(Policy.model_validate(latest["policy"]), recipe, folder / STATE)
     if "recipe_policy" in parts:
-        parts["recipe_policy"] = _whole(parts["recipe_policy"], folder / STATE, "recipe_policy")
-    fields["reports"] = [StepReport(**_known(report)) for report in fields["reports"]]
+        parts["recipe_policy"] = _complete_policy(parts["recipe_policy"], folder / STATE, "recipe_policy")
+    fields["reports"] = [StepReport(**_with_nan(report)) for report in fields["reports"]]
     return RunState(**fields), parts
 
 
@@ -116,7 +116,7 @@ def _refuse_foreign_code(policy: Policy, recipe: Recipe, path: Path) -> None:
             selector.refuse_unasked(path)
 
 
-def _whole(policy: Any, path: Path, part: str) -> dict[str, Any]:
+def _complete_policy(policy: Any, path: Path, part: str) -> dict[str, Any]:
     """A stored policy with all that it needs written out. ConfigError where it is none."""
     return parse_policy(policy, path, part).model_dump(mode="json")
 
@@ -126,13 +126,13 @@ def json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(v) if isinstance(v, Mapping) else json_number(v) for name, v in report.items()}
+def _without_nan(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _without_nan(v) if isinstance(v, Mapping) else json_number(v) for name, v in report.items()}
 
 
-def _known(report: Mapping[str, Any]) -> dict[str, Any]:
+def _with_nan(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: _known(value) if isinstance(value, Mapping) else math.nan if value is None else value
+        name: _with_nan(value) if isinstance(value, Mapping) else math.nan if value is None else value
         for name, value in report.items()
     }
 
@@ -153,13 +153,13 @@ class RunEvents:
         self.path = Path(path)
         self.rl_step = 0
         self._lock = threading.Lock()
-        self._untold: list[str] = []
+        self._notes: list[str] = []
         self.watch: Callable[[str], None] = lambda sentence: None
 
     def note(self, sentence: str, **fields: Any) -> None:
         """Something that whoever watches the run should know."""
         with self._lock:
-            self._untold.append(sentence)
+            self._notes.append(sentence)
         self.record(sentence, **fields)
         self.watch(sentence)
 
@@ -184,5 +184,5 @@ class RunEvents:
     def take(self) -> list[str]:
         """The sentences noted since the last call."""
         with self._lock:
-            untold, self._untold = self._untold, []
-        return untold
+            notes, self._notes = self._notes, []
+        return notes

@@ -18,8 +18,8 @@ from tltlab.runtime.audit import vllm_tests
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS, TinyModels
-from tltlab.runtime.audit.statistics import Check, cells_check, pooled, ranks_check, together
-from tltlab.runtime.audit.vllm_tests import Expected, Outcome, differences, outcomes_of, run_vllm_tests, text
+from tltlab.runtime.audit.statistics import ChiSquare, cells_check, pooled, ranks_check, together
+from tltlab.runtime.audit.vllm_tests import ExpectedDifference, Outcome, differences, outcomes_of, run_vllm_tests, text
 from tltlab.runtime.cli.audit import audit, vllm_settings
 
 PROMPT = (0, 1, 2, 3, 1, 0)
@@ -74,11 +74,11 @@ def test_rare_cells_are_pooled_until_they_expect_five():
 
 
 def test_independent_checks_add_up():
-    both = together([Check(statistic=3.0, dof=2, num_samples=10), Check(statistic=4.0, dof=5, num_samples=20)])
-    assert both == Check(statistic=7.0, dof=7, num_samples=30)
+    both = together([ChiSquare(statistic=3.0, dof=2, num_samples=10), ChiSquare(statistic=4.0, dof=5, num_samples=20)])
+    assert both == ChiSquare(statistic=7.0, dof=7, num_samples=30)
 
 
-def token_ranks(rng: np.random.Generator, temperature: float, num: int) -> Check:
+def token_ranks(rng: np.random.Generator, temperature: float, num: int) -> ChiSquare:
     """Ranks of `num` tokens sampled at `temperature` from random distributions, checked as if it were 1."""
     logits = -np.sort(-rng.normal(size=(num, 5)), axis=1)
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -223,7 +223,7 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
         f"{x}::test_d": stock[f"{x}::test_b"],
     }
     policy = {**stock, f"{x}::test_a[1]": Outcome(result="failed")}
-    known = [Expected(tests=r"test_a\b", sides=("policy",), outcome="failed", why="it drafts")]
+    known = [ExpectedDifference(tests=r"test_a\b", sides=("policy",), outcome="failed", why="it drafts")]
     found = differences({"stock": stock, "ours": ours, "policy": policy}, known)
     assert [(d.side, d.test.partition("::")[2], d.stock, d.ours, d.why) for d in found] == [
         ("ours", "test_a[1]", "passed", "failed", ""),
@@ -236,8 +236,8 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
 def test_an_explanation_is_of_one_outcome_and_one_side():
     stock, ours = {"t::a": Outcome(result="passed")}, {"t::a": Outcome(result="error")}
     known = [
-        Expected(tests="a", sides=("policy",), outcome="error", why=""),
-        Expected(tests="a", sides=("ours",), outcome="failed", why="x"),
+        ExpectedDifference(tests="a", sides=("policy",), outcome="error", why=""),
+        ExpectedDifference(tests="a", sides=("ours",), outcome="failed", why="x"),
     ]
     assert [d.why for d in differences({"stock": stock, "ours": ours}, known)] == [""]
 

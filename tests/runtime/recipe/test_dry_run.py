@@ -9,7 +9,7 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu
-from tltlab.runtime.recipe.dry_run import Plan, plan_of
+from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
 from tltlab.runtime.recipe.gpus import weights_way
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -19,7 +19,7 @@ def recipe(model: str = "Qwen/Qwen2.5-7B", **sections: dict[str, Any]) -> Recipe
     return Recipe.model_validate(fields | sections)
 
 
-def parts(plan: Plan, phase: str, where: str | None = None) -> dict[str, float]:
+def parts(plan: RunPlan, phase: str, where: str | None = None) -> dict[str, float]:
     """Bytes of the parts at a place, by default the first that has this phase."""
     found = next(found for found in plan.memory if found.phase == phase and where in (None, found.where))
     return {part.name: part.num_bytes for part in found.parts}
@@ -28,7 +28,7 @@ def parts(plan: Plan, phase: str, where: str | None = None) -> dict[str, float]:
 RANK_GPU, HOST = "a trainer rank's GPU", "the driver's host"
 
 
-def places(plan: Plan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
+def places(plan: RunPlan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
     return [(actor.node, actor.gpus) for actor in plan.actors if actor.kind == kind]
 
 
@@ -150,7 +150,7 @@ def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
 
 
 def test_colocated_only_fits_while_the_other_one_sleeps():
-    def plan(**more: Any) -> Plan:
+    def plan(**more: Any) -> RunPlan:
         return plan_of(
             recipe(
                 rollout={"num_workers": 8, "vllm": {"gpu_memory_utilization": 0.9}},
@@ -171,7 +171,7 @@ def test_colocated_only_fits_while_the_other_one_sleeps():
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_a_drafter_is_counted_beside_every_engine_whoever_has_the_gpu(placement: str):
-    def with_drafter(**vllm: Any) -> Plan:
+    def with_drafter(**vllm: Any) -> RunPlan:
         rollout = {"num_workers": 4, "policy": "beg-mab-learned", "max_response_tokens": 3072, "vllm": vllm}
         return plan_of(
             recipe(

@@ -77,11 +77,12 @@ def test_graphs_that_take_too_much_are_refused_with_the_field_that_says_how_much
 
 def test_a_run_says_what_was_captured_and_where_vllm_took_something_else():
     built = build()
-    taken = CapturedGraphs(runner="V1", mode="FULL", full=((9, None),), num_bytes=GIB)
-    assert list(built.told(taken)) == ["an engine has 1 full and 0 piecewise CUDA graphs in 1.00 GiB (V1 runner, FULL)"]
+    full = CapturedGraphs(runner="V1", mode="FULL", full=((9, None),), num_bytes=GIB)
+    (sentence,) = built.sentences(full)
+    assert sentence == "an engine has 1 full and 0 piecewise CUDA graphs in 1.00 GiB (V1 runner, FULL)"
     fallen_back = CapturedGraphs(runner="V1", mode="FULL_AND_PIECEWISE", full=((9, 8),), piecewise=(9,))
-    assert "but for drafts of 8 tokens iterations run in piecewise graphs" in list(built.told(fallen_back))[1]
-    assert not list(built.told(CapturedGraphs(runner="V1", mode="NONE")))
+    assert "but for drafts of 8 tokens iterations run in piecewise graphs" in list(built.sentences(fallen_back))[1]
+    assert not list(built.sentences(CapturedGraphs(runner="V1", mode="NONE")))
 
 
 def test_a_run_tells_the_plan_and_what_was_captured():

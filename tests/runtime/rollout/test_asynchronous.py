@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tltlab.planning.dispatch import may_start
 from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.rollout.collected import Collected
-from tltlab.runtime.rollout.in_flight import Between, HeldRequests
+from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import AsynchronousRollouts, first_version
 from tltlab.runtime.rollout.ways import SynchronousRollouts, rollouts_of
 from tltlab.runtime.rollout.worker import enough
@@ -34,7 +34,7 @@ class SwappingEngines(ScriptedEngines):
 
     def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
         rl_step = share[0].key[0] if share else 0
-        held = HeldRequests(share, lambda: self.version)
+        held = QueuedRequests(share, lambda: self.version)
         swaps: list[tuple[int, dict[Any, int]]] = []
         # Every worker sees the same weights come at the same iterations.
         self.version = self.begins_at
@@ -172,7 +172,7 @@ def test_a_bound_of_zero_is_synchronous_and_what_does_not_go_with_others_is_a_se
 
 
 def test_calls_of_another_thread_are_made_between_two_iterations():
-    between = Between()
+    between = DeferredCalls()
     by: list[int] = []
 
     def call() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tltlab.runtime.recipe.dry_run import Plan, plan_of
+from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
 from tltlab.runtime.recipe.memory import PHASES
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import train
@@ -64,7 +64,7 @@ def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
     )  # fmt: skip
 
 
-def reckoned(plan: Plan, process: str) -> dict[str, float]:
+def reckoned(plan: RunPlan, process: str) -> dict[str, float]:
     """The most that each part of a process takes in any phase."""
     parts: dict[str, float] = {}
     for found in plan.memory:
@@ -74,7 +74,7 @@ def reckoned(plan: Plan, process: str) -> dict[str, float]:
     return parts
 
 
-def plan_bytes(plan: Plan, process: str, phase: str) -> float:
+def plan_bytes(plan: RunPlan, process: str, phase: str) -> float:
     """Of one process in a phase."""
     on_host = next(found for found in plan.memory if found.where == "the driver's host" and found.phase == phase)
     return sum(part.num_bytes for part in on_host.parts if part.process == process)
