@@ -53,14 +53,12 @@ def stand_in_for_hub(hub: Path) -> None:
     (place / "refs" / "main").write_text("0")
 
 
-def make_tiny_models(folder: Path, seed: int = 1) -> TinyModels:
-    """Write them below `folder`. The same seed gives the same weights; torch's random state is left as it was."""
+def make_tiny_models(folder: Path) -> TinyModels:
+    """Write them below `folder`, always with the same weights; torch's random state is left as it was."""
     disable_progress_bar()
-    models = TinyModels(
-        **{name: folder / name for name in ("target", "updated", "draft_model", "eagle", "eagle3")},
-    )
+    models = TinyModels(**{name: folder / name for name in ("target", "updated", "draft_model", "eagle", "eagle3")})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(1)
         target = _target()
         _save(target, models.target)
         first_layer = LlamaForCausalLM(_config(layers=1))

@@ -179,7 +179,10 @@ def text(report: Mapping[str, Any]) -> str:
                     f"{row['sample_size']:,d}",
                     f"{row['num_drafted']:,d}",
                     f"{row['num_accepted'] / max(row['num_drafted'], 1):.0%}",
-                    *("" if value is None else f"{value:.2g}" for value in _three_figures(row)),
+                    *(
+                        "" if value is None else f"{value:.2g}"
+                        for value in (row["p_value"], (row["ranks"] or {}).get("p_value"), row["detectable_tv"])
+                    ),
                 )
                 for row in rows
             ),
@@ -194,7 +197,3 @@ def text(report: Mapping[str, Any]) -> str:
         f"{verdict}; a sound engine fails with probability {report['false_alarm_rate']:g}; {report['seconds']:.0f} s"
     )
     return "\n".join(lines)
-
-
-def _three_figures(row: Mapping[str, Any]) -> tuple[float | None, ...]:
-    return row["p_value"], (row["ranks"] or {}).get("p_value"), row["detectable_tv"]

@@ -48,10 +48,14 @@ class CoordinatorClient(SocketThread):
             self._check()
             return self._agent.order
 
-    def wait_for_order(self, timeout_s: float, *, other_than: Order = Hold()) -> Order:
-        """The order, as soon as it is another than `other_than`, or after `timeout_s`."""
+    def wait_for_order(self, timeout_s: float) -> Order:
+        """The order, as soon as it is not to hold, or after `timeout_s`."""
+
+        def ready() -> bool:
+            return self._agent.order != Hold() or self._failure is not None or self._closing
+
         with self._changed:
-            self._changed.wait_for(lambda: self._agent.order != other_than or self._ended(), timeout_s)
+            self._changed.wait_for(ready, timeout_s)
             self._check()
             return self._agent.order
 
@@ -73,9 +77,6 @@ class CoordinatorClient(SocketThread):
         """The trainer broke or cannot follow its order; its device is free. See `WorkerAgent.failed`."""
         with self._changed:
             self._say(self._agent.failed(time.perf_counter()))
-
-    def _ended(self) -> bool:
-        return self._failure is not None or self._closing
 
     def _say(self, reports: Sequence[WorkerReport]) -> None:
         self._check()

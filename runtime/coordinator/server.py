@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -215,7 +216,9 @@ class CoordinatorServer(SocketThread):
             authenticator = ThreadAuthenticator(context)
             authenticator.start()
             self._cleanup.callback(authenticator.stop)
-            authenticator.configure_curve_callback(credentials_provider=_Allowed(self._keys))
+            workers = self._keys.workers
+            provider = SimpleNamespace(callback=lambda domain, key: key in workers)
+            authenticator.configure_curve_callback(credentials_provider=provider)
             socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
             socket.curve_server = True
         try:
@@ -260,13 +263,3 @@ class CoordinatorServer(SocketThread):
                     self._on_kill(command.worker)
                 case _:
                     self._send(identity(command.worker), encode(command))
-
-
-class _Allowed:
-    """Tells ZeroMQ's authenticator whose keys are known."""
-
-    def __init__(self, keys: ServerKeys) -> None:
-        self._keys = frozenset(keys.workers)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys

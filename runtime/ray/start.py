@@ -53,13 +53,13 @@ _prefork: list[Prefork] = []
 
 
 @contextmanager
-def preforking(cluster: ClusterConfig | None = None) -> Iterator[None]:
+def preforking(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
     """Within, actors on this machine start as forks (see `Prefork`), of one process however many runs there are.
 
     Not where they run on other machines, or have GPUs.
     """
     elsewhere = ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") != "local"
-    if _prefork or elsewhere or (cluster or ClusterConfig()).gpus_per_node:
+    if _prefork or elsewhere or cluster.gpus_per_node:
         yield
         return
     with Prefork(MODULES, ENV) as prefork:
@@ -76,7 +76,7 @@ def fork_command() -> str | None:
 
 
 @contextmanager
-def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
+def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
     """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks.
 
     RunError where a server of that one has ended meanwhile: the main thread is interrupted then.
@@ -87,17 +87,14 @@ def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
             return
         node = ray._private.worker._global_node
         assert node is not None
-        session: Path | None = Path(node.get_session_dir_path())
-        leaves(Path(node.get_session_dir_path()))
+        session = Path(node.get_session_dir_path())
+        leaves(session)
         servers = {name: node.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")}
         watch = EndedServers(servers)
         with _one_line_each():
             try:
                 with watch:
                     yield
-            except BaseException:
-                session = None  # Ray's logs may say why
-                raise
             finally:
                 ray.shutdown()
                 if watch.ended:
@@ -106,8 +103,8 @@ def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
                         f"Ray's {watch.ended} has ended: somebody killed it, or the machine is short of memory; its "
                         f"last words are in {node.get_logs_dir_path()} until the next run starts"
                     )
-                if session is not None:
-                    shutil.rmtree(session, ignore_errors=True)
+            # Not after an error: Ray's logs may say why.
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def _one_line_each() -> AbstractContextManager[None]:
@@ -121,7 +118,7 @@ def _one_line_each() -> AbstractContextManager[None]:
     return replaced(ray._private.worker, "print_to_stdstream", print_line)
 
 
-def start_ray(cluster: ClusterConfig | None = None) -> bool:
+def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
     """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; whether it was started here.
 
     One that is started here listens on loopback alone, unless `cluster.host` is another address of this machine: then
@@ -130,7 +127,6 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     where there is none to join, or where `cluster.host` is no address of this machine; RunError where Ray does not
     start.
     """
-    cluster = cluster or ClusterConfig()
     if ray.is_initialized():
         return False
     # Ray takes "local" there for a cluster that it is to start.

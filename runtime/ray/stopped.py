@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 LOOK_S = 1.0
 """How often is looked, seconds."""
@@ -38,7 +37,7 @@ class StoppedProcesses:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._thread.join(10 * LOOK_S)
 
@@ -85,7 +84,7 @@ class EndedServers:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         os.close(self._over)
         assert self._thread is not None
         self._thread.join(10 * LOOK_S)

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import numpy as np
 import safetensors.numpy
 
+from tltlab.drafters.base import Key
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import ColumnRows
 
-Key = tuple[int, str, int, int]
 Shares = list[list[GenerationRequest]]
 
 

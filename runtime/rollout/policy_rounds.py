@@ -132,10 +132,8 @@ def deepest(run: RunToVerify, policies: Mapping[str, Policy]) -> int:
 
 def explore_all(policies: Mapping[str, Policy]) -> Policy:
     """The policy that tries everything that any of these may choose: what is learned from it favours none of them."""
-    strategies = {s: None for policy in policies.values() for s in policy.strategies}
-    return Policy(
-        selector=ExploreSpec(strategies=tuple({NO_SPECULATION: None} | strategies), hold_iterations=HOLD_ITERATIONS)
-    )
+    strategies = dict.fromkeys([NO_SPECULATION, *(s for policy in policies.values() for s in policy.strategies)])
+    return Policy(selector=ExploreSpec(strategies=tuple(strategies), hold_iterations=HOLD_ITERATIONS))
 
 
 class PolicyRounds:

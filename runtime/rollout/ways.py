@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from tltlab.drafters.base import Key
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import Recipe
 
-from .collected import Collected, Key, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
+from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
 from .partial import AsynchronousRollouts, PartialRollouts
 from .prefix_reuse import ReusingRollouts
 

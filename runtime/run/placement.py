@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -53,27 +52,21 @@ class Placement:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def worker_options(self, number: int) -> dict[str, Any]:
         """What `Actor.options` is told for rollout worker `number`; "env_vars" belongs into its runtime_env."""
-        gpus = self.bundles.workers[number]
-        if not gpus:
-            return self._anywhere()
         if self.bundles.colocated:
             return self._shared(number, self._visible[number])
-        return self._alone(number, gpus)
+        return self._alone(number, self.bundles.workers[number])
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """The same for trainer rank `rank`."""
         if self.bundles.colocated:
             worker, gpu = self.bundles.worker_of_rank(rank)
             return self._shared(worker, [self._visible[worker][gpu]])
-        gpus = self.bundles.ranks[rank]
-        if not gpus:
-            return self._anywhere()
-        return self._alone(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, gpus)
+        return self._alone(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, self.bundles.ranks[rank])
 
     def close(self) -> None:
         """Give the GPUs back; whoever still runs in a bundle is ended."""
@@ -83,11 +76,9 @@ class Placement:
             remove_placement_group(self._group)
         self._group, self._holders, self._visible = None, [], []
 
-    def _anywhere(self) -> dict[str, Any]:
-        return _options(0, "SPREAD" if self.num_nodes > 1 else "DEFAULT", {})
-
     def _alone(self, bundle: int, gpus: float) -> dict[str, Any]:
-        return _options(gpus, self._in(bundle), {})
+        anywhere = "SPREAD" if self.num_nodes > 1 else "DEFAULT"
+        return _options(gpus, self._in(bundle) if gpus else anywhere, {})
 
     def _shared(self, bundle: int, visible: list[str]) -> dict[str, Any]:
         # Ray leaves the variable alone where an actor is given no GPU of its own, unless it is told to empty it then.
