@@ -25,11 +25,6 @@ def test_an_epoch_shows_every_prompt_once_in_an_order_of_the_seed():
     assert prompt_batch(12, 1, 4, seed=6) != epoch[1]
 
 
-def test_fewer_prompts_than_a_batch_make_a_smaller_batch():
-    assert len(prompt_batch(3, 0, 8, seed=0)) == 3
-    assert len(DataOrder(3, seed=0).take(8)) == 3
-
-
 @given(num_prompts=SIZES, size=SIZES, seed=st.integers(0, 5))
 def test_batches_of_one_size_are_a_function_of_the_rl_step(num_prompts: int, size: int, seed: int):
     order = DataOrder(num_prompts, seed)

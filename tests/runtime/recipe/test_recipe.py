@@ -55,6 +55,16 @@ def test_an_override_replaces_a_field_by_its_dotted_name(tmp_path: Path):
         ("rollout.vllm.swap_space=NaN", "not a finite number"),
         ("rollout.top_p=0.9", r"r.toml: rollout.top_p = 0.9 cuts tokens off"),
         ('rollout={"partial":{"concurrency":8},"prompts_per_step":1}', r"2 workers for rollout\.prompts_per_step = 1"),
+        ('rollout={"environment":"calculator","partial":{"concurrency":8}}', r"rollout\.reuse cannot cut"),
+        ('rollout={"environment":"calculator","reuse":{}}', r"rollout\.partial and rollout\.reuse cannot cut"),
+        ('rollout={"one_step_off":true,"reuse":{}}', r"one_step_off does not go with rollout\.reuse"),
+        ('rollout={"one_step_off":true,"repeat_every":2}', r"one_step_off does not go with rollout\.repeat_every"),
+        ('rollout={"staleness":2,"one_step_off":true}', "which is a staleness of 1"),
+        ('rollout={"staleness":2,"partial":{"concurrency":9}}', r"staleness does not go with rollout\.partial"),
+        ('rollout={"staleness":2,"environment":"calculator"}', "whose turns it cannot cut"),
+        ('rollout={"staleness":2,"vllm":{"async_scheduling":true}}', r"does not go with rollout\.vllm\.async_schedul"),
+        ('rollout={"staleness":2,"num_workers":9,"prompts_per_step":8}', "a group for every worker"),
+        ("rollout.staleness=-1", "greater than or equal to 0"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: str):
@@ -73,6 +83,14 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: str
 def test_a_drafter_to_train_needs_drafts_and_a_name_of_its_own(tmp_path: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         load_recipe(written(tmp_path / "r.toml", RECIPE + "[drafter]"), [override])
+
+
+@pytest.mark.parametrize("name", ["one_step_off", "staleness"])
+def test_rollouts_beside_training_need_devices_of_their_own_and_a_correction(tmp_path: Path, name: str):
+    needs = rf"{name} needs devices of the engines' own.*{name} is off-policy and needs train\.correction"
+    changes = [f"rollout.{name}=1", "cluster.placement=colocated", "train.correction=none"]
+    with pytest.raises(ConfigError, match=needs):
+        load_recipe(written(tmp_path / "r.toml", RECIPE), changes)
 
 
 @pytest.mark.parametrize("options", ['{"api_key":"x"}', '{"hf_overrides":{"a":[{"HF_TOKEN":"x"}]}}'])

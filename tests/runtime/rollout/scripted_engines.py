@@ -54,13 +54,22 @@ class ScriptedEngines:
         self.asked.append(shares)
         return [self._run(n, share, None if quotas is None else quotas[n]) for n, share in enumerate(shares)]
 
+    def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
+        """Those of a share that an engine may begin from this iteration on."""
+        return [] if iteration else share
+
     def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
-        made: dict[Any, list[int]] = {request.key: [] for request in share}
+        made: dict[Any, list[int]] = {}
         ended: dict[Any, tuple[str, float]] = {}
-        waiting, running = deque(share), deque[GenerationRequest]()
-        iterations = []
+        waiting, running = deque[GenerationRequest](), deque[GenerationRequest]()
+        iterations: list[dict[str, Any]] = []
         stop = enough(share, quota) if quota is not None else lambda keys: False
-        while (waiting or running) and not stop(list(ended)):
+        while not stop(list(ended)):
+            new = self.arrivals(share, len(iterations))
+            made |= {request.key: [] for request in new}
+            waiting.extend(new)
+            if not waiting and not running:
+                break
             while waiting and len(running) < self.concurrency:
                 running.append(waiting.popleft())
             self.running[worker].append(len(running))
@@ -75,8 +84,9 @@ class ScriptedEngines:
                 if last or len(made[request.key]) == request.max_response_tokens:
                     ended[request.key] = ("stop" if last else "length", clock + 1)
                     running.remove(request)
+            self.after_iteration(share, len(iterations), {key: len(made[key]) for key in made if key not in ended})
         responses = []
-        for request in share:
+        for request in (request for request in share if request.key in made):
             first = len(request.prompt_token_ids) - 3
             reason, finish = ended.get(request.key, ("abort", float(len(iterations))))
             responses.append(
@@ -97,6 +107,9 @@ class ScriptedEngines:
             recorder_s=0.0,
             policy_s=0.0,
         )
+
+    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+        """So many iterations are over, and these requests have come to so many tokens."""
 
     def tools(self, rl_step: int, rewards: Callable[[Trajectory], float], score: Any = None) -> RolloutTools:
         self.version = rl_step

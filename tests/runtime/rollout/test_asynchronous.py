@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from tltlab.planning.dispatch import may_start
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import AsynchronousRollouts, first_version
@@ -33,46 +32,24 @@ class SwappingEngines(ScriptedEngines):
     begins_at = ends_at = 0
 
     def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
-        rl_step = share[0].key[0] if share else 0
-        held = QueuedRequests(share, lambda: self.version)
-        swaps: list[tuple[int, dict[Any, int]]] = []
         # Every worker sees the same weights come at the same iterations.
-        self.version = self.begins_at
-        made: dict[Any, list[int]] = {}
-        ended: dict[Any, float] = {}
-        waiting, running = deque(held.take()), deque[GenerationRequest]()
+        self.version, self.swaps = self.begins_at, []
+        self.queue = QueuedRequests(share, lambda: self.version)
+        rollout = super()._run(worker, share, quota)
         assert quota is not None
-        stop, clock = enough(share, quota), 0
-        while not stop(list(ended)):
-            waiting.extend(held.take())
-            while waiting and len(running) < self.concurrency:
-                running.append(waiting.popleft())
-            assert running, "an engine waits for weights that may never come"
-            clock += 1
-            for request in list(running):
-                place = len(request.prompt_token_ids) + len(made.setdefault(request.key, [])) - 3
-                made[request.key].append(100 + place)
-                cap = len(made[request.key]) == request.max_response_tokens
-                if place + 1 == self.length(request.key[1], request.key[2]) or cap:
-                    ended[request.key] = float(clock)
-                    running.remove(request)
-            if clock % self.every == 0 and self.version < rl_step:
-                swaps.append((self.version, {key: len(tokens) for key, tokens in made.items() if key not in ended}))
-                self.version += 1
+        ended = [r.key for r in rollout.responses if r.finish_reason != "abort"]
+        assert enough(share, quota)(ended), "an engine waits for weights that may never come"
         # Whoever is done earlier has the same weights when the next begins.
         self.ends_at = max(self.ends_at, self.version)
-        swaps.append((self.version, {}))
-        responses = [
-            Response(
-                key=key, token_ids=tokens, logprobs=[-1.0] * len(tokens),
-                finish_reason="stop" if key in ended else "abort", t_first_token=0.5, t_finish=ended.get(key, clock),
-            )
-            for key, tokens in made.items()
-        ]  # fmt: skip
-        rolled = Rollout(
-            responses=responses, iterations=[], decisions=[], duration_s=float(clock), recorder_s=0.0, policy_s=0.0
-        )
-        return held.whole(rolled, swaps)
+        return self.queue.whole(rollout, [*self.swaps, (self.version, {})])
+
+    def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
+        return self.queue.take()
+
+    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+        if iterations % self.every == 0 and self.version < share[0].key[0]:
+            self.swaps.append((self.version, running))
+            self.version += 1
 
 
 def made(staleness: int, stale: str = "hold") -> tuple[SwappingEngines, AsynchronousRollouts]:
@@ -155,20 +132,8 @@ def test_a_run_goes_on_with_its_groups_and_what_it_knows_of_lengths(tmp_path: Pa
     assert [list(t.token_ids) for t in one.trajectories] == [list(t.token_ids) for t in other.trajectories]
 
 
-def test_a_bound_of_zero_is_synchronous_and_what_does_not_go_with_others_is_a_sentence():
+def test_a_bound_of_zero_is_synchronous():
     assert isinstance(rollouts_of(recipe({"staleness": 0}), prompts(50), data_order(50)), SynchronousRollouts)
-    for changes, message in (
-        ({"one_step_off": True}, "which is a staleness of 1"),
-        ({"partial": {"concurrency": 9}}, "does not go with rollout.partial"),
-        ({"environment": "calculator"}, "whose turns it cannot cut"),
-        ({"vllm": {"async_scheduling": True}}, "does not go with rollout.vllm.async_scheduling"),
-        ({"num_workers": 9, "prompts_per_step": 8}, "a group for every worker"),
-        ({"staleness": -1}, "greater than or equal to 0"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            recipe({"staleness": 2, **changes})
-    with pytest.raises(ValidationError, match=r"needs train\.correction"):
-        recipe({"staleness": 2}, {"correction": "none"})
 
 
 def test_calls_of_another_thread_are_made_between_two_iterations():

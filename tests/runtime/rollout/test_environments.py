@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, Response, Rollout
@@ -83,19 +82,13 @@ def test_an_environment_that_cannot_be_asked_is_a_sentence(tmp_path: Path):
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             load_environment(path, code)
+    assert recipe({"environment": "calculator"}).rollout.environment == EnvironmentConfig(path="calculator")
     assert stop_token_ids(AT_ONCE, (), TOKENIZER) == tuple(ids("="))
     for stop in ("ask 3", "</tool>"):
         with pytest.raises(ConfigError, match="is not one token of the model's tokenizer"):
             stop_token_ids(AT_ONCE.model_copy(update={"stop": (stop,)}), (), TOKENIZER)
     with pytest.raises(ConfigError, match=r"name them in rollout\.environment\.stop"):
         stop_token_ids(EnvironmentConfig(path="own_env_a:Own"), code, TOKENIZER)
-
-
-def test_an_environment_goes_with_whole_rollouts_alone():
-    assert recipe({"environment": "calculator"}).rollout.environment == EnvironmentConfig(path="calculator")
-    for other in ({"partial": {"concurrency": 8}}, {"reuse": {}}):
-        with pytest.raises(ValidationError, match=r"rollout\.partial and rollout\.reuse cannot cut"):
-            recipe({"environment": "calculator", **other})
 
 
 @pytest.mark.parametrize("processes", [0, 1])

@@ -13,6 +13,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,9 +73,9 @@ def recipe(recipe_file: Path) -> Recipe:
 @pytest.fixture(scope="module")
 def pool(one_ray: None, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     pool = pool_of(recipe, tmp_path_factory.mktemp("pool"), RESTARTED.append)
-    pool.start()
-    yield pool
-    pool.close()
+    with closing(pool):
+        pool.start()
+        yield pool
 
 
 def requests(rl_step: int, num_prompts: int = PROMPTS) -> list[GenerationRequest]:
@@ -335,14 +336,12 @@ def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
 
     shutil.copytree(random_model, tmp_path / "model")
     LlamaForCausalLM(LlamaConfig.from_pretrained(random_model, head_dim=20)).save_pretrained(tmp_path / "model")
-    pool = pool_of(load_recipe(recipe_file, [f"model={tmp_path / 'model'}", "faults.max_restarts=100"]), tmp_path)
+    recipe = load_recipe(recipe_file, [f"model={tmp_path / 'model'}", "faults.max_restarts=100"])
     said: list[str] = []
-    pool.events.watch = said.append
-    try:
+    with closing(pool_of(recipe, tmp_path)) as pool:
+        pool.events.watch = said.append
         with pytest.raises(RunError, match=r"no engine can start: .* first batch failed: RuntimeError: .*head_dim=20"):
             pool.start()
-    finally:
-        pool.close()
     assert said == events(pool)
     assert sorted(line.split(" (")[0] for line in said) == [f"rollout worker {n} died at its start" for n in range(2)]
     assert pool._deaths_so_far() == [1, 1]
@@ -367,25 +366,17 @@ def test_what_a_process_said_last_is_told_where_each_dies_at_its_start(
     one_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)
-    pool = pool_of(load_recipe(recipe_file), tmp_path)
-    try:
-        with pytest.raises(
-            RunError, match=r"no engine can start: .*it said last: .*terminate called: no kernel for this machine$"
-        ):
-            pool.start()
-    finally:
-        pool.close()
+    says = r"no engine can start: .*it said last: .*terminate called: no kernel for this machine$"
+    with closing(pool_of(load_recipe(recipe_file), tmp_path)) as pool, pytest.raises(RunError, match=says):
+        pool.start()
     assert pool._deaths_so_far() == [1, 1]
 
 
 def test_a_start_that_takes_too_long_ends_the_run(one_ray: None, recipe_file: Path, tmp_path: Path):
     recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
-    pool = pool_of(recipe, tmp_path)
-    try:
-        with pytest.raises(RunError, match=r"rollout worker 0 did not start within 0\.2 s"):
-            pool.start()
-    finally:
-        pool.close()
+    says = r"rollout worker 0 did not start within 0\.2 s"
+    with closing(pool_of(recipe, tmp_path)) as pool, pytest.raises(RunError, match=says):
+        pool.start()
 
 
 def test_a_later_rollout_has_the_same_responses_at_later_times():

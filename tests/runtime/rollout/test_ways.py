@@ -11,9 +11,7 @@ import pytest
 
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.rollout.collected import Rollouts, Trajectory
-from tltlab.runtime.rollout.partial import PartialRollouts
-from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
-from tltlab.runtime.rollout.ways import SynchronousRollouts, rollouts_of
+from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import ScriptedEngines, data_order, prompts, recipe
 
@@ -113,11 +111,6 @@ def test_sampling_ends_where_there_are_no_more_prompts():
     assert [t.prompt.prompt_id for t in got.trajectories] == ["p0", "p0"]
     asked = [r.key[1] for shares in engines.asked for share in shares for r in share]
     assert sorted(asked) == sorted([f"p{n}" for n in range(6)] * 2)
-
-
-def test_the_recipe_says_how_to_roll_out():
-    made = [type(ways(rollout, 4)) for rollout in ({}, {"partial": {"concurrency": 8}}, {"reuse": {}})]
-    assert made == [SynchronousRollouts, PartialRollouts, ReusingRollouts]
 
 
 @pytest.mark.parametrize(

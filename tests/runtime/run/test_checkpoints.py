@@ -174,24 +174,18 @@ def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):
 
     def full(folder: Path) -> None:
         writer(2)(folder)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        Path("/dev/full").write_bytes(b"1" * 10_000)
 
     def failing(folder: Path) -> None:
         writer(2)(folder)
         raise KeyError("weights")
 
-    with pytest.raises(RunError, match="the disk is full; those before it are as they were"):
+    with pytest.raises(RunError, match=r"cannot write .*: the disk is full; those before it are as they were"):
         checkpoints.save(2, full)
     with pytest.raises(KeyError):
         checkpoints.save(2, failing)
     assert names(checkpoints) == ["step-000001"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path):
-    with pytest.raises(RunError, match="cannot write the checkpoint"):
-        RunCheckpoints(tmp_path, keep=1).save(1, lambda folder: Path("/dev/full").write_bytes(b"1" * 10_000))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_things_in_the_folder_are_left_alone(tmp_path: Path):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -59,18 +58,3 @@ def test_the_next_rl_step_is_rolled_out_ahead_but_not_across_a_checkpoint_nor_af
     synchronous = RolloutsAhead(recipe.model_copy(update={"rollout": RolloutConfig()}), collect)
     synchronous.begin(1)
     assert synchronous.take(7) == 7
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cluster": {"placement": "colocated"}}, "needs devices of the engines' own"),
-        ({"train": {"correction": "none"}}, "is off-policy and needs train.correction"),
-        ({"rollout": {"one_step_off": True, "reuse": {}}}, "does not go with rollout.reuse"),
-        ({"rollout": {"one_step_off": True, "repeat_every": 2}}, "does not go with rollout.repeat_every"),
-    ],
-)
-def test_what_does_not_go_with_one_step_off_is_a_sentence(changes: dict[str, Any], message: str):
-    fields = {"model": "m", "reward": "a:b", "data": {"train": "t"}, "rollout": {"one_step_off": True}}
-    with pytest.raises(ValidationError, match=message):
-        Recipe.model_validate(fields | changes)
