@@ -39,7 +39,8 @@ def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, st
 
     Modules that this process finds outside its installation import in the actor too, such as a user's policy.
     """
-    env = ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
+    user_paths = [path or os.getcwd() for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
+    env = ENV | {"PYTHONPATH": os.pathsep.join(user_paths)}
     if host in LOOPBACK:
         env |= _ON_LOOPBACK
         # vLLM's sockets are where a killed engine's go with the run; their addresses have at most 107 letters.
@@ -52,11 +53,6 @@ def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
     """Ray's `runtime_env` for an actor with these environment variables."""
     command = fork_command()
     return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
-
-
-def _user_paths() -> list[str]:
-    installed = (sys.prefix, sys.base_prefix)
-    return [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
 
 
 def get(refs: Any, *, died: type[RunError] = RunError) -> Any:

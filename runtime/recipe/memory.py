@@ -52,8 +52,8 @@ STORE, REWARDS, RAY = "Ray's object store", "reward process", "Ray"
 HOST_RUNTIME = {WORKER: 0.85e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.75e9, REWARDS: 0.35e9, RAY: 0.6e9}
 """Resident bytes of a process before it holds anything: Python, torch, vLLM, and what glibc keeps of freed tensors."""
 
-_VLLM_UTILIZATION, _CPU_KV_BYTES, _BATCHED_TOKENS = 0.92, 256 << 20, 8192
-"""vLLM's own, where the recipe has none: a share of a GPU, bytes on a CPU, tokens of an iteration."""
+_VLLM_UTILIZATION, _CPU_KV_BYTES = 0.92, 256 << 20
+"""vLLM's own, where the recipe has none: a share of a GPU, bytes on a CPU."""
 _TREE_BYTES = {"suffix": TREE_BYTES_PER_TOKEN, "ngram": 500}
 """Of a running response's token, by kind of drafter."""
 _VLLM_TEXT_BYTES = 160
@@ -255,7 +255,7 @@ def engine_memory(sizes: MemoryInputs) -> EngineMemory:
         parts.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
     if sizes.on_gpu:
         parts.add("engine runtime", CONTEXT_BYTES, "flat: context, communication")
-        batched = int(rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)
+        batched = batched_tokens(recipe)
         layer = value * batched * (3 * shape.intermediate / tp + 4 * shape.hidden)
         rows = max(sizes.max_num_seqs, sizes.drafted_rows)
         # bfloat16, float32, its log-softmax and its softmax.
@@ -315,9 +315,10 @@ def _engine_host(sizes: MemoryInputs, parts: Holdings) -> None:
     formula = f"hidden states of {running} running responses; at most drafter.capture_bytes"
     parts.add("captured states", captured, formula, device="host")
     if sizes.on_gpu:
-        batched = int(recipe.rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)
         formula = "2 x hidden states of max_num_batched_tokens, pinned"
-        parts.add("captured states, on their way", 2 * batched * (sizes.row_bytes + 8), formula, device="host")
+        parts.add(
+            "captured states, on their way", 2 * batched_tokens(recipe) * (sizes.row_bytes + 8), formula, device="host"
+        )
     parts.add("fed states", 2 * tokens * sizes.row_bytes, "a response's states, sent and received", device="host")
 
 
@@ -485,6 +486,11 @@ def value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
     if dtype in (None, "auto"):
         return 2 if on_gpu else 4
     return 4 if dtype == "float32" else 2
+
+
+def batched_tokens(recipe: Recipe) -> int:
+    """Of an iteration; by default vLLM's least for an engine in a program of one's own (`get_batch_defaults`)."""
+    return int(recipe.rollout.vllm.get("max_num_batched_tokens") or 8192)
 
 
 def vllm_batch(gpu: Gpu | None) -> int:

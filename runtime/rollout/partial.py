@@ -137,7 +137,9 @@ class PartialRollouts(Rollouts):
         num_workers = self.recipe.rollout.num_workers
         shares = [unfinished[worker::num_workers] for worker in range(num_workers)]
         num_missing = max(self.recipe.rollout.prompts_per_step - (len(groups) - len(unfinished)), 0)
-        quotas = [min(quota, len(part)) for quota, part in zip(self._quotas(num_missing), shares, strict=True)]
+        each, remainder = divmod(num_missing, num_workers)
+        # The first workers complete one more.
+        quotas = [min(each + (worker < remainder), len(share)) for worker, share in enumerate(shares)]
         rounds = Rounds(tools)
         responses = rounds.generate([self._requests(part, tools.rl_step) for part in shares], quotas)
 
@@ -186,12 +188,6 @@ class PartialRollouts(Rollouts):
         """New groups that make `pending` so many."""
         batch = self.order.take(max(total - len(pending), 0), exclude=[group.number for group in pending])
         return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in batch]
-
-    def _quotas(self, num_groups: int) -> list[int]:
-        """How many groups each worker completes: `num_groups` in all, the first workers one more."""
-        num_workers = self.recipe.rollout.num_workers
-        share, remainder = divmod(num_groups, num_workers)
-        return [share + (worker < remainder) for worker in range(num_workers)]
 
     def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
         """What is left of `groups`: those with a prefix first."""

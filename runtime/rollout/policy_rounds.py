@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,6 @@ from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.runtime.engine.generation import Rollout as Part
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
@@ -227,7 +226,15 @@ class PolicyRounds:
             recorder_s=max(part.recorder_s for part in parts),
             metrics={"drift_kl": 0.0},
         )
-        self._record(report, requests, epochs, parts, t_start)
+        rewards = [math.nan] * len(requests)
+        rows = step_rows(report, requests, parts, rewards, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
+        # Nothing but the rollout took place: no reward, no stage after it.
+        unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
+        for table in ("outcomes", "steps"):
+            rows[table] = [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows[table]]
+        rows["spans"] = [row for row in rows["spans"] if row["lane"] != "trainer"]
+        for table, new in rows.items():
+            self._recorder.append(table, new)
         if again_s is not None:
             self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
             write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
@@ -241,24 +248,6 @@ class PolicyRounds:
             requests_of(self.prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch
         ]
         return [r for group in groups for r in group], [epoch for epoch, _ in batch for _ in range(rollout.group_size)]
-
-    def _record(
-        self,
-        report: StepReport,
-        requests: Sequence[GenerationRequest],
-        epochs: Sequence[int],
-        parts: Sequence[Part],
-        t_start: float,
-    ) -> None:
-        rewards = [math.nan] * len(requests)
-        rows = step_rows(report, requests, parts, rewards, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
-        # Nothing but the rollout took place: no reward, no stage after it.
-        unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
-        for table in ("outcomes", "steps"):
-            rows[table] = [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows[table]]
-        rows["spans"] = [row for row in rows["spans"] if row["lane"] != "trainer"]
-        for table, new in rows.items():
-            self._recorder.append(table, new)
 
 
 def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
