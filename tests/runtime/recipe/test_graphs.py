@@ -59,10 +59,6 @@ def test_what_the_user_says_of_graphs_is_left_alone():
         assert (built.graphs, built.max_draft_depth) == (None, 8)
 
 
-def test_without_gpus_nothing_is_planned():
-    assert engines_of(load_recipe("cpu")).graphs is None
-
-
 def test_graphs_that_take_too_much_are_refused_with_the_field_that_says_how_much():
     taken = build().graph_bytes
     assert taken is not None

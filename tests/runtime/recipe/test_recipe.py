@@ -28,11 +28,6 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_an_override_replaces_a_field_by_its_dotted_name(tmp_path: Path):
-    recipe = load_recipe(written(tmp_path / "r.toml", RECIPE), ["train.lr=1e-3", "rollout.policy=beg-mab"])
-    assert (recipe.train.steps, recipe.train.lr, recipe.rollout.policy) == (3, 1e-3, "beg-mab")
-
-
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [

@@ -46,10 +46,16 @@ def run(engines: ScriptedEngines, rollouts: PartialRollouts, steps: range) -> li
     return [rollouts.collect(engines.tools(rl_step, reward)) for rl_step in steps]
 
 
-def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token():
+@pytest.fixture(scope="module")
+def twelve_steps() -> tuple[ScriptedEngines, list[Collected]]:
     engines, rollouts = made()
+    assert not rollouts.on_policy
+    return engines, run(engines, rollouts, range(12))
+
+
+def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token(twelve_steps):
     spans = Counter[int]()
-    for got in run(engines, rollouts, range(12)):
+    for got in twelve_steps[1]:
         assert len(got.trajectories) >= STEP_GROUPS * GROUP
         assert set(Counter(got.groups).values()) == {GROUP}
         for t in got.trajectories:
@@ -63,15 +69,13 @@ def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token():
             assert t.reward == len(t.token_ids)
             spans[len(set(t.token_versions))] += 1
     assert max(spans) > 2, f"no response spans RL steps: {spans}"
-    assert not rollouts.on_policy
 
 
-def test_no_token_is_lost_or_drawn_twice_between_rl_steps():
+def test_no_token_is_lost_or_drawn_twice_between_rl_steps(twelve_steps):
     """The rows of a response put together, over the RL steps that it took, are the response."""
-    engines, rollouts = made()
     parts: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     trained = set()
-    for got in run(engines, rollouts, range(12)):
+    for got in twelve_steps[1]:
         for requests, rollout in zip(got.requests, got.parts, strict=True):
             for request, response in zip(requests, rollout.responses, strict=True):
                 assert request.key == response.key
@@ -90,10 +94,8 @@ def test_no_token_is_lost_or_drawn_twice_between_rl_steps():
             trained.add(slot)
 
 
-def test_engines_are_full_until_the_last_group_is_whole():
-    engines, rollouts = made()
-    run(engines, rollouts, range(15))
-    assert {n for running in engines.running for n in running} == {CONCURRENCY // WORKERS}
+def test_engines_are_full_until_the_last_group_is_whole(twelve_steps):
+    assert {n for running in twelve_steps[0].running for n in running} == {CONCURRENCY // WORKERS}
 
 
 def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path):

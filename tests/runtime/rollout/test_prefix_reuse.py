@@ -81,32 +81,6 @@ def test_the_residual_is_what_the_policy_before_gave_too_little():
     assert residual(now.astype(np.float32), then.astype(np.float32)).sum() == pytest.approx(1.0, abs=1e-15)
 
 
-def after_reuse(now: ToyPolicy, then: ToyPolicy, exact: bool) -> dict[Tokens, float]:
-    """The distribution of whole responses after reuse, by summing over all that can happen."""
-    out: Counter[Tokens] = Counter()
-    for tokens, chance in then.responses().items():
-        p, q = now.scored(tokens), then.scored(tokens)
-        at = np.arange(len(tokens)), list(tokens)
-        keep = keep_chances(p[at], q[at], 1.0)
-        for cut in range(len(tokens)):
-            reached = chance * np.prod(keep[:cut]) * (1 - keep[cut])
-            drawn = residual(p[cut], q[cut]) if exact else np.exp(p[cut])
-            for token, share in enumerate(drawn):
-                for whole, total in now.continuations((*tokens[:cut], token), float(reached * share)).items():
-                    out[whole] += total
-        out[tokens] += float(chance * np.prod(keep))
-    return out
-
-
-def test_the_residual_makes_reuse_exact():
-    now, then = ToyPolicy(0, 3), ToyPolicy(1, 3)
-    true = now.responses()
-    exact, plain = after_reuse(now, then, True), after_reuse(now, then, False)
-    assert sum(true.values()) == pytest.approx(1.0)
-    assert max(abs(exact[r] - true[r]) for r in true) < 1e-12
-    assert max(abs(plain[r] - true[r]) for r in true) > 0.01
-
-
 class ToyTools:
     """An engine that samples from a toy policy, and a trainer that scores with it."""
 

@@ -258,9 +258,9 @@ def test_without_processes_rewards_are_computed_here(folder: Path, capsys: pytes
 
 
 def test_a_list_of_rewards_is_summed_by_weight(folder: Path):
-    terms = [{"path": "pool_rewards:reward", "weight": 2.0}, {"path": "pool_rewards:half"}]
+    terms = [{"path": "pool_rewards:reward", "weight": -2.0}, {"path": "pool_rewards:half"}]
     with RewardPool(recipe_of(0, reward=terms)) as pool:
-        assert of(pool, "a", "raise") == [2.5, -1]
+        assert of(pool, "a", "raise") == [-1.5, -1]
 
 
 def test_a_reward_that_imports_here_but_not_there_ends_the_run_with_its_fault(folder: Path):

@@ -20,7 +20,6 @@ from tltlab.runtime.rollout.rewards import (
 
 MODULE = """
 def two(prompt, response, answer): return 2
-def length(prompt, response, answer): return len(response)
 def infinite(prompt, response, answer): return float("inf")
 def text(prompt, response, answer): return "1.0"
 def nothing(prompt, response, answer): return None
@@ -114,11 +113,6 @@ def test_boxes_are_found_in_time_that_grows_with_the_text():
     assert boxed(r"} \boxed{a \boxed{b} \boxed{c}") == ["b", "c"]
     assert boxed(r"\boxed{" * 100_000) == []
     assert boxed(r"\boxed{" * 100_000 + "}" * 100_000) == [r"\boxed{" * 99_999 + "}" * 99_999]
-
-
-def test_rewards_are_summed_by_weight():
-    reward = load_rewards([("some_rewards:two", 0.5), ("some_rewards:length", -1.0)])
-    assert reward("", "abc", "") == 0.5 * 2 - 3
 
 
 @pytest.mark.parametrize(

@@ -141,12 +141,6 @@ def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats_and_so_does_one_t
     assert scalars(tmp_path, "reward/heldout") == {2: 21.0}
 
 
-def test_without_loggers_nothing_is_written(tmp_path: Path):
-    with RunLog(LogConfig(tensorboard=False), tmp_path, 1) as log:
-        log.step(report(), {"reward/mean": 0.5})
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("forced", ["", "1"])
 def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", forced)  # as CI services do
@@ -203,6 +197,7 @@ def test_the_time_left_follows_from_the_newest_steps(tmp_path: Path, capfd):
     lefts = [line.split(", ")[-1] for line in capfd.readouterr().err.splitlines() if line.startswith("step")]
     assert lefts[0] == "10:50:00 left"
     assert lefts[-1] == "0:46:30 left"  # 31 steps of 90 s
+    assert list(tmp_path.iterdir()) == [], "without loggers nothing is written"
 
 
 def test_on_a_terminal_lines_pass_above_a_progress_bar_and_stdout_stays_clean(tmp_path: Path, monkeypatch, capsys):
