@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import zmq
@@ -80,22 +80,23 @@ class PeriodRecord:
 @dataclass(slots=True)
 class _Period:
     record: PeriodRecord
-    members: list[Membership] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
-        return self.record.end_s is not None and all(member.free_s is not None for member in self.members)
+        return self.record.end_s is not None and all(member.free_s is not None for member in self.record.members)
 
-    def follow(self, members: tuple[int, ...], state: CoordinatorState, now: float) -> None:
-        for index, member in enumerate(self.members):
-            if member.stop_s is None and member.worker not in members:
+    def follow(self, in_period: tuple[int, ...], state: CoordinatorState, now: float) -> None:
+        members = []
+        for member in self.record.members:
+            if member.stop_s is None and member.worker not in in_period:
                 member = replace(member, stop_s=now)
-            if member.stop_s is not None and member.free_s is None:
-                yields = state.workers[member.worker].phase is Phase.STOPPING
-                member = replace(member, free_s=None if yields else now)
-            self.members[index] = member
-        training = {member.worker for member in self.members if member.stop_s is None}
-        self.members += [Membership(worker=worker, start_s=now) for worker in members if worker not in training]
+            yields = state.workers[member.worker].phase is Phase.STOPPING
+            if member.stop_s is not None and member.free_s is None and not yields:
+                member = replace(member, free_s=now)
+            members.append(member)
+        training = {member.worker for member in members if member.stop_s is None}
+        members += [Membership(worker=worker, start_s=now) for worker in in_period if worker not in training]
+        self.record = replace(self.record, members=tuple(members))
 
 
 class PeriodLog:
@@ -107,7 +108,7 @@ class PeriodLog:
 
     def periods(self) -> list[PeriodRecord]:
         """The newest training periods, in order of their terms."""
-        return [replace(period.record, members=tuple(period.members)) for period in self._periods]
+        return [period.record for period in self._periods]
 
     def add(self, now: float, before: CoordinatorState, after: CoordinatorState) -> None:
         """What an event made of the coordinator."""
