@@ -98,7 +98,7 @@ def test_what_is_dropped_starves_long_responses_and_the_figures_say_how_much():
     for stale in ("hold", "drop"):
         engines, rollouts = made(1, stale)
         engines.every = 3
-        last = collect(engines, rollouts, range(40), 0)[-1].figures
+        last = collect(engines, rollouts, range(12), 0)[-1].figures
         bias[stale] = last["trained/length_bias"]
         assert (last["trained/dropped_groups"] > 0) is (stale == "drop")
         assert last["staleness/max"] <= 1
