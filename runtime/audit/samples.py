@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tltlab.arrays import Array
 from tltlab.policies.policy import Policy
+from tltlab.stats import finite
 
 from .cases import TEMPERATURES, AuditCase
 from .engine import PROMPTS, RESPONSE_TOKENS, Answer, Answers, AuditedEngine, AuditRequest
@@ -81,12 +82,12 @@ class Auditor:
         row = sampled_row(case, sampled, reasons)
         main = figures.get("cells", figures["ranks"])
         row |= {name: value for name, value in main.items() if name != "passed"}
-        return row | {"ranks": figures["ranks"], "logprob_error": logprob_error if np.isfinite(logprob_error) else None}
+        return row | {"ranks": figures["ranks"], "logprob_error": finite(logprob_error)}
 
     def _figures(self, check: ChiSquare) -> dict[str, Any]:
         return {
             # JSON knows no infinity: null is an outcome that has probability 0.
-            "statistic": check.statistic if np.isfinite(check.statistic) else None,
+            "statistic": finite(check.statistic),
             "dof": check.dof,
             "threshold": check.threshold(self.level),
             "p_value": check.p_value,

@@ -30,6 +30,7 @@ from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import check
+from tltlab.stats import finite
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
@@ -40,7 +41,7 @@ from .logging import RunLog
 from .memory import ProcessMemory
 from .recovery import Recovery
 from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows
-from .state import RunEvents, RunState, json_number
+from .state import RunEvents, RunState
 
 Done = TypeVar("Done")
 
@@ -102,7 +103,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         "reward_first": run.state.reward_first,
         "reward_last": reward_last,
         "steps": [
-            {"rl_step": r.rl_step, "policy": r.policy, "reward": json_number(r.reward_mean), "rollout_s": r.rollout_s}
+            {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
             for r in reports
         ],
         "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),

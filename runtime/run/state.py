@@ -19,6 +19,7 @@ from tltlab.files import read_json, write_json
 from tltlab.policies.policy import Policy, parse_policy
 from tltlab.policies.specs import CustomSpec, code_allowed
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.stats import finite
 
 from .rows import StepReport
 
@@ -121,13 +122,11 @@ def _complete_policy(policy: Any, path: Path, part: str) -> dict[str, Any]:
     return parse_policy(policy, path, part).model_dump(mode="json")
 
 
-def json_number(value: Any) -> Any:
-    """JSON knows no NaN and nothing infinite: such a number is null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _without_nan(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _without_nan(v) if isinstance(v, Mapping) else json_number(v) for name, v in report.items()}
+    return {
+        name: _without_nan(v) if isinstance(v, Mapping) else finite(v) if isinstance(v, float) else v
+        for name, v in report.items()
+    }
 
 
 def _with_nan(report: Mapping[str, Any]) -> dict[str, Any]:
