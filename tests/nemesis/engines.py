@@ -39,7 +39,7 @@ START_UP = Path(__file__).parents[1] / "start_up"
 COLUMNS = {
     "workload": ("epoch", "prompt_tokens", "max_response_tokens", "policy_version"),
     "outcomes": ("response_tokens", "finish_reason", "reward"),
-    "tokens": ("prompt_token_ids", "token_ids", "logprobs"),
+    "tokens": ("prompt_token_ids", "token_ids", "logprobs", "token_versions"),
     "steps": ("policy_version", "reward_mean"),
 }
 # Agents of Ray's that hold nothing; they end by themselves, a minute after the driver.
@@ -51,6 +51,7 @@ def settings(folder: Path, *, learning: bool) -> list[str]:
     policy = folder / "nemesis-policy.json"
     Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))).write(policy)
     given = [
+        # Responses so few and so long that one worker often waits for the other, and trains.
         str(folder / "recipe.toml"), f"train.steps={STEPS}", "rollout.max_response_tokens=100",
         f"rollout.policy={policy}", "rollout.repeat_every=0", "reward_pool.processes=0",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}", "eval.num_prompts=0",
@@ -155,7 +156,7 @@ def newest(run: Path) -> int:
 
 
 def check_finished(run: Path, calm: Path) -> None:
-    """The run that was disturbed is the one that nobody disturbed."""
+    """The run that was disturbed is the one that nobody disturbed, to the bit."""
     checker.same(checker.trace(run / "trace"), checker.trace(calm / "trace"), COLUMNS)
     ours, theirs = (load_file(folder / "checkpoints" / "final" / "model.safetensors") for folder in (run, calm))
     checker.require(all((ours[name] == theirs[name]).all() for name in theirs), "other weights than the calm run's")

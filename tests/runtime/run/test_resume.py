@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 import tltlab
 from tltlab.errors import ConfigError
@@ -18,6 +17,8 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
+
+from ...nemesis.engines import check_finished
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 STEPS = 3
@@ -47,25 +48,6 @@ def as_it_was_at(run: Path, step: int, out: Path) -> Path:
 def resumed(run: Path, **options: Path) -> Path:
     train(resumed_recipe(run), run, resume=True, **options)
     return run
-
-
-def texts(run: Path) -> list[tuple[object, ...]]:
-    rows = tltlab.read(run / "trace").table("tokens")
-    assert rows is not None
-    return [
-        (r.rl_step, r.prompt_id, r.sample, tuple(r.token_ids), tuple(r.logprobs), tuple(r.token_versions))
-        for r in rows.sort_values(["rl_step", "prompt_id", "sample"]).itertuples()
-    ]
-
-
-def assert_equal_bitwise(run: Path, other: Path) -> None:
-    assert texts(run) == texts(other)
-    weights, others = (load_file(r / "checkpoints" / "final" / "model.safetensors") for r in (run, other))
-    assert weights.keys() == others.keys()
-    assert all((weights[name] == others[name]).all() for name in weights)
-    rewards = [[step["reward"] for step in json.loads((r / "summary.json").read_text())["steps"]] for r in (run, other)]
-    assert rewards[0] == rewards[1]
-    assert len(rewards[0]) == STEPS
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +97,7 @@ def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_e
     state = run / "checkpoints" / newest / "state.json"
     state.write_text(state.read_text()[:-20])
     (run / "checkpoints" / ".step-000003.partial").mkdir()
-    assert_equal_bitwise(resumed(run), fixed)
+    check_finished(resumed(run), fixed)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert any(f"{newest} is passed over" in event["event"] for event in events)
     assert [event["rl_step"] for event in events if event["event"] == "goes on with RL step 2"] == [2]
@@ -123,7 +105,7 @@ def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_e
 
 def test_with_decisions_replayed_so_does_one_whose_policy_learns(learning: Path, tmp_path: Path):
     again = resumed(as_it_was_at(learning, 2, tmp_path / "run"), replay=learning / "trace")
-    assert_equal_bitwise(again, learning)
+    check_finished(again, learning)
 
 
 def test_what_was_cut_in_an_rl_step_goes_on_in_the_next(fixed: Path):
