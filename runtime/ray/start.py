@@ -21,8 +21,8 @@ from tltlab.files import leaves
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
+from .liveness import EndedServers
 from .prefork import Prefork
-from .stopped import EndedServers
 
 ENV = {
     # One thread per process: two on a busy machine stall for seconds. Numba's own belong to vLLM's n-gram drafter.

@@ -11,8 +11,8 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.ray.actors import actor_env
+from tltlab.runtime.ray.liveness import StoppedProcesses
 from tltlab.runtime.ray.start import ray_running
-from tltlab.runtime.ray.stopped import StoppedProcesses
 from tltlab.runtime.recipe.gpus import weights_way
 from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe

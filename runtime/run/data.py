@@ -16,7 +16,7 @@ from tltlab.runtime.data.prompts import Prompt, load_prompts, read_prompts
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.environments import stop_token_ids
-from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.trainer.samples import Sample
 
 

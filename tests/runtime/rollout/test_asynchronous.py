@@ -16,7 +16,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import AsynchronousRollouts, first_version
-from tltlab.runtime.rollout.ways import SynchronousRollouts, rollouts_of
+from tltlab.runtime.rollout.synchronous import SynchronousRollouts, rollouts_of
 from tltlab.runtime.rollout.worker import enough
 
 from .scripted_engines import ScriptedEngines, data_order, prompts, recipe

@@ -25,7 +25,7 @@ from tltlab.runtime.rollout.environments import (
     load_environment,
     stop_token_ids,
 )
-from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.runtime.trainer.samples import Sample
 

@@ -23,7 +23,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import EnvironmentConfig
 from tltlab.runtime.rollout.collected import RolloutTools, requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
-from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.rollout.worker import enough
 from tltlab.strategy import Strategy
 

@@ -12,7 +12,7 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.runtime.rollout.collected import Collected, Trajectory
 from tltlab.runtime.rollout.partial import PartialRollouts
-from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.synchronous import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
 

@@ -25,7 +25,7 @@ from tltlab.runtime.rollout.prefix_reuse import (
     kept_prefix,
     residual,
 )
-from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.synchronous import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
 

@@ -11,7 +11,7 @@ import pytest
 
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.rollout.collected import Rollouts, Trajectory
-from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.synchronous import rollouts_of
 
 from .scripted_engines import ScriptedEngines, data_order, prompts, recipe
 

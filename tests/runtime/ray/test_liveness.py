@@ -20,7 +20,7 @@ import ray
 from tltlab.console import sigterm_does, sigterm_interrupts
 from tltlab.errors import RunError
 from tltlab.runtime.ray.actors import Waiting
-from tltlab.runtime.ray.stopped import EndedServers, StoppedProcesses, is_stopped
+from tltlab.runtime.ray.liveness import EndedServers, StoppedProcesses, is_stopped
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerLost, WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
