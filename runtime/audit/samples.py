@@ -18,7 +18,7 @@ from .cases import TEMPERATURES, AuditCase
 from .engine import PROMPTS, RESPONSE_TOKENS, Answer, Answers, AuditedEngine, AuditRequest
 from .exact import ExactModel, Sampling, probabilities
 from .models import TinyModels
-from .statistics import ChiSquare, cells_check, ranks_check, together
+from .statistics import ChiSquare, cells_check, combined, ranks_check
 
 JOINT_TOKENS = 4
 LEAST_DRAFTS = 30
@@ -106,7 +106,7 @@ class Auditor:
                 prefixes = (answer.tokens[:n] for n in range(1, JOINT_TOKENS + 1))
                 counts[next((prefix for prefix in prefixes if prefix in joint), answer.tokens)] += 1
             checks.append(cells_check(counts, joint))
-        return together(checks)
+        return combined(checks)
 
     def ranks(self, answers: Sequence[Answer]) -> tuple[ChiSquare, float]:
         """Whether tokens are as often the likeliest, the second, ... as they should be; worst error of a log-prob."""

@@ -52,7 +52,7 @@ class ChiSquare:
         return min(1.0, float(np.sqrt(needed / (4 * self.num_samples))))
 
 
-def together(checks: Sequence[ChiSquare]) -> ChiSquare:
+def combined(checks: Sequence[ChiSquare]) -> ChiSquare:
     """One check of independent parts."""
     return ChiSquare(
         statistic=sum(check.statistic for check in checks),
@@ -124,4 +124,4 @@ def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> ChiSquar
         covariance = (np.diag(p.sum(0)) - p.T @ p)[1:, 1:]
         statistic = float(excess @ np.linalg.solve(covariance, excess))
         checks.append(ChiSquare(statistic=statistic, dof=len(excess), num_samples=len(p)))
-    return together(checks)
+    return combined(checks)

@@ -299,7 +299,7 @@ def ages(trajectories: Sequence[Trajectory], rl_step: int) -> dict[str, float]:
     }
 
 
-def later(rollout: Rollout, seconds: float) -> Rollout:
+def delayed(rollout: Rollout, seconds: float) -> Rollout:
     """The same rollout with its clock set back: all happened `seconds` later."""
     return replace(
         rollout,
@@ -322,7 +322,7 @@ def later(rollout: Rollout, seconds: float) -> Rollout:
 def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
     """A worker's rollout so far, and a round more that began `begun` seconds after the first."""
     first = 1 + int(ColumnRows.of("iterations", part.iterations).column("iteration").max(initial=-1))
-    new = later(new, start_s)
+    new = delayed(new, start_s)
 
     def joined(name: str, before: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> ColumnRows:
         after = ColumnRows.of(name, rows)

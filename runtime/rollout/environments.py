@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
-from .reward_pool import UserProcesses, ending, process_object, raised
+from .reward_pool import UserProcesses, error_place, exit_reason, process_object
 
 if TYPE_CHECKING:
     from tltlab.runtime.recipe.recipe import EnvironmentConfig
@@ -140,7 +140,7 @@ class EnvironmentPool(UserProcesses):
         except TimeoutError:
             failure = f"took more than {self._config.timeout_s:g} s"
         except ProcessExpired as death:
-            failure = f"ended their process ({ending(death.exitcode)})"
+            failure = f"ended their process ({exit_reason(death.exitcode)})"
         except BrokenProcessPool:
             failure = "lost their process"
         else:
@@ -234,7 +234,7 @@ def _observation(environment: Environment, messages: list[Message]) -> Answer:
     try:
         observation = environment.step(messages)
     except (Exception, SystemExit) as error:  # whatever a user's environment raises
-        return None, raised(error)
+        return None, error_place(error)
     if observation is not None and not isinstance(observation, str):
         return None, f"returned a {type(observation).__name__}, neither text nor None"
     return observation, ""

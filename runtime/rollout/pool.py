@@ -33,7 +33,7 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .collected import later, turns_of
+from .collected import delayed, turns_of
 from .history import ComesAgain, RunHistory, anytime
 from .in_flight import FreeRolloutWorker
 from .worker import RolloutWorker
@@ -319,7 +319,7 @@ class WorkerPool:
             return ask(n, handle)
 
         parts = self._ask_all(timed, doing=[f", {len(share)} requests re-issued" for share in shares])
-        return [later(part, ask_times[n] - start) for n, part in enumerate(parts)]
+        return [delayed(part, ask_times[n] - start) for n, part in enumerate(parts)]
 
     def _tell_all(self, ask: Ask) -> None:
         """Tell every worker what one that is started again is told anyway."""

@@ -191,7 +191,7 @@ class RewardPool(UserProcesses):
                 except TimeoutError:
                     outcomes[number] = f"took more than {limit:g} s"
                 except ProcessExpired as death:
-                    outcomes[number] = f"ended their process ({ending(death.exitcode)})"
+                    outcomes[number] = f"ended their process ({exit_reason(death.exitcode)})"
                 except BrokenProcessPool:
                     waiting.appendleft(number)  # a process died between rewards, and the pool is not active any more
             if not pool.active:
@@ -226,16 +226,16 @@ def _outcome(
     except NotANumberError as error:
         return str(error)
     except caught as error:  # whatever a user's function raises
-        return raised(error)
+        return error_place(error)
 
 
-def raised(error: BaseException) -> str:
+def error_place(error: BaseException) -> str:
     """What a user's code raised and where: its message may quote the response, or a key."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
 
 
-def ending(exitcode: int | None) -> str:
+def exit_reason(exitcode: int | None) -> str:
     """How a process ended, in words."""
     if exitcode is not None and exitcode < 0:
         return f"signal {-exitcode}"

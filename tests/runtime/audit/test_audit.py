@@ -18,7 +18,7 @@ from tltlab.runtime.audit import vllm_tests
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS, TinyModels
-from tltlab.runtime.audit.statistics import ChiSquare, cells_check, pooled, ranks_check, together
+from tltlab.runtime.audit.statistics import ChiSquare, cells_check, combined, pooled, ranks_check
 from tltlab.runtime.audit.vllm_tests import ExpectedDifference, Outcome, differences, outcomes_of, run_vllm_tests, text
 from tltlab.runtime.cli.audit import audit, vllm_settings
 
@@ -74,7 +74,7 @@ def test_rare_cells_are_pooled_until_they_expect_five():
 
 
 def test_independent_checks_add_up():
-    both = together([ChiSquare(statistic=3.0, dof=2, num_samples=10), ChiSquare(statistic=4.0, dof=5, num_samples=20)])
+    both = combined([ChiSquare(statistic=3.0, dof=2, num_samples=10), ChiSquare(statistic=4.0, dof=5, num_samples=20)])
     assert both == ChiSquare(statistic=7.0, dof=7, num_samples=30)
 
 

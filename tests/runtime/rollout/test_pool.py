@@ -34,7 +34,7 @@ from tltlab.runtime.ray.actors import Waiting, why_lost
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
-from tltlab.runtime.rollout.collected import later
+from tltlab.runtime.rollout.collected import delayed
 from tltlab.runtime.rollout.history import RunHistory
 from tltlab.runtime.rollout.pool import SendWeights, WorkerPool
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
@@ -388,10 +388,10 @@ def test_a_later_rollout_has_the_same_responses_at_later_times():
         recorder_s=0.1,
         policy_s=0.2,
     )
-    moved = later(rollout, 2.0)
+    moved = delayed(rollout, 2.0)
     assert [(row["iteration"], row["t_start"], row["duration"]) for row in moved.iterations] == [(0, 2.25, 0.5)]
     assert (moved.duration_s, moved.recorder_s, moved.policy_s) == (3.0, 0.1, 0.2)
-    assert later(moved, 0.0) == moved
+    assert delayed(moved, 0.0) == moved
 
 
 def test_what_workers_return_is_not_spelled_out():
