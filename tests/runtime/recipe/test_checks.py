@@ -74,12 +74,9 @@ def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str
         ("--replay-decisions=m", "m: no manifest.json"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("dry", [True, False])
-def test_what_cannot_be_done_is_one_line(
-    place: Path, capsys: pytest.CaptureFixture[str], override: str, said: str, dry: bool
-):
+def test_what_cannot_be_done_is_one_line(place: Path, capsys: pytest.CaptureFixture[str], override: str, said: str):
     before = sorted(place.iterdir())
-    code, out, err = train(capsys, "recipe.toml", override, *["--dry-run"] * dry)
+    code, out, err = train(capsys, "recipe.toml", override)
     told = [line for line in err.splitlines() if line != "imported"]
     assert (code, out, len(told)) == (2, "", 1)
     assert said in told[0]
