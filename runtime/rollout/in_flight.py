@@ -59,7 +59,7 @@ class FreeRolloutWorker(EngineWorker):
         live, ledger = self.engine.control.live, self.engine.control.ledger
 
         def after_iteration(ended: Sequence[Key]) -> bool:
-            if self.calls.has_calls:
+            if self.calls.waiting:
                 before, running = self._version(), {each.key: len(each.output) for each in live.values()}
                 seconds = self._take_weights()
                 if running:
@@ -97,7 +97,7 @@ class DeferredCalls:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
     @property
-    def has_calls(self) -> bool:
+    def waiting(self) -> bool:
         return not self._calls.empty()
 
     def call(self, do: Callable[[], Any]) -> Any:
@@ -124,7 +124,7 @@ class DeferredCalls:
     def serve(self, unfinished: Callable[[], bool]) -> float:
         """Do what was asked for, and wait for more while something is `unfinished`; how many seconds that took."""
         start = time.perf_counter()
-        while self.has_calls or unfinished():
+        while self.waiting or unfinished():
             do, task = self._calls.get()
             try:
                 task.set_result(do())

@@ -55,11 +55,11 @@ class Decoder:
     def of(cls, tokenizer: Any) -> Decoder | None:
         """None where the tokenizer does more to decode than its `tokenizers.Tokenizer`."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        odd = type(tokenizer)._decode.__module__ != "transformers.tokenization_utils_tokenizers"
-        if backend is None or odd or (tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"):
+        if backend is None or type(tokenizer)._decode.__module__ != "transformers.tokenization_utils_tokenizers":
             return None
+        tidies = tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
         forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-        return None if forced else cls(backend)
+        return None if tidies or forced else cls(backend)
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
