@@ -236,10 +236,9 @@ def figures(reward: float) -> dict[str, float]:
     return {"time/step_s": 2.0, "reward/mean": reward}
 
 
-def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
-    out = tmp_path / "run"
-    config = LogConfig(tensorboard=False, wandb="tails")
-    with RunLog(config, out, 3, settings={"lr": 0.1}) as log:
+def log_in_two_processes(config: LogConfig, out: Path, settings: dict[str, Any]) -> None:
+    """The second goes on from RL step 1, which the first did twice, and is interrupted."""
+    with RunLog(config, out, 3, settings=settings) as log:
         log.measured(0, {"reward/heldout": 0.4})
         log.step(report(0), figures(0.5))
         log.measured(0, {"reward/heldout": 0.6})
@@ -249,6 +248,10 @@ def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tm
         log.step(report(1), figures(0.7))
         log.step(report(2), figures(0.8))
         raise KeyboardInterrupt
+
+
+def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
+    log_in_two_processes(LogConfig(tensorboard=False, wandb="tails"), tmp_path / "run", {"lr": 0.1})
     assert services == [
         ["init", "tails", "run", None, {"lr": 0.1}],
         ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
@@ -263,20 +266,14 @@ def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tm
 
 
 def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
-    out = tmp_path / "run"
-    config = LogConfig(tensorboard=False, mlflow="tails")
-    with RunLog(config, out, 3, settings={"recipe": {"train": {"lr": 0.1}, "drafters": {}}, "argv": ["x"]}) as log:
-        log.step(report(0), figures(0.5))
-        log.step(report(1), figures(0.6))
-        log.step(report(1), figures(0.65))  # a trainer had died
-    with contextlib.suppress(KeyboardInterrupt), RunLog(config, out, 3, resume_from=1, settings={"lr": 0.1}) as log:
-        log.step(report(1), figures(0.7))
-        log.step(report(2), figures(0.8))
-        raise KeyboardInterrupt
+    settings = {"recipe": {"train": {"lr": 0.1}, "drafters": {}}, "argv": ["x"]}
+    log_in_two_processes(LogConfig(tensorboard=False, mlflow="tails"), tmp_path / "run", settings)
     assert services == [
         ["create_run", "tails", "run"],
         ["log_params", {"recipe.train.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
+        ["log_metrics", {"reward/heldout": 0.4}, 0],
         ["log_metrics", figures(0.5), 0],
+        ["log_metrics", {"reward/heldout": 0.6}, 0],
         ["log_metrics", figures(0.6), 1],
         ["set_terminated", "m-1", "FINISHED"],
         ["update_run", "m-1", "RUNNING"],
