@@ -65,12 +65,12 @@ class TrainedLengths:
     """Tokens of the responses that were trained on so far, and of those that were dropped: how biased training is."""
 
     def __init__(self) -> None:
-        self._trainable: Counter[int] = Counter()
+        self._trained: Counter[int] = Counter()
         self._dropped: Counter[int] = Counter()
         self.num_dropped = 0
 
     def train(self, groups: Sequence[PartialGroup]) -> None:
-        self._trainable.update(len(sample.token_ids) for group in groups for sample in group.samples)
+        self._trained.update(len(sample.token_ids) for group in groups for sample in group.samples)
 
     def drop(self, groups: Sequence[PartialGroup]) -> None:
         self._dropped.update(len(sample.token_ids) for group in groups for sample in group.samples)
@@ -82,11 +82,11 @@ class TrainedLengths:
         Generated is what was trained on or dropped; a dropped response counts as far as it came, so the bias of a run
         that drops is this far below 1 at least. What is still under way is neither yet.
         """
-        if not self._trainable:
+        if not self._trained:
             return {}
-        generated = self._trainable + self._dropped
+        generated = self._trained + self._dropped
         figures = {"trained/dropped_groups": float(self.num_dropped)}
-        for name, counts in (("trained", self._trainable), ("generated", generated)):
+        for name, counts in (("trained", self._trained), ("generated", generated)):
             lengths = np.repeat(list(counts), list(counts.values()))
             figures[f"{name}/length_mean"] = float(lengths.mean())
             percentiles = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
@@ -95,12 +95,12 @@ class TrainedLengths:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "trained": list(self._trainable.items()), "dropped": list(self._dropped.items()),
+            "trained": list(self._trained.items()), "dropped": list(self._dropped.items()),
             "num_dropped": self.num_dropped,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trainable, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
+        self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
         self.num_dropped = state["num_dropped"]
 
 
