@@ -106,10 +106,9 @@ class DrafterConfig(FrozenModel):
     nice: Annotated[int, Field(ge=0, le=19)] = 19
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     endpoint: str | None = None
+    rendezvous: str | None = None
 
     @property
     def pretrained(self) -> bool:
         """Whether it serves before the run has trained it: it comes from a checkpoint, or with the model."""
         return self.checkpoint is not None or self.loss.method == "mtp"
-
-    rendezvous: str | None = None
