@@ -27,7 +27,7 @@ from IPython.display import display
 
 from tltlab.charts import lines
 from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured
-from tltlab.sim.maps import Grid, break_even, survey, turns_said
+from tltlab.sim.maps import MapGrid, break_even, survey, turns_said
 from tltlab.sim.systems import compare_systems
 
 # %matplotlib inline
@@ -41,7 +41,7 @@ root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / 
 # a worker. `tltlab map` draws the large one, with FP8 and length limits to 128K.
 
 # %%
-grid = Grid(weights=["bf16"], contexts=[4096], loads=[4, 64], workers=2, rl_steps=3)
+grid = MapGrid(weights=["bf16"], contexts=[4096], loads=[4, 64], workers=2, rl_steps=3)
 surveyed = survey(grid)
 print(surveyed.verdict)
 display(surveyed.plot())

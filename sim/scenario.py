@@ -23,7 +23,7 @@ from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import build_class, check_contract, from_user, raised
-from tltlab.sim.engine.admission import BufferFeed, Feed, Stream
+from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
@@ -287,7 +287,7 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
     """RL step k of a stream: the rollout as of the responses that it trains on."""
     wasted, version = stream.wasted_tokens, stream.version
     work = stream.begin(k)
-    feed = Feed(stream, work, workers)
+    feed = RoundFeed(stream, work, workers)
     rollout = simulator.rollout(work.requests, feed.first(), feed)
     trained = stream.end(work)
     requests, at = stream.trained_on(work, trained)

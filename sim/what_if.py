@@ -64,7 +64,7 @@ _RESPONSES_PER_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Deployment:
     """GPUs with a model on them: costs of one rollout worker of `costs.tensor_parallel` GPUs, and of the other stages.
 
     `costs_name` is what `load_costs` takes for the same.
@@ -79,7 +79,7 @@ class Machine:
     @classmethod
     def of(
         cls, gpus: str, model: str | ModelShape, *, engine: str | None = None, tp: int | None = None, tokens: int = 0
-    ) -> Machine:
+    ) -> Deployment:
         """Of `8xH100` and a model's name, `config.json` or its folder.
 
         The engine whose profile was measured nearest to both is taken unless one is named, and the fewest GPUs per
@@ -384,14 +384,14 @@ def what_if(
 
 def _config(
     trace: Trace, gpus: str | None, model: str | ModelShape | None, engine: str | None, tp: int | None, seed: int
-) -> tuple[SimulationConfig, Machine | None]:
+) -> tuple[SimulationConfig, Deployment | None]:
     """What is simulated: on the trace's own costs where there are some and nobody asks for others."""
     workload = trace.workload["prompt_tokens"].to_numpy() + trace.outcomes["response_tokens"].to_numpy()
     asked = any(option is not None for option in (gpus, model, engine, tp))
     costs_name = SimulationConfig().find_costs(trace)[1]
     if not asked and trace.path is not None and "default" not in costs_name and trace.manifest.num_workers is not None:
         return SimulationConfig(seed=seed), None
-    machine = Machine.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
+    machine = Deployment.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
     return SimulationConfig(costs=machine.costs, workers=machine.workers, seed=seed), machine
 
 
@@ -402,7 +402,7 @@ class _Question:
     trace: Trace
     config: SimulationConfig
     scenario: Scenario
-    machine: Machine | None
+    machine: Deployment | None
     strategies: Sequence[Strategy]
 
     def seconds(self, result: SimResult) -> tuple[Floats, Floats | None]:

@@ -48,7 +48,7 @@ def map_families(
 
     Example: tltlab map --fast --plot map.png
     """
-    from tltlab.sim.maps.grid import Grid, Schedule
+    from tltlab.sim.maps.grid import MapGrid, Schedule
     from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows, turns_said
 
     if plot is not None and plot.suffix not in FORMATS:
@@ -62,7 +62,7 @@ def map_families(
     asked = words(schedules)
     if unknown := [name for name in asked if name not in every]:
         raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(every)}")
-    grid = Grid(
+    grid = MapGrid(
         models=words(models), weights=[parse_dtype(word) for word in words(weights)],
         schedules=[one for one in every if one in asked], contexts=[_tokens(word) for word in words(contexts)],
         loads=[_whole(word, "--loads") for word in words(loads)], gpu=gpu, workers=workers, regime=regime,

@@ -36,7 +36,7 @@ class Job:
     index: int
     sample: int
     length: int
-    group: Group
+    group: PromptGroup
     generated: float = 0.0
     old: float = 0.0
     began: bool = False
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class PromptGroup:
     """The samples of one prompt; `needed` of them make it complete."""
 
     needed: int
@@ -91,16 +91,16 @@ class Stream:
         self.wasted_tokens = 0.0
         self.num_begun, self.begun_tokens, self.num_dropped = 0, 0, 0
         self._new = self._groups()
-        self._open: list[Group] = []
+        self._open: list[PromptGroup] = []
         self._num_complete = 0
         """Open groups that have all they need."""
         self._num_done = 0
         """Responses that are done of the RL step's own."""
-        self._again: deque[Group] = deque()
+        self._again: deque[PromptGroup] = deque()
         self._ready: list[Job] = []
         """Whole responses that no step has trained on yet, where responses count by themselves."""
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[PromptGroup]:
         lap = 0
         while True:
             for source, step in enumerate(self._whole):
@@ -111,9 +111,9 @@ class Stream:
                     yield self._group(source, indices, lap)
             lap += 1
 
-    def _group(self, source: int, indices: Sequence[int], lap: int) -> Group:
+    def _group(self, source: int, indices: Sequence[int], lap: int) -> PromptGroup:
         step = self._whole[source]
-        group = Group(needed=len(indices))
+        group = PromptGroup(needed=len(indices))
         extra = math.ceil(self.admission.samples * len(indices)) - len(indices)
         lengths = [step.response_tokens[i] for i in indices]
         luck: Floats = uniforms(request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(lap + 1) << 41]), extra)[
@@ -369,7 +369,7 @@ class BufferFeed:
         """Nothing is left: a rollout ends when all have ended."""
 
 
-class Feed:
+class RoundFeed:
     """Hands the requests of a round to its workers, and says when the round is over.
 
     Those that may run at once are shared out in order to the worker with the fewest; each end lets the next begin.

@@ -28,7 +28,7 @@ from .requests import Residents, suffix_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PolicyChoice:
     """What a policy chose, and the bucket and propensity it gave."""
 
     strategy: Strategy
@@ -95,20 +95,20 @@ class MemorylessChoices:
     def __init__(self, selector: Selector, regimes: Regimes) -> None:
         self._selector = selector
         self._regimes = regimes
-        self._choices: dict[tuple[int, int], Choice] = {}
-        self._by_batch: list[tuple[Choice, Regime]] = []
+        self._choices: dict[tuple[int, int], PolicyChoice] = {}
+        self._by_batch: list[tuple[PolicyChoice, Regime]] = []
         self._terms: Floats = np.zeros((5, 1))
         """By batch, with nothing waiting: tokens, seconds without context, those before a drafter is loaded, seconds
         per token of context, and whether it speculates."""
 
-    def choose(self, batch: int, waiting: int, rl_step: int) -> Choice:
+    def choose(self, batch: int, waiting: int, rl_step: int) -> PolicyChoice:
         """What the selector chooses at this batch and queue."""
         choice = self._choices.get((batch, waiting))
         if choice is None:
             selector = self._selector
             strategy = selector.choose(StepState(rl_step=rl_step, batch=batch, waiting=waiting))
             check_listed(strategy, self._regimes)
-            choice = Choice(strategy=strategy, bucket=selector.bucket_, propensity=selector.propensity_)
+            choice = PolicyChoice(strategy=strategy, bucket=selector.bucket_, propensity=selector.propensity_)
             self._choices[batch, waiting] = choice
         return choice
 
@@ -127,7 +127,7 @@ class MemorylessChoices:
             self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
         return self
 
-    def of(self, batch: int, loaded: bool) -> tuple[Choice, Regime]:
+    def of(self, batch: int, loaded: bool) -> tuple[PolicyChoice, Regime]:
         """The choice at a batch that `up_to` has reached, and its regime where a drafter is loaded, or not yet."""
         choice, regime = self._by_batch[batch - 1]
         return choice, regime if loaded else self._regimes.at(choice.strategy, batch, loaded=False)

@@ -78,14 +78,14 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class MapGrid:
     """All combinations of these, on `workers` workers of one kind of GPU.
 
     Lengths are drawn from a `regime` (`tltlab.lengths.model.REGIMES`) stretched to each length limit; `rl_steps`
     RL steps count, behind a first one. A worker has the fewest GPUs that hold the weights and a response of the whole
     length. Raises ConfigError for an empty or unknown value.
 
-    >>> len(list(Grid(contexts=(32768,), loads=(64,)).points()))
+    >>> len(list(MapGrid(contexts=(32768,), loads=(64,)).points()))
     8
     """
 

@@ -16,7 +16,7 @@ from .grid import FAMILIES, shown_tokens
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .survey import Found, Map
+    from .survey import Map, PointResult
 
 _OPACITY = {"pays": 0.9, "likely pays": 0.55, "open": 0.25}
 _OFF = "#e6e6e6"
@@ -53,7 +53,7 @@ def _color(family: str) -> str:
     return COLORS[list(FAMILIES).index(family) - 1] if family != "off" else _OFF
 
 
-def _field(axes: Axes, x: int, y: int, found: Found) -> None:
+def _field(axes: Axes, x: int, y: int, found: PointResult) -> None:
     gain = found.gain
     opacity = 1.0 if gain is None else _OPACITY.get(gain.verdict, 0.25)
     color = "#ffffff" if found.fault is not None else _color(found.best)

@@ -25,7 +25,7 @@ from tltlab.sim.sensitivity import RANGES, ScaledChances
 from tltlab.sim.systems import simulate_system
 from tltlab.stats import Interval, interval_json, paired_ratio
 
-from .grid import FAMILIES, WARM_UP_STEPS, Grid, Point, beyond_measured, scheduled, shown_tokens
+from .grid import FAMILIES, WARM_UP_STEPS, MapGrid, Point, beyond_measured, scheduled, shown_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class PointResult:
     """What is found at a point; `fault` says why nothing could be.
 
     `distance` is that of GPU, model and weights to a measurement, `beyond` what of the point no measurement with them
@@ -122,8 +122,8 @@ class Found:
 class Map:
     """The points of a grid with what pays at each."""
 
-    grid: Grid
-    found: tuple[Found, ...]
+    grid: MapGrid
+    found: tuple[PointResult, ...]
     wall_s: float
 
     def __repr__(self) -> str:
@@ -204,13 +204,13 @@ ASSUMPTIONS = (
 )
 
 
-def survey(grid: Grid = Grid(), *, jobs: int = 1, say: Callable[[str], None] = lambda message: None) -> Map:
+def survey(grid: MapGrid = MapGrid(), *, jobs: int = 1, say: Callable[[str], None] = lambda message: None) -> Map:
     """Simulate the families at all points; `jobs` processes share them, which changes no number.
 
     Costs O(points x families x responses). A point whose model does not fit has a `fault` and no gains. Raises
     ConfigError for jobs < 1.
 
-    >>> survey(Grid(contexts=(32768,), loads=(64,))).verdict  # doctest: +SKIP
+    >>> survey(MapGrid(contexts=(32768,), loads=(64,))).verdict  # doctest: +SKIP
     """
     at_least(1, jobs=jobs)
     started = time.perf_counter()
@@ -221,11 +221,11 @@ def survey(grid: Grid = Grid(), *, jobs: int = 1, say: Callable[[str], None] = l
     return Map(grid=grid, found=tuple(found), wall_s=time.perf_counter() - started)
 
 
-def _found(grid: Grid, point: Point) -> Found:
+def _found(grid: MapGrid, point: Point) -> PointResult:
     try:
         costs = grid.costs(point)
     except ConfigError as error:
-        return Found(point=point, gains={}, fault=str(error))
+        return PointResult(point=point, gains={}, fault=str(error))
     at = _At(grid, point, costs)
     plain = at.measure("off")
     gains = {name: at.gain(name, plain) for name in TRIED}
@@ -233,7 +233,7 @@ def _found(grid: Grid, point: Point) -> Found:
     assert evidence is not None
     speculating = any(gain.least is not None for gain in gains.values())
     beyond = sorted(at.beyond | set(evidence.beyond(at.depths)))
-    return Found(
+    return PointResult(
         point=point, gains=gains, engine=evidence.engine, gpus=grid.workers * costs.tensor_parallel,
         distance=evidence.distance, beyond=tuple(beyond),
         says=evidence.says(speculates=speculating, beyond=beyond), step_s=float(plain.step.mean()),
@@ -251,7 +251,7 @@ class _Seconds(NamedTuple):
 class _At:
     """A point's simulations. `beyond` collects what of them was never measured, `depths` what was drafted."""
 
-    def __init__(self, grid: Grid, point: Point, costs: RooflineCosts) -> None:
+    def __init__(self, grid: MapGrid, point: Point, costs: RooflineCosts) -> None:
         self.point, self.costs = point, costs
         self.trace, self.stages = grid.trace(point), grid.stages(point, costs)
         self.config = SimulationConfig(
@@ -303,7 +303,7 @@ class _At:
         return Gain(step=step, rollout=rollout, believed=believed, least=min(least, default=None))
 
 
-def break_even(grid: Grid, point: Point, family: str, *, within: float = 0.02) -> float | None:
+def break_even(grid: MapGrid, point: Point, family: str, *, within: float = 0.02) -> float | None:
     """What the chance of a drafted token must be multiplied by for a family's RL step to be just as fast as plain.
 
     1 is the default acceptance; found by bisection to `within`. None where nothing from 0 to 2 turns it. Costs
@@ -344,7 +344,7 @@ def turns_said(turns: pd.DataFrame) -> list[str]:
     return lines
 
 
-def table_rows(found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
+def table_rows(found: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table for people: a point each, its best family first, then the others' RL steps."""
     columns = ["model", "weights", "schedule", "context", "load", "best", "RL step", "95 % interval", "sure", "costs"]
     columns += TRIED

@@ -29,7 +29,7 @@ from tltlab.stats import Interval, interval_json
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace, TraceSource, read
 
-from .drift import SCHEDULES, Drift, Surface, compared, saved
+from .drift import SCHEDULES, LevelDrift, Surface, compared, saved
 
 ASSUMED_ACCEPT = 0.7
 AGE_FACTOR = 5.0
@@ -262,7 +262,7 @@ def _drift(
     slowdown: float,
     known: list[str],
     assumed: list[str],
-) -> Callable[[np.random.Generator], Drift]:
+) -> Callable[[np.random.Generator], LevelDrift]:
     """How the drafter drifts, as a function that draws one of the drifts which the trace leaves possible."""
     updates = max(float(surface.updates[-1].mean()), 1.0)
     table_ = trace.acceptance
@@ -275,7 +275,7 @@ def _drift(
             freshness = None
     if freshness is not None:
         fitted = freshness
-        return lambda rng: Drift(name="the trace's", about="", freshness=fitted, slowdown=slowdown)
+        return lambda rng: LevelDrift(name="the trace's", about="", freshness=fitted, slowdown=slowdown)
     schedule = TrainingSchedule(ScheduleConfig(kind="never"), pretrained=True)
     done = {} if trace.spot_training is None else recorded_updates(trace.spot_training)
     for row, drafts in _rollouts(trace, drafter):
@@ -288,13 +288,13 @@ def _drift(
         spread = (drift.high - drift.low) / 4.0
         floor = 0.4
 
-        def measured(rng: np.random.Generator) -> Drift:
+        def measured(rng: np.random.Generator) -> LevelDrift:
             change = min(float(rng.normal(drift.change, spread)), -1e-6)
             top = float(surface.accept_length[-1])
             level = float(np.interp(top * (1.0 + change), surface.accept_length, surface.levels))
             steps = (1.0 - floor) / max(1.0 - level, 1e-9)
             fresh = Freshness(untrained=floor, floor=floor, age_steps=steps, updates_to_train=default.updates_to_train)
-            return Drift(name="the trace's", about="", freshness=fresh, slowdown=slowdown)
+            return LevelDrift(name="the trace's", about="", freshness=fresh, slowdown=slowdown)
 
         return measured
     assumed.append(
@@ -303,9 +303,9 @@ def _drift(
         f"on each token's chance ({LEARNED_DEFAULT})"
     )
 
-    def guessed(rng: np.random.Generator) -> Drift:
+    def guessed(rng: np.random.Generator) -> LevelDrift:
         age_steps = default.age_steps * AGE_FACTOR ** rng.uniform(-1.0, 1.0)
         fresh = default.model_copy(update={"age_steps": age_steps, "updates_to_train": min(3.0, updates)})
-        return Drift(name="assumed", about="", freshness=fresh, slowdown=slowdown)
+        return LevelDrift(name="assumed", about="", freshness=fresh, slowdown=slowdown)
 
     return guessed

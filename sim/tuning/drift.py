@@ -1,7 +1,7 @@
 """Whether training the drafter pays: RL steps in which it drifts, learns and costs time, under a training schedule.
 
 What a rollout takes, how many updates its idle time is good for and how long it waits for trainers are simulated at
-several levels of the drafter, on a trace's lengths and costs; how the level moves from RL step to RL step is `Drift`.
+several levels of the drafter, on a trace's lengths and costs; `LevelDrift` is how the level moves from step to step.
 Schedules are those of a run (`tltlab.coordination.schedule`), and see what a run sees, with its noise.
 """
 
@@ -26,7 +26,7 @@ from tltlab.state import DrafterState
 from tltlab.stats import Interval, mean_of_few, paired_interval
 from tltlab.strategy import Strategy
 
-from .oracle import Expected
+from .oracle import ExpectedIteration
 
 DEPTHS = (1, 2, 4, 8)
 LEVELS = (0.1, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
@@ -39,7 +39,7 @@ ROLLOUT_NOISE, TEXT_NOISE, PAIR_NOISE = 0.04, 0.03, 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drift:
+class LevelDrift:
     """How a drafter's level moves: the chance of its tokens over that of a fresh and fully trained one's.
 
     `ageing(t)` is by how many RL steps' worth of `freshness` the policy moves after RL step t, counted from 0, `start`
@@ -124,7 +124,7 @@ class Surface:
 
 def _best_by_batch(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """At each batch the strategy of the least expected seconds per token, at the middle of a response's context."""
-    expected = Expected(scenario, strategies)
+    expected = ExpectedIteration(scenario, strategies)
     lengths = [float(n) for step in scenario.steps for n in step.response_tokens]
     context = float(np.mean(lengths)) / 2 + float(np.mean([n for step in scenario.steps for n in step.prompt_tokens]))
     rows: list[TableRow] = []
@@ -136,7 +136,7 @@ def _best_by_batch(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
+class ScheduleRun:
     """A run of RL steps under a schedule: `step_s` seconds each, levels in service, and the RL steps that trained."""
 
     step_s: Floats
@@ -145,7 +145,7 @@ class Played:
     served: tuple[int, ...]
 
 
-def play(surface: Surface, drift: Drift, kind: str, rl_steps: int, seed: int) -> Played:
+def play(surface: Surface, drift: LevelDrift, kind: str, rl_steps: int, seed: int) -> ScheduleRun:
     """Play `rl_steps` RL steps under the schedule `kind`; the same seed gives every kind the same luck.
 
     A trainer goes on from what it made, also where that did not go into service.
@@ -177,7 +177,7 @@ def play(surface: Surface, drift: Drift, kind: str, rl_steps: int, seed: int) ->
         schedule.rollout_done(t, max(1.0, length * math.exp(spread)), drafts=DRAFTS, rollout_s=rollout_s, tokens=tokens)
         step_s[t] = rollout_s + surface.rest_s
         served, trainer = drift.aged(served, t), drift.aged(trainer, t)
-    return Played(step_s=step_s, levels=levels, trained=tuple(trained), served=tuple(swapped))
+    return ScheduleRun(step_s=step_s, levels=levels, trained=tuple(trained), served=tuple(swapped))
 
 
 def _judged(surface: Surface, t: int, delay_s: float, trainer: float, served: float, noise: Floats) -> Attempt:
@@ -189,7 +189,7 @@ def _judged(surface: Surface, t: int, delay_s: float, trainer: float, served: fl
     return Attempt(rl_step=t, delay_s=delay_s, candidate=candidate, served=now)
 
 
-def compared(surface: Surface, drifts: Sequence[Drift], rl_steps: int, seeds: Sequence[int]) -> pd.DataFrame:
+def compared(surface: Surface, drifts: Sequence[LevelDrift], rl_steps: int, seeds: Sequence[int]) -> pd.DataFrame:
     """A row per schedule: seconds of an RL step, what it saves against frozen, and its ratio to the better one.
 
     Each seed has its own of the `drifts`, which are as many.
@@ -218,7 +218,7 @@ def compared(surface: Surface, drifts: Sequence[Drift], rl_steps: int, seeds: Se
     return pd.DataFrame(rows)
 
 
-def regimes(updates: float) -> tuple[Drift, ...]:
+def regimes(updates: float) -> tuple[LevelDrift, ...]:
     """Drift in eight regimes, for a surface whose RL steps come to so many updates."""
 
     def kept(floor: float = 0.6, *, age_steps: float = 20.0, steps_to_train: float = 0.5) -> Freshness:
@@ -232,25 +232,25 @@ def regimes(updates: float) -> tuple[Drift, ...]:
         return 0.0
 
     return (
-        Drift(name="no drift", about="well trained before, the policy hardly moves, training costs 2 %",
+        LevelDrift(name="no drift", about="well trained before, the policy hardly moves, training costs 2 %",
               freshness=kept(), ageing=still, slowdown=0.02),
-        Drift(name="slow drift", about="a third of what training brought is gone in 40 RL steps",
+        LevelDrift(name="slow drift", about="a third of what training brought is gone in 40 RL steps",
               freshness=kept(age_steps=100.0), slowdown=0.01),
-        Drift(name="fast drift", about="half of it is gone in 7 RL steps", freshness=kept(age_steps=10.0)),
-        Drift(name="jump", about="the policy jumps once, at 40 RL steps; training costs 5 %",
+        LevelDrift(name="fast drift", about="half of it is gone in 7 RL steps", freshness=kept(age_steps=10.0)),
+        LevelDrift(name="jump", about="the policy jumps once, at 40 RL steps; training costs 5 %",
               freshness=kept(), ageing=jumps(lambda t: t == 40), slowdown=0.05),
-        Drift(name="recurrent", about="the policy jumps every 25 RL steps; training costs 5 %",
+        LevelDrift(name="recurrent", about="the policy jumps every 25 RL steps; training costs 5 %",
               freshness=kept(), ageing=jumps(lambda t: t % 25 == 24), slowdown=0.05),
-        Drift(name="drafter improves", about="from untrained, over 20 RL steps of training",
+        LevelDrift(name="drafter improves", about="from untrained, over 20 RL steps of training",
               freshness=kept(steps_to_train=10.0), ageing=still, start=0.6, slowdown=0.01),
-        Drift(name="costly", about="slow drift, and training makes rollouts 38 % longer",
+        LevelDrift(name="costly", about="slow drift, and training makes rollouts 38 % longer",
               freshness=kept(age_steps=200.0), slowdown=0.38),
-        Drift(name="harmful", about="what is trained on the tail drafts worse than what was there",
+        LevelDrift(name="harmful", about="what is trained on the tail drafts worse than what was there",
               freshness=kept(), ageing=still, best=0.85, slowdown=0.05),
     )  # fmt: skip
 
 
-def drawn(name: str, updates: float, rl_steps: int, rng: np.random.Generator) -> Drift:
+def drawn(name: str, updates: float, rl_steps: int, rng: np.random.Generator) -> LevelDrift:
     """A drift drawn at random, for a surface whose RL steps come to so many updates: no constant was chosen on it.
 
     The policy moves steadily, not at all, from some RL step on, or jumps now and then; how fast, what is lost, what
@@ -269,7 +269,7 @@ def drawn(name: str, updates: float, rl_steps: int, rng: np.random.Generator) ->
         (f"moves from RL step {begins} on, {age_steps:.0f} RL steps", (steps >= begins) * 1.0),
         (f"jumps every {gap:.0f} RL steps or so", (rng.random(rl_steps) < 1.0 / gap) * 1e3),
     )[int(rng.integers(4))]
-    return Drift(
+    return LevelDrift(
         name=name,
         about=f"{how}; down to {floor:.2f}, trained to {best:.2f}, {slowdown:.1%} slower",
         freshness=Freshness(

@@ -19,7 +19,7 @@ from tltlab.files import parse_json
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
 from tltlab.sim.sweep import backend, makespans, ratio_columns
-from tltlab.sim.what_if import MODEL, Machine
+from tltlab.sim.what_if import MODEL, Deployment
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -56,7 +56,7 @@ class Axes:
             if any(isinstance(value, int) and value < 1 for value in values):
                 raise ConfigError(f"{name} are whole numbers above 0, got {', '.join(map(str, values))}")
         for given in self.gpus:
-            Machine.of(given, self.model)
+            Deployment.of(given, self.model)
         for given in self.acceptance:
             load_acceptance(_acceptance(given))
 
@@ -74,7 +74,7 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Grid:
+class SweepGrid:
     """Rows of `frame`: a point's values, `policy`, `makespan_s`, and `speed_up` over plain decoding at the same point
     with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
 
@@ -129,7 +129,7 @@ def sweep_grid(
     ray_address: str | None = None,
     journal: Path | None = None,
     done: Callable[[str], None] = lambda point: None,
-) -> Grid:
+) -> SweepGrid:
     """Simulate every policy at every point, with the same luck at each. O(points x policies) simulations.
 
     `jobs` processes, or a Ray cluster as in `sweep`, share the points; the numbers do not depend on them. `journal` is
@@ -177,7 +177,7 @@ def sweep_grid(
                     _append(journal, json.dumps([_key(point), rows]))
                 done(_named(point))
     frame = pd.DataFrame([point | row for point in points for row in rows_of[_key(point)]])
-    return Grid(frame=frame, axes=axes, resumed=resumed)
+    return SweepGrid(frame=frame, axes=axes, resumed=resumed)
 
 
 def _rows(
@@ -207,7 +207,7 @@ def _scenario(trace: Trace, axes: Axes, config: SimulationConfig, point: Mapping
         changes["workers"] = point["workers"]
     if "gpus" in point:
         longest = int(trace.outcomes["response_tokens"].max() + trace.workload["prompt_tokens"].max())
-        machine = Machine.of(point["gpus"], axes.model, tokens=min(longest, point.get("caps", longest)))
+        machine = Deployment.of(point["gpus"], axes.model, tokens=min(longest, point.get("caps", longest)))
         changes |= {"costs": machine.costs, "workers": machine.workers}
     if "acceptance" in point:
         changes["acceptance"] = load_acceptance(_acceptance(point["acceptance"]))

@@ -22,7 +22,7 @@ from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 
-class Expected:
+class ExpectedIteration:
     """Seconds and tokens that an iteration of a strategy is expected to take and to bring, at a batch and a context.
 
     Where acceptance differs between requests or is replayed, tokens are the mean of a simulation under that strategy
@@ -52,9 +52,9 @@ class Expected:
 
 
 class Oracle(Selector):
-    """Chooses by `Expected`, from all its strategies."""
+    """Chooses by `ExpectedIteration`, from all its strategies."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedIteration) -> None:
         self.strategies = expected.strategies
         self._expected = expected
         self._lines: dict[int, list[tuple[float, float, Strategy]]] = {}
@@ -80,7 +80,7 @@ class OraclePolicy:
     def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
         if scenario.acceptance is None and any(s.speculates for s in strategies):
             raise ConfigError("the oracle needs an acceptance model to know what speculation brings")
-        self._expected = Expected(scenario, strategies)
+        self._expected = ExpectedIteration(scenario, strategies)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:

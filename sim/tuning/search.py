@@ -17,7 +17,7 @@ from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, Table
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .cases import TuningCase
-from .oracle import Expected
+from .oracle import ExpectedIteration
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -59,7 +59,7 @@ class Prices:
         most = max(max(t, default=1) for t in times)
         seconds: dict[tuple[Strategy, int], float] = {}
         for case, batches in zip(cases, times, strict=True):
-            expected, near = Expected(case.scenario, strategies), (1, 0.0)
+            expected, near = ExpectedIteration(case.scenario, strategies), (1, 0.0)
             for b in range(1, most + 1):
                 weight, context = batches.get(b, (0.0, near[1] * b / near[0]))
                 near = (b, context)

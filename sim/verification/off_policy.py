@@ -77,7 +77,7 @@ def estimator_errors(
             trace, logger, costs=costs, acceptance=acceptance, mode="sampled", seed=seed, record_iterations=True,
         )  # fmt: skip
         log, kind = logged_decisions(result.trace, reward)
-        expected = _Expected(everything, result.scenario.costs, result.scenario.acceptance, kind)
+        expected = _ExpectedReward(everything, result.scenario.costs, result.scenario.acceptance, kind)
         folds = folds_of(log)
         for name, policy in targets.items():
             pi = chances(policy, log, folds)
@@ -90,7 +90,7 @@ def estimator_errors(
     return [_errors(target, name, rows) for (target, name), rows in rows_of.items()]
 
 
-class _Expected:
+class _ExpectedReward:
     """What each strategy's reward is in a logged state, on average over luck and noise."""
 
     def __init__(

@@ -16,10 +16,10 @@ from tltlab.planning.system_binding import bind_assuming
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.maps import (
     FAMILIES,
-    Found,
-    Grid,
     Map,
+    MapGrid,
     Point,
+    PointResult,
     break_even,
     compositions,
     search_systems,
@@ -34,7 +34,7 @@ from tltlab.stats import Interval, paired_ratio
 from .workloads import typed
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
-SMALL = Grid(models=["Qwen3-32B"], weights=["bf16"], contexts=[4096], loads=[4], workers=2, rl_steps=2)
+SMALL = MapGrid(models=["Qwen3-32B"], weights=["bf16"], contexts=[4096], loads=[4], workers=2, rl_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def test_a_verdict_needs_the_luck_of_lengths_then_costs_and_acceptance_too():
 def test_the_best_family_is_the_fastest_that_is_not_slower_and_else_none():
     point = next(SMALL.points())
     slow, fast = gain(0.7, 0.8, 0.9, None, 0.7), gain(1.1, 1.2, 1.3, None, 1.1)
-    assert Found(point=point, gains={"trained": slow, "order": fast}).best == "order"
-    nothing = Found(point=point, gains={"trained": slow, "order": slow})
+    assert PointResult(point=point, gains={"trained": slow, "order": fast}).best == "order"
+    nothing = PointResult(point=point, gains={"trained": slow, "order": slow})
     assert (nothing.best, nothing.gain, nothing.sure) == ("off", None, "pays")
 
 
@@ -102,7 +102,9 @@ def test_a_map_says_which_property_turns_the_answer():
     found = []
     for point in grid.points():
         best = wins.get((point.load, point.schedule))
-        found.append(Found(point=point, gains={name: fast if name == best else slow for name in ("trained", "order")}))
+        found.append(
+            PointResult(point=point, gains={name: fast if name == best else slow for name in ("trained", "order")})
+        )
     turns = Map(grid=grid, found=tuple(found), wall_s=0.0).turns()
     assert turns[["property", "before", "after", "pairs", "turned"]].to_numpy().tolist() == [
         ["schedule", "synchronous", "one step off", 2, 1],
@@ -133,7 +135,7 @@ def test_costs_are_those_of_the_engine_measured_nearest_and_what_they_lack_is_na
 
 
 def test_a_model_that_does_not_fit_is_a_point_with_a_reason():
-    grid = Grid(models=["Qwen3-235B-A22B"], weights=["bf16"], schedules=["synchronous"], contexts=[131072], loads=[8],
+    grid = MapGrid(models=["Qwen3-235B-A22B"], weights=["bf16"], schedules=["synchronous"], contexts=[131072], loads=[8],
                 gpu="RTX4090")  # fmt: skip
     (one,) = survey(grid).found
     assert one.fault is not None
@@ -142,7 +144,7 @@ def test_a_model_that_does_not_fit_is_a_point_with_a_reason():
 
 
 def test_lengths_are_the_same_for_every_model_and_reach_the_limit():
-    grid = Grid(contexts=(2048,), loads=(128,))
+    grid = MapGrid(contexts=(2048,), loads=(128,))
     traces = [grid.trace(point) for point in grid.points()]
     first = traces[0].outcomes["response_tokens"]
     assert all(first.equals(trace.outcomes["response_tokens"]) for trace in traces[1:])

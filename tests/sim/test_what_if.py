@@ -13,7 +13,7 @@ from tltlab.sim import what_if as questions
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
 from tltlab.sim.topology import Colocated
-from tltlab.sim.what_if import Machine, what_if
+from tltlab.sim.what_if import Deployment, what_if
 
 from .workloads import typed
 
@@ -67,7 +67,7 @@ def test_five_files_of_different_origin_have_one_answer(tmp_path: Path):
 
 def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     found = what_if(FRAME, accept=0.6, **FAST)
-    machine = Machine.of("8xH100", "Qwen2.5-7B", tokens=5000)
+    machine = Deployment.of("8xH100", "Qwen2.5-7B", tokens=5000)
     config = {"costs": machine.costs_name, "acceptance": "geometric:0.6", "workers": 8}
     before = simulate(FRAME, "none", **config)
     after = simulate(FRAME, found.chosen.policy, **config)
@@ -125,7 +125,7 @@ def test_a_recorded_trace_brings_costs_and_acceptance_of_its_own():
     [("8xH100", "Qwen/Qwen2.5-7B-Instruct", 1, 8), ("8xH100", "Llama-3.3-70B", 4, 2), ("H200", "Qwen2.5-7B", 1, 1)],
 )
 def test_a_worker_has_the_fewest_gpus_that_hold_the_model(gpus: str, model: str, tp: int, workers: int):
-    machine = Machine.of(gpus, model, tokens=20_000)
+    machine = Deployment.of(gpus, model, tokens=20_000)
     assert (machine.costs.tensor_parallel, machine.workers) == (tp, workers)
     assert machine.stages.num_gpus == tp * workers
 
@@ -134,8 +134,8 @@ def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
               "num_key_value_heads": 4, "vocab_size": 152064, "model_type": "mine"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    mine = Machine.of("8xH100", str(tmp_path / "config.json"), engine="vllm")
-    known = Machine.of("8xH100", "Qwen2.5-7B", engine="vllm")
+    mine = Deployment.of("8xH100", str(tmp_path / "config.json"), engine="vllm")
+    known = Deployment.of("8xH100", "Qwen2.5-7B", engine="vllm")
     assert mine.costs.model.name == tmp_path.name
     assert mine.costs.kv_capacity_tokens == known.costs.kv_capacity_tokens
     assert mine.stages.train == known.stages.train

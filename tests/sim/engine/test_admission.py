@@ -13,7 +13,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.planning.composition import Admission, SharedBuffer, asynchronous
 from tltlab.sim import simulate
 from tltlab.sim.cli.simulate import simulate as command
-from tltlab.sim.engine.admission import BufferFeed, Feed, Stream
+from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.requests import requests_by_step
 from tltlab.traces.trace import Trace
 
@@ -25,9 +25,9 @@ def trace() -> Trace:
     return log_normal(prompts=PROMPTS, group_size=GROUP, rl_steps=4, median=300, cap=4000, workers=4)
 
 
-def one_round(trace: Trace, rule: Admission) -> tuple[Stream, Feed, list[list[int]]]:
+def one_round(trace: Trace, rule: Admission) -> tuple[Stream, RoundFeed, list[list[int]]]:
     stream = Stream(requests_by_step(trace), rule, 0)
-    feed = Feed(stream, stream.begin(0), 2)
+    feed = RoundFeed(stream, stream.begin(0), 2)
     return stream, feed, feed.first()
 
 

@@ -17,7 +17,7 @@ from tltlab.planning.composition import Admission, EarlierEpoch, SharedBuffer, T
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.engine.admission import Feed, Stream
+from tltlab.sim.engine.admission import RoundFeed, Stream
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
@@ -268,7 +268,7 @@ def test_a_step_that_ends_during_a_tool_call_goes_on_behind_it():
     for tokens, left, prompt in ((6.0, [4, 5], 26), (10.0, [5], 35)):
         stream = Stream(requests_by_step(trace_of([(20, 3, 0.0)], CALL)), Admission(issue=2.0), 0)
         work = stream.begin(0)
-        feed = Feed(stream, work, 2)
+        feed = RoundFeed(stream, work, 2)
         assert feed.first()[1][0] == 1
         if tokens == 10.0:
             assert feed.finished([1], 1) == []

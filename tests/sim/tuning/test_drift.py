@@ -18,7 +18,7 @@ from tltlab.experiments.simulated import drift as experiment
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.advice import advise
-from tltlab.sim.tuning.drift import LEVELS, Drift, Surface, compared, drawn, play, regimes
+from tltlab.sim.tuning.drift import LEVELS, LevelDrift, Surface, compared, drawn, play, regimes
 
 from ..workloads import typed
 
@@ -36,7 +36,9 @@ def surface(**changes: float) -> Surface:
 
 
 def test_a_level_falls_with_the_policys_moving_and_rises_with_updates():
-    drift = Drift(name="d", about="", freshness=Freshness(untrained=0.6, floor=0.6, updates_to_train=10, age_steps=5))
+    drift = LevelDrift(
+        name="d", about="", freshness=Freshness(untrained=0.6, floor=0.6, updates_to_train=10, age_steps=5)
+    )
     assert drift.aged(1.0, 0) == pytest.approx(0.6 + 0.4 * math.exp(-1 / 5))
     assert drift.aged(0.5, 0) == 0.5, "below the floor nothing is lost"
     assert drift.trained(0.6, 10.0) == pytest.approx(1.0 - 0.4 * math.exp(-1.0))

@@ -12,8 +12,8 @@ import tltlab
 from tltlab.errors import ConfigError
 from tltlab.sim.cli.sweep import sweep as command
 from tltlab.sim.config import SimulationConfig
-from tltlab.sim.tuning.grid import Axes, Grid, sweep_grid
-from tltlab.sim.what_if import Machine
+from tltlab.sim.tuning.grid import Axes, SweepGrid, sweep_grid
+from tltlab.sim.what_if import Deployment
 
 FRAME = pd.DataFrame(
     [(step, f"g{n // 4}", 20, 30 + 40 * (n % 4) + 900 * (n == 7) + step) for step in range(2) for n in range(16)],
@@ -23,7 +23,7 @@ CONFIG = SimulationConfig(costs="cpu-small")
 AXES = Axes(workers=(1, 2), acceptance=("0.5", "0.8"))
 
 
-def grid(axes: Axes = AXES, **options) -> Grid:
+def grid(axes: Axes = AXES, **options) -> SweepGrid:
     return sweep_grid(tltlab.read(FRAME), axes, "ngram:4", CONFIG, **options)
 
 
@@ -40,7 +40,7 @@ def test_each_point_is_what_simulate_gives_and_its_speed_up_is_over_plain_decodi
 
 def test_caps_cut_responses_group_sizes_keep_first_samples_and_gpus_bring_costs():
     frame = grid(Axes(caps=(100,), group_sizes=(2, 4), gpus=("2xH100",), acceptance=("0.7",))).to_frame()
-    machine = Machine.of("2xH100", "Qwen2.5-7B", tokens=200)
+    machine = Deployment.of("2xH100", "Qwen2.5-7B", tokens=200)
     for size in (2, 4):
         kept = FRAME[FRAME.groupby(["step", "group"]).cumcount() < size]
         expected = tltlab.simulate(kept, costs=machine.costs, workers=machine.workers, max_response_tokens=100)

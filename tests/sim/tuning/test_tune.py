@@ -24,7 +24,7 @@ from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
 from tltlab.sim.tuning.misspecification import OffAcceptance, OffCosts, corners
-from tltlab.sim.tuning.oracle import Expected, OraclePolicy
+from tltlab.sim.tuning.oracle import ExpectedIteration, OraclePolicy
 from tltlab.sim.tuning.search import GraphMemory, Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -87,7 +87,7 @@ def test_nothing_on_average_beats_the_oracle_by_more_than_luck(tuned: TuneResult
 def test_the_oracle_picks_the_least_seconds_per_token_at_every_batch_and_context():
     scenario = Scenario.of(read("traces/subset-sum-small"), rl_steps=[0])
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
-    oracle, known = OraclePolicy(scenario, strategies), Expected(scenario, strategies)
+    oracle, known = OraclePolicy(scenario, strategies), ExpectedIteration(scenario, strategies)
     for rollout in scenario.rollouts(oracle):
         for c in (log.columns for log in rollout.logs):
             for regime, batch, context in zip(c.regime, c.batch.tolist(), c.context_tokens.tolist(), strict=True):

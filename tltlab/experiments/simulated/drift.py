@@ -24,7 +24,7 @@ from tltlab.experiments import Progress
 from tltlab.experiments.result import ExperimentResult, select_cases
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.tuning.drift import Drift, Surface, compared, drawn, regimes
+from tltlab.sim.tuning.drift import LevelDrift, Surface, compared, drawn, regimes
 from tltlab.traces.trace import Trace
 
 GOAL = 1.01
@@ -61,7 +61,7 @@ def run(settings: DriftSettings, *, folder: Path, seed: int, progress: Progress)
     surface = _surface(trace, settings.costs, settings.accept)
     seeds = [seed + i for i in range(settings.seeds)]
     drifts = select_cases("regime", regimes(float(surface.updates[-1].mean())), settings.only, progress)
-    cases: Iterator[tuple[Surface, Drift, bool]] = ((surface, drift, False) for drift in drifts)
+    cases: Iterator[tuple[Surface, LevelDrift, bool]] = ((surface, drift, False) for drift in drifts)
     if not settings.only:
         cases = chain(cases, ((machine, drift, True) for machine, drift in _drawn_regimes(settings, seed, progress)))
     tables = [
@@ -86,7 +86,7 @@ def _surface(trace: Trace, costs: str, accept: float) -> Surface:
     return Surface.of(scenario, acceptance, "learned")
 
 
-def _drawn_regimes(settings: DriftSettings, seed: int, progress: Progress) -> Iterator[tuple[Surface, Drift]]:
+def _drawn_regimes(settings: DriftSettings, seed: int, progress: Progress) -> Iterator[tuple[Surface, LevelDrift]]:
     """Regimes and machines drawn at random."""
     rng = np.random.default_rng([seed, 11])
     for i in range(settings.unseen):
