@@ -27,7 +27,7 @@ from IPython.display import display
 
 from tltlab.charts import lines
 from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured
-from tltlab.sim.maps import MapGrid, break_even, survey, turns_said
+from tltlab.sim.maps import MapGrid, break_even, survey, turn_lines
 from tltlab.sim.systems import compare_systems
 
 # %matplotlib inline
@@ -52,7 +52,7 @@ display(surveyed.plot())
 # Two points of the map that differ in one thing only: how often is another family the best one?
 
 # %%
-print("\n".join(turns_said(surveyed.turns())))
+print("\n".join(turn_lines(surveyed.turns())))
 
 # %% [markdown]
 # And at one point: by what would the chance of each drafted token have to be multiplied until drafting is just as fast

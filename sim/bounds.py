@@ -67,11 +67,11 @@ def lower_bound_s(
     seed: int,
 ) -> float:
     """Seconds that no schedule of these requests on `workers` workers undercuts."""
-    ran = [i for i, length in enumerate(requests.response_tokens) if length > 0]
-    if not ran:
+    ids = [i for i, length in enumerate(requests.response_tokens) if length > 0]
+    if not ids:
         return 0.0
     # With prefix caching a prompt may have been prefilled for another sample, or for the turn before.
-    prefill = costs.prefill_s(1.0) * requests.uncached[ran].astype(np.float64)
+    prefill = costs.prefill_s(1.0) * requests.uncached[ids].astype(np.float64)
     most = largest_batch(requests, costs)
     batches = range(1, most + 1)
     fixed = [
@@ -79,10 +79,10 @@ def lower_bound_s(
         [min(r.fixed_s(b) / b for b in batches) for r in regimes],
     ]
     slope_s = min(r.slope_s(b) for r in regimes for b in batches)
-    decoding = _decoding_s(requests, ran, regimes, fixed, slope_s, acceptance, mode, seed)
+    decoding = _decoding_s(requests, ids, regimes, fixed, slope_s, acceptance, mode, seed)
     alone, share = prefill + decoding[0], _held_s(prefill, costs) + decoding[1]
     if requests.turns is not None:
-        seconds = dict(zip(ran, (alone + np.array(requests.turns.tool_s)[ran]).tolist(), strict=True))
+        seconds = dict(zip(ids, (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
         chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
         alone = np.array([sum(seconds[turn] for turn in chain) for chain in chains])
     return float(max(alone.max(), share.sum() / workers))
@@ -104,7 +104,7 @@ def largest_batch(requests: Requests, costs: CostModel) -> int:
 
 def _decoding_s(
     requests: Requests,
-    ran: list[int],
+    ids: list[int],
     regimes: Sequence[Regime],
     fixed: list[list[float]],
     slope_s: float,
@@ -116,19 +116,19 @@ def _decoding_s(
     if any(regime.strategy.speculates for regime in regimes):
         if acceptance is not None and acceptance.varies_by == "position":
             return [
-                _replayed(requests, ran, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
+                _replayed(requests, ids, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
             ]
         if mode == "sampled" and acceptance is not None and acceptance.varies_by == "nothing":
-            return _sampled(requests, ran, regimes, fixed, slope_s, seed)
-    prompts = np.array([requests.prompt_tokens[i] for i in ran], np.float64)
-    lengths = np.array([requests.response_tokens[i] for i in ran], np.float64) - TOLERANCE_TOKENS
+            return _sampled(requests, ids, regimes, fixed, slope_s, seed)
+    prompts = np.array([requests.prompt_tokens[i] for i in ids], np.float64)
+    lengths = np.array([requests.response_tokens[i] for i in ids], np.float64) - TOLERANCE_TOKENS
 
     def most(regime: Regime) -> Floats | float:
         if acceptance is None or acceptance.varies_by != "request" or not regime.strategy.speculates:
             return regime.tokens
         if mode == "sampled":
             return regime.most + 1.0
-        keys = [requests.keys[i] for i in ran]
+        keys = [requests.keys[i] for i in ids]
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
         model = acceptance.by_request()
@@ -147,19 +147,19 @@ def _decoding_s(
 
 def _replayed(
     requests: Requests,
-    ran: list[int],
+    ids: list[int],
     strategies: list[tuple[Regime, float]],
     slope_s: float,
     acceptance: Settled,
 ) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
-    order = sorted(range(len(ran)), key=lambda j: -requests.response_tokens[ran[j]])
-    lengths = np.array([requests.response_tokens[ran[j]] for j in order], np.int64)
-    prompts = np.array([requests.prompt_tokens[ran[j]] for j in order], np.int64)
+    order = sorted(range(len(ids)), key=lambda j: -requests.response_tokens[ids[j]])
+    lengths = np.array([requests.response_tokens[ids[j]] for j in order], np.int64)
+    prompts = np.array([requests.prompt_tokens[ids[j]] for j in order], np.int64)
     ends = np.cumsum(lengths)
-    recorded = {
+    accepted_of = {
         name: np.concatenate(
-            [acceptance.positions(name, requests.keys[ran[j]], requests.response_tokens[ran[j]]) for j in order]
+            [acceptance.positions(name, requests.keys[ids[j]], requests.response_tokens[ids[j]]) for j in order]
         )
         for name in {r.strategy.drafter for r, _ in strategies if r.strategy.speculates}
     }
@@ -167,32 +167,32 @@ def _replayed(
     # best[j, r % window]: least seconds for the last r tokens of response j; column 0 at r = 0 is the end itself.
     best = np.zeros((len(order), window))
     active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
-    for left, active in enumerate(active_until, start=1):
+    for tokens_left, active in enumerate(active_until, start=1):
         rows = np.arange(active)
         options = []
         for regime, fix in strategies:
             gain: int | Ints = 1
             if regime.strategy.speculates:
-                accepted = recorded[regime.strategy.drafter][ends[:active] - left]
+                accepted = accepted_of[regime.strategy.drafter][ends[:active] - tokens_left]
                 gain = 1 + np.minimum(accepted, regime.most).astype(np.int64)
-            after = np.maximum(left - gain, 0)
-            options.append(fix + np.where(after > 0, best[rows, after % window], 0.0))
-        context = prompts[:active] + lengths[:active] - left
-        best[:active, left % window] = np.min(options, axis=0) + slope_s * context
-    result = np.empty(len(ran))
+            tokens_after = np.maximum(tokens_left - gain, 0)
+            options.append(fix + np.where(tokens_after > 0, best[rows, tokens_after % window], 0.0))
+        context = prompts[:active] + lengths[:active] - tokens_left
+        best[:active, tokens_left % window] = np.min(options, axis=0) + slope_s * context
+    result = np.empty(len(ids))
     result[order] = best[np.arange(len(order)), lengths % window]
     return result
 
 
 def _sampled(
     requests: Requests,
-    ran: list[int],
+    ids: list[int],
     regimes: Sequence[Regime],
     fixed: list[list[float]],
     slope_s: float,
     seed: int,
 ) -> list[Floats]:
-    seeds = request_seeds(seed, [requests.keys[i] for i in ran])
+    seeds = request_seeds(seed, [requests.keys[i] for i in ids])
     cdfs = [r.cdf for r in regimes if r.cdf is not None]
     grid = _gains(cdfs, (np.arange(2048) + 0.5) / 2048)
     mean = float(grid.max(axis=0).mean())
@@ -201,8 +201,8 @@ def _sampled(
         drawn = np.array([fix for r, fix in zip(regimes, row, strict=True) if r.cdf is not None])[:, None]
         plain = [fix for r, fix in zip(regimes, row, strict=True) if r.cdf is None]
         priced.append((min([_fair_price(grid, drawn), *plain]), drawn))
-    least = np.empty((len(fixed), len(ran)))
-    for j, i in enumerate(ran):
+    least = np.empty((len(fixed), len(ids)))
+    for j, i in enumerate(ids):
         length, prompt = requests.response_tokens[i], requests.prompt_tokens[i]
         gains = _gains(cdfs, uniforms(seeds[j : j + 1], np.zeros(1, np.int64), length)[0])
         best = gains.max(axis=0)
@@ -238,8 +238,8 @@ def _fair_price(gains: Ints, fixed: Floats) -> float:
 
 def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, workers: int, most: int) -> float:
     """Seconds that no schedule of these requests undercuts, where all gain alike; `most` requests fit on a worker."""
-    ran = requests.lengths > 0
-    if not ran.any():
+    nonempty = requests.lengths > 0
+    if not nonempty.any():
         return 0.0
     loaded = not regimes.loads_late
     met = [(regimes.at(s, b, loaded=loaded), b) for s in regimes.strategies for b in range(1, most + 1)]
@@ -249,10 +249,10 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     rate, share = envelope(rates, np.array([1.0 / b for _, b in met]))
     slope_s = min(regime.slope_s(b) for regime, b in met)
     gain = max(regime.tokens for regime, _ in met)
-    lengths = requests.lengths[ran] - TOLERANCE_TOKENS
-    prompts = requests.prompts[ran].astype(np.float64)
+    lengths = requests.lengths[nonempty] - TOLERANCE_TOKENS
+    prompts = requests.prompts[nonempty].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
-    prefill_s = costs.prefill_s(1.0) * requests.uncached[ran].astype(np.float64)
+    prefill_s = costs.prefill_s(1.0) * requests.uncached[nonempty].astype(np.float64)
     own_s, held_own_s = (seconds + slope_s * contexts for seconds in (prefill_s, _held_s(prefill_s, costs)))
 
     def fits(makespan_s: float) -> bool:

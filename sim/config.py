@@ -117,18 +117,18 @@ class SimulationConfig:
         beside = beside_trace(trace, "costs.json")
         default = str(beside or "cpu-small (the default: the trace has no costs)")
         model = load_costs(self.costs if self.costs is not None else beside or "cpu-small")
-        return model, _named(self.costs, default)
+        return model, _label(self.costs, default)
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         """The acceptance model, and what a user calls it or where it is from; None where nothing is known."""
-        model, name = self._alike(trace)
+        model, name = self._base_acceptance(trace)
         if model is None or not self.acceptance_spread:
             return model, name
         return spread_over_requests(model, self.acceptance_spread), f"{name}, spread {self.acceptance_spread:g}"
 
-    def _alike(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
+    def _base_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         if self.acceptance is not None and self.acceptance != "trace":
-            return load_acceptance(self.acceptance), _named(self.acceptance, "")
+            return load_acceptance(self.acceptance), _label(self.acceptance, "")
         table = trace.acceptance
         if table is not None and len(table):
             return TraceAcceptance(table), "the trace's own"
@@ -154,10 +154,10 @@ def at_least(least: int, **values: int | None) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
-def check_keywords(given: Iterable[str], names: Sequence[str], function: Callable[..., Any]) -> None:
+def check_keywords(keywords: Iterable[str], names: Sequence[str], function: Callable[..., Any]) -> None:
     """ConfigError for the first keyword that is none of these names; parameters of `function` are told with them."""
     parameters = [p.name for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    for name in given:
+    for name in keywords:
         if name not in names:
             words = sorted({*names, *parameters} - {"self", "cls", "config"})
             near = did_you_mean(name, words)
@@ -183,7 +183,7 @@ def beside_trace(trace: Trace, name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def _named(source: object, default: str) -> str:
+def _label(source: object, default: str) -> str:
     """What a user called it, else its kind."""
     if source is None:
         return default

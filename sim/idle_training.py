@@ -140,11 +140,11 @@ class SimulatedSpotTrainer:
         period, before = self._coordinator.period, self._progress
         if period is not None:
             members = len(period.members)
-            allowed = math.inf if self._has_data else 0.0
+            max_updates = math.inf if self._has_data else 0.0
             if self.model.max_epochs is not None:
-                allowed = self.model.max_updates(self._data_tokens)
-            self._progress, begun = self.model.advance(before, now - self._now, members, allowed)
-            self._checkpoints_s += [self._now + offset for offset in begun]
+                max_updates = self.model.max_updates(self._data_tokens)
+            self._progress, offsets = self.model.advance(before, now - self._now, members, max_updates)
+            self._checkpoints_s += [self._now + offset for offset in offsets]
             self._trained_s += (self._progress.trained_s - before.trained_s) * members
         self._now = now
 
@@ -171,13 +171,13 @@ class SimulatedSpotTrainer:
         end_s = self._now + min(yield_s, timeout_s)
         self._release_delay_s = end_s - self._now
         self._trained = model.killed(self._progress) if killed else model.stopped(self._progress)
-        written = [(start_s, start_s + model.checkpoint_s) for start_s in self._checkpoints_s]
+        checkpoints = [(start_s, start_s + model.checkpoint_s) for start_s in self._checkpoints_s]
         if killed:
-            written = [(start_s, min(done_s, end_s)) for start_s, done_s in written]
-        elif len(written) < self._trained.checkpoints:
-            written.append((end_s, end_s + model.checkpoint_s))
-        held = [(f"worker {worker}", "spot_train", joined_s, end_s) for worker, joined_s in self._joined_s.items()]
-        rows = [("drafter", "checkpoint", start_s, done_s) for start_s, done_s in written] + held
+            checkpoints = [(start_s, min(done_s, end_s)) for start_s, done_s in checkpoints]
+        elif len(checkpoints) < self._trained.checkpoints:
+            checkpoints.append((end_s, end_s + model.checkpoint_s))
+        training = [(f"worker {worker}", "spot_train", joined_s, end_s) for worker, joined_s in self._joined_s.items()]
+        rows = [("drafter", "checkpoint", start_s, done_s) for start_s, done_s in checkpoints] + training
         self._spans = [
             SpotSpan(lane=lane, kind=kind, start_s=start_s, end_s=done_s, detail=f"term {term}")
             for lane, kind, start_s, done_s in rows

@@ -113,7 +113,7 @@ def _expected(requests: Requests) -> dict[str, float]:
     lengths: dict[str, list[int]] = {}
     for key, tokens in zip(requests.keys, requests.response_tokens, strict=True):
         lengths.setdefault(key[1], []).append(tokens)
-    return {name: float(np.mean(found)) for name, found in lengths.items()}
+    return {name: float(np.mean(group)) for name, group in lengths.items()}
 
 
 def _token_s(costs: CostModel) -> Seconds:
@@ -127,10 +127,10 @@ def _two_pools(requests: Requests, workers: int, token_s: Seconds) -> list[list[
     expected = _expected(requests)
     seeds = request_seeds(0, [(0, name, 0, 0) for name in expected])
     draws = uniforms(seeds, np.zeros(len(seeds), np.int64), 1)[:, 0] if len(seeds) else np.zeros(0)
-    called = predicted_long(expected, LONG_SHARE, RANKER_RECALL, dict(zip(expected, draws.tolist(), strict=True)))
+    long_prompts = predicted_long(expected, LONG_SHARE, RANKER_RECALL, dict(zip(expected, draws.tolist(), strict=True)))
     pools: list[list[int]] = [[], []]
     for i in sorted(range(len(requests)), key=lambda i: -expected[requests.keys[i][1]]):
-        pools[requests.keys[i][1] not in called].append(i)
+        pools[requests.keys[i][1] not in long_prompts].append(i)
     lengths = requests.lengths
     # The ranker's pools are stood for by the 90th percentile of the long ones and the median of the others.
     long_tokens = float(np.percentile(lengths[pools[0]], 90)) if pools[0] else 0.0

@@ -162,10 +162,10 @@ class _Groups:
         assert reward is not None
         lengths = rows["response_tokens"].to_numpy(np.int64)
         graded_s = reward.base_s + served_s(rollout.finish_s, reward.each_s(lengths))
-        of, names = pd.factorize(rows["prompt_id"])
+        group, names = pd.factorize(rows["prompt_id"])
         last_s = np.zeros(len(names))
-        np.maximum.at(last_s, of, graded_s)
-        tokens = np.bincount(of, weights=lengths + rows["prompt_tokens"].to_numpy(np.int64))
+        np.maximum.at(last_s, group, graded_s)
+        tokens = np.bincount(group, weights=lengths + rows["prompt_tokens"].to_numpy(np.int64))
         return cls(graded_s=last_s, work_s=(train_s - fixed_s) * tokens / tokens.sum(), fixed_s=fixed_s)
 
     def busy_s(self, free_s: float) -> list[tuple[float, float]]:
@@ -307,9 +307,9 @@ def _step_s(times: Sequence[_StageTimes], max_staleness: int, pipeline: _Pipelin
     n = len(times)
     if max_staleness == 0:
         return pipeline.done_s[-1] / n
-    outside = -(-_FILL_STEPS * (max_staleness + 1) // n)
-    done_s = _Pipeline([*times] * (2 * outside + 1), max_staleness).done_s
-    return (done_s[n * (outside + 1) - 1] - done_s[n * outside - 1]) / n
+    margin = -(-_FILL_STEPS * (max_staleness + 1) // n)
+    done_s = _Pipeline([*times] * (2 * margin + 1), max_staleness).done_s
+    return (done_s[n * (margin + 1) - 1] - done_s[n * margin - 1]) / n
 
 
 _FILL_STEPS = 8
@@ -379,15 +379,15 @@ def _gpu_s(rollouts: Sequence[SimulatedRollout], steps: pd.DataFrame, pools: Poo
     per_worker = pools.rollout_gpus / len(rollouts[0].worker_end_s)
     bubble_s = sum(r.makespan_s - end for r in rollouts for end in r.worker_end_s) * per_worker
     total = {name: float(steps[name].sum()) for name in ("rollout_s", *STAGES)}
-    held = {
+    held_gpu_s = {
         "rollout": pools.rollout_gpus * total["rollout_s"],
         "inference": pools.train_gpus * total["inference_s"],
         "reward": pools.train_gpus * total["reward_s"],
         "train": pools.train_gpus * total["train_s"],
         "sync": pools.num_gpus * total["sync_s"],
     }
-    idle = {"rollout": bubble_s, "reward": held["reward"]}
-    waiting = max(0.0, pools.num_gpus * float(steps["step_s"].sum()) - sum(held.values()))
-    rows = [(stage, gpu_s, idle.get(stage, 0.0)) for stage, gpu_s in held.items()]
+    idle = {"rollout": bubble_s, "reward": held_gpu_s["reward"]}
+    waiting = max(0.0, pools.num_gpus * float(steps["step_s"].sum()) - sum(held_gpu_s.values()))
+    rows = [(stage, gpu_s, idle.get(stage, 0.0)) for stage, gpu_s in held_gpu_s.items()]
     waits = [] if pools.shared else [("waiting", waiting, waiting)]
     return pd.DataFrame([*rows, *waits], columns=["stage", "held_gpu_s", "idle_gpu_s"])

@@ -137,11 +137,11 @@ def over_ranges(
     pairs = list(combinations(range(len(seconds)), 2))
     rows = []
     for name, factor, changed in ends:
-        there = dict(seconds) | {system: next(measured) for system in changed}
-        tau = kendall_tau(list(seconds.values()), list(there.values()), pairs) if pairs else None
+        times = dict(seconds) | {system: next(measured) for system in changed}
+        tau = kendall_tau(list(seconds.values()), list(times.values()), pairs) if pairs else None
         rows.append(
             {
-                "number": name, "factor": factor, "seconds": there, "order": sorted(there, key=there.__getitem__),
+                "number": name, "factor": factor, "seconds": times, "order": sorted(times, key=times.__getitem__),
                 "changed": list(changed), "kendall_tau": tau,
             }
         )  # fmt: skip

@@ -51,8 +51,8 @@ class SimResult:
 
     def __repr__(self) -> str:
         steps = f"{len(self.rollouts)} RL step{'s' * (len(self.rollouts) != 1)}"
-        where = f"{self.scenario.workers} workers"
-        return f"<SimResult {self.policy}: {steps}, mean rollout {self.makespan_s:.4g} s on {where}>"
+        place = f"{self.scenario.workers} workers"
+        return f"<SimResult {self.policy}: {steps}, mean rollout {self.makespan_s:.4g} s on {place}>"
 
     def _repr_html_(self) -> str:
         shown = {name: value for name, value in self.summary.items() if isinstance(value, str | int | float)}
@@ -143,12 +143,12 @@ class SimResult:
         lengths = np.concatenate([rollout.requests.whole().lengths for rollout in rollouts])
         ages = np.concatenate([rollout.ages for rollout in rollouts if rollout.ages is not None])
         last, trained = rollouts[-1], max(1.0, float(lengths.sum()))
-        begun = last.begun_tokens / max(1, last.num_begun)
+        mean_length = last.begun_tokens / max(1, last.num_begun)
         wasted = sum(rollout.wasted_tokens for rollout in rollouts)
         return {
             "mean_length_trained": float(lengths.mean()),
-            "mean_length_generated": begun,
-            "length_bias": float(lengths.mean()) / begun if begun else None,
+            "mean_length_generated": mean_length,
+            "length_bias": float(lengths.mean()) / mean_length if mean_length else None,
             "staleness_mean": float(ages.mean()),
             "staleness_max": int(ages.max()),
             "off_policy_share": sum(rollout.old_tokens for rollout in rollouts) / trained,
@@ -226,7 +226,7 @@ def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]
     return {name: count / total for name, count in outside.items() if count}
 
 
-def told_outside(outside: Mapping[str, float] | None) -> str:
+def outside_text(outside: Mapping[str, float] | None) -> str:
     """The same in words; empty where nothing is outside, or nothing is known."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in (outside or {}).items())
     return f"{shares} of the iterations lie outside what was measured" if shares else ""

@@ -120,9 +120,9 @@ def compare(
     at_least(1, repeats=repeats)
     strategies = tuple(dict.fromkeys(s for policy in policies.values() for s in policy.strategies))
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
-    tables = [sweep(one, policies, jobs=jobs, ray_address=ray_address) for one in seeded]
+    tables = [sweep(repeat, policies, jobs=jobs, ray_address=ray_address) for repeat in seeded]
     means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
-    bound_s = float(np.mean([one.bounds_s(strategies) for one in seeded]))
+    bound_s = float(np.mean([repeat.bounds_s(strategies) for repeat in seeded]))
     base = means[baseline].to_numpy()
     rows = []
     for name in names:
@@ -146,8 +146,8 @@ def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[s
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
 
-def _scenario(given: Scenario | TraceSource) -> Scenario:
-    return given if isinstance(given, Scenario) else Scenario.of(given)
+def _scenario(source: Scenario | TraceSource) -> Scenario:
+    return source if isinstance(source, Scenario) else Scenario.of(source)
 
 
 def _in_parallel(

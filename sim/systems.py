@@ -176,31 +176,33 @@ def compare_systems(
     acceptance = replayable(scenario.acceptance, scenario.steps)
     bound = bind_all(find_systems(systems), scenario, acceptance, model_free)
     bound += [
-        BoundSystem(system=one, policy=policy, acceptance=acceptance, spot=None, assumptions=one.assumptions)
-        for one, policy in beside
+        BoundSystem(system=system, policy=policy, acceptance=acceptance, spot=None, assumptions=system.assumptions)
+        for system, policy in beside
     ]
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
     def measure(variants: Sequence[Variant], steps: Sequence[Requests] = scenario.steps) -> list[_Outcome]:
-        chosen = replace(config, rl_steps=[step.rl_step for step in steps])
+        rl_steps, seeds = [step.rl_step for step in steps], range(config.seed, config.seed + repeats)
         tasks = [
-            (one, replace(chosen, costs=costs, seed=config.seed + k)) for one, costs in variants for k in range(repeats)
+            delayed(_measured)(trace, binding, replace(config, rl_steps=rl_steps, costs=costs, seed=seed), **placed)
+            for binding, costs in variants
+            for seed in seeds
         ]
         with parallel_config(backend="loky", inner_max_num_threads=1):
-            measured = Parallel(n_jobs=jobs)(delayed(_measured)(trace, one, seeded, **placed) for one, seeded in tasks)
+            measured = Parallel(n_jobs=jobs)(tasks)
         return [_Outcome.mean(measured[i * repeats : (i + 1) * repeats]) for i in range(len(variants))]
 
-    measured = measure([(one, scenario.costs) for one in bound])
-    outcomes = {one.system.name: outcome for one, outcome in zip(bound, measured, strict=True)}
+    measured = measure([(binding, scenario.costs) for binding in bound])
+    outcomes = {binding.system.name: outcome for binding, outcome in zip(bound, measured, strict=True)}
     bounds_s = _bounds_s(scenario, bound, repeats)
     baseline = "verl" if "verl" in outcomes else bound[0].system.name
     base = outcomes[baseline]
-    rows = [_row(one, outcomes[one.system.name], base, bounds_s, scenario) for one in bound]
+    rows = [_row(binding, outcomes[binding.system.name], base, bounds_s, scenario) for binding in bound]
     order = "makespan_s" if stages is None else "step_s"
     table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
     ends = []
-    if ranges or (ranges is None and any(one.defaults for one in bound)):
+    if ranges or (ranges is None and any(binding.defaults for binding in bound)):
         first = scenario.steps[:RANGE_STEPS]
         seconds = {name: outcome.seconds(len(first)) for name, outcome in outcomes.items()}
         ends = over_ranges(
@@ -214,7 +216,7 @@ def compare_systems(
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
         num_gpus=scenario.workers * (gpus_per_worker or scenario.costs.tensor_parallel),
-        evidence=scenario.evidence(s for one in bound for s in one.policy.strategies),
+        evidence=scenario.evidence(s for binding in bound for s in binding.policy.strategies),
     )
     return table
 
@@ -226,11 +228,11 @@ def bind_all(
     fitted = scenario.acceptance.pooled() if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        one = bind_assuming(system, scenario.costs, acceptance, model_free, fitted)
+        binding = bind_assuming(system, scenario.costs, acceptance, model_free, fitted)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
-            one = replace(one, assumptions=(*one.assumptions, note), defaults=(*one.defaults, note))
-        bound.append(one)
+            binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))
+        bound.append(binding)
     return bound
 
 
@@ -272,11 +274,11 @@ class _Outcome:
     @classmethod
     def mean(cls, repeats: Sequence[_Outcome]) -> _Outcome:
         """Over repeats, RL step by RL step: they share its lengths."""
-        accepts = [one.mean_accept_length for one in repeats if one.mean_accept_length is not None]
-        steps = [one.step_s for one in repeats if one.step_s is not None]
+        accepts = [outcome.mean_accept_length for outcome in repeats if outcome.mean_accept_length is not None]
+        steps = [outcome.step_s for outcome in repeats if outcome.step_s is not None]
         sums = ("makespan_s", "idle_s", "worker_s", "trained_tokens", "old_tokens", "wasted_tokens", "length_bias")
         return cls(
-            **{name: np.mean([getattr(one, name) for one in repeats], axis=0) for name in sums},
+            **{name: np.mean([getattr(outcome, name) for outcome in repeats], axis=0) for name in sums},
             step_s=np.mean(steps, axis=0) if steps else None,
             mean_accept_length=float(np.mean(accepts)) if accepts else None,
         )
@@ -332,10 +334,10 @@ def _row(
             **ratio_columns("step_ratio", outcome.step_s, base.step_s, seed),
             "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
         }
-    ends = {name: None if one is None else (one.low, one.high) for name, one in (means | shares).items()}
+    ends = {name: None if span is None else (span.low, span.high) for name, span in (means | shares).items()}
     row["claim"] = _beside_claim(row, scenario)
-    told = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
-    return row | {"intervals": ends} | told | {
+    notes = {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "defaults": bound.defaults}
+    return row | {"intervals": ends} | notes | {
         "source": system.source, "algorithm": system.algorithm, "exact": system.exact,
     }  # fmt: skip
 
@@ -351,12 +353,12 @@ def _beside_claim(row: dict[str, Any], scenario: Scenario) -> dict[str, Any] | N
         # Ratios of times: the faster, the smaller.
         estimate, low, high = (1.0 / value if value else math.inf for value in (estimate, high, low))
     responses = sum(len(step) for step in scenario.steps) / (len(scenario.steps) * scenario.workers)
-    said = difference(
+    sentence = difference(
         claim, estimate, low, high, responses_per_worker=responses, of_same=name == kinds[claim.of],
         cap=max(max(step.max_response_tokens) for step in scenario.steps),
     )  # fmt: skip
     interval = None if low != low else (low, high if math.isfinite(high) else None)
-    return asdict(claim) | {"speed_up": estimate, "interval": interval, "difference": said}
+    return asdict(claim) | {"speed_up": estimate, "interval": interval, "difference": sentence}
 
 
 def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:
@@ -374,28 +376,28 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
     None where some drafters' acceptance is replayed and others' is a model: no bound covers both. Systems with a
     per-request budget have no regret, and no part in it.
     """
-    bound = [one for one in bound if one.policy.budget is None and one.system.same_work]
+    bound = [binding for binding in bound if binding.policy.budget is None and binding.system.same_work]
     if not bound:
         return None
-    strategies = tuple(dict.fromkeys(s for one in bound for s in one.policy.strategies))
+    strategies = tuple(dict.fromkeys(s for binding in bound for s in binding.policy.strategies))
     models: list[Acceptance] = []
-    for one in bound:
-        if one.acceptance is not None and one.acceptance not in models:
-            models.append(one.acceptance)
+    for binding in bound:
+        if binding.acceptance is not None and binding.acceptance not in models:
+            models.append(binding.acceptance)
     if len(models) > 1 and any(model.varies_by == "position" for model in models):
         return None
     whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
-    each = [replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]
-    return np.asarray(np.mean(each, axis=0), np.float64)
+    bounds_s = [replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]
+    return np.asarray(np.mean(bounds_s, axis=0), np.float64)
 
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
     """One model of all: each drafter by the first that has it, at its freshest."""
     settled: dict[str, SettledModel] = {}
-    for one in bound:
-        for strategy in one.policy.strategies:
-            if strategy.speculates and one.acceptance is not None:
-                model = one.acceptance.at_best([strategy.drafter])
+    for binding in bound:
+        for strategy in binding.policy.strategies:
+            if strategy.speculates and binding.acceptance is not None:
+                model = binding.acceptance.at_best([strategy.drafter])
                 assert isinstance(model, SettledModel), "no bound covers replayed acceptance beside a model"
                 settled.setdefault(strategy.drafter, model)
     return PerDrafter(models=settled)

@@ -98,10 +98,10 @@ class Deployment:
             sizes = [tp]
         fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
         costs = smallest_worker(lambda size: profile_costs(engine, device, shape, size), sizes, tokens, fault)
-        asked = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
+        stages = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
         return cls(
             name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
-            costs_name=f"{engine}:{costs.tensor_parallel}x{device.name}:{shape.name}", stages=asked.build(),
+            costs_name=f"{engine}:{costs.tensor_parallel}x{device.name}:{shape.name}", stages=stages.build(),
         )  # fmt: skip
 
     @property
@@ -170,7 +170,7 @@ class WhatIf:
     @property
     def verdict(self) -> str:
         """The answer in a sentence or two."""
-        chosen, others = self.chosen, [s for s in self.speed_ups if s.accept in (LEAST, MOST)]
+        chosen, speed_ups = self.chosen, [s for s in self.speed_ups if s.accept in (LEAST, MOST)]
         if chosen.accept is None:
             condition = "with as many drafted tokens accepted as were recorded"
         else:
@@ -181,7 +181,7 @@ class WhatIf:
         else:
             step = "" if chosen.rl_step is None else f", the RL step {_times(chosen.rl_step)}"
             head = f"Speculation would make the rollout {_times(chosen.rollout)} as fast{step}, {condition}"
-        beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in others)
+        beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
         sure = ""
         if self.speedup_error is not None and self.drafting and any(row.strategy.speculates for row in self.drafting):
             most = f"{100 * self.speedup_error:.0f} %"
@@ -256,24 +256,24 @@ class WhatIf:
 
         from tltlab.charts import bars
 
-        known = [s for s in self.speed_ups if s.accept is not None]
-        figure = Figure(figsize=(7.2, 5.4 if known else 2.4), layout="constrained")
-        heights = (3, 2) if known else (1,)
+        points = [s for s in self.speed_ups if s.accept is not None]
+        figure = Figure(figsize=(7.2, 5.4 if points else 2.4), layout="constrained")
+        heights = (3, 2) if points else (1,)
         *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         for above in curves:
-            self._plot_speed_ups(above, known)
+            self._plot_speed_ups(above, points)
         frame = self.to_frame()
-        title = f"Systems on {self.setting} (simulated)" if not known else "Systems (simulated)"
+        title = f"Systems on {self.setting} (simulated)" if not points else "Systems (simulated)"
         bars(frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
              (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's", title=title,
              reference=1.0, axes=below)  # fmt: skip
         return figure
 
-    def _plot_speed_ups(self, above: Axes, known: Sequence[SpeedUp]) -> None:
+    def _plot_speed_ups(self, above: Axes, speed_ups: Sequence[SpeedUp]) -> None:
         from tltlab.charts import COLORS, DASHES, finish
 
         for i, name in enumerate(("rollout", "rl_step")):
-            points = [(s.accept, interval) for s in known if (interval := getattr(s, name)) is not None]
+            points = [(s.accept, interval) for s in speed_ups if (interval := getattr(s, name)) is not None]
             if points:
                 x, y = zip(*((accept, interval.estimate) for accept, interval in points), strict=True)
                 label = name.replace("rl_step", "RL step")
@@ -324,9 +324,9 @@ def what_if(
     check_keywords(misspelt, (), what_if)
     if accept is not None and not 0.0 < accept < 1.0:
         raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
-    given = read_lengths(lengths, column=column)
-    trace = given.trace
-    notes = list(given.notes)
+    source = read_lengths(lengths, column=column)
+    trace = source.trace
+    notes = list(source.notes)
     config, machine = _config(trace, gpus, model, engine, tp, seed)
     accepts: list[float | None] = [None]
     recorded, recorded_name = SimulationConfig().find_acceptance(trace)
@@ -350,9 +350,9 @@ def what_if(
     base = ask.seconds(plain)
     say("no speculation", stages)
     speed_ups = []
-    for one in accepts:
-        speed_ups.append(ask.speed_up(one, base))
-        say("recorded acceptance" if one is None else f"acceptance {one:.2f}", stages)
+    for chance in accepts:
+        speed_ups.append(ask.speed_up(chance, base))
+        say("recorded acceptance" if chance is None else f"acceptance {chance:.2f}", stages)
     chosen = next(s for s in speed_ups if s.accept == accept)
     # All is told relative to VeRL, which does not speculate.
     compared = find_systems(systems or _DEFAULT_SYSTEMS)
@@ -369,7 +369,7 @@ def what_if(
     costs = scenario.costs
     evidence = getattr(costs, "evidence", None)
     return WhatIf(
-        trace=trace, used=given.used, ignored=given.ignored, workers=scenario.workers, chosen=chosen,
+        trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=chosen,
         setting=machine.name if machine else f"costs {scenario.costs_name}",
         costs_name=machine.costs_name if machine else scenario.costs_name,
         distance=evidence.distance if evidence is not None else _measured_here(scenario, plain),
@@ -387,9 +387,14 @@ def _config(
 ) -> tuple[SimulationConfig, Deployment | None]:
     """What is simulated: on the trace's own costs where there are some and nobody asks for others."""
     workload = trace.workload["prompt_tokens"].to_numpy() + trace.outcomes["response_tokens"].to_numpy()
-    asked = any(option is not None for option in (gpus, model, engine, tp))
+    explicit = any(option is not None for option in (gpus, model, engine, tp))
     costs_name = SimulationConfig().find_costs(trace)[1]
-    if not asked and trace.path is not None and "default" not in costs_name and trace.manifest.num_workers is not None:
+    if (
+        not explicit
+        and trace.path is not None
+        and "default" not in costs_name
+        and trace.manifest.num_workers is not None
+    ):
         return SimulationConfig(seed=seed), None
     machine = Deployment.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
     return SimulationConfig(costs=machine.costs, workers=machine.workers, seed=seed), machine

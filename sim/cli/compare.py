@@ -18,7 +18,7 @@ from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
-from tltlab.sim.simulate import outside_calibration, told_outside
+from tltlab.sim.simulate import outside_calibration, outside_text
 from tltlab.traces.trace import Trace, read
 
 from . import options
@@ -122,16 +122,16 @@ def compare(
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
         from tltlab.sim.systems import compare_systems
 
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "model_free_acceptance": model_free_acceptance, "stages": stages, "gpus_per_worker": gpus_per_worker,
             "repeats": repeats, "jobs": jobs, "ranges": ranges,
         }  # fmt: skip
         if search:
             from tltlab.sim.maps.search import search_systems
 
-            rows = search_systems(source, config, **given)
+            rows = search_systems(source, config, **arguments)
         else:
-            rows = compare_systems(source, systems, config, **given)
+            rows = compare_systems(source, systems, config, **arguments)
         attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
         outside = _outside(Scenario.of(source, config), named_policies("none"))
         result = {
@@ -139,7 +139,7 @@ def compare(
             "acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages,
             "outside_calibration": outside,
         }  # fmt: skip
-        text = "\n".join([system_table(rows), *believed(rows.attrs["evidence"], outside)])
+        text = "\n".join([system_table(rows), *evidence_lines(rows.attrs["evidence"], outside)])
         if search:
             result |= {key: rows.attrs[key] for key in ("searched", "chosen_on")}
             text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
@@ -179,21 +179,21 @@ def _policies(
     evidence = scenario.evidence((s for policy in chosen.values() for s in policy.strategies), outside)
     result = {"policies": json_rows(rows), "baseline": baseline, "num_rl_steps": len(scenario.steps)}
     legend = f"speed-up: times as fast as {baseline}, 1 / ratio, whose interval is over RL steps; {REGRET}"
-    lines = [policy_table(rows), legend, *believed(evidence, outside)]
+    lines = [policy_table(rows), legend, *evidence_lines(evidence, outside)]
     return result | {"evidence": evidence, "outside_calibration": outside}, "\n".join(lines)
 
 
 def _outside(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, float]:
     """The largest share of iterations outside what was measured, by what is outside, over some of the policies."""
     shares = [outside_calibration(scenario, scenario.rollouts(policy)) or {} for policy in policies.values()]
-    return {name: max(one.get(name, 0.0) for one in shares) for name in dict.fromkeys(n for one in shares for n in one)}
+    return {str(name): share for name, share in pd.DataFrame(shares).max().items()}
 
 
-def believed(evidence: dict[str, Any], outside: Mapping[str, float]) -> list[str]:
+def evidence_lines(evidence: dict[str, Any], outside: Mapping[str, float]) -> list[str]:
     """How far the costs of a comparison are to be believed, and what it extrapolates, a line each."""
     ratios = evidence["speedup_error"]
     more = "" if ratios is None else f", ratios of speculating to not by less than {ratios:.0%}"
-    beyond = told_outside(outside)
+    beyond = outside_text(outside)
     return [f"costs: {evidence['says']}{more}", *([f"extrapolated: {beyond}"] if beyond else [])]
 
 

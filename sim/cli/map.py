@@ -49,7 +49,7 @@ def map_families(
     Example: tltlab map --fast --plot map.png
     """
     from tltlab.sim.maps.grid import MapGrid, Schedule
-    from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows, turns_said
+    from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows, turn_lines
 
     if plot is not None and plot.suffix not in FORMATS:
         raise ConfigError(f"--plot {plot}: name a file that ends in {' or '.join(FORMATS)}")
@@ -58,15 +58,15 @@ def map_families(
             raise ConfigError(f"{option} {path} is a folder: give the name of a file")
     contexts = contexts or (_FAST_CONTEXTS if fast else "16K,32K,128K")
     loads = loads or (_FAST_LOADS if fast else "8,32,128")
-    every: tuple[Schedule, ...] = get_args(Schedule)
-    asked = words(schedules)
-    if unknown := [name for name in asked if name not in every]:
-        raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(every)}")
+    known_schedules: tuple[Schedule, ...] = get_args(Schedule)
+    names = words(schedules)
+    if unknown := [name for name in names if name not in known_schedules]:
+        raise ConfigError(f"--schedules: no {unknown[0]!r}; there are {', '.join(known_schedules)}")
     grid = MapGrid(
         models=words(models), weights=[parse_dtype(word) for word in words(weights)],
-        schedules=[one for one in every if one in asked], contexts=[_tokens(word) for word in words(contexts)],
-        loads=[_whole(word, "--loads") for word in words(loads)], gpu=gpu, workers=workers, regime=regime,
-        rl_steps=rl_steps, seed=seed,
+        schedules=[name for name in known_schedules if name in names],
+        contexts=[_tokens(word) for word in words(contexts)], loads=[_whole(word, "--loads") for word in words(loads)],
+        gpu=gpu, workers=workers, regime=regime, rl_steps=rl_steps, seed=seed,
     )  # fmt: skip
     surveyed = survey(grid, jobs=jobs, say=progress)
     result = surveyed.json() | {"figures": "simulated", "seed": seed, **made_by("numpy", "scipy", "simpy")}
@@ -79,8 +79,8 @@ def map_families(
     lines = [
         surveyed.verdict,
         "",
-        table(*table_rows(surveyed.found)),
-        *turns_said(surveyed.turns()),
+        table(*table_rows(surveyed.results)),
+        *turn_lines(surveyed.turns()),
         *(f"assumed: {note}" for note in ASSUMPTIONS),
     ]
     lines += [f"wrote {path}" for path in (csv, plot, out) if path is not None]

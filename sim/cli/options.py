@@ -42,6 +42,6 @@ RayAddress = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
 
 
-def words(given: str | None) -> tuple[str, ...]:
+def words(text: str | None) -> tuple[str, ...]:
     """What stands between commas."""
-    return tuple(word.strip() for word in (given or "").split(",") if word.strip())
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())

@@ -21,8 +21,8 @@ from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
+from tltlab.sim.simulate import outside_text
 from tltlab.sim.simulate import simulate as run
-from tltlab.sim.simulate import told_outside
 from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -124,7 +124,7 @@ def simulate(
     )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
-        if policy != "none" or any(given is not None for given in (strategy, drafter, sd_threshold)):
+        if policy != "none" or any(option is not None for option in (strategy, drafter, sd_threshold)):
             raise ConfigError(
                 "--system brings its own policy: leave out --policy, --strategy, --drafter, --sd-threshold"
             )
@@ -132,10 +132,10 @@ def simulate(
             raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
         if staleness:
             raise ConfigError("--system says itself what its RL steps begin: leave out --staleness")
-        made = by_name(
+        system_run = by_name(
             source, system, config, stages=stages, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
         )
-        result, whole, assumptions = made.result, made.whole, made.bound.assumptions
+        result, whole, assumptions = system_run.result, system_run.whole, system_run.bound.assumptions
     else:
         if strategy is not None and drafter is None:
             drafter = likely_drafter(config.find_acceptance(source)[0], costs)
@@ -232,7 +232,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("costs, acceptance", f"{summary['costs']}; {summary['acceptance'] or 'none needed'}"),
         ("simulated in", f"{shown('wall_s', '.3g')} s"),
     ]
-    if outside := told_outside(summary["outside_calibration"]):
+    if outside := outside_text(summary["outside_calibration"]):
         lines.append(("extrapolated", outside))
     if stale := summary["asynchronous"]:
         bias = "unknown" if stale["length_bias"] is None else f"{stale['length_bias']:.3f}"

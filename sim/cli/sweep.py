@@ -113,5 +113,5 @@ def _interval(row: dict[str, Any]) -> str:
     return "one RL step only" if low is None else f"[{low:.2f}, {high:.2f}]"
 
 
-def _numbers(option: str, given: str | None) -> tuple[int, ...]:
-    return tuple(whole_numbers(option, given)) if given else ()
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    return tuple(whole_numbers(option, text)) if text else ()

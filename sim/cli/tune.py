@@ -85,14 +85,14 @@ def tune(
     if journal.exists() and not resume:
         raise ConfigError(f"{journal} has the trials of an interrupted tune: go on with --resume, or remove it")
     sources = [read(path) for path in traces]
-    wanted, graphs = whole_numbers("--depths", depths), _graphs(graph_memory, graph_pool, max_batch)
+    draft_depths, graphs = whole_numbers("--depths", depths), _graphs(graph_memory, graph_pool, max_batch)
     from tltlab.sim.tuning.tune import TuneConfig
     from tltlab.sim.tuning.tune import tune as run
 
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
     config = TuneConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, decision_block=decision_block,
-        seed=seed, depths=wanted, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
+        seed=seed, depths=draft_depths, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
         drafters=[d for d in drafters.split(",") if d] if drafters is not None else None, trials=trials,
         repeats=repeats, robust=robust, cost_error=cost_error, jobs=jobs, graphs=graphs,
     )  # fmt: skip
@@ -121,8 +121,8 @@ def text(result: TuneResult, out: Path) -> str:
     """The result for people."""
     rows: list[tuple[str, ...]] = []
     for row in result.candidates:
-        one = row.ratio_low is None or row.ratio_high is None
-        interval = "one RL step" if one else f"[{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
+        single_step = row.ratio_low is None or row.ratio_high is None
+        interval = "one RL step" if single_step else f"[{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
         bound = "" if row.regret_to_bound is None else f"{row.regret_to_bound:.1%}"
         name = row.name if len(row.name) <= 41 else row.name[:38] + "..."
         rows.append((name, f"{row.makespan_s:.4g}", f"{row.ratio:.3f}", interval, f"{row.regret:.1%}", bound))

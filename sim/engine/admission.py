@@ -96,7 +96,7 @@ class Stream:
         """Open groups that have all they need."""
         self._num_done = 0
         """Responses that are done of the RL step's own."""
-        self._again: deque[PromptGroup] = deque()
+        self._restarts: deque[PromptGroup] = deque()
         self._ready: list[Job] = []
         """Whole responses that no step has trained on yet, where responses count by themselves."""
 
@@ -133,8 +133,8 @@ class Stream:
         most_running = math.inf if rule.concurrency is None else max(1.0, rule.concurrency * num_responses)
         if rule.max_age is not None:
             self._drop(rule.max_age)
-        if rule.leftover == "restart" and len(self._again) >= num_groups:
-            groups = [self._again.popleft() for _ in range(num_groups)]
+        if rule.leftover == "restart" and len(self._restarts) >= num_groups:
+            groups = [self._restarts.popleft() for _ in range(num_groups)]
             for group in groups:
                 del group.jobs[group.needed :]
         else:
@@ -175,8 +175,8 @@ class Stream:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
         self._open = young
 
-    def begun(self, job: Job) -> None:
-        """A response is begun, or goes on."""
+    def start(self, job: Job) -> None:
+        """Begin a response, or go on with it."""
         job.began = True
         if job.version is None:
             job.version = self.version
@@ -186,25 +186,25 @@ class Stream:
     def _round(
         self, k: int, jobs: list[Job], most_running: float, most_begun: float, num_groups: int, num_responses: int
     ) -> Round:
-        step, several = self.steps[k], any(one.turns is not None for one in self.steps)
+        step, several = self.steps[k], any(source.turns is not None for source in self.steps)
         job_of: list[Job] = []
         first_of: list[int] = []
         turn_of: list[int] = []
         done_at: list[int] = []
-        made_of: list[int] = []
+        prefixes: list[int] = []
         after: list[int] = []
         for job in jobs:
-            source, total, made = self.steps[job.source], 0, math.floor(job.generated)
+            source, total, generated = self.steps[job.source], 0, math.floor(job.generated)
             chain = source.chains[job.index]
             first_of.append(len(job_of))
             for i in chain:
                 total += source.response_tokens[i]
-                if total <= made and i != chain[-1]:
+                if total <= generated and i != chain[-1]:
                     continue
                 job_of.append(job)
                 turn_of.append(i)
                 done_at.append(total)
-                made_of.append(max(0, made - (total - source.response_tokens[i])))
+                prefixes.append(max(0, generated - (total - source.response_tokens[i])))
                 after.append(len(job_of))
             after[-1] = -1
         each = [(self.steps[job.source], i) for job, i in zip(job_of, turn_of, strict=True)]
@@ -214,9 +214,13 @@ class Stream:
                 (step.rl_step, source.keys[i][1], 10_000 * job.source + 100 * job.index + job.sample, n)
                 for n, (job, (source, i)) in enumerate(zip(job_of, each, strict=True))
             ],
-            prompt_tokens=[source.prompt_tokens[i] + made for (source, i), made in zip(each, made_of, strict=True)],
+            prompt_tokens=[
+                source.prompt_tokens[i] + prefix for (source, i), prefix in zip(each, prefixes, strict=True)
+            ],
             max_response_tokens=[source.max_response_tokens[i] for source, i in each],
-            response_tokens=[source.response_tokens[i] - made for (source, i), made in zip(each, made_of, strict=True)],
+            response_tokens=[
+                source.response_tokens[i] - prefix for (source, i), prefix in zip(each, prefixes, strict=True)
+            ],
             recorded_worker=[None] * len(job_of),
             turns=turns_of(each, after, first_of, set(first_of)) if several else None,
         )
@@ -250,8 +254,8 @@ class Stream:
             sample = counts[key[1]] = counts.get(key[1], -1) + 1
             responses.append((source, chain, (key[0], key[1], sample, 0)))
         at = {(id(job), turn): n for n, (job, turn) in enumerate(zip(work.job_of, work.turn_of, strict=True))}
-        where = [at.get((id(job), i)) for job, (_, chain, _) in zip(trained, responses, strict=True) for i in chain]
-        return of_responses(work.requests, responses), where
+        positions = [at.get((id(job), i)) for job, (_, chain, _) in zip(trained, responses, strict=True) for i in chain]
+        return of_responses(work.requests, responses), positions
 
     def end(self, work: Round) -> list[Job]:
         """Close the step: what it trains on, in order; the rest is left to later steps as the rule says."""
@@ -265,18 +269,18 @@ class Stream:
         complete = [group for group in self._open if group.num_done >= group.needed][: work.num_groups]
         trained = [job for group in complete for job in [job for job in group.jobs if job.done][: group.needed]]
         self.accepted += len(trained)
-        left = [group for group in self._open if group not in complete]
+        leftover = [group for group in self._open if group not in complete]
         used = set(map(id, trained))
         self.wasted_tokens += sum(job.generated for g in complete for job in g.jobs if id(job) not in used)
         if self.admission.leftover == "restart":
-            for group in left:
+            for group in leftover:
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
                 for job in group.jobs:
                     job.generated, job.old, job.began, job.done, job.version = 0.0, 0.0, False, False, None
                 group.num_done = 0
-            self._again.extend(left)
-            left = []
-        self._open = left
+            self._restarts.extend(leftover)
+            leftover = []
+        self._open = leftover
         return trained
 
 
@@ -289,7 +293,7 @@ class RequestFeed(Protocol):
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
         """These are done; what begins on this worker, whose KV cache has so much room left."""
 
-    def left(self, request: int, generated: float) -> None:
+    def leave(self, request: int, generated: float) -> None:
         """A request that the rollout leaves."""
 
 
@@ -359,13 +363,13 @@ class BufferFeed:
             self._reserved[worker] -= self._needs(request)
             self._counts[worker] -= 1
             self._ordered = False
-        begun: list[int] = []
+        admissions: list[int] = []
         while (chosen := self._take(worker, room_tokens)) is not None:
-            begun.append(chosen)
+            admissions.append(chosen)
             room_tokens -= self._needs(chosen)
-        return begun
+        return admissions
 
-    def left(self, request: int, generated: float) -> None:
+    def leave(self, request: int, generated: float) -> None:
         """Nothing is left: a rollout ends when all have ended."""
 
 
@@ -387,7 +391,7 @@ class RoundFeed:
         # A response without tokens (an abort before its first) takes no time.
         for job in work.jobs:
             if job.length <= job.generated:
-                stream.begun(job)
+                stream.start(job)
                 stream.finish(job)
 
     def first(self) -> list[list[int]]:
@@ -408,7 +412,7 @@ class RoundFeed:
             return None
         self._next += 1
         self._running += 1
-        self.stream.begun(jobs[self._next - 1])
+        self.stream.start(jobs[self._next - 1])
         return self.work.first_of[self._next - 1]
 
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
@@ -423,12 +427,12 @@ class RoundFeed:
         self.counts[worker] -= num_ended
         self._running -= num_ended
         self.stopped = self.stopped or (num_ended > 0 and self.stream.is_enough(work))
-        begun: list[int] = []
-        while not self.stopped and len(begun) < num_ended and (chosen := self._take()) is not None:
+        admissions: list[int] = []
+        while not self.stopped and len(admissions) < num_ended and (chosen := self._take()) is not None:
             self.counts[worker] += 1
-            begun.append(chosen)
-        return begun
+            admissions.append(chosen)
+        return admissions
 
-    def left(self, request: int, generated: float) -> None:
+    def leave(self, request: int, generated: float) -> None:
         """A request that the round leaves, with what it has generated in it."""
         self.work.job_of[request].generated += generated

@@ -267,17 +267,17 @@ class ArrayBatch(Batch):
     def pass_plainly(self, num_iterations: int) -> None:
         """Take these iterations without speculation as having passed; requests that end within them leave."""
         self._generated[self._running] += num_iterations
-        self._running = self._running[self._left() > TOLERANCE_TOKENS]
+        self._running = self._running[self._remaining() > TOLERANCE_TOKENS]
 
-    def _left(self) -> Array:
+    def _remaining(self) -> Array:
         """Tokens that each resident lacks."""
-        left: Array = self.requests.lengths[self._running] - self._generated[self._running]
-        return left
+        remaining: Array = self.requests.lengths[self._running] - self._generated[self._running]
+        return remaining
 
     def _advance_plain(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         """Run without speculation: a token per request and iteration."""
         batch = len(self._running)
-        whole = max(1, math.ceil(float(self._left().min()) - TOLERANCE_TOKENS))
+        whole = max(1, math.ceil(float(self._remaining().min()) - TOLERANCE_TOKENS))
         n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
         return self._advanced(regime, n, n, batch * n * (n - 1) / 2)
 
@@ -304,12 +304,12 @@ class ArrayBatch(Batch):
         return MacroStep(regime, n, batch, seconds, first_s, context, running[over].tolist(), gains)
 
 
-def iterations_until_done(gains: Array, left: Array, room_tokens: float) -> int:
-    """Columns of `gains` until one request has what is `left` of it, or the context has outgrown `room_tokens`."""
+def iterations_until_done(gains: Array, remaining: Array, room_tokens: float) -> int:
+    """Columns of `gains` until one request has what is `remaining` of it, or the context has outgrown `room_tokens`."""
     gained = np.cumsum(gains, axis=1)
-    done = (gained >= left[:, None]).any(axis=0)
+    done = (gained >= remaining[:, None]).any(axis=0)
     n = int(done.argmax()) + 1 if done.any() else gains.shape[1]
-    if len(left) > 1 and not math.isinf(room_tokens):
+    if len(remaining) > 1 and not math.isinf(room_tokens):
         growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
         n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
     return n

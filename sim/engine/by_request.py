@@ -120,29 +120,29 @@ class RateBatch(ArrayBatch):
             if not (self._model.steady and drafted is None):
                 limit = min(limit, self._refresh)
             if self._sampled:
-                gains = self._drawn(regime, drafted, self._left(), limit, room_tokens)
+                gains = self._drawn(regime, drafted, self._remaining(), limit, room_tokens)
                 self._draws[self._running] += gains.shape[1]
                 self._remember(gains.mean(axis=1) - 1.0, gains.shape[1], drafted, regime)
                 macro = self._advance_by(regime, gains)
             else:
-                gain, n = self._expected(regime, drafted, self._left(), limit, room_tokens)
+                gain, n = self._expected(regime, drafted, self._remaining(), limit, room_tokens)
                 self._remember(gain - 1.0, n, drafted, regime)
                 macro = self._advance_steadily(regime, n, gain)
         self._pending = list(macro.finished)
         return macro
 
     def _expected(
-        self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float
+        self, regime: Regime, drafted: Ints | None, remaining: Floats, limit: float, room_tokens: float
     ) -> tuple[Floats, int]:
         """Tokens of each resident in an iteration, and the iterations in which they hold."""
 
         def rates(ahead: Floats) -> tuple[Floats, int]:
             gain = self._gain(regime.strategy, drafted, ahead)
-            n = max(1, math.ceil(float(((left - TOLERANCE_TOKENS) / gain).min())))
-            fit = iterations_that_fit(len(left), float(gain.sum()), room_tokens)
+            n = max(1, math.ceil(float(((remaining - TOLERANCE_TOKENS) / gain).min())))
+            fit = iterations_that_fit(len(remaining), float(gain.sum()), room_tokens)
             return gain, int(min(n, limit, fit))
 
-        gain, n = rates(np.zeros(len(left)))
+        gain, n = rates(np.zeros(len(remaining)))
         if n > 1 and not self._model.steady:
             gain, n = rates(gain * ((n - 1) / 2))
         return gain, n
@@ -169,20 +169,20 @@ class RateBatch(ArrayBatch):
             gains[strategy, id(model)] = 1.0 + survival.sum(axis=1)
         return gains[strategy, id(model)]
 
-    def _drawn(self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float) -> Ints:
+    def _drawn(self, regime: Regime, drafted: Ints | None, remaining: Floats, limit: float, room_tokens: float) -> Ints:
         assert self._seeds is not None
-        running, batch = self._running, len(left)
+        running, batch = self._running, len(remaining)
         survival = self._survival(regime.strategy, drafted, np.zeros(batch))
         # The first to finish is likely the one with the fewest iterations left: rarely worth drawing far beyond it.
-        soonest = math.ceil(float((left / (1.0 + survival.sum(axis=1))).min()) * 1.2) + 4
-        count = max(1, int(min(limit, soonest, left.min(), BLOCK_CELLS // batch)))
+        soonest = math.ceil(float((remaining / (1.0 + survival.sum(axis=1))).min()) * 1.2) + 4
+        count = max(1, int(min(limit, soonest, remaining.min(), BLOCK_CELLS // batch)))
         if count > 1:
             survival = self._survival(regime.strategy, drafted, (1.0 + survival.sum(axis=1)) * ((count - 1) / 2))
         luck = uniforms(self._seeds[running], self._draws[running], count)
         gains = np.ones((batch, count), np.int64)
         for level in survival.T:
             gains += luck >= 1.0 - level[:, None]
-        return gains[:, : iterations_until_done(gains, left - TOLERANCE_TOKENS, room_tokens)]
+        return gains[:, : iterations_until_done(gains, remaining - TOLERANCE_TOKENS, room_tokens)]
 
     def _survival(self, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
         """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""
@@ -234,14 +234,14 @@ class RateBatch(ArrayBatch):
 
     def _remember(self, accepted: Floats, num_iterations: int, drafted: Ints | None, regime: Regime) -> None:
         share = regime.num_drafted / drafted.mean() if drafted is not None and drafted.any() else 1.0
-        each = regime.num_drafted if drafted is None else drafted * share
-        self._drafted[self._running] += num_iterations * each
+        num_drafted = regime.num_drafted if drafted is None else drafted * share
+        self._drafted[self._running] += num_iterations * num_drafted
         self._accepted[self._running] += num_iterations * accepted
-        asked = self._running if drafted is None else self._running[drafted > 0]
-        now = accepted if drafted is None else accepted[drafted > 0]
-        before = self._recent[asked]
+        residents = self._running if drafted is None else self._running[drafted > 0]
+        current = accepted if drafted is None else accepted[drafted > 0]
+        previous = self._recent[residents]
         weight = 1.0 - math.exp(-num_iterations / RECENT_ITERATIONS)
-        self._recent[asked] = np.where(np.isnan(before), now, before + weight * (now - before))
+        self._recent[residents] = np.where(np.isnan(previous), current, previous + weight * (current - previous))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,8 +258,8 @@ class Rates:
     sampled: bool = False
     budgets: Sequence[DraftBudget] = ()
     refresh: int = REFRESH_ITERATIONS
-    _of: Requests | None = field(default=None, init=False)
-    _num_made: int = field(default=0, init=False)
+    _requests: Requests | None = field(default=None, init=False)
+    _num_batches: int = field(default=0, init=False)
     _groups: Groups | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -267,10 +267,10 @@ class Rates:
             raise ConfigError(f"refresh must be at least 1 iteration, got {self.refresh}")
 
     def __call__(self, requests: Requests) -> RateBatch:
-        if self._groups is None or self._of is not requests:
-            self._of, self._groups, self._num_made = requests, Groups(requests), 0
-        budget = self.budgets[self._num_made] if self.budgets else None
-        self._num_made += 1
+        if self._groups is None or self._requests is not requests:
+            self._requests, self._groups, self._num_batches = requests, Groups(requests), 0
+        budget = self.budgets[self._num_batches] if self.budgets else None
+        self._num_batches += 1
         return RateBatch(
             requests,
             self.model,

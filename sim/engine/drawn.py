@@ -25,15 +25,15 @@ class WalkBatch(ArrayBatch):
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         if not regime.strategy.speculates:
             return self._advance_plain(regime, limit, room_tokens)
-        left = self._left()
-        block = max(1, min(int(left.min()), BLOCK_CELLS // len(left)))
-        gains = self._gains(regime, left, int(min(block, limit)))
-        gains = gains[:, : iterations_until_done(gains, left, room_tokens)]
+        remaining = self._remaining()
+        block = max(1, min(int(remaining.min()), BLOCK_CELLS // len(remaining)))
+        gains = self._gains(regime, remaining, int(min(block, limit)))
+        gains = gains[:, : iterations_until_done(gains, remaining, room_tokens)]
         self._walked(gains.shape[1])
         return self._advance_by(regime, gains)
 
     @abstractmethod
-    def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
+    def _gains(self, regime: Regime, remaining: Ints, count: int) -> Ints:
         """Tokens of the next iterations, shape (requests, at most count), the bonus token included."""
 
     def _walked(self, num_iterations: int) -> None:
@@ -48,9 +48,9 @@ class SampledBatch(WalkBatch):
         self._seeds = requests.seeds(seed)
         self._draws = np.zeros(len(requests), np.int64)
 
-    def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
+    def _gains(self, regime: Regime, remaining: Ints, count: int) -> Ints:
         # The first to finish is likely the shortest: rarely worth drawing far beyond it.
-        count = min(count, math.ceil(int(left.min()) / regime.tokens * 1.2) + 4)
+        count = min(count, math.ceil(int(remaining.min()) / regime.tokens * 1.2) + 4)
         drawn = uniforms(self._seeds[self._running], self._draws[self._running], count)
         assert regime.cdf is not None
         return 1 + np.searchsorted(regime.cdf, drawn, side="right").astype(np.int64)
@@ -69,9 +69,9 @@ class ReplayBatch(WalkBatch):
         self._flat: dict[str, Bytes] = {}
 
     def accepts(self, regime: Regime) -> float:
-        return float(self._gains(regime, self._left(), 1).mean()) - 1.0
+        return float(self._gains(regime, self._remaining(), 1).mean()) - 1.0
 
-    def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
+    def _gains(self, regime: Regime, remaining: Ints, count: int) -> Ints:
         flat, running = self._positions(regime.strategy.drafter), self._running
         position, last = self._generated[running], self.requests.lengths[running]
         columns = []

@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     prefill_tokens: float
     chunk_tokens: float
     waiting: int
-    asked: bool
+    is_decision: bool
     bucket: int | None
     propensity: float
     reward: float | None
@@ -39,9 +39,9 @@ class Columns:
 
     `batch` requests run in each, `seconds` is the decoding part, `context_tokens` the sum before its first iteration,
     `tokens` all that came out, surplus of finishing requests included. `prefill_s` and `prefill_tokens` hold all
-    prefill; `chunk_tokens` of them were prefilled beside the iterations, spread evenly. `asked` marks a decision of the
-    policy. `gains[i, j]` of a macro-step is what request i got in iteration j where that differs between requests, else
-    None. `noise[j]` is what iteration j's time was multiplied by, None without noise.
+    prefill; `chunk_tokens` of them were prefilled beside the iterations, spread evenly. `is_decision` where the policy
+    was asked. `gains[i, j]` of a macro-step is what request i got in iteration j where that differs between requests,
+    else None. `noise[j]` is what iteration j's time was multiplied by, None without noise.
     """
 
     start_s: Floats
@@ -55,7 +55,7 @@ class Columns:
     seconds: Floats
     context_tokens: Floats
     tokens: Floats
-    asked: Flags
+    is_decision: Flags
     bucket: list[int | None]
     propensity: Floats
     reward: list[float | None]
@@ -98,7 +98,7 @@ class Columns:
 
 _NAMES = tuple(field.name for field in fields(Columns))
 _LISTS = {"bucket", "reward", "regime", "gains", "noise"}
-_TYPES = {"waiting": np.int64, "num_iterations": np.int64, "batch": np.int64, "asked": np.bool_}
+_TYPES = {"waiting": np.int64, "num_iterations": np.int64, "batch": np.int64, "is_decision": np.bool_}
 
 
 class WorkerLog:

@@ -79,7 +79,7 @@ class Drained:
             seconds=seconds,
             context_tokens=self.context[row, at],
             tokens=counts * self.growth[row, at],
-            asked=np.ones(num_steps, dtype=bool),
+            is_decision=np.ones(num_steps, dtype=bool),
             bucket=[choice.bucket for choice, _ in chosen],
             propensity=np.array([choice.propensity for choice, _ in chosen]),
             reward=[None] * num_steps,
@@ -138,7 +138,7 @@ class MemorylessChoices:
 
     def drain(
         self,
-        there: Residents,
+        residents: Residents,
         *,
         start_s: float,
         prefill_s: Floats,
@@ -156,16 +156,16 @@ class MemorylessChoices:
         all gain what the regime says. `switch_s` is paid when speculation first comes in, unless the rollout begins
         here and with it.
         """
-        workers, n = np.arange(len(there.left)), there.left.shape[1]
-        begin = workers, there.present.argmax(axis=1)
+        workers, n = np.arange(len(residents.remaining)), residents.remaining.shape[1]
+        begin = workers, residents.present.argmax(axis=1)
         batch = np.arange(n, 0, -1) + down_to
         tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
         if gains is None:
-            counts, clocks = _alike(there.left, tokens)
-            requests, context, growth = there.requests, there.held + batch * clocks, batch * tokens
+            counts, clocks = _alike(residents.remaining, tokens)
+            requests, context, growth = residents.requests, residents.context_sums + batch * clocks, batch * tokens
             growth = np.broadcast_to(growth, counts.shape)
         else:
-            requests, counts, context, growth = self._apart(there, gains)
+            requests, counts, context, growth = self._apart(residents, gains)
         loaded, switches = np.ones(counts.shape, dtype=bool), np.zeros(counts.shape)
         if self._regimes.loads_late and not drafter_ready:
             drafts = (counts > 0) & (speculates > 0)
@@ -185,7 +185,7 @@ class MemorylessChoices:
             first_s=start_s + (prefill_s + switches[begin] + first_s[begin]),
             switch_s=switches,
             prefill_s=prefill_s,
-            prefill_tokens=there.to_prefill,
+            prefill_tokens=residents.to_prefill,
             counts=counts,
             seconds=seconds,
             context=context,
@@ -194,20 +194,22 @@ class MemorylessChoices:
             down_to=down_to,
         )
 
-    def _apart(self, there: Residents, gains: Callable[[Strategy, int], Floats]) -> tuple[Ints, Floats, Floats, Floats]:
+    def _apart(
+        self, initial: Residents, gains: Callable[[Strategy, int], Floats]
+    ) -> tuple[Ints, Floats, Floats, Floats]:
         """Requests in order of their ends where each gains its own; of the macro-steps their iterations, the context
         before them, and what that grows by in each."""
-        requests, left, context = there.requests.copy(), there.left.copy(), there.context.copy()
-        counts, contexts, growths = (np.zeros(left.shape) for _ in range(3))
-        ended, n = ~there.present, left.shape[1]
+        requests, remaining, context = initial.requests.copy(), initial.remaining.copy(), initial.context.copy()
+        counts, contexts, growths = (np.zeros(remaining.shape) for _ in range(3))
+        ended, n = ~initial.present, remaining.shape[1]
         for begin, end in _runs(np.array([id(regime) for _, regime in self._by_batch[:n][::-1]])):
             gain = gains(self._by_batch[n - begin - 1][0].strategy, n - begin)[requests[:, begin:]]
-            needed = np.maximum(np.ceil((left[:, begin:] - TOLERANCE_TOKENS) / gain), 1.0)
+            needed = np.maximum(np.ceil((remaining[:, begin:] - TOLERANCE_TOKENS) / gain), 1.0)
             needed[ended[:, begin:]] = 0.0
             order = np.argsort(needed, axis=1, kind="stable")
-            needed, gain = (np.take_along_axis(of, order, axis=1) for of in (needed, gain))
-            for of in (requests, left, context):
-                of[:, begin:] = np.take_along_axis(of[:, begin:], order, axis=1)
+            needed, gain = (np.take_along_axis(array, order, axis=1) for array in (needed, gain))
+            for array in (requests, remaining, context):
+                array[:, begin:] = np.take_along_axis(array[:, begin:], order, axis=1)
             width = end - begin
             before, growth = _shifted(needed[:, :width]), suffix_sums(gain)[:, :width]
             counts[:, begin:end] = needed[:, :width] - before
@@ -216,21 +218,21 @@ class MemorylessChoices:
             # Some of the next run may end with the last of this one.
             reached = needed[:, width - 1 : width]
             ended[:, begin:] = needed <= reached
-            left[:, begin:] -= gain * reached
+            remaining[:, begin:] -= gain * reached
             context[:, begin:] += gain * reached
         return requests, counts, contexts, growths
 
 
-def _alike(left: Floats, tokens: Floats) -> tuple[Floats, Floats]:
-    """Macro-steps until all are done whose `left` tokens ascend along each row, where all gain `tokens[c]` in column c.
+def _alike(remaining: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+    """Macro-steps until all are done whose `remaining` tokens ascend along each row; all gain `tokens[c]` in column c.
 
     Returns the iterations of each, and the tokens that a request gained before it. While the gain stays the same the
     clock need not be advanced event by event.
     """
-    counts, clocks = np.zeros(left.shape), np.zeros(left.shape)
-    clock = passed = np.zeros((len(left), 1))
+    counts, clocks = np.zeros(remaining.shape), np.zeros(remaining.shape)
+    clock = passed = np.zeros((len(remaining), 1))
     for begin, end in _runs(tokens):
-        gain, run = tokens[begin], left[:, begin:end]
+        gain, run = tokens[begin], remaining[:, begin:end]
         steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0)
         # What the clock has passed ended with the macro-step before.
         steps[run <= passed] = 0.0

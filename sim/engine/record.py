@@ -65,8 +65,8 @@ def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
             continue
         tokens = rollout.requests.whole().lengths
         total, trained = max(1, int(tokens.sum())), np.concatenate([trained, tokens])
-        begun = rollout.begun_tokens / max(1, rollout.num_begun)
-        bias = float(trained.mean()) / begun if begun and len(trained) else np.nan
+        mean_length = rollout.begun_tokens / max(1, rollout.num_begun)
+        bias = float(trained.mean()) / mean_length if mean_length and len(trained) else np.nan
         stale = float(rollout.ages @ tokens) / total, rollout.old_tokens / total, bias
         steps.loc[n, ["staleness", "off_policy_share", "length_bias"]] = stale
     return steps
@@ -118,8 +118,8 @@ _ROUNDING_S = 1e-9
 def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
     """The times after a worker's last request in which it does not even train the drafter."""
     lane, now = f"worker {worker}", rollout.worker_end_s[worker]
-    held = [span for span in (rollout.spot.spans if rollout.spot else ()) if span.lane == lane]
-    for start_s, end_s in [*((span.start_s, span.end_s) for span in held), (rollout.makespan_s, rollout.makespan_s)]:
+    spans = [span for span in (rollout.spot.spans if rollout.spot else ()) if span.lane == lane]
+    for start_s, end_s in [*((span.start_s, span.end_s) for span in spans), (rollout.makespan_s, rollout.makespan_s)]:
         if start_s > now:
             yield lane, "idle", now, start_s - now, 0, None
         now = max(now, end_s)
@@ -202,7 +202,7 @@ def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
 def _noise(columns: Columns, modelled_s: Floats) -> Floats:
     """The factor of each iteration, such that a macro-step's iterations add up to its seconds."""
     counts = columns.num_iterations
-    parts = [np.ones(n) if one is None else one for one, n in zip(columns.noise, counts.tolist(), strict=True)]
+    parts = [np.ones(n) if noise is None else noise for noise, n in zip(columns.noise, counts.tolist(), strict=True)]
     drawn = np.concatenate(parts)
     summed = np.add.reduceat(drawn * modelled_s, np.cumsum(counts) - counts)
     return drawn * np.repeat(_share(columns.seconds, summed), counts)
@@ -235,19 +235,19 @@ def _whole(expected: Floats) -> Ints:
 
 def _decisions(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     c = rollout.logs[worker].columns
-    asked = np.flatnonzero(c.asked)
-    strategies = [c.regime[i].strategy for i in asked]
+    rows = np.flatnonzero(c.is_decision)
+    strategies = [c.regime[i].strategy for i in rows]
     return pd.DataFrame(
         {
             "rl_step": rollout.requests.rl_step,
             "worker": worker,
-            "iteration": (np.cumsum(c.num_iterations) - c.num_iterations)[asked],
-            "bucket": [c.bucket[i] for i in asked],
+            "iteration": (np.cumsum(c.num_iterations) - c.num_iterations)[rows],
+            "bucket": [c.bucket[i] for i in rows],
             "drafter": [s.drafter for s in strategies],
             "draft_depth": [s.draft_depth for s in strategies],
             "top_k": [s.top_k for s in strategies],
             "tokens_to_verify": [s.tokens_to_verify for s in strategies],
-            "propensity": c.propensity[asked],
-            "reward": [c.reward[i] for i in asked],
+            "propensity": c.propensity[rows],
+            "reward": [c.reward[i] for i in rows],
         }
     )

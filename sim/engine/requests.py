@@ -71,37 +71,37 @@ class Residents:
     """Requests that run on several workers: a row for each worker, who lacks least comes first, all flush right.
 
     So n - c requests are there while column c of n is the next to end; what stands before a shorter row is not
-    `present`. `left` tokens are lacked, `context` is there, `held` sums that from a column to the last. Before all,
-    each worker prefills `to_prefill` tokens.
+    `present`. `remaining` tokens are lacked, `context` is there, summed from a column to the last in `context_sums`.
+    First each worker prefills `to_prefill` tokens.
     """
 
     requests: Ints
-    left: Floats
+    remaining: Floats
     context: Floats
-    held: Floats
+    context_sums: Floats
     present: Flags
     to_prefill: Floats
 
     @classmethod
-    def of(cls, rows: Sequence[Ints], left: Array, context: Array, to_prefill: Sequence[float]) -> Residents:
-        """The requests of each worker; `left` and `context` are by request of the rollout."""
+    def of(cls, rows: Sequence[Ints], remaining: Array, context: Array, to_prefill: Sequence[float]) -> Residents:
+        """The requests of each worker; `remaining` and `context` are by request of the rollout."""
         n = max(map(len, rows), default=0)
         requests, present = np.zeros((len(rows), n), np.int64), np.zeros((len(rows), n), dtype=bool)
         for w, row in enumerate(rows):
-            requests[w, n - len(row) :] = row[np.argsort(left[row], kind="stable")]
+            requests[w, n - len(row) :] = row[np.argsort(remaining[row], kind="stable")]
             present[w, n - len(row) :] = True
-        lacked, there = (np.where(present, of[requests], 0.0) for of in (left, context))
+        lacks, contexts = (np.where(present, values[requests], 0.0) for values in (remaining, context))
         return cls(
-            requests=requests, left=lacked, context=there, held=suffix_sums(there), present=present,
+            requests=requests, remaining=lacks, context=contexts, context_sums=suffix_sums(contexts), present=present,
             to_prefill=np.array(to_prefill),
         )  # fmt: skip
 
     def but_last(self, count: int) -> Residents:
         """Without the `count` of each worker that lack most, whose context is held all the same."""
-        there = slice(self.left.shape[1] - count)
+        columns = slice(self.remaining.shape[1] - count)
         return Residents(
-            requests=self.requests[:, there], left=self.left[:, there], context=self.context[:, there],
-            held=self.held[:, there], present=self.present[:, there], to_prefill=self.to_prefill,
+            requests=self.requests[:, columns], remaining=self.remaining[:, columns], context=self.context[:, columns],
+            context_sums=self.context_sums[:, columns], present=self.present[:, columns], to_prefill=self.to_prefill,
         )  # fmt: skip
 
 
@@ -145,8 +145,8 @@ class Requests:
     @cached_property
     def uncached(self) -> Ints:
         """Tokens of each prompt that neither a turn before it nor another sample of its group can have in the cache."""
-        kept = 0 if self.turns is None else np.array(self.turns.cached_tokens, np.int64)
-        uncached: Ints = self.prompts - np.maximum(self.shared, kept)
+        cached = 0 if self.turns is None else np.array(self.turns.cached_tokens, np.int64)
+        uncached: Ints = self.prompts - np.maximum(self.shared, cached)
         return uncached
 
     def _to_prefill(self, requests: Ints) -> float:
@@ -167,10 +167,10 @@ class Requests:
 
     def levels(self, model: ByRequest, drafter: str, seed: int) -> Floats:
         """The level that a model draws for each, drawn once as long as the model stays the same."""
-        drawn = self._levels.get((drafter, seed))
-        if drawn is None or drawn[0] is not model:
-            drawn = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
-        return drawn[1]
+        entry = self._levels.get((drafter, seed))
+        if entry is None or entry[0] is not model:
+            entry = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
+        return entry[1]
 
     @cached_property
     def _levels(self) -> dict[tuple[str, int], tuple[ByRequest, Floats]]:
@@ -183,8 +183,8 @@ class Requests:
             for worker, queue in enumerate(arrays):
                 worker_of[queue] = worker
             rows = [queue[self.lengths[queue] > 0] for queue in arrays]
-            there = Residents.of(rows, self.lengths, self.prompts, [self._to_prefill(row) for row in rows])
-            self._placed[:] = [(queues, worker_of, there)]
+            residents = Residents.of(rows, self.lengths, self.prompts, [self._to_prefill(row) for row in rows])
+            self._placed[:] = [(queues, worker_of, residents)]
         return self._placed[0][1:]
 
     @cached_property
@@ -299,8 +299,8 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
         if requests.turns is not None:
             over = requests.lengths > caps
             ends = [[n for n, i in enumerate(chain, 1) if over[i]][:1] or [len(chain)] for chain in requests.chains]
-            left = [chain[:end] for chain, (end,) in zip(requests.chains, ends, strict=True)]
-            requests = of_responses(requests, [(requests, chain, requests.keys[chain[0]]) for chain in left])
+            chains = [chain[:end] for chain, (end,) in zip(requests.chains, ends, strict=True)]
+            requests = of_responses(requests, [(requests, chain, requests.keys[chain[0]]) for chain in chains])
             caps = np.array([max(1, int(cap * workload.share)) for cap in requests.max_response_tokens])
         lengths = np.minimum(requests.lengths, caps)
         rows = requests.rows.assign(response_tokens=lengths, max_response_tokens=caps)
@@ -309,12 +309,12 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
     keys = [requests.keys[chain[0]] for chain in chains]
     luck = uniforms(request_seeds(seed, keys), np.full(len(keys), _APART), 1)[:, 0]
     if isinstance(workload, EarlierEpoch):
-        return _taken_over(requests, workload.keep, luck)
+        return _after_prefix(requests, workload.keep, luck)
     assert isinstance(workload, Regrouped)
-    of: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for n, key in enumerate(keys):
-        of.setdefault(key[1], []).append(n)
-    groups = list(of.values())
+        members.setdefault(key[1], []).append(n)
+    groups = list(members.values())
     # Every factor-th prompt stands for those up to the next one: samples of its own responses, drawn again.
     source = list(range(len(chains)))
     for at, group in enumerate(groups):
@@ -324,7 +324,7 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
     return of_responses(requests, [(requests, chains[m], (keys[m][0], keys[m][1], n, 0)) for n, m in enumerate(source)])
 
 
-def _taken_over(requests: Requests, keep: float, luck: Floats) -> Requests:
+def _after_prefix(requests: Requests, keep: float, luck: Floats) -> Requests:
     """Each response without its first tokens, up to the first that is not kept: they are part of a prompt."""
     with np.errstate(divide="ignore"):
         runs = np.floor(np.log1p(-luck) / np.log(keep)) if keep < 1 else np.full(len(luck), np.inf)
@@ -333,8 +333,8 @@ def _taken_over(requests: Requests, keep: float, luck: Floats) -> Requests:
     tool_s, cached = ([], []) if turns is None else (list(turns.tool_s), list(turns.cached_tokens))
     for chain, run in zip(requests.chains, runs.tolist(), strict=True):
         for i in chain:
-            kept = int(min(run, lengths[i]))
-            run, prompts[i], lengths[i] = run - kept, prompts[i] + kept, lengths[i] - kept
+            prefix_tokens = int(min(run, lengths[i]))
+            run, prompts[i], lengths[i] = run - prefix_tokens, prompts[i] + prefix_tokens, lengths[i] - prefix_tokens
             if turns is not None:
                 # Its tool need not run again, and nothing of it is in this engine's cache.
                 tool_s[i], cached[i] = 0.0, 0
@@ -353,7 +353,7 @@ def of_responses(step: Requests, responses: Sequence[tuple[Requests, Sequence[in
     places: dict[int, list[int]] = {}
     for at, (source, _) in enumerate(each):
         places.setdefault(id(source), []).append(at)
-    parts = [each[there[0]][0].rows.iloc[[each[at][1] for at in there]].set_axis(there) for there in places.values()]
+    parts = [each[slots[0]][0].rows.iloc[[each[at][1] for at in slots]].set_axis(slots) for slots in places.values()]
     rows = (pd.concat(parts).sort_index() if parts else step.rows.iloc[:0]).assign(
         rl_step=step.rl_step, prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys]
     )
@@ -378,11 +378,11 @@ def turns_of(
     each: Sequence[tuple[Requests, int]], after: list[int], first: list[int], going_on: Collection[int] = ()
 ) -> Turns:
     """Turns of requests from anywhere; before those `going_on` no tool runs, and nothing of them is in the cache."""
-    there = [(None if at in going_on else source.turns, i) for at, (source, i) in enumerate(each)]
+    origins = [(None if at in going_on else source.turns, i) for at, (source, i) in enumerate(each)]
     return Turns(
         after=after,
-        tool_s=[0.0 if turns is None else turns.tool_s[i] for turns, i in there],
-        cached_tokens=[0 if turns is None else turns.cached_tokens[i] for turns, i in there],
+        tool_s=[0.0 if turns is None else turns.tool_s[i] for turns, i in origins],
+        cached_tokens=[0 if turns is None else turns.cached_tokens[i] for turns, i in origins],
         first=first,
     )
 
@@ -447,8 +447,8 @@ def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | Non
         seconds[i] = away
         if requests.response_tokens[before] and requests.response_tokens[i]:
             after[before] = i
-            left = requests.prompt_tokens[before] + requests.response_tokens[before]
-            cached[i] = min(left, requests.prompt_tokens[i]) if prefix == "kept" else 0
+            context_tokens = requests.prompt_tokens[before] + requests.response_tokens[before]
+            cached[i] = min(context_tokens, requests.prompt_tokens[i]) if prefix == "kept" else 0
     return Turns(
         after=after, tool_s=seconds, cached_tokens=cached, first=[i for i, key in enumerate(keys) if not key[3]]
     )

@@ -36,9 +36,8 @@ class Prefill:
 class Scheduler:
     """A worker's requests: `waiting` with their generated tokens, `prefilling`, and the residents of `batch`.
 
-    `joined` lists the requests that have entered the batch since `take_joined`. `kept` are tokens of prompts to come
-    that are in the KV cache, by request, those that came there first first: they stay while there is room, and need no
-    prefill.
+    `joined` lists the requests that have entered the batch since `take_joined`. `cached_tokens` of prompts to come are
+    in the KV cache, by request, those that came there first first: they stay while there is room, and need no prefill.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel) -> None:
@@ -46,13 +45,13 @@ class Scheduler:
         self.waiting: deque[tuple[int, float]] = deque()
         self.prefilling: deque[Prefill] = deque()
         self.joined: list[int] = []
-        self.kept: dict[int, float] = {}
+        self.cached_tokens: dict[int, float] = {}
         self.kv_capacity_tokens: float = costs.kv_capacity_tokens or math.inf
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.max_num_batched_tokens: float = costs.max_num_batched_tokens or math.inf
         self._prompt_tokens = prompt_tokens
         self._prefix_caching = batch.requests.prefix_caching
-        self._cached: set[int] = set()
+        self._cached_groups: set[int] = set()
         """Groups whose prompt has been prefilled here."""
 
     @property
@@ -70,12 +69,12 @@ class Scheduler:
         """Tokens that the contexts may still grow by before the next iteration no longer fits."""
         if self.kv_capacity_tokens == math.inf:
             return math.inf
-        taken = sum(prefill.tokens + 1 for prefill in self.prefilling) if self.prefilling else 0
+        taken_tokens = sum(prefill.tokens + 1 for prefill in self.prefilling) if self.prefilling else 0
         if self._prefix_caching:
-            requests, held = self.batch.requests, self._held
-            of_group = dict(zip(requests.groups[held].tolist(), requests.shared[held].tolist(), strict=True))
-            taken -= int(requests.shared[held].sum()) - sum(of_group.values())
-        return self.kv_capacity_tokens - len(self.batch) - self.batch.context_tokens - taken
+            requests, holders = self.batch.requests, self._holders
+            of_group = dict(zip(requests.groups[holders].tolist(), requests.shared[holders].tolist(), strict=True))
+            taken_tokens -= int(requests.shared[holders].sum()) - sum(of_group.values())
+        return self.kv_capacity_tokens - len(self.batch) - self.batch.context_tokens - taken_tokens
 
     @property
     def prefill_left_tokens(self) -> float:
@@ -89,7 +88,7 @@ class Scheduler:
         """
         if self.kv_capacity_tokens < math.inf and self.preempt():
             return 0.0
-        if not (self.waiting or self.prefilling or self.kept):
+        if not (self.waiting or self.prefilling or self.cached_tokens):
             return 0.0
         self.admit()
         if not len(self.batch):
@@ -116,41 +115,41 @@ class Scheduler:
     def admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit; the first always does."""
         room_tokens, requests = self.room_tokens, self.batch.requests
-        there = set(requests.groups[self._held].tolist()) if self._prefix_caching else set()
+        groups = set(requests.groups[self._holders].tolist()) if self._prefix_caching else set()
         while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]
             tokens = self._prompt_tokens[request] + generated
             room_tokens -= tokens + 1
-            if self._prefix_caching and int(requests.groups[request]) in there:
+            if self._prefix_caching and int(requests.groups[request]) in groups:
                 room_tokens += int(requests.shared[request])
             if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
                 break
             self.waiting.popleft()
-            reused = max(self._reused(request), self.kept.pop(request, 0.0))
+            reused = max(self._reused(request), self.cached_tokens.pop(request, 0.0))
             self.prefilling.append(Prefill(request, tokens, tokens - reused))
             if self._prefix_caching:
-                there.add(int(requests.groups[request]))
-        if self.kept:
+                groups.add(int(requests.groups[request]))
+        if self.cached_tokens:
             self.evict(self.batch.context_tokens)
 
     def evict(self, context_tokens: float) -> None:
         """Forget what was kept longest until the rest fits beside running requests of this context."""
         free_tokens = self.kv_capacity_tokens - context_tokens - sum(prefill.tokens for prefill in self.prefilling)
-        while self.kept and sum(self.kept.values()) > free_tokens:
-            del self.kept[next(iter(self.kept))]
+        while self.cached_tokens and sum(self.cached_tokens.values()) > free_tokens:
+            del self.cached_tokens[next(iter(self.cached_tokens))]
 
     def _reused(self, request: int) -> int:
         """Tokens of its prompt that need no prefill; from now on those of its group have them too."""
         if not self._prefix_caching:
             return 0
         group = int(self.batch.requests.groups[request])
-        if group not in self._cached:
-            self._cached.add(group)
+        if group not in self._cached_groups:
+            self._cached_groups.add(group)
             return 0
         return int(self.batch.requests.shared[request])
 
     @property
-    def _held(self) -> list[int]:
+    def _holders(self) -> list[int]:
         """Requests that hold room in the KV cache."""
         return [*self.batch.running, *(prefill.request for prefill in self.prefilling)]
 

@@ -137,7 +137,7 @@ class RolloutSimulator:
         """
         check_fits(requests, self.costs.kv_capacity_tokens)
         n = len(requests)
-        worker_of, there = requests.placed(queues)
+        worker_of, residents = requests.placed(queues)
         result = SimulatedRollout(
             requests=requests,
             worker_of=worker_of.copy(),
@@ -151,8 +151,8 @@ class RolloutSimulator:
         # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
         exact = self.noise is None and feed is None and requests.turns is None
         closed = exact and all(s.memoryless for s in self.selectors)
-        if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(there):
-            self._drain_all(result, there, batches[0])
+        if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(residents):
+            self._drain_all(result, residents, batches[0])
         else:
             env, tools = simpy.Environment(), None
             if requests.turns is not None:
@@ -167,10 +167,12 @@ class RolloutSimulator:
         self.idle_use.rollout_ended(result.makespan_s)
         return result
 
-    def _fits_at_once(self, there: Residents) -> bool:
+    def _fits_at_once(self, residents: Residents) -> bool:
         """Whether every worker can admit all that it has, without ever running out of memory."""
-        costs, most = self.costs, there.left.shape[1]
-        grows_to = there.held[:, :1].sum(axis=1) + there.left.sum(axis=1) + there.present.sum(axis=1)
+        costs, most = self.costs, residents.remaining.shape[1]
+        grows_to = (
+            residents.context_sums[:, :1].sum(axis=1) + residents.remaining.sum(axis=1) + residents.present.sum(axis=1)
+        )
         return (
             most > 0
             and costs.max_num_batched_tokens is None
@@ -178,19 +180,19 @@ class RolloutSimulator:
             and float(grows_to.max()) <= (costs.kv_capacity_tokens or math.inf)
         )
 
-    def _drain_all(self, result: SimulatedRollout, there: Residents, batch: Batch) -> None:
+    def _drain_all(self, result: SimulatedRollout, residents: Residents, batch: Batch) -> None:
         """The whole rollout in closed form."""
-        drained = self.drain(result, range(len(result.logs)), there, batch, self.costs.outside_s)
-        result.worker_end_s = np.where(there.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
+        drained = self.drain(result, range(len(result.logs)), residents, batch, self.costs.outside_s)
+        result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
         for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
-            self.idle_use.responses_finished(there.left[w, there.present[w]].tolist(), end_s)
+            self.idle_use.responses_finished(residents.remaining[w, residents.present[w]].tolist(), end_s)
             self.idle_use.worker_idle(w, end_s)
 
     def drain(
         self,
         result: SimulatedRollout,
         workers: Sequence[int],
-        there: Residents,
+        residents: Residents,
         batch: Batch,
         start_s: float,
         *,
@@ -199,23 +201,23 @@ class RolloutSimulator:
         down_to: int = 0,
     ) -> Drained:
         """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
-        drained = self.choices.up_to(there.left.shape[1] + down_to, result.requests.rl_step).drain(
-            there,
+        drained = self.choices.up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step).drain(
+            residents,
             start_s=start_s,
-            prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in there.to_prefill.tolist()]),
+            prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
             switch_s=self.costs.switch_s,
             gains=batch.steady_gains if isinstance(batch, RateBatch) else None,
             from_the_start=from_the_start,
             drafter_ready=drafter_ready,
             down_to=down_to,
         )
-        requests = drained.requests[there.present]
-        result.finish_s[requests] = drained.finish_s[there.present]
+        requests = drained.requests[residents.present]
+        result.finish_s[requests] = drained.finish_s[residents.present]
         before_s = result.first_token_s[requests]
-        first_s = np.broadcast_to(drained.first_s[:, None], there.left.shape)[there.present]
+        first_s = np.broadcast_to(drained.first_s[:, None], residents.remaining.shape)[residents.present]
         result.first_token_s[requests] = np.where(np.isnan(before_s), first_s, before_s)
         for row, worker in enumerate(workers):
-            if there.present[row, -1]:
+            if residents.present[row, -1]:
                 result.logs[worker].extend(partial(drained.columns, row))
         return drained
 
@@ -365,7 +367,7 @@ class Worker:
                 if not down_to:
                     return
                 continue
-            asked, switch_s = policy.ask(batch, waiting), self._switch_s()
+            is_decision, switch_s = policy.ask(batch, waiting), self._switch_s()
             prefill_s = costs.prefill_s(up_front) if up_front else 0.0
             regime = policy.regime(batch, self.drafter_ready)
             most = policy.max_iterations if self.feed is None else min(policy.max_iterations, self.feed.max_iterations)
@@ -397,17 +399,17 @@ class Worker:
             if scheduler.prefilling:
                 scheduler.prefill(beside)
             prefill_s, tokens = prefill_s + beside_s, up_front + beside
-            reward = policy.tell(macro, prefill_s, tokens > 0) if asked else None
+            reward = policy.tell(macro, prefill_s, tokens > 0) if is_decision else None
             entry = Entry(
                 start_s=start_s, switch_s=switch_s, prefill_s=prefill_s, prefill_tokens=tokens, chunk_tokens=beside,
-                waiting=waiting, asked=asked, bucket=policy.bucket, propensity=policy.propensity, reward=reward,
-                noise=noise, macro=macro,
+                waiting=waiting, is_decision=is_decision, bucket=policy.bucket, propensity=policy.propensity,
+                reward=reward, noise=noise, macro=macro,
             )  # fmt: skip
             self.rollout.logs[self.index].append(entry)
             self.iteration += macro.num_iterations
         if self.feed is not None:
             for request, generated in scheduler.unfinished():
-                self.feed.left(request, generated)
+                self.feed.leave(request, generated)
 
     def _call_tools(self, tools: Tools, finished: Sequence[int], now: float) -> None:
         """Turns that have ended leave the engine for a tool, and what they left behind stays in the cache."""
@@ -417,7 +419,7 @@ class Worker:
                 back_s = self.rollout.submit_s[following] = tools.call(following, now)
                 self.rollout.worker_of[following] = self.index
                 if cached := tools.turns.cached_tokens[following]:
-                    self.scheduler.kept[following] = cached
+                    self.scheduler.cached_tokens[following] = cached
                 heapq.heappush(self.away, (back_s, following))
 
     def _beside_s(self, macro: MacroStep, tokens: float) -> float:
@@ -452,15 +454,15 @@ class Worker:
 
     def _drain(self, down_to: int, to_prefill: float, now: float) -> float:
         """Decode residents until so few are left, after a prefill; returns when the last of the others ends."""
-        residents, generated = self.batch.generated_so_far()
-        left, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
-        left[residents] -= generated
-        context[residents] += generated
-        there = Residents.of([residents], left, context, [to_prefill])
+        running, generated = self.batch.generated_so_far()
+        remaining, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
+        remaining[running] -= generated
+        context[running] += generated
+        residents = Residents.of([running], remaining, context, [to_prefill])
         drained = self.simulator.drain(
             self.rollout,
             [self.index],
-            there.but_last(down_to),
+            residents.but_last(down_to),
             self.batch,
             now,
             from_the_start=not self.iteration,
@@ -474,7 +476,7 @@ class Worker:
             self.batch.pass_plainly(num_iterations)
             self.rollout.note_first_tokens(self.scheduler.take_joined(), float(drained.first_s[0]))
             # Of those left over some may end with the last; the end of the others is still to come.
-            self.rollout.finish_s[there.requests[0, there.left.shape[1] - down_to :]] = end_s
+            self.rollout.finish_s[residents.requests[0, residents.remaining.shape[1] - down_to :]] = end_s
         return end_s
 
     def _switch_s(self) -> float:

@@ -2,7 +2,7 @@
 
 from .grid import FAMILIES, MapGrid, Point
 from .search import compositions, search_systems
-from .survey import Map, PointResult, break_even, survey, turns_said
+from .survey import Map, PointResult, break_even, survey, turn_lines
 
 __all__ = [
     "FAMILIES",
@@ -14,5 +14,5 @@ __all__ = [
     "compositions",
     "search_systems",
     "survey",
-    "turns_said",
+    "turn_lines",
 ]

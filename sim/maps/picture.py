@@ -33,11 +33,11 @@ def draw(surveyed: Map) -> Figure:
     figure = Figure(figsize=(max(7.2, 2.2 + 0.75 * len(columns)), height), layout="constrained")
     panels = figure.subplots(len(grid.schedules), 1, squeeze=False)[:, 0]
     for axes, schedule in zip(panels, grid.schedules, strict=True):
-        there = [found for found in surveyed.found if found.point.schedule == schedule]
-        for found in there:
-            point = found.point
+        results = [result for result in surveyed.results if result.point.schedule == schedule]
+        for result in results:
+            point = result.point
             x, y = columns.index((point.context, point.load)), rows.index((point.model, point.weights))
-            _field(axes, x, y, found)
+            _field(axes, x, y, result)
         labels = [f"{shown_tokens(context)}\n{load}" for context, load in columns]
         _frame(axes, labels, [f"{name} {weights}" for name, weights in rows])
         finish(axes, title=f"{schedule}: the family with the fastest RL step, times as fast as without (simulated)",
@@ -53,12 +53,12 @@ def _color(family: str) -> str:
     return COLORS[list(FAMILIES).index(family) - 1] if family != "off" else _OFF
 
 
-def _field(axes: Axes, x: int, y: int, found: PointResult) -> None:
-    gain = found.gain
+def _field(axes: Axes, x: int, y: int, result: PointResult) -> None:
+    gain = result.gain
     opacity = 1.0 if gain is None else _OPACITY.get(gain.verdict, 0.25)
-    color = "#ffffff" if found.fault is not None else _color(found.best)
+    color = "#ffffff" if result.fault is not None else _color(result.best)
     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=color, alpha=opacity, edgecolor="none"))
-    text = "no room" if found.fault is not None else "1.0" if gain is None else f"{gain.step.estimate:.2f}"
+    text = "no room" if result.fault is not None else "1.0" if gain is None else f"{gain.step.estimate:.2f}"
     # On white, a colour is as dark as its opacity leaves it.
     light = 1.0 - opacity * (1.0 - sum(share * part for share, part in zip(_LUMA, to_rgb(color), strict=True)))
     axes.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if light < _DARK else "black")

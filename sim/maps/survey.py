@@ -105,13 +105,13 @@ class PointResult:
 
     def json(self) -> dict[str, Any]:
         point = self.point
-        where = {
+        keys = {
             "model": point.model, "kind": point.kind, "weights": point.weights, "schedule": point.schedule,
             "context": point.context, "load": point.load,
         }  # fmt: skip
         if self.fault is not None:
-            return where | {"fault": self.fault}
-        return where | {
+            return keys | {"fault": self.fault}
+        return keys | {
             "best": self.best, "sure": self.sure, "engine": self.engine, "gpus": self.gpus, "distance": self.distance,
             "beyond": list(self.beyond), "evidence": self.says, "step_s": self.step_s,
             "rollout_share": self.rollout_share, "families": {name: gain.json() for name, gain in self.gains.items()},
@@ -123,34 +123,34 @@ class Map:
     """The points of a grid with what pays at each."""
 
     grid: MapGrid
-    found: tuple[PointResult, ...]
+    results: tuple[PointResult, ...]
     wall_s: float
 
     def __repr__(self) -> str:
-        return f"<Map of {len(self.found)} points: {self.verdict}>"
+        return f"<Map of {len(self.results)} points: {self.verdict}>"
 
     @cached_property
     def verdict(self) -> str:
         """How often each family is the best, in a sentence."""
-        known = [found for found in self.found if found.fault is None]
-        counts = {name: sum(found.best == name for found in known) for name in ("off", *TRIED)}
+        results = [result for result in self.results if result.fault is None]
+        counts = {name: sum(result.best == name for result in results) for name in ("off", *TRIED)}
         parts = [f"{name} at {count}" for name, count in sorted(counts.items(), key=lambda c: -c[1]) if count]
-        surely = sum(found.sure == "pays" and found.best != "off" for found in known)
+        surely = sum(result.sure == "pays" and result.best != "off" for result in results)
         return (
-            f"Fastest RL step of {len(known)} points: {', '.join(parts)}; at {surely} beyond doubt of lengths, costs "
+            f"Fastest RL step of {len(results)} points: {', '.join(parts)}; at {surely} beyond doubt of lengths, costs "
             "and acceptance (simulated)."
         )
 
     def to_frame(self) -> pd.DataFrame:
         """One row per point and family."""
         rows = []
-        for found in self.found:
-            point = {name: value for name, value in found.json().items() if name not in ("families", "best", "sure")}
-            for name, gain in found.gains.items():
+        for result in self.results:
+            point = {name: value for name, value in result.json().items() if name not in ("families", "best", "sure")}
+            for name, gain in result.gains.items():
                 ends = {"step_low": gain.step.low, "step": gain.step.estimate, "step_high": gain.step.high}
                 believed = gain.believed or (None, None)
                 rows.append(
-                    point | {"family": name, "best": name == found.best, "verdict": gain.verdict} | ends
+                    point | {"family": name, "best": name == result.best, "verdict": gain.verdict} | ends
                     | {"rollout": gain.rollout.estimate, "believed_low": believed[0], "believed_high": believed[1]}
                     | {"step_least_acceptance": gain.least}
                 )  # fmt: skip
@@ -162,7 +162,7 @@ class Map:
         One row per property and step along it: `property`, `before`, `after`, `pairs` of points that it separates,
         `turned` of them with another best family, and `most_often` (from, to, how often), None where none turned.
         """
-        grid, best = self.grid, {found.point: found.best for found in self.found if found.fault is None}
+        grid, best = self.grid, {result.point: result.best for result in self.results if result.fault is None}
         values: dict[str, Sequence[Any]] = {
             "model": grid.models, "weights": grid.weights, "schedule": grid.schedules, "context": grid.contexts,
             "load": grid.loads,
@@ -170,11 +170,11 @@ class Map:
         rows = []
         for name, along in values.items():
             for before, after in pairwise(along):
-                here = [point for point in best if getattr(point, name) == before]
-                both = [(best[p], best[q]) for p in here if (q := replace(p, **{name: after})) in best]
-                turned = Counter(pair for pair in both if pair[0] != pair[1])
+                points = [point for point in best if getattr(point, name) == before]
+                pairs = [(best[p], best[q]) for p in points if (q := replace(p, **{name: after})) in best]
+                turned = Counter(pair for pair in pairs if pair[0] != pair[1])
                 most = [(*pair, count) for pair, count in turned.most_common(1)]
-                rows.append((name, before, after, len(both), turned.total(), most[0] if most else None))
+                rows.append((name, before, after, len(pairs), turned.total(), most[0] if most else None))
         return pd.DataFrame(rows, columns=["property", "before", "after", "pairs", "turned", "most_often"])
 
     def json(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Map:
             "families": {name: {"title": s.title, "source": s.source} for name, s in FAMILIES.items()},
             "assumptions": list(ASSUMPTIONS),
             "gpu": self.grid.gpu, "num_workers": self.grid.workers, "num_rl_steps": self.grid.rl_steps,
-            "regime": self.grid.regime, "points": [found.json() for found in self.found], "wall_s": self.wall_s,
+            "regime": self.grid.regime, "points": [result.json() for result in self.results], "wall_s": self.wall_s,
         }  # fmt: skip
 
     def plot(self) -> Figure:
@@ -217,22 +217,22 @@ def survey(grid: MapGrid = MapGrid(), *, jobs: int = 1, say: Callable[[str], Non
     points = list(grid.points())
     say(f"{len(points)} points, {len(FAMILIES)} families")
     with parallel_config(backend="loky", inner_max_num_threads=1):
-        found = Parallel(n_jobs=jobs)(delayed(_found)(grid, point) for point in points)
-    return Map(grid=grid, found=tuple(found), wall_s=time.perf_counter() - started)
+        results = Parallel(n_jobs=jobs)(delayed(_point_result)(grid, point) for point in points)
+    return Map(grid=grid, results=tuple(results), wall_s=time.perf_counter() - started)
 
 
-def _found(grid: MapGrid, point: Point) -> PointResult:
+def _point_result(grid: MapGrid, point: Point) -> PointResult:
     try:
         costs = grid.costs(point)
     except ConfigError as error:
         return PointResult(point=point, gains={}, fault=str(error))
-    at = _At(grid, point, costs)
-    plain = at.measure("off")
-    gains = {name: at.gain(name, plain) for name in TRIED}
+    simulation = _PointSimulation(grid, point, costs)
+    plain = simulation.measure("off")
+    gains = {name: simulation.gain(name, plain) for name in TRIED}
     evidence = costs.evidence
     assert evidence is not None
     speculating = any(gain.least is not None for gain in gains.values())
-    beyond = sorted(at.beyond | set(evidence.beyond(at.depths)))
+    beyond = sorted(simulation.beyond | set(evidence.beyond(simulation.depths)))
     return PointResult(
         point=point, gains=gains, engine=evidence.engine, gpus=grid.workers * costs.tensor_parallel,
         distance=evidence.distance, beyond=tuple(beyond),
@@ -248,7 +248,7 @@ class _Seconds(NamedTuple):
     rollout: Floats
 
 
-class _At:
+class _PointSimulation:
     """A point's simulations. `beyond` collects what of them was never measured, `depths` what was drafted."""
 
     def __init__(self, grid: MapGrid, point: Point, costs: RooflineCosts) -> None:
@@ -309,8 +309,8 @@ def break_even(grid: MapGrid, point: Point, family: str, *, within: float = 0.02
     1 is the default acceptance; found by bisection to `within`. None where nothing from 0 to 2 turns it. Costs
     O(log(1 / within)) simulations.
     """
-    at = _At(grid, point, grid.costs(point))
-    plain_s, bound = float(at.measure("off").step.sum()), at.bound(family)
+    simulation = _PointSimulation(grid, point, grid.costs(point))
+    plain_s, bound = float(simulation.measure("off").step.sum()), simulation.bound(family)
     drafters = tuple(sorted({s.drafter for s in bound.policy.strategies if s.speculates}))
     if not drafters or bound.acceptance is None:
         return None
@@ -318,7 +318,7 @@ def break_even(grid: MapGrid, point: Point, family: str, *, within: float = 0.02
     def pays(factor: float) -> bool:
         assert bound.acceptance is not None
         changed = replace(bound, acceptance=ScaledChances(bound.acceptance, drafters, factor))
-        return float(at.measure(family, changed).step.sum()) < plain_s
+        return float(simulation.measure(family, changed).step.sum()) < plain_s
 
     low, high = 0.0, 2.0
     if pays(low) or not pays(high):
@@ -329,14 +329,14 @@ def break_even(grid: MapGrid, point: Point, family: str, *, within: float = 0.02
     return high
 
 
-def turns_said(turns: pd.DataFrame) -> list[str]:
+def turn_lines(turns: pd.DataFrame) -> list[str]:
     """What turns the answer, a line for each property that does, those that do it most often first."""
     lines = []
     ordered = turns.assign(share=turns["turned"] / turns["pairs"].clip(lower=1)).sort_values("share", ascending=False)
     for row in ordered.to_dict("records"):
         if row["turned"]:
             name, most = row["property"], row["most_often"]
-            ends = [shown_tokens(one) if name == "context" else str(one) for one in (row["before"], row["after"])]
+            ends = [shown_tokens(value) if name == "context" else str(value) for value in (row["before"], row["after"])]
             lines.append(
                 f"{name} {ends[0]} -> {ends[1]} turns {row['turned']} of {row['pairs']}, most often {most[0]} into "
                 f"{most[1]} ({most[2]})"
@@ -344,22 +344,22 @@ def turns_said(turns: pd.DataFrame) -> list[str]:
     return lines
 
 
-def table_rows(found: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
+def table_rows(results: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table for people: a point each, its best family first, then the others' RL steps."""
     columns = ["model", "weights", "schedule", "context", "load", "best", "RL step", "95 % interval", "sure", "costs"]
     columns += TRIED
     rows = []
-    for one in found:
-        point = one.point
-        where = [point.model, point.weights, point.schedule, shown_tokens(point.context), str(point.load)]
-        if one.fault is not None:
-            rows.append([*where, "does not fit", *[""] * (len(columns) - len(where) - 1)])
+    for result in results:
+        point = result.point
+        keys = [point.model, point.weights, point.schedule, shown_tokens(point.context), str(point.load)]
+        if result.fault is not None:
+            rows.append([*keys, "does not fit", *[""] * (len(columns) - len(keys) - 1)])
             continue
-        gain = one.gain
-        told = ["1.00x", "", "nothing pays"] if gain is None else [
-            f"{gain.step.estimate:.2f}x", f"[{gain.step.low:.2f}, {gain.step.high:.2f}]", one.sure,
+        gain = result.gain
+        cells = ["1.00x", "", "nothing pays"] if gain is None else [
+            f"{gain.step.estimate:.2f}x", f"[{gain.step.low:.2f}, {gain.step.high:.2f}]", result.sure,
         ]  # fmt: skip
-        others = [f"{one.gains[name].step.estimate:.2f}x" for name in TRIED]
-        costs = f"{one.distance}, beyond in {', '.join(one.beyond)}" if one.beyond else one.distance
-        rows.append([*where, one.best, *told, costs, *others])
+        speed_ups = [f"{result.gains[name].step.estimate:.2f}x" for name in TRIED]
+        costs = f"{result.distance}, beyond in {', '.join(result.beyond)}" if result.beyond else result.distance
+        rows.append([*keys, result.best, *cells, costs, *speed_ups])
     return columns, rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +37,14 @@ AGE_FACTOR = 5.0
 
 _ENOUGH = 2
 """Rollouts with and without training from which what it takes of them can be told."""
+
+
+@dataclass
+class _Basis:
+    """What the verdict rests on, as sentences: what the trace shows, and what had to be assumed."""
+
+    known: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +84,8 @@ class Advice:
                     "over_best": row["over_best"],
                 }
             )  # fmt: skip
-        rest = asdict(self)
-        del rest["rows"]
-        return rest | {"schedules": schedules, "figures": "simulated"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        return values | {"schedules": schedules, "figures": "simulated"}
 
     def text(self) -> str:
         """The same for people, words first."""
@@ -116,20 +123,19 @@ def advise(
     if slowdown is not None and not 0.0 <= slowdown <= 10.0:
         raise ConfigError(f"slowdown is a share from 0 to 10 of the rollout's time, got {slowdown:g}")
     trace = read(source)
-    known: list[str] = []
-    assumed: list[str] = []
-    acceptance, drafter = _acceptance(trace, config, known, assumed)
-    spot = _spot(trace, config, known, assumed)
+    basis = _Basis()
+    acceptance, drafter = _acceptance(trace, config, basis)
+    spot = _spot(trace, config, basis)
     freshness = acceptance.freshness if isinstance(acceptance, FreshAcceptance) else None
     base = acceptance.base if isinstance(acceptance, FreshAcceptance) else cast("Base", acceptance)
     scenario = Scenario.of(trace, replace(config, acceptance=base, spot=spot))
-    known.append(f"costs: {scenario.costs_name}; {scenario.workers} workers")
-    surface = Surface.of(scenario, base, drafter, _rest_s(trace, known, assumed))
+    basis.known.append(f"costs: {scenario.costs_name}; {scenario.workers} workers")
+    surface = Surface.of(scenario, base, drafter, _rest_s(trace, basis))
     if freshness is not None:
-        known.append("drift: the acceptance file's freshness")
+        basis.known.append("drift: the acceptance file's freshness")
     if slowdown is None:
-        slowdown = _slowdown(trace, known, assumed)
-    draw = _drift(trace, drafter, freshness, surface, slowdown, known, assumed)
+        slowdown = _slowdown(trace, basis)
+    draw = _drift(trace, drafter, freshness, surface, slowdown, basis)
     rng = np.random.default_rng([config.seed, 7])
     drifts = [draw(rng) for _ in range(seeds)]
     rows = compared(surface, drifts, rl_steps, [config.seed + i for i in range(seeds)])
@@ -144,8 +150,8 @@ def advise(
         idle_share=surface.idle_share,
         updates=updates,
         drafter=drafter,
-        known=tuple(known),
-        assumed=tuple(assumed),
+        known=tuple(basis.known),
+        assumed=tuple(basis.assumed),
     )
 
 
@@ -161,17 +167,17 @@ def _verdict(rows: pd.DataFrame, surface: Surface, updates: float) -> tuple[str,
     idle, gated = saved(rows, "idle time"), saved(rows, "gated")
     best = "gated" if gated.estimate >= idle.estimate else "idle time"
     gain = gated if best == "gated" else idle
-    other = idle if best == "gated" else gated
-    way = "train the drafter with a gate" if best == "gated" else "train the drafter in all idle time"
-    rest = f"{'without a gate' if best == 'gated' else 'with a gate'} it would be {other.estimate:+.3g} s"
+    second = idle if best == "gated" else gated
+    action = "train the drafter with a gate" if best == "gated" else "train the drafter in all idle time"
+    alternative = f"{'without a gate' if best == 'gated' else 'with a gate'} it would be {second.estimate:+.3g} s"
     size = f"{gain.estimate:+.3g} s of {step_s:.4g} s per RL step, 95 % interval {gain.low:+.3g} to {gain.high:+.3g}"
     if gain.low > 0:
-        return f"simulated, {way}: it saves {size}; {rest}", best
-    why = "training takes more than it brings" if gain.high < 0 else "training is not sure to save anything"
-    return f"simulated, leave the drafter frozen: {why} ({size}; {rest})", "frozen"
+        return f"simulated, {action}: it saves {size}; {alternative}", best
+    reason = "training takes more than it brings" if gain.high < 0 else "training is not sure to save anything"
+    return f"simulated, leave the drafter frozen: {reason} ({size}; {alternative})", "frozen"
 
 
-def _acceptance(trace: Trace, config: SimulationConfig, known: list[str], assumed: list[str]) -> tuple[Acceptance, str]:
+def _acceptance(trace: Trace, config: SimulationConfig, basis: _Basis) -> tuple[Acceptance, str]:
     """A model whose chances can be scaled, and the drafter to train."""
     model, name = config.find_acceptance(trace)
     if isinstance(model, TraceAcceptance) or (model is not None and model.varies_by == "position"):
@@ -179,37 +185,39 @@ def _acceptance(trace: Trace, config: SimulationConfig, known: list[str], assume
         model, name = (None if rows is None else fit_acceptance(rows)[0]), "measured in the trace's iterations"
     drafters = [] if model is None else [d for d in model.drafters if d not in MODEL_FREE]
     if model is not None and (drafters or model.knows("learned")):
-        known.append(f"acceptance: {name}")
+        basis.known.append(f"acceptance: {name}")
         return model, model.trained_drafter or (drafters[0] if drafters else "learned")
-    assumed.append(
+    basis.assumed.append(
         f"acceptance: the trace knows no learned drafter; one is taken whose tokens are kept with {ASSUMED_ACCEPT:g} "
         "when it is fresh"
     )
     return GeometricAcceptance(alpha=ASSUMED_ACCEPT), "learned"
 
 
-def _spot(trace: Trace, config: SimulationConfig, known: list[str], assumed: list[str]) -> SpotTraining:
+def _spot(trace: Trace, config: SimulationConfig, basis: _Basis) -> SpotTraining:
     if config.spot is not None:
-        known.append("training's rates: as given")
+        basis.known.append("training's rates: as given")
         return load_spot_training(config.spot)
     try:
         fitted = fit_spot(trace).model
     except ConfigError:
-        assumed.append("training's rates: TLT's, one worker trains 29.6 samples of 2,048 tokens a second after 5 s")
+        basis.assumed.append(
+            "training's rates: TLT's, one worker trains 29.6 samples of 2,048 tokens a second after 5 s"
+        )
         return SpotTraining()
-    known.append("training's rates: fitted to spot_training.parquet")
+    basis.known.append("training's rates: fitted to spot_training.parquet")
     # The runtime's trainers finish the update under way, and that is what yielding takes.
     return fitted.model_copy(update={"on_stop": "finish", "yield_s": 0.0})
 
 
-def _rest_s(trace: Trace, known: list[str], assumed: list[str]) -> float:
+def _rest_s(trace: Trace, basis: _Basis) -> float:
     """Mean seconds of the stages behind the rollout."""
     steps = trace.steps
     if steps is None or steps[list(STAGES)].isna().all().all():
-        assumed.append("the other stages: none, so an RL step is its rollout")
+        basis.assumed.append("the other stages: none, so an RL step is its rollout")
         return 0.0
     rest_s = float(steps[list(STAGES)].fillna(0.0).sum(axis=1).mean())
-    known.append(f"the other stages: {rest_s:.3g} s of an RL step, recorded")
+    basis.known.append(f"the other stages: {rest_s:.3g} s of an RL step, recorded")
     return rest_s
 
 
@@ -238,19 +246,21 @@ def _rollouts(trace: Trace, drafter: str) -> list[tuple[RolloutDrift, int]]:
     return rollouts
 
 
-def _slowdown(trace: Trace, known: list[str], assumed: list[str]) -> float:
+def _slowdown(trace: Trace, basis: _Basis) -> float:
     """The share by which training stretches a rollout, by the fit that the gate makes."""
     rows, spot = [row for row, _ in _rollouts(trace, "learned")], trace.spot_training
     updates = {} if spot is None else recorded_updates(spot)
-    trained = {step for step, done in updates.items() if done}
+    trained = {step for step, num_updates in updates.items() if num_updates}
     with_it = sum(row.rl_step in trained for row in rows)
     if spot is None or min(with_it, len(rows) - with_it) < _ENOUGH:
-        assumed.append("training beside a rollout does not slow it down: the trace cannot tell; say it with --slowdown")
+        basis.assumed.append(
+            "training beside a rollout does not slow it down: the trace cannot tell; say it with --slowdown"
+        )
         return 0.0
     delays = spot.groupby("rl_step")["yield_s"].max().fillna(0.0)
     attempts = [Attempt(rl_step=step, delay_s=float(delays[step])) for step in sorted(trained)]
     slowdown = max(0.0, training_cost(rows, attempts).slowdown)
-    known.append(f"training beside a rollout slows it by {slowdown:.1%}, fitted to {len(rows)} rollouts")
+    basis.known.append(f"training beside a rollout slows it by {slowdown:.1%}, fitted to {len(rows)} rollouts")
     return slowdown
 
 
@@ -260,8 +270,7 @@ def _drift(
     freshness: Freshness | None,
     surface: Surface,
     slowdown: float,
-    known: list[str],
-    assumed: list[str],
+    basis: _Basis,
 ) -> Callable[[np.random.Generator], LevelDrift]:
     """How the drafter drifts, as a function that draws one of the drifts which the trace leaves possible."""
     updates = max(float(surface.updates[-1].mean()), 1.0)
@@ -270,21 +279,21 @@ def _drift(
         mine = table_["drafter"] == drafter
         try:
             freshness = fit_freshness(table_[mine & (table_["drafter_age"] >= 0)], drafter).freshness
-            known.append("drift: fitted to the ages and updates in acceptance.parquet")
+            basis.known.append("drift: fitted to the ages and updates in acceptance.parquet")
         except (ConfigError, KeyError):
             freshness = None
     if freshness is not None:
         fitted = freshness
         return lambda rng: LevelDrift(name="the trace's", about="", freshness=fitted, slowdown=slowdown)
     schedule = TrainingSchedule(ScheduleConfig(kind="never"), pretrained=True)
-    done = {} if trace.spot_training is None else recorded_updates(trace.spot_training)
+    updates_of = {} if trace.spot_training is None else recorded_updates(trace.spot_training)
     for row, drafts in _rollouts(trace, drafter):
         schedule.rollout_done(row.rl_step, row.accept_length, drafts=drafts)
-        schedule.trained(row.rl_step, done.get(row.rl_step, 0))
+        schedule.trained(row.rl_step, updates_of.get(row.rl_step, 0))
     drift = schedule.summary()
     default = Freshness()
     if not math.isnan(drift.change):
-        known.append(f"drift: {drift.sentence[0].lower()}{drift.sentence[1:]}")
+        basis.known.append(f"drift: {drift.sentence[0].lower()}{drift.sentence[1:]}")
         spread = (drift.high - drift.low) / 4.0
         floor = 0.4
 
@@ -297,7 +306,7 @@ def _drift(
             return LevelDrift(name="the trace's", about="", freshness=fresh, slowdown=slowdown)
 
         return measured
-    assumed.append(
+    basis.assumed.append(
         f"drift: the trace does not show it; {default.age_steps / AGE_FACTOR:g} to {default.age_steps * AGE_FACTOR:g} "
         f"RL steps until a frozen drafter has lost two thirds of what training brought, a factor of {default.floor:g} "
         f"on each token's chance ({LEARNED_DEFAULT})"

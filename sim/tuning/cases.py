@@ -127,7 +127,7 @@ class TuningCases:
         return max(float(a.sum() / b.sum()) for a, b in zip(seconds, plain, strict=True))
 
     def ratio(
-        self, seconds: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int
+        self, seconds: Sequence[Floats], reference: Sequence[Floats], plain: Sequence[Floats], *, seed: int
     ) -> Interval:
         """Score of one policy over another's with its 95 % interval over the RL steps.
 
@@ -137,16 +137,16 @@ class TuningCases:
         """
         lengths = [len(row) for row in seconds]
         if (min(lengths) if self.robust else sum(lengths)) >= ENOUGH_STEPS:
-            return self.resampled(seconds, other, plain, seed=seed)
+            return self.resampled(seconds, reference, plain, seed=seed)
         parts: dict[int, Floats] = {}
         if self.robust:
-            for sign, rows in ((1.0, seconds), (-1.0, other)):
+            for sign, rows in ((1.0, seconds), (-1.0, reference)):
                 worst = max(range(len(rows)), key=lambda i: float(rows[i].sum() / plain[i].sum()))
                 trace = self.cases[worst].trace
                 parts[trace] = parts.get(trace, np.zeros(1)) + sign * (_around(rows[worst]) - _around(plain[worst]))
         else:
-            parts[0] = _around(np.concatenate(seconds)) - _around(np.concatenate(other))
-        estimate = self.score(seconds, plain) / self.score(other, plain)
+            parts[0] = _around(np.concatenate(seconds)) - _around(np.concatenate(reference))
+        estimate = self.score(seconds, plain) / self.score(reference, plain)
         fewest = min(map(len, parts.values()))
         if fewest == 1:
             return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
@@ -155,7 +155,7 @@ class TuningCases:
         return Interval(estimate=estimate, low=estimate / factor, high=estimate * factor, level=_LEVEL, method="t")
 
     def resampled(
-        self, seconds: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int
+        self, seconds: Sequence[Floats], reference: Sequence[Floats], plain: Sequence[Floats], *, seed: int
     ) -> Interval:
         """The ratio's bootstrap interval, however few the RL steps are.
 
@@ -164,8 +164,8 @@ class TuningCases:
         """
         rng = np.random.default_rng(seed)
         if not self.robust:
-            return paired_interval(np.concatenate(seconds), np.concatenate(other), level=_LEVEL, rng=rng)
-        estimate = self.score(seconds, plain) / self.score(other, plain)
+            return paired_interval(np.concatenate(seconds), np.concatenate(reference), level=_LEVEL, rng=rng)
+        estimate = self.score(seconds, plain) / self.score(reference, plain)
         lengths = {case.trace: len(row) for case, row in zip(self.cases, seconds, strict=True)}
         if max(lengths.values()) == 1:
             return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
@@ -174,7 +174,7 @@ class TuningCases:
         base = [b[i].sum(axis=1) for b, i in zip(plain, at, strict=True)]
         first, second = (
             np.max([a[i].sum(axis=1) / b for a, i, b in zip(rows, at, base, strict=True)], axis=0)
-            for rows in (seconds, other)
+            for rows in (seconds, reference)
         )
         tail = (1.0 - _LEVEL) / 2.0
         low, high = map(float, np.quantile(first / second, [tail, 1.0 - tail]))

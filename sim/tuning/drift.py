@@ -88,7 +88,7 @@ class Surface:
         strategies = [s for s in (Strategy.chain(drafter, depth) for depth in DEPTHS) if not best.outside(s)]
         if not strategies:
             raise ConfigError(f"the acceptance covers no chain of {drafter!r} of depth {', '.join(map(str, DEPTHS))}")
-        rollout_s, updates, delay_s, accept, idle, held = [], [], [], [], 0.0, 0.0
+        rollout_s, updates, delay_s, accept, idle_s, worker_s = [], [], [], [], 0.0, 0.0
         for level in LEVELS:
             scaled = replace(scenario, acceptance=acceptance.scaled(drafter, level))
             rollouts = scaled.rollouts(_best_by_batch(scaled, strategies))
@@ -96,8 +96,8 @@ class Surface:
             spots = [r.spot for r in rollouts if r.spot is not None]
             updates.append([s.trained.updates for s in spots])
             delay_s.append([s.release_delay_s for s in spots])
-            idle += sum(s.idle_worker_s for s in spots)
-            held += sum(r.makespan_s * scenario.workers for r in rollouts)
+            idle_s += sum(s.idle_worker_s for s in spots)
+            worker_s += sum(r.makespan_s * scenario.workers for r in rollouts)
             columns = [log.columns for r in rollouts for log in r.logs]
             pairs = sum(float((c.num_iterations * c.batch)[c.speculates].sum()) for c in columns)
             gained = sum(float(c.tokens[c.speculates].sum()) for c in columns)
@@ -112,7 +112,7 @@ class Surface:
             delay_s=np.array(delay_s, np.float64),
             accept_length=np.maximum.accumulate(np.where(np.isnan(lengths), 1.0, lengths)),
             tokens=np.array([float(sum(step.response_tokens)) for step in scenario.steps]),
-            idle_share=idle / held if held else 0.0,
+            idle_share=idle_s / worker_s if worker_s else 0.0,
             rest_s=rest_s,
         )
 
@@ -182,11 +182,11 @@ def play(surface: Surface, drift: LevelDrift, kind: str, rl_steps: int, seed: in
 
 def _judged(surface: Surface, t: int, delay_s: float, trainer: float, served: float, noise: Floats) -> Attempt:
     text = math.exp(TEXT_NOISE * noise[1])
-    candidate, now = (
-        max(1.0, surface.at(surface.accept_length, level, t) * text * math.exp(PAIR_NOISE * own))
-        for level, own in ((trainer, noise[2]), (served, noise[3]))
+    candidate, current = (
+        max(1.0, surface.at(surface.accept_length, level, t) * text * math.exp(PAIR_NOISE * pair_noise))
+        for level, pair_noise in ((trainer, noise[2]), (served, noise[3]))
     )
-    return Attempt(rl_step=t, delay_s=delay_s, candidate=candidate, served=now)
+    return Attempt(rl_step=t, delay_s=delay_s, candidate=candidate, served=current)
 
 
 def compared(surface: Surface, drifts: Sequence[LevelDrift], rl_steps: int, seeds: Sequence[int]) -> pd.DataFrame:
@@ -221,7 +221,7 @@ def compared(surface: Surface, drifts: Sequence[LevelDrift], rl_steps: int, seed
 def regimes(updates: float) -> tuple[LevelDrift, ...]:
     """Drift in eight regimes, for a surface whose RL steps come to so many updates."""
 
-    def kept(floor: float = 0.6, *, age_steps: float = 20.0, steps_to_train: float = 0.5) -> Freshness:
+    def freshness(floor: float = 0.6, *, age_steps: float = 20.0, steps_to_train: float = 0.5) -> Freshness:
         spans = {"updates_to_train": max(steps_to_train * updates, 1e-3), "age_steps": age_steps}
         return Freshness(untrained=floor, floor=floor, **spans)
 
@@ -233,20 +233,20 @@ def regimes(updates: float) -> tuple[LevelDrift, ...]:
 
     return (
         LevelDrift(name="no drift", about="well trained before, the policy hardly moves, training costs 2 %",
-              freshness=kept(), ageing=still, slowdown=0.02),
+              freshness=freshness(), ageing=still, slowdown=0.02),
         LevelDrift(name="slow drift", about="a third of what training brought is gone in 40 RL steps",
-              freshness=kept(age_steps=100.0), slowdown=0.01),
-        LevelDrift(name="fast drift", about="half of it is gone in 7 RL steps", freshness=kept(age_steps=10.0)),
+              freshness=freshness(age_steps=100.0), slowdown=0.01),
+        LevelDrift(name="fast drift", about="half of it is gone in 7 RL steps", freshness=freshness(age_steps=10.0)),
         LevelDrift(name="jump", about="the policy jumps once, at 40 RL steps; training costs 5 %",
-              freshness=kept(), ageing=jumps(lambda t: t == 40), slowdown=0.05),
+              freshness=freshness(), ageing=jumps(lambda t: t == 40), slowdown=0.05),
         LevelDrift(name="recurrent", about="the policy jumps every 25 RL steps; training costs 5 %",
-              freshness=kept(), ageing=jumps(lambda t: t % 25 == 24), slowdown=0.05),
+              freshness=freshness(), ageing=jumps(lambda t: t % 25 == 24), slowdown=0.05),
         LevelDrift(name="drafter improves", about="from untrained, over 20 RL steps of training",
-              freshness=kept(steps_to_train=10.0), ageing=still, start=0.6, slowdown=0.01),
+              freshness=freshness(steps_to_train=10.0), ageing=still, start=0.6, slowdown=0.01),
         LevelDrift(name="costly", about="slow drift, and training makes rollouts 38 % longer",
-              freshness=kept(age_steps=200.0), slowdown=0.38),
+              freshness=freshness(age_steps=200.0), slowdown=0.38),
         LevelDrift(name="harmful", about="what is trained on the tail drafts worse than what was there",
-              freshness=kept(), ageing=still, best=0.85, slowdown=0.05),
+              freshness=freshness(), ageing=still, best=0.85, slowdown=0.05),
     )  # fmt: skip
 
 

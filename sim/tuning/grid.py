@@ -55,10 +55,10 @@ class Axes:
                 raise ConfigError(f"{name}: a value comes twice in {', '.join(map(str, values))}")
             if any(isinstance(value, int) and value < 1 for value in values):
                 raise ConfigError(f"{name} are whole numbers above 0, got {', '.join(map(str, values))}")
-        for given in self.gpus:
-            Deployment.of(given, self.model)
-        for given in self.acceptance:
-            load_acceptance(_acceptance(given))
+        for value in self.gpus:
+            Deployment.of(value, self.model)
+        for value in self.acceptance:
+            load_acceptance(_acceptance(value))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,8 +113,8 @@ class SweepGrid:
             for name, rows in panels
             if y == "policy" or name != BASELINE
         }
-        rest = [name for name in across[2:] if name not in (x, y)]
-        mean = f", mean over {', '.join(rest)}" if rest else ""
+        averaged = [name for name in across[2:] if name not in (x, y)]
+        mean = f", mean over {', '.join(averaged)}" if averaged else ""
         return heat_maps(dict(list(tables.items())[:_MOST_PANELS]), xlabel=x, ylabel=y,
                          title=f"times as fast as without speculation (simulated{mean})")  # fmt: skip
 
@@ -149,24 +149,24 @@ def sweep_grid(
         {
             "responses": trace.num_rows("outcomes"),
             "tokens": int(trace.outcomes["response_tokens"].sum()),
-            "policies": {name: _told(policy) for name, policy in chosen.items()},
+            "policies": {name: _identity(policy) for name, policy in chosen.items()},
             "settings": {f.name: str(value) for f in fields(config) if (value := getattr(config, f.name)) is not None},
             "model": axes.model if axes.gpus else None,
         },
         sort_keys=True,
     )
-    rows_of = _resumed(journal, question)
-    left = [point for point in points if _key(point) not in rows_of]
-    resumed = len(points) - len(left)
+    rows_of = _read_journal(journal, question)
+    pending = [point for point in points if _key(point) not in rows_of]
+    resumed = len(points) - len(pending)
     if journal is not None and not journal.exists():
         journal.parent.mkdir(parents=True, exist_ok=True)
         _append(journal, question)
     for point in points:
         if _key(point) in rows_of:
-            done(_named(point))
+            done(_label(point))
     with backend(ray_address, jobs) as num_jobs:
-        for first in range(0, len(left), num_jobs):
-            batch = left[first : first + num_jobs]
+        for first in range(0, len(pending), num_jobs):
+            batch = pending[first : first + num_jobs]
             if num_jobs == 1:
                 results = [_rows(trace, axes, config, chosen, point) for point in batch]
             else:
@@ -175,7 +175,7 @@ def sweep_grid(
                 rows_of[_key(point)] = rows
                 if journal is not None:
                     _append(journal, json.dumps([_key(point), rows]))
-                done(_named(point))
+                done(_label(point))
     frame = pd.DataFrame([point | row for point in points for row in rows_of[_key(point)]])
     return SweepGrid(frame=frame, axes=axes, resumed=resumed)
 
@@ -222,21 +222,21 @@ def _first_samples(trace: Trace, size: int) -> Trace:
     return Trace.from_tables(trace.manifest, {"workload": workload, "outcomes": outcomes})
 
 
-def _acceptance(given: str) -> str:
+def _acceptance(value: str) -> str:
     """A bare number is the chance that a drafted token is accepted."""
     try:
-        return f"geometric:{float(given)}"
+        return f"geometric:{float(value)}"
     except ValueError:
-        return given
+        return value
 
 
-def _told(policy: PolicyLike) -> Any:
+def _identity(policy: PolicyLike) -> Any:
     """What tells a policy from another in a journal."""
     dump = getattr(policy, "model_dump", None)
     return dump(mode="json") if dump is not None else repr(getattr(policy, "name", policy))
 
 
-def _resumed(journal: Path | None, question: str) -> dict[str, list[dict[str, Any]]]:
+def _read_journal(journal: Path | None, question: str) -> dict[str, list[dict[str, Any]]]:
     """What a journal holds by point; a last line that was cut off is as if it had never been written."""
     if journal is None or not journal.exists():
         return {}
@@ -263,5 +263,5 @@ def _key(point: Mapping[str, Any]) -> str:
     return json.dumps(point, sort_keys=True)
 
 
-def _named(point: Mapping[str, Any]) -> str:
+def _label(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in point.items()) or "the trace as it is"

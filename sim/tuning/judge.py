@@ -125,20 +125,20 @@ def _reaches(
 
 
 def _verdict(
-    rows: Mapping[str, JudgedPolicy], champion: str, fixed: str, taken: str, worth_it: bool, measure: str
+    rows: Mapping[str, JudgedPolicy], champion: str, fixed: str, choice: str, worth_it: bool, measure: str
 ) -> str:
     row = rows[champion]
     if champion == fixed:
-        return f"there was nothing to tune; take {taken}"
+        return f"there was nothing to tune; take {choice}"
     if row.ratio_low is None or row.ratio_high is None:
         return (
             f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: the {measure} of "
-            f"{champion} is {row.ratio:.3f} times that of {fixed} (simulated); take {taken}"
+            f"{champion} is {row.ratio:.3f} times that of {fixed} (simulated); take {choice}"
         )
     comparison = (
         f"on held-out RL steps the {measure} of {champion} is {row.ratio:.3f} [{row.ratio_low:.3f}, "
         f"{row.ratio_high:.3f}] times that of {fixed} (simulated)"
     )
     if not worth_it:
-        return f"not worth it: {comparison}; take {taken}"
-    return f"worth it: {comparison}" + ("" if taken == champion else f"; {taken} is simpler and within noise of it")
+        return f"not worth it: {comparison}; take {choice}"
+    return f"worth it: {comparison}" + ("" if choice == champion else f"; {choice} is simpler and within noise of it")

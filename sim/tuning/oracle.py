@@ -96,8 +96,8 @@ def _least_somewhere(lines: list[tuple[float, float, Strategy]]) -> list[tuple[f
         line
         for i, line in enumerate(lines)
         if not any(
-            other[0] <= line[0] and other[1] <= line[1] and (other[:2] != line[:2] or j < i)
-            for j, other in enumerate(lines)
+            rival[0] <= line[0] and rival[1] <= line[1] and (rival[:2] != line[:2] or j < i)
+            for j, rival in enumerate(lines)
         )
     ]
 

@@ -45,12 +45,12 @@ PARTS = {"most run": 0.5, "an eighth to a half": 0.125, "the tail": 0.0}
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRegime:
-    """RL steps in `phases`, one scenario each; `told` is the cost model that policies with a file are given."""
+    """RL steps in `phases`, one scenario each; `file_costs` is the cost model that policies with a file are given."""
 
     name: str
     phases: tuple[Scenario, ...]
     drafters: tuple[str, ...]
-    told: CostModel
+    file_costs: CostModel
     about: str
 
     @property
@@ -91,18 +91,18 @@ class LastingPolicy:
 
     policy: PolicyLike
     workers: int
-    _built: list[Selector] = field(default_factory=list)
-    _given: int = 0
+    _selectors: list[Selector] = field(default_factory=list)
+    _num_builds: int = 0
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         return self.policy.strategies
 
     def build(self, rng: np.random.Generator) -> Selector:
-        if len(self._built) < self.workers:
-            self._built.append(self.policy.build(rng))
-        self._given += 1
-        return self._built[(self._given - 1) % self.workers]
+        if len(self._selectors) < self.workers:
+            self._selectors.append(self.policy.build(rng))
+        self._num_builds += 1
+        return self._selectors[(self._num_builds - 1) % self.workers]
 
 
 def regimes(traces: Path, rl_steps: int) -> list[PolicyRegime]:
@@ -125,7 +125,7 @@ def _recorded(path: Path, rl_steps: int, drafter: str, about: str) -> PolicyRegi
     steps = sorted(set(trace.outcomes["rl_step"].tolist()))[-rl_steps:]
     acceptance = str(path / "acceptance.json")
     scenario = Scenario.of(trace, mode="sampled", acceptance=acceptance, workers=1, rl_steps=steps)
-    return PolicyRegime(name=path.name, phases=(scenario,), drafters=(drafter,), told=scenario.costs, about=about)
+    return PolicyRegime(name=path.name, phases=(scenario,), drafters=(drafter,), file_costs=scenario.costs, about=about)
 
 
 def _lengths(
@@ -168,7 +168,7 @@ def _regime(
     phases: Sequence[tuple[CostModel, Acceptance]],
     about: str,
     *,
-    told: CostModel | None = None,
+    file_costs: CostModel | None = None,
     drafters: tuple[str, ...] = ("learned",),
 ) -> PolicyRegime:
     steps = sorted(set(trace.outcomes["rl_step"].tolist()))
@@ -177,21 +177,23 @@ def _regime(
         Scenario.of(trace, mode="sampled", costs=costs, acceptance=acceptance, rl_steps=part)
         for part, (costs, acceptance) in zip(parts, phases, strict=False)
     )
-    return PolicyRegime(name=name, phases=scenarios, drafters=drafters, told=told or phases[0][0], about=about)
+    return PolicyRegime(
+        name=name, phases=scenarios, drafters=drafters, file_costs=file_costs or phases[0][0], about=about
+    )
 
 
 _Make = Callable[[int], PolicyRegime]
 _GOOD, _FAIR, _POOR = (0.85, 0.8), (0.7, 0.65), (0.1, 0.1)
 
 
-def _one(name: str, about: str, costs: CostModel, kept: tuple[float, float] = _FAIR, **lengths: float) -> _Make:
-    return lambda n: _regime(name, _lengths(n, **lengths), [(costs, _drafters(learned=kept))], about)  # type: ignore[arg-type]
+def _steady(name: str, about: str, costs: CostModel, chances: tuple[float, float] = _FAIR, **lengths: float) -> _Make:
+    return lambda n: _regime(name, _lengths(n, **lengths), [(costs, _drafters(learned=chances))], about)  # type: ignore[arg-type]
 
 
 def _drifts(name: str, about: str, first: float, last: float) -> _Make:
     def make(rl_steps: int) -> PolicyRegime:
-        kept = np.linspace(first, last, rl_steps)
-        phases = [(_gpu(), _drafters(learned=(chance, chance - 0.03))) for chance in kept.tolist()]
+        chances = np.linspace(first, last, rl_steps)
+        phases = [(_gpu(), _drafters(learned=(chance, chance - 0.03))) for chance in chances.tolist()]
         return _regime(name, _lengths(rl_steps), phases, about)
 
     return make
@@ -199,24 +201,24 @@ def _drifts(name: str, about: str, first: float, last: float) -> _Make:
 
 def _slows_down(rl_steps: int) -> PolicyRegime:
     slow = _gpu(per_request_s=4e-5, per_token_s=1e-4, draft_level_s=1.2e-3, base_s=8e-3)
-    kept = _drafters(learned=_GOOD)
+    acceptance = _drafters(learned=_GOOD)
     about = "from the middle on compute takes 8 times, memory 1.3 times as long"
-    return _regime("machine slows down", _lengths(rl_steps), [(_gpu(), kept), (slow, kept)], about)
+    return _regime("machine slows down", _lengths(rl_steps), [(_gpu(), acceptance), (slow, acceptance)], about)
 
 
 def _wrong_costs(speculative: float, name: str) -> _Make:
     def make(rl_steps: int) -> PolicyRegime:
         costs = OffCosts.of(_gpu(), plain=1.0, speculative=speculative)
         about = f"speculation takes {speculative:g} times what the cost file says"
-        return _regime(name, _lengths(rl_steps), [(costs, _drafters(learned=_FAIR))], about, told=_gpu())
+        return _regime(name, _lengths(rl_steps), [(costs, _drafters(learned=_FAIR))], about, file_costs=_gpu())
 
     return make
 
 
 def _two_drafters(rl_steps: int) -> PolicyRegime:
-    kept = _drafters(learned=(0.7, 0.55), suffix=(0.5, 0.9))
+    acceptance = _drafters(learned=(0.7, 0.55), suffix=(0.5, 0.9))
     about = "one keeps the first token more often, the other long runs"
-    return _regime("two drafters", _lengths(rl_steps), [(_gpu(), kept)], about, drafters=("learned", "suffix"))
+    return _regime("two drafters", _lengths(rl_steps), [(_gpu(), acceptance)], about, drafters=("learned", "suffix"))
 
 
 def _preset(rl_steps: int) -> PolicyRegime:
@@ -227,14 +229,14 @@ def _preset(rl_steps: int) -> PolicyRegime:
 
 
 _GENERATED: tuple[_Make, ...] = (
-    _one("generated", "log-normal lengths", _gpu()),
-    _one("heavy tail", "log-normal lengths with sigma 1.7", _gpu(), sigma=1.7, median=200.0),
-    _one("cap mass", "half of the responses are cut", _gpu(), median=2500.0, cap=2500),
-    _one("context to 128K", "prompts of 60,000 to 128,000 tokens", _gpu(), prompt=90_000.0, median=300.0),
-    _one("MoE", "flat in the batch, each verified token loads experts", _gpu(
-        per_request_s=1e-6, per_token_s=2.5e-4, far_token_s=2e-6), kept=_GOOD),
-    _one("useless drafter", "a tenth of the tokens is kept", _gpu(), kept=_POOR),
-    _one("wide batch", "up to 128 requests a worker", _gpu(per_token_s=6e-5), group=16, median=300.0),
+    _steady("generated", "log-normal lengths", _gpu()),
+    _steady("heavy tail", "log-normal lengths with sigma 1.7", _gpu(), sigma=1.7, median=200.0),
+    _steady("cap mass", "half of the responses are cut", _gpu(), median=2500.0, cap=2500),
+    _steady("context to 128K", "prompts of 60,000 to 128,000 tokens", _gpu(), prompt=90_000.0, median=300.0),
+    _steady("MoE", "flat in the batch, each verified token loads experts", _gpu(
+        per_request_s=1e-6, per_token_s=2.5e-4, far_token_s=2e-6), chances=_GOOD),
+    _steady("useless drafter", "a tenth of the tokens is kept", _gpu(), chances=_POOR),
+    _steady("wide batch", "up to 128 requests a worker", _gpu(per_token_s=6e-5), group=16, median=300.0),
     _preset,
     _two_drafters,
     _drifts("drafter improves", "tokens kept rise from 20 to 85 % over the RL steps", 0.2, 0.85),

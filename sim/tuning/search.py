@@ -209,20 +209,20 @@ def search(
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=12)
     study = optuna.create_study(sampler=sampler)
     study.enqueue_trial({name: _nearest(SHIPPED_SETTINGS[name], values) for name, values in choices.items()})
-    kept = None if journal is None else _kept_study(journal, identity)
-    before = [] if kept is None else kept.get_trials(deepcopy=False)
+    stored = None if journal is None else _journal_study(journal, identity)
+    before = [] if stored is None else stored.get_trials(deepcopy=False)
     scores = {trial.user_attrs["policy"]: float(trial.value) for trial in before if trial.value is not None}
     finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
         open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
         settings = [_suggested(trial, choices) for trial in open_trials]
-        policies = [bandits.policy(one) for one in settings]
+        policies = [bandits.policy(combination) for combination in settings]
         keys = [policy.model_dump_json() for policy in policies]
         new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores and fits(p)}
         scores |= score(new) if new else {}
         for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
-            if kept is not None and trial.number >= len(before):
-                kept.add_trial(
+            if stored is not None and trial.number >= len(before):
+                stored.add_trial(
                     optuna.trial.create_trial(
                         state=optuna.trial.TrialState.COMPLETE if key in scores else optuna.trial.TrialState.PRUNED,
                         value=scores.get(key), params=trial.params, distributions=trial.distributions,
@@ -239,7 +239,7 @@ def search(
     return sorted(finished, key=lambda trial: trial.score)
 
 
-def _kept_study(journal: Path, identity: str) -> Any:
+def _journal_study(journal: Path, identity: str) -> Any:
     """The study in Optuna's journal file, made where there is none."""
     import optuna
     from optuna.storages.journal import JournalFileBackend

@@ -173,14 +173,14 @@ def tune(
     """
     config = config.changed(settings, tune)
     began = time.perf_counter()
-    each = isinstance(traces, list | tuple) and all(
-        isinstance(one, str | Path | Trace | pd.DataFrame) for one in traces
+    many = isinstance(traces, list | tuple) and all(
+        isinstance(source, str | Path | Trace | pd.DataFrame) for source in traces
     )
-    sources = [read(trace) for trace in (cast(Sequence[TraceSource], traces) if each else [cast(TraceSource, traces)])]
+    sources = [read(trace) for trace in (cast(Sequence[TraceSource], traces) if many else [cast(TraceSource, traces)])]
     if not sources:
         raise ConfigError("no trace to tune on: give at least one")
     if config.robust and len(sources) == 1 and not config.cost_error:
-        raise ConfigError("--robust needs more than one case: several traces, or --cost-error 0.2")
+        raise ConfigError("--robust needs more than one case: many traces, or --cost-error 0.2")
     parts = [_split(trace, config.judge_steps) for trace in sources]
     tune_on, judge_on = (
         [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(sources, parts, strict=True))]
@@ -372,11 +372,11 @@ def _split(trace: Trace, judge_steps: Sequence[int] | None) -> tuple[list[int], 
             f"{trace.manifest.name or 'the trace'} has {len(steps)} RL step: tuning needs at least two, one to tune on "
             "and one to judge on"
         )
-    held = steps[1::2] if judge_steps is None else [s for s in steps if s in set(judge_steps)]
-    rest = [s for s in steps if s not in held]
-    if not held or not rest:
+    judge_on = steps[1::2] if judge_steps is None else [s for s in steps if s in set(judge_steps)]
+    tune_on = [s for s in steps if s not in judge_on]
+    if not judge_on or not tune_on:
         raise ConfigError(
-            f"{trace.manifest.name or 'the trace'} has the RL steps {steps[0]}..{steps[-1]}: judging on {len(held)} of "
-            f"them leaves {len(rest)} to tune on, and both need one"
+            f"{trace.manifest.name or 'the trace'} has the RL steps {steps[0]}..{steps[-1]}: judging on "
+            f"{len(judge_on)} of them leaves {len(tune_on)} to tune on, and both need one"
         )
-    return rest, held
+    return tune_on, judge_on

@@ -55,7 +55,7 @@ class SpotRun:
         """Rates fitted to RL steps near by, else to all but this one; None where it did not train or none other did."""
         if step not in self.updates:
             return None
-        for chosen in (fit_on, [other for other in self.updates if other != step]):
+        for chosen in (fit_on, [rl_step for rl_step in self.updates if rl_step != step]):
             try:
                 return fit_spot(self.trace, chosen).model
             except ConfigError:
@@ -65,8 +65,8 @@ class SpotRun:
     def coordinator(self, step: int) -> CoordinatorConfig:
         """As many idle workers to begin with as the fewest that were idle when another RL step's training began."""
         assert self._rows is not None
-        others = self._rows[self._rows["rl_step"] != step]
-        begins = others.groupby(["rl_step", "term"], as_index=False)["t_start"].min()
+        rows = self._rows[self._rows["rl_step"] != step]
+        begins = rows.groupby(["rl_step", "term"], as_index=False)["t_start"].min()
         fewest = [
             int((self._ends(rl_step) <= begin + _AT_ONCE_S).sum())
             for rl_step, begin in zip(begins["rl_step"].tolist(), begins["t_start"].tolist(), strict=True)
@@ -85,11 +85,11 @@ class SpotRun:
         table, iterations = self.trace.acceptance, self.trace.iterations
         if base is None or table is None or iterations is None or not {*fit_on, step} <= self.states.keys():
             return base
-        seen = table[table["rl_step"].isin([other for other in seen_steps if other != step])]
+        history = table[table["rl_step"].isin([rl_step for rl_step in seen_steps if rl_step != step])]
         drafted = iterations.loc[iterations["rl_step"].isin(fit_on) & (iterations["draft_depth"] > 0), "drafter"]
-        for drafter in sorted(set(base.drafters) & set(seen["drafter"]) & set(drafted)):
+        for drafter in sorted(set(base.drafters) & set(history["drafter"]) & set(drafted)):
             try:
-                fitted = fit_freshness(seen, drafter)
+                fitted = fit_freshness(history, drafter)
             except ConfigError:
                 continue
             state = self.states[step]
@@ -125,10 +125,10 @@ class SpotRun:
             return {}
         results = [result for result in simulated if result is not None]
         declined = self._rows[(self._rows["ended"] == "declined") & (self._rows["rl_step"] != step)]
-        most = max((self.updates[int(other)] for other in declined["rl_step"]), default=math.inf)
-        wanted = float(np.mean([r.trained.updates for r in results])) if results else float("nan")
+        most = max((self.updates[int(rl_step)] for rl_step in declined["rl_step"]), default=math.inf)
+        updates = float(np.mean([r.trained.updates for r in results])) if results else float("nan")
         used = float(np.mean([r.used_share for r in results])) if results else float("nan")
-        allowed = min(1.0, most / wanted) if wanted > 0 else 1.0
+        allowed = min(1.0, most / updates) if updates > 0 else 1.0
         ends = self._ends(step)
         idle_s = float((ends.max() - ends).sum())
         rows = self._rows[self._rows["rl_step"] == step]
@@ -138,7 +138,7 @@ class SpotRun:
         trained_s = float((rows["train_s"] * (within_s / rows["duration"]).clip(0.0, 1.0)).sum())
         return {
             "updates": self.updates.get(step, 0),
-            "predicted_updates": wanted * allowed,
+            "predicted_updates": updates * allowed,
             "used_share": trained_s / idle_s if idle_s > 0 else 0.0,
             "predicted_used_share": used * allowed,
         }
@@ -188,8 +188,8 @@ def rescaled(
                     total += (measured.num_samples or 1) * np.clip(from_survival(scaled(survival, ratio)), 0.0, 1.0)
             accepted = cell.accepted if total.sum() <= 0 else tuple((total / total.sum()).tolist())
             pooled[depth] = cell.model_copy(update={"accepted": accepted})
-        others = {name: cells for name, cells in band.drafters_by_depth.items() if name != drafter}
-        bands.append(Band(max_batch=band.max_batch, drafters_by_depth=others | ({drafter: pooled} if pooled else {})))
+        cells_of = {name: cells for name, cells in band.drafters_by_depth.items() if name != drafter}
+        bands.append(Band(max_batch=band.max_batch, drafters_by_depth=cells_of | ({drafter: pooled} if pooled else {})))
     return BatchAcceptance(bands=tuple(bands))
 
 

@@ -83,8 +83,8 @@ def estimator_errors(
             pi = chances(policy, log, folds)
             estimation = estimate(log, pi, folds, level=level, num_resamples=500, rng=np.random.default_rng([seed, 1]))
             truth = expected.mean(log, pi)
-            for estimator, one in estimation.estimates.items():
-                row = (truth, one.value, one.low, one.high, bool(estimation.warnings))
+            for estimator, mean in estimation.estimates.items():
+                row = (truth, mean.value, mean.low, mean.high, bool(estimation.warnings))
                 rows_of.setdefault((name, estimator), []).append(row)
         on_seed(done)
     return [_errors(target, name, rows) for (target, name), rows in rows_of.items()]

@@ -188,8 +188,8 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
     >>> nearest([0, 1, 2, 3, 4], 2, 3)
     [0, 1, 3]
     """
-    others = sorted((s for s in rl_steps if s != step), key=lambda s: (abs(s - step), s))
-    return sorted(others[:window])
+    candidates = sorted((s for s in rl_steps if s != step), key=lambda s: (abs(s - step), s))
+    return sorted(candidates[:window])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +205,8 @@ class _Prediction:
     def row(self, force: InForce, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
         trace, spot = self.trace, self.spot
-        seen, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
-        fit_on = seen.rl_steps
+        history, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
+        fit_on = history.rl_steps
         # Only a policy that learns or draws lots has a past that matters.
         since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
         spans = [s for s in trace.rl_steps if since <= s <= step]
@@ -221,7 +221,7 @@ class _Prediction:
         plain = (this_step.iterations["draft_depth"] == 0) & (this_step.iterations["prefill_tokens"] == 0)
         num_plain, ratio = int(plain.sum()), float("nan")
         if num_plain >= FEWEST_PLAIN:
-            ratio = _speed(times[plain], seen, fitted)
+            ratio = _speed(times[plain], history, fitted)
         scaled_s = makespan_s * ratio + beside_s
         busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
@@ -260,11 +260,11 @@ class _Prediction:
         rows = self.trace.iterations
         assert rows is not None
         steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
-        whole, kept = (float(sum(tokens.sum() for tokens in each)) for each in (
+        whole, uncached = (float(sum(tokens.sum() for tokens in each)) for each in (
             [step.prompts for step in steps], [step.uncached for step in steps]
         ))  # fmt: skip
         prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
-        return "kept" if abs(prefilled - kept) <= abs(prefilled - whole) else "recomputed"
+        return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
 
     def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[Trace, Calibration]:
         """The nearest candidates and a calibration on them; as many more as it takes to see what the policy needs."""
@@ -285,12 +285,12 @@ class _Prediction:
         """
         specs = DEFAULT_DRAFTERS | policy.drafters
         remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
-        rows, met = trace.iterations, self.trace.workload.groupby("rl_step")["epoch"].median() > 0
+        rows, epochs = trace.iterations, self.trace.workload.groupby("rl_step")["epoch"].median() > 0
         assert rows is not None
-        alike, mine = rows["rl_step"].map(met) == met[step], rows["drafter"].isin(remember)
+        alike, mine = rows["rl_step"].map(epochs) == epochs[step], rows["drafter"].isin(remember)
         drafted = pd.MultiIndex.from_frame(rows[["drafter", "draft_depth", "tokens_to_verify"]])
-        other = mine & ~alike & drafted.isin(drafted[mine & alike])
-        return replace(fitted, acceptance=fit_acceptance(rows[~other])[0]) if other.any() else fitted
+        unlike = mine & ~alike & drafted.isin(drafted[mine & alike])
+        return replace(fitted, acceptance=fit_acceptance(rows[~unlike])[0]) if unlike.any() else fitted
 
     def _simulate(
         self,
@@ -336,7 +336,7 @@ class _Prediction:
         accepted = self.spot.acceptance(fitted.acceptance, step, fit_on, earlier)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
-        makespans = [self._simulate(one, afresh, fitted, accepted, k).makespan_s for k, one in enumerate(drawn)]
+        makespans = [self._simulate(draw, afresh, fitted, accepted, k).makespan_s for k, draw in enumerate(drawn)]
         low, high = np.percentile(makespans, INTERVAL)
         return float(np.median(makespans)) + beside_s, float(low) + beside_s, float(high) + beside_s
 
@@ -361,8 +361,8 @@ def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibrat
     assert trace.iterations is not None
     drafts = trace.iterations.loc[trace.iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]
     shapes = set(drafts.itertuples(index=False, name=None))
-    asked = {(s.draft_depth, s.top_k, s.tokens_to_verify) for s in policy.strategies if s.speculates}
-    if fitted.costs.per_token_s is not None or len(shapes) != 1 or shapes != asked:
+    policy_shapes = {(s.draft_depth, s.top_k, s.tokens_to_verify) for s in policy.strategies if s.speculates}
+    if fitted.costs.per_token_s is not None or len(shapes) != 1 or shapes != policy_shapes:
         return fitted
     inside = {"per_token_s": 0.0, "sd_base_s": fitted.costs.sd_base_s or 0.0}
     return replace(fitted, costs=fitted.costs.model_copy(update=inside))
@@ -393,21 +393,21 @@ def tools_as_engines_saw(trace: Trace) -> Trace:
         return trace
     before = outcomes[[*KEY, "t_finish"]].assign(turn=outcomes["turn"] + 1).rename(columns={"t_finish": "left_s"})
     rows = outcomes.merge(before, on=list(KEY), how="left")
-    ran = {place: own.sort_values("t_start") for place, own in iterations.groupby(["rl_step", "worker"])}
-    seen = rows["tool_s"].to_numpy(np.float64, copy=True)
-    for place, own in rows[rows["left_s"].notna() & rows["t_submit"].notna()].groupby(["rl_step", "worker"]):
-        if place not in ran:
+    iterations_of = {place: turns.sort_values("t_start") for place, turns in iterations.groupby(["rl_step", "worker"])}
+    tool_s = rows["tool_s"].to_numpy(np.float64, copy=True)
+    for place, turns in rows[rows["left_s"].notna() & rows["t_submit"].notna()].groupby(["rl_step", "worker"]):
+        if place not in iterations_of:
             continue
-        starts = ran[place]["t_start"].to_numpy()
-        ends = starts + ran[place]["duration"].to_numpy()
+        starts = iterations_of[place]["t_start"].to_numpy()
+        ends = starts + iterations_of[place]["duration"].to_numpy()
         # Turns of one iteration end together, and are told one after the other.
-        last = np.searchsorted(ends, own["left_s"] + _ROUNDING_S, "right") - 1
-        first = np.searchsorted(starts, own["t_submit"] - _ROUNDING_S)
-        kept = (last >= 0) & (first > last) & (first < len(starts))
-        last, first, own = last[kept], first[kept], own[kept]
+        last = np.searchsorted(ends, turns["left_s"] + _ROUNDING_S, "right") - 1
+        first = np.searchsorted(starts, turns["t_submit"] - _ROUNDING_S)
+        valid = (last >= 0) & (first > last) & (first < len(starts))
+        last, first, turns = last[valid], first[valid], turns[valid]
         idle = starts[first] - ends[first - 1] > _ROUNDING_S
-        seen[own.index] = np.where(idle, starts[first], own["t_submit"]) - ends[last]
-    return trace.replace(outcomes=outcomes.assign(tool_s=seen))
+        tool_s[turns.index] = np.where(idle, starts[first], turns["t_submit"]) - ends[last]
+    return trace.replace(outcomes=outcomes.assign(tool_s=tool_s))
 
 
 def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Iterator[Trace]:

@@ -52,8 +52,8 @@ def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int
                 )
             in_force[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed)
         return in_force
-    given = trace.steps["policy"].astype(object).where(trace.steps["policy"].notna(), None)
-    names = dict(zip(trace.steps["rl_step"].tolist(), given.tolist(), strict=True))
+    column = trace.steps["policy"].astype(object).where(trace.steps["policy"].notna(), None)
+    names = dict(zip(trace.steps["rl_step"].tolist(), column.tolist(), strict=True))
     if trace.iterations is not None and not (trace.iterations["draft_depth"] > 0).any():
         # An engine that only recorded names no policy.
         names = {step: name or "none" for step, name in names.items()}

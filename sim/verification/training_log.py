@@ -63,7 +63,7 @@ class StepColumns:
     workers: int
     accept_length: pd.Series[float]
     shape: CostModel | None = None
-    what: str = "rollout"
+    unit: str = "rollout"
 
     @classmethod
     def of(cls, trace: Trace, costs: str | None = None, workers: int | None = None) -> StepColumns:
@@ -74,9 +74,9 @@ class StepColumns:
         steps = trace.steps
         if steps is None or "rollout_s" not in steps:
             raise ConfigError(f"{trace.path or 'the log'}: no rollout times in it, so nothing to fit")
-        column, what = "rollout_s", "rollout"
+        column, unit = "rollout_s", "rollout"
         if steps[column].isna().all() and "step_s" in steps:
-            column, what = "step_s", "whole RL step"
+            column, unit = "step_s", "whole RL step"
         timed = steps[steps[column] > 0].set_index("rl_step")
         if len(timed) < 3:
             raise ConfigError(
@@ -92,14 +92,14 @@ class StepColumns:
             lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[timed.index]
             rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
             rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
-            return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted, what=what)
+            return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted, unit=unit)
         if num_workers is None:
             raise ConfigError("a log does not say on how many engines it ran: give --workers")
         shape = load_costs(costs)
         if isinstance(shape, ScaledCosts):
             raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
         rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in timed.index]
-        return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, what=what)
+        return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, unit=unit)
 
     def fit(self, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
         """A fit with as many terms as these RL steps bear and need, and its relative errors of each left out."""
@@ -128,7 +128,7 @@ class LogFit:
     accept_length: float | None
     accept_spread: float | None
     notes: tuple[str, ...]
-    what: str = "rollout"
+    unit: str = "rollout"
 
     @property
     def median_error(self) -> float:
@@ -159,9 +159,9 @@ class LogFit:
         lines = [
             named,
             "",
-            f"{self.what} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
+            f"{self.unit} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
             f"{self.rows['error'].abs().max():.1%}; by the others' median {self.constant_error:.1%}",
-            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.what}",
+            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.unit}",
         ]
         if self.accept_length is not None:
             lines.append(f"accept length {self.accept_length:.2f}, {self.accept_spread:.2f} between RL steps")
@@ -175,10 +175,10 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     terms = {name: estimator.terms_.get(name, 0.0) for name in columns.terms[-1]}
     rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
     notes = [
-        f"fitted to the {columns.what} times of {len(rows)} RL steps; lengths within an RL step are as the log tells "
+        f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as the log tells "
         "them"
     ]
-    if columns.what != "rollout":
+    if columns.unit != "rollout":
         notes.append("no rollout has a time of its own in this log: what training takes is in the terms too")
     constant_error = float(np.median(np.abs(_left_out(Constant(), columns.rows))))
     if constant_error <= float(np.median(np.abs(error))):
@@ -199,7 +199,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     if columns.shape is None and trace.manifest.num_workers is None and workers is None:
         notes.append("on how many engines it ran is not said: one is taken, give --workers")
     origin = {"evidence": evidence, "notes": tuple(notes)}
-    made: LinearCosts | ScaledCosts
+    fitted: LinearCosts | ScaledCosts
     if columns.shape is None:
         batch = math.ceil(trace.outcomes.groupby("rl_step").size().max() / columns.workers)
         coefficients: dict[str, Any] = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
@@ -207,20 +207,20 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
             drafting = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
             coefficients |= dict.fromkeys(drafting, 0.0)
         coefficients |= terms | origin | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
-        made = LinearCosts(**coefficients)
+        fitted = LinearCosts(**coefficients)
     else:
         assert isinstance(columns.shape, LinearCosts | RooflineCosts | TableCosts)
-        made = ScaledCosts.at(terms["level"], columns.shape, terms["outside_s"]).model_copy(update=origin)
+        fitted = ScaledCosts.at(terms["level"], columns.shape, terms["outside_s"]).model_copy(update=origin)
     accepted = columns.accept_length[speculated]
     return LogFit(
-        costs=made,
+        costs=fitted,
         terms=terms,
         rows=rows.assign(error=error),
         constant_error=constant_error,
         accept_length=float(accepted.mean()) if len(accepted) else None,
         accept_spread=float(accepted.std(ddof=0)) if len(accepted) else None,
         notes=tuple(notes),
-        what=columns.what,
+        unit=columns.unit,
     )
 
 
@@ -234,7 +234,7 @@ class LogVerification:
     """
 
     rows: pd.DataFrame
-    what: str = "rollout"
+    unit: str = "rollout"
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify --json` for a log."""
@@ -276,7 +276,7 @@ class LogVerification:
             [
                 console.table(columns, rows),
                 "",
-                f"{self.what}s from earlier RL steps: median error {figures['median_error']:.1%}, worst "
+                f"{self.unit}s from earlier RL steps: median error {figures['median_error']:.1%}, worst "
                 f"{figures['worst_error']:.1%}, {figures['coverage']:.0%} within their 90 % interval; by the earlier "
                 f"ones' median {figures['constant_median_error']:.1%}",
                 f"forecast without their lengths: median error {figures['forecast_median_error']:.1%}, "
@@ -293,13 +293,13 @@ def verify_log(
     Intervals are conformal: of the errors of the fit on its own RL steps, each left out, and of the last predictions.
     """
     columns = StepColumns.of(trace, costs, workers)
-    made: list[dict[str, float]] = []
+    predictions: list[dict[str, float]] = []
     for at in range(FEWEST, len(columns.rows)):
-        earlier, now = columns.rows.iloc[max(0, at - window) : at], columns.rows.iloc[[at]]
+        earlier, current = columns.rows.iloc[max(0, at - window) : at], columns.rows.iloc[[at]]
         estimator, error = columns.fit(earlier)
-        past = [row["error"] for row in made[-window:]]
+        past = [row["error"] for row in predictions[-window:]]
         _, most = most_errors(np.concatenate([error, past]))
-        measured_s, predicted_s = float(now["measured_s"].iloc[0]), float(estimator.predict(now)[0])
+        measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(estimator.predict(current)[0])
         span = interval(predicted_s, most)
         assert span is not None
         # Lengths like those of the earlier steps: the ends of what they take, and the fit's error beyond.
@@ -307,9 +307,9 @@ def verify_log(
         ahead = [interval(float(end), most) for end in np.quantile(like, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])]
         assert ahead[0] is not None
         assert ahead[1] is not None
-        made.append(
+        predictions.append(
             {
-                "rl_step": int(now["rl_step"].iloc[0]),
+                "rl_step": int(current["rl_step"].iloc[0]),
                 "measured_s": measured_s,
                 "predicted_s": predicted_s,
                 "error": predicted_s / measured_s - 1,
@@ -321,9 +321,9 @@ def verify_log(
                 "constant_s": float(earlier["measured_s"].median()),
             }
         )
-    if not made:
+    if not predictions:
         raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
-    return LogVerification(rows=pd.DataFrame(made), what=columns.what)
+    return LogVerification(rows=pd.DataFrame(predictions), unit=columns.unit)
 
 
 def _simulated_s(trace: Trace, step: int, costs: CostModel, workers: int, accept_length: float) -> float:

@@ -24,7 +24,7 @@ from tltlab.sim.maps import (
     compositions,
     search_systems,
     survey,
-    turns_said,
+    turn_lines,
 )
 from tltlab.sim.maps.grid import WARM_UP_STEPS, beyond_measured, scheduled
 from tltlab.sim.maps.survey import Gain
@@ -48,8 +48,8 @@ def gain(low: float, estimate: float, high: float, believed: tuple[float, float]
 
 
 def test_a_point_is_the_simulation_of_its_systems_without_the_first_rl_step(found: Map):
-    assert [f.point.schedule for f in found.found] == ["synchronous", "one step off"]
-    for one in found.found:
+    assert [f.point.schedule for f in found.results] == ["synchronous", "one step off"]
+    for one in found.results:
         costs = SMALL.costs(one.point)
         seconds = {}
         for name in ("off", "model-free"):
@@ -68,7 +68,7 @@ def test_a_point_is_the_simulation_of_its_systems_without_the_first_rl_step(foun
 
 
 def test_worse_acceptance_is_worse_and_order_has_none(found: Map):
-    for one in found.found:
+    for one in found.results:
         for name in ("model-free", "trained", "trained + order"):
             least = one.gains[name].least
             assert least is not None
@@ -105,19 +105,19 @@ def test_a_map_says_which_property_turns_the_answer():
         found.append(
             PointResult(point=point, gains={name: fast if name == best else slow for name in ("trained", "order")})
         )
-    turns = Map(grid=grid, found=tuple(found), wall_s=0.0).turns()
+    turns = Map(grid=grid, results=tuple(found), wall_s=0.0).turns()
     assert turns[["property", "before", "after", "pairs", "turned"]].to_numpy().tolist() == [
         ["schedule", "synchronous", "one step off", 2, 1],
         ["load", 4, 8, 2, 2],
     ]
-    assert turns_said(turns) == [
+    assert turn_lines(turns) == [
         "load 4 -> 8 turns 2 of 2, most often trained into order (1)",
         "schedule synchronous -> one step off turns 1 of 2, most often order into off (1)",
     ]
 
 
 def test_at_the_break_even_acceptance_a_family_is_as_fast_as_plain_decoding(found: Map):
-    (one,) = (one for one in found.found if one.point.schedule == "synchronous")
+    (one,) = (one for one in found.results if one.point.schedule == "synchronous")
     factor = break_even(SMALL, one.point, "model-free", within=0.1)
     assert factor is not None
     assert (factor < 1.05) == (one.gains["model-free"].step.estimate > 1.0)
@@ -131,13 +131,15 @@ def test_costs_are_those_of_the_engine_measured_nearest_and_what_they_lack_is_na
     longest = max(m.context_tokens[1] for m in profiles().engines["sglang"].measured)
     assert beyond_measured(costs, int(longest)) == []
     assert beyond_measured(costs, int(longest) + 1) == ["context"]
-    assert all(one.distance == "measured together" and "draft depth" in one.beyond for one in found.found)
+    assert all(one.distance == "measured together" and "draft depth" in one.beyond for one in found.results)
 
 
 def test_a_model_that_does_not_fit_is_a_point_with_a_reason():
-    grid = MapGrid(models=["Qwen3-235B-A22B"], weights=["bf16"], schedules=["synchronous"], contexts=[131072], loads=[8],
-                gpu="RTX4090")  # fmt: skip
-    (one,) = survey(grid).found
+    grid = MapGrid(
+        models=["Qwen3-235B-A22B"], weights=["bf16"], schedules=["synchronous"], contexts=[131072], loads=[8],
+        gpu="RTX4090",
+    )  # fmt: skip
+    (one,) = survey(grid).results
     assert one.fault is not None
     assert one.json()["fault"] == one.fault
     assert not one.gains

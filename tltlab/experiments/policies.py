@@ -108,7 +108,7 @@ class BuiltPolicy:
 def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
     """Every policy by name, over the regime's drafters, or its first one where a policy knows no more."""
     name = regime.drafters[0]
-    stated_costs, start = regime.told, regime.phases[0].costs
+    stated_costs, start = regime.file_costs, regime.phases[0].costs
     few = [Strategy.chain(name, depth) for depth in (8, 4, 2, 1)]
     chains = [s for s in regime.strategies if s.speculates]
     rows = list(zip((1, 5, 17, 33), (*few[:3], NO_SPECULATION), strict=True))

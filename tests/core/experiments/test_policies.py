@@ -44,7 +44,7 @@ def test_there_are_at_least_twelve_regimes_and_those_that_change_have_phases(fou
         assert len(found[name].phases) == 2
     wrong = found["costs wrong, dearer"]
     strategy = wrong.strategies[4]
-    true, told = (costs.iteration(strategy).seconds(4, 0.0) for costs in (wrong.phases[0].costs, wrong.told))
+    true, told = (costs.iteration(strategy).seconds(4, 0.0) for costs in (wrong.phases[0].costs, wrong.file_costs))
     assert true == pytest.approx(1.3 * told)
 
 

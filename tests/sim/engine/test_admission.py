@@ -39,7 +39,7 @@ def test_over_issue_begins_half_as_many_prompts_again_and_ends_with_whole_groups
         assert not feed.stopped
     feed.finished([PROMPTS * GROUP - 1], 1)
     assert feed.stopped
-    feed.left(40, 7.0)
+    feed.leave(40, 7.0)
     trained = stream.end(feed.work)
     assert [job.index for job in trained] == list(range(PROMPTS * GROUP))
     following = stream.begin(1)
@@ -62,7 +62,7 @@ def test_a_restart_forgets_what_lost_and_a_long_round_runs_it_to_the_end(trace: 
     rule = Admission(issue=2.0, leftover="restart")
     stream, feed, _ = one_round(trace, rule)
     feed.finished(list(range(PROMPTS * GROUP)), 0)
-    feed.left(PROMPTS * GROUP, 11.0)
+    feed.leave(PROMPTS * GROUP, 11.0)
     assert feed.stopped
     stream.end(feed.work)
     assert stream.wasted_tokens == 11.0

@@ -273,7 +273,7 @@ def test_a_step_that_ends_during_a_tool_call_goes_on_behind_it():
         if tokens == 10.0:
             assert feed.finished([1], 1) == []
         else:
-            feed.left(1, tokens)
+            feed.leave(1, tokens)
         assert work.jobs[1].generated == tokens
         feed.finished([0], 0)
         stream.end(work)
