@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from tltlab.acceptance.base import Acceptance, Settled
 from tltlab.arrays import Floats
 from tltlab.config import shown
-from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
@@ -120,24 +119,20 @@ def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """All of a simulation but the policy: what `sweep` holds fixed while policies change."""
+class Scenario(SimulationConfig):
+    """All of a simulation but the policy: settings for one trace, with what they left open filled in.
+
+    It is what `sweep` holds fixed while policies change.
+    """
 
     steps: tuple[Requests, ...]
     queues: tuple[list[list[int]], ...]
     costs: CostModel
     acceptance: Acceptance | None
     workers: int
-    mode: str
-    seed: int
-    decision_block: int
     costs_name: str
     acceptance_name: str | None
     spot: SpotTraining | None = None
-    coordinator: CoordinatorConfig | None = None
-    online_updates: int = 0
-    admission: Admission | SharedBuffer | None = None
-    max_tools: int | None = None
 
     @classmethod
     def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
@@ -155,24 +150,17 @@ class Scenario:
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
-        queues = tuple(place(step, workers, config.placement or "contiguous", costs) for step in steps)
-        return cls(
-            steps=steps,
-            queues=queues,
-            costs=costs,
-            acceptance=acceptance,
-            workers=workers,
-            mode=config.mode,
-            seed=config.seed,
-            decision_block=config.decision_block,
-            costs_name=costs_name,
-            acceptance_name=acceptance_name,
-            spot=None if config.spot is None else load_spot_training(config.spot),
-            coordinator=config.coordinator,
-            online_updates=config.online_updates,
-            admission=config.admission,
-            max_tools=config.max_tools,
-        )
+        values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
+            "steps": steps,
+            "queues": tuple(place(step, workers, config.placement or "contiguous", costs) for step in steps),
+            "costs": costs,
+            "acceptance": acceptance,
+            "workers": workers,
+            "costs_name": costs_name,
+            "acceptance_name": acceptance_name,
+            "spot": None if config.spot is None else load_spot_training(config.spot),
+        }
+        return cls(**values)
 
     def rollouts(
         self,
