@@ -58,36 +58,22 @@ class RateBatch(ArrayBatch):
     """Residents that gain at chances of their own.
 
     `settle` tells the group that requests have finished; it belongs at the end of a macro-step in virtual time, and
-    `advance` catches up on it. Without a budget the given regime's cost holds; with one, `costs` says what the drafts
-    it allots take.
+    `advance` catches up on it. Without a budget the given regime's cost holds; with one, the costs of `rates` say what
+    the drafts it allots take.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        model: ByRequest,
-        groups: Groups,
-        *,
-        seed: int,
-        sampled: bool,
-        costs: CostModel,
-        budget: DraftBudget | None = None,
-        refresh: int = REFRESH_ITERATIONS,
-    ) -> None:
+    def __init__(self, requests: Requests, rates: Rates, groups: Groups, budget: DraftBudget | None) -> None:
         super().__init__(requests, np.float64)
-        self._model = model
+        self._rates = rates
+        self._model = rates.model
         self._groups = groups
-        self._seed = seed
-        self._sampled = sampled
-        self._costs = costs
         self._budget = budget
-        self._refresh = refresh
         self._recent = np.full(len(requests), np.nan)
         self._drafted = np.zeros(len(requests))
         self._accepted = np.zeros(len(requests))
         self._pending: list[int] = []
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
-        self._seeds = requests.seeds(seed) if sampled else None
+        self._seeds = requests.seeds(rates.seed) if rates.sampled else None
         self._draws = np.zeros(len(requests), np.int64)
 
     def recent_acceptance(self, request: int) -> float | None:
@@ -118,8 +104,8 @@ class RateBatch(ArrayBatch):
             if self._budget is not None:
                 regime, drafted = self._allotted(regime)
             if not (self._model.steady and drafted is None):
-                limit = min(limit, self._refresh)
-            if self._sampled:
+                limit = min(limit, self._rates.refresh)
+            if self._rates.sampled:
                 gains = self._drawn(regime, drafted, self._remaining(), limit, room_tokens)
                 self._draws[self._running] += gains.shape[1]
                 self._remember(gains.mean(axis=1) - 1.0, gains.shape[1], drafted, regime)
@@ -156,7 +142,7 @@ class RateBatch(ArrayBatch):
 
     @property
     def is_steady(self) -> bool:
-        return self._model.steady and not self._sampled and self._budget is None
+        return self._model.steady and not self._rates.sampled and self._budget is None
 
     def steady_gains(self, strategy: Strategy, batch: int) -> Floats:
         """Expected tokens of every request of the rollout in an iteration, where these stay the same."""
@@ -196,7 +182,7 @@ class RateBatch(ArrayBatch):
 
     def _levels(self, drafter: str) -> Floats:
         """The level of every request of the rollout."""
-        return self.requests.levels(self._model, drafter, self._seed)
+        return self.requests.levels(self._model, drafter, self._rates.seed)
 
     def _allotted(self, regime: Regime) -> tuple[Regime, Ints]:
         """The budget's share of each resident, and the regime with its cost."""
@@ -214,7 +200,7 @@ class RateBatch(ArrayBatch):
         deepest, mean = int(drafted.max()), float(drafted.mean()) * share
         key = (strategy, deepest, mean)
         if key not in self._regimes:
-            cost = self._costs.iteration(
+            cost = self._rates.costs.iteration(
                 Strategy.chain(strategy.drafter, deepest), tokens_to_verify=1.0 + mean, drafter_loaded=True
             )
             self._regimes[key] = Regime(
@@ -271,13 +257,4 @@ class Rates:
             self._requests, self._groups, self._num_batches = requests, Groups(requests), 0
         budget = self.budgets[self._num_batches] if self.budgets else None
         self._num_batches += 1
-        return RateBatch(
-            requests,
-            self.model,
-            self._groups,
-            seed=self.seed,
-            sampled=self.sampled,
-            costs=self.costs,
-            budget=budget,
-            refresh=self.refresh,
-        )
+        return RateBatch(requests, self, self._groups, budget)

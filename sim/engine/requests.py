@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -128,6 +128,13 @@ class Requests:
     rows: pd.DataFrame
     turns: Turns | None = None
     prefix_caching: bool = False
+    _seeds: dict[int, Words] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _levels: dict[tuple[str, int], tuple[ByRequest, Floats]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _placed: list[tuple[list[list[int]], Ints, Residents]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -161,20 +168,12 @@ class Requests:
             self._seeds[seed] = request_seeds(seed, self.keys)
         return self._seeds[seed]
 
-    @cached_property
-    def _seeds(self) -> dict[int, Words]:
-        return {}
-
     def levels(self, model: ByRequest, drafter: str, seed: int) -> Floats:
         """The level that a model draws for each, drawn once as long as the model stays the same."""
         entry = self._levels.get((drafter, seed))
         if entry is None or entry[0] is not model:
             entry = self._levels[drafter, seed] = model, model.levels(drafter, self.keys, seed)
         return entry[1]
-
-    @cached_property
-    def _levels(self) -> dict[tuple[str, int], tuple[ByRequest, Floats]]:
-        return {}
 
     def placed(self, queues: list[list[int]]) -> tuple[Ints, Residents]:
         """The worker of each request, and all that have tokens as they begin: worked out once for all policies."""
@@ -188,10 +187,6 @@ class Requests:
         return self._placed[0][1:]
 
     @cached_property
-    def _placed(self) -> list[tuple[list[list[int]], Ints, Residents]]:
-        return []
-
-    @cached_property
     def chains(self) -> list[list[int]]:
         """The requests of each response: one for each of its turns."""
         turns = self.turns
@@ -202,15 +197,15 @@ class Requests:
         if self.turns is None:
             return self
         first = self.turns.first
-        return Requests(
-            rl_step=self.rl_step,
-            policy_version=self.policy_version,
+        return replace(
+            self,
             keys=[self.keys[i] for i in first],
             prompt_tokens=[self.prompt_tokens[i] for i in first],
             max_response_tokens=[self.max_response_tokens[i] for i in first],
             response_tokens=[sum(self.response_tokens[j] for j in chain) for chain in self.chains],
             recorded_worker=[self.recorded_worker[i] for i in first],
             rows=self.rows.iloc[first],
+            turns=None,
         )
 
     @cached_property
