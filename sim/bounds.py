@@ -120,8 +120,8 @@ def _decoding_s(
             ]
         if mode == "sampled" and acceptance is not None and acceptance.varies_by == "nothing":
             return _sampled(requests, ids, regimes, fixed, slope_s, seed)
-    prompts = np.array([requests.prompt_tokens[i] for i in ids], np.float64)
-    lengths = np.array([requests.response_tokens[i] for i in ids], np.float64) - TOLERANCE_TOKENS
+    prompts = requests.prompts[ids].astype(np.float64)
+    lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
     def most(regime: Regime) -> Floats | float:
         if acceptance is None or acceptance.varies_by != "request" or not regime.strategy.speculates:
@@ -153,13 +153,13 @@ def _replayed(
     acceptance: Settled,
 ) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
-    order = sorted(range(len(ids)), key=lambda j: -requests.response_tokens[ids[j]])
-    lengths = np.array([requests.response_tokens[ids[j]] for j in order], np.int64)
-    prompts = np.array([requests.prompt_tokens[ids[j]] for j in order], np.int64)
+    order = np.argsort(-requests.lengths[ids], kind="stable")
+    longest_first = np.array(ids)[order]
+    lengths, prompts = requests.lengths[longest_first], requests.prompts[longest_first]
     ends = np.cumsum(lengths)
     accepted_of = {
         name: np.concatenate(
-            [acceptance.positions(name, requests.keys[ids[j]], requests.response_tokens[ids[j]]) for j in order]
+            [acceptance.positions(name, requests.keys[i], requests.response_tokens[i]) for i in longest_first]
         )
         for name in {r.strategy.drafter for r, _ in strategies if r.strategy.speculates}
     }
@@ -242,13 +242,13 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     if not nonempty.any():
         return 0.0
     loaded = not regimes.loads_late
-    met = [(regimes.at(s, b, loaded=loaded), b) for s in regimes.strategies for b in range(1, most + 1)]
-    if min(regime.fixed_s(b) for regime, b in met) <= 0.0:
+    options = [(regimes.at(s, b, loaded=loaded), b) for s in regimes.strategies for b in range(1, most + 1)]
+    if min(regime.fixed_s(b) for regime, b in options) <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
-    rates = np.array([regime.tokens / regime.fixed_s(b) for regime, b in met])
-    rate, share = envelope(rates, np.array([1.0 / b for _, b in met]))
-    slope_s = min(regime.slope_s(b) for regime, b in met)
-    gain = max(regime.tokens for regime, _ in met)
+    rates = np.array([regime.tokens / regime.fixed_s(b) for regime, b in options])
+    rate, share = envelope(rates, np.array([1.0 / b for _, b in options]))
+    slope_s = min(regime.slope_s(b) for regime, b in options)
+    gain = max(regime.tokens for regime, _ in options)
     lengths = requests.lengths[nonempty] - TOLERANCE_TOKENS
     prompts = requests.prompts[nonempty].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)

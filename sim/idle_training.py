@@ -73,13 +73,8 @@ class SimulatedSpotTrainer:
         self._rollout = -1
         self._has_data = False
         self._lengths: list[float] = []
-        self._result: SpotResult | None = None
-
-    @property
-    def result(self) -> SpotResult:
+        self.result: SpotResult
         """Of the rollout that ended last."""
-        assert self._result is not None, "no rollout has ended yet"
-        return self._result
 
     def rollout_started(self, num_workers: int, now: float) -> None:
         """A rollout begins."""
@@ -126,7 +121,7 @@ class SimulatedSpotTrainer:
             idle_worker_s += now - idle_s
         updates = self._trained.updates
         self.drafter = DrafterState(age=0 if updates else self.drafter.age + 1, updates=self.drafter.updates + updates)
-        self._result = SpotResult(
+        self.result = SpotResult(
             spans=tuple(sorted(self._spans, key=lambda span: (span.start_s, span.lane))),
             trained=self._trained,
             drafter=self.drafter,

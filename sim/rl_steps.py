@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -355,8 +356,7 @@ def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: b
     return pd.DataFrame(rows, columns=columns).sort_values("rl_step", kind="stable", ignore_index=True)
 
 
-def _when(interval: _Interval) -> tuple[float, float]:
-    return interval.start_s, interval.end_s
+_when = attrgetter("start_s", "end_s")
 
 
 def _with_gaps(intervals: Sequence[_Interval], *, after: bool, until_s: float) -> Iterator[_Interval]:

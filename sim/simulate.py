@@ -17,7 +17,6 @@ import tltlab
 from tltlab.costs.evidence import interval
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
-from tltlab.sim.engine.regime import Regime
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace, TraceSource, read
@@ -93,9 +92,9 @@ class SimResult:
         probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
         """
         bounds_s = self.bounds_s()
-        strategies = [regime.strategy for regime in self._regimes()]
+        strategies = {id(regime): regime.strategy for c in self._columns() for regime in c.regime}.values()
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = self.outside_calibration
+        outside = outside_calibration(self.scenario, self.rollouts)
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
@@ -174,17 +173,9 @@ class SimResult:
             "prefilled_tokens": math.fsum(float(c.prefill_tokens.sum()) for c in self._columns()),
         }
 
-    def _regimes(self) -> list[Regime]:
-        return list({id(r): r for c in self._columns() for r in c.regime}.values())
-
     def _columns(self) -> Iterator[Columns]:
         """What every worker did in every rollout."""
         return (log.columns for rollout in self.rollouts for log in rollout.logs)
-
-    @property
-    def outside_calibration(self) -> dict[str, float] | None:
-        """Shares of iterations outside what was measured, as the function of that name."""
-        return outside_calibration(self.scenario, self.rollouts)
 
     @property
     def mean_accept_length(self) -> float | None:
@@ -270,22 +261,8 @@ def simulate(
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started
-    name = policy_name(policy)
-    return SimResult(
-        rollouts=rollouts,
-        manifest=_manifest(trace, scenario, name, config.placement or "contiguous"),
-        policy=name,
-        scenario=scenario,
-        wall_s=wall_s,
-        # A budget drafts less than its strategy for some: the bound does not hold for it.
-        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies),
-        record_iterations=record_iterations,
-    )
-
-
-def _manifest(trace: Trace, scenario: Scenario, policy: str, placement: str) -> Manifest:
-    source = trace.manifest
-    return source.model_copy(
+    name, source = policy_name(policy), trace.manifest
+    manifest = source.model_copy(
         update={
             "kind": "simulated",
             "engine": "tltlab.sim",
@@ -293,6 +270,16 @@ def _manifest(trace: Trace, scenario: Scenario, policy: str, placement: str) -> 
             "num_rl_steps": len(scenario.steps),
             "seed": scenario.seed,
             "source": source.name or source.source,
-            "notes": f"simulated: policy {policy}, placement {placement}, mode {scenario.mode}",
+            "notes": f"simulated: policy {name}, placement {config.placement or 'contiguous'}, mode {scenario.mode}",
         }
+    )
+    return SimResult(
+        rollouts=rollouts,
+        manifest=manifest,
+        policy=name,
+        scenario=scenario,
+        wall_s=wall_s,
+        # A budget drafts less than its strategy for some: the bound does not hold for it.
+        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies),
+        record_iterations=record_iterations,
     )

@@ -70,7 +70,8 @@ def sweep(
     >>> sweep("traces/tiny", "none,beg-mab").makespan_s.tolist()  # doctest: +SKIP
     """
     at_least(1, jobs=jobs)
-    scenario, policies = _scenario(scenario), named_policies(policies)
+    scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario)
+    policies = named_policies(policies)
     names = list(policies)
     # The table rows are for writing traces: workers need not receive them.
     lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
@@ -144,10 +145,6 @@ def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[s
     """The ratio of two series of RL steps, and its paired 95 % interval as `name`_low and `name`_high."""
     ratio = paired_ratio(seconds, base, rng=np.random.default_rng(seed))
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
-
-
-def _scenario(source: Scenario | TraceSource) -> Scenario:
-    return source if isinstance(source, Scenario) else Scenario.of(source)
 
 
 def _in_parallel(

@@ -22,6 +22,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import LEARNED_DEFAULT, TEXT_DEFAULT, BoundSystem, bind
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.sensitivity import RANGES, ScaledChances
+from tltlab.sim.simulate import outside_calibration
 from tltlab.sim.systems import simulate_system
 from tltlab.stats import Interval, interval_json, paired_ratio
 
@@ -273,8 +274,8 @@ class _PointSimulation:
             gpus_per_worker=self.costs.tensor_parallel,
         )  # fmt: skip
         assert run.whole is not None
-        outside = {name.replace("_", " ") for name in run.result.outside_calibration or ()}
-        self.beyond |= outside - {"acceptance"}
+        outside = outside_calibration(run.result.scenario, run.result.rollouts) or {}
+        self.beyond |= {name.replace("_", " ") for name in outside} - {"acceptance"}
         self.depths |= {s.draft_depth for s in run.bound.policy.strategies if s.speculates}
         rollout_s = np.array([rollout.makespan_s for rollout in run.result.rollouts])
         step_s = run.whole.steps["step_s"].to_numpy(np.float64)

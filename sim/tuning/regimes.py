@@ -66,13 +66,9 @@ class PolicyRegime:
             seeded = replace(phase, seed=seed)
             yield from seeded.rollouts(lasting or OraclePolicy(seeded, self.strategies))
 
-    def seconds(self, policy: PolicyLike, seed: int) -> Floats:
-        """Makespan of each RL step; the selectors live through all of them."""
+    def seconds(self, policy: PolicyLike | None, seed: int) -> Floats:
+        """Makespan of each RL step, under selectors that live through all of them, or the oracle (None)."""
         return np.array([rollout.makespan_s for rollout in self._rollouts(policy, seed)])
-
-    def oracle_seconds(self, seed: int) -> Floats:
-        """Makespan of each RL step under the per-iteration oracle."""
-        return np.array([rollout.makespan_s for rollout in self._rollouts(None, seed)])
 
     def seconds_by_part(self, policy: PolicyLike | None, seed: int) -> dict[str, float]:
         """Seconds of decoding on all workers by `PARTS` of the rollouts; None is the per-iteration oracle."""

@@ -192,7 +192,7 @@ def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """A row per policy: seconds of an RL step, and ratios to the best fixed strategy, with its interval, and oracle."""
     best, fixed_by_seed = best_fixed(regime, seeds)
     fixed = np.concatenate([fixed_by_seed[seed] for seed in seeds])
-    oracle = np.concatenate([regime.oracle_seconds(seed) for seed in seeds])
+    oracle = np.concatenate([regime.seconds(None, seed) for seed in seeds])
     seconds_by_policy = {
         name: np.concatenate([regime.seconds(policy, seed) for seed in seeds])
         for name, policy in policies_for(regime).items()
