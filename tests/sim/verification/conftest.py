@@ -1,11 +1,15 @@
 """What the tests of `verify` share."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tltlab.sim.verification import rollouts
 
 
-@pytest.fixture(autouse=True)
-def few_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def few_forecasts() -> Iterator[None]:
     """An interval of three simulations is one as well, and they are most of what a prediction takes."""
-    monkeypatch.setattr(rollouts, "FORECASTS", 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "FORECASTS", 3)
+        yield

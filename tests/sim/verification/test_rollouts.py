@@ -53,6 +53,10 @@ def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path)
     assert found.rows["step_time_ratio"].tolist() == pytest.approx([1.0] * 6, abs=0.02)
     assert found.repeat_spread is None
     assert found.goal == 0.05
+    # A forecast needs history.
+    rows = found.rows.set_index("rl_step")
+    assert np.isnan(rows.loc[0, "forecast_s"])
+    assert rows.loc[4, "forecast_low_s"] <= rows.loc[4, "forecast_s"] <= rows.loc[4, "forecast_high_s"]
 
 
 def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
@@ -142,12 +146,6 @@ def test_a_step_is_never_fitted_on_itself(run: Path):
     rows = verify(run, rl_steps=[2, 3], window=3).rows
     assert [step in fitted for step, fitted in zip(rows["rl_step"], rows["fitted_on"], strict=True)] == [False, False]
     assert rows["fitted_on"].tolist() == [[0, 1, 3], [1, 2, 4]]
-
-
-def test_a_forecast_needs_history_and_spans_an_interval(run: Path):
-    rows = verify(run, rl_steps=[0, 4]).rows.set_index("rl_step")
-    assert np.isnan(rows.loc[0, "forecast_s"])
-    assert rows.loc[4, "forecast_low_s"] <= rows.loc[4, "forecast_s"] <= rows.loc[4, "forecast_high_s"]
 
 
 def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: Path):
