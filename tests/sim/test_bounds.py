@@ -235,17 +235,6 @@ def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small
     assert best <= makespan * CLOSE
 
 
-def test_every_policy_and_placement_stays_above_the_optimum():
-    instance = Small(
-        prompts=(2, 5, 3, 1), lengths=(6, 2, 4, 3), strategies=BOTH, workers=2, acceptance="trace", mode="fluid",
-        costs=costs(base_s=4e-3, per_request_s=1e-3, per_context_s=1e-4, sd_base_s=2e-3, prefill_per_token_s=1e-4),
-    )  # fmt: skip
-    best = optimum(instance)
-    found = [simulated(instance, rule, placement)[0] for rule in RULES for placement in PLACEMENTS[:4]]
-    assert best <= min(found) * CLOSE
-    assert max(found) > best * 1.05
-
-
 def test_the_search_splits_and_batches_as_a_hand_would():
     # One iteration costs 1 s whatever its batch: 5 iterations if the longest runs throughout, on one worker or two.
     assert optimum(small(5, 3, 2, base_s=1.0)) == 5.0
@@ -266,15 +255,18 @@ def test_the_search_speculates_where_it_pays():
 
 
 @pytest.mark.parametrize(
-    "terms",
+    "instance",
     [
-        {"base_s": 1.0},
-        {"base_s": 1e-2, "per_request_s": 1e-3, "per_context_s": 1e-3, "prefill_per_token_s": 1e-2},
-        {"per_token_s": 1.0, "per_context_s": 1.0},
+        # A lone response, or a worker for each: the path of the longest.
+        small(6, base_s=1.0),
+        small(6, base_s=1e-2, per_request_s=1e-3, per_context_s=1e-3, prefill_per_token_s=1e-2),
+        small(6, per_token_s=1.0, per_context_s=1.0),
+        small(6, 3, 2, workers=3, base_s=1e-2, per_request_s=1e-3, per_context_s=1e-4),
+        # Four equal responses, two seats a worker: every iteration is full and all workers end together, at the area.
+        *(small(4, 4, 4, 4, workers=n, base_s=1e-2, per_request_s=2e-3, max_num_seqs=2) for n in (1, 2)),
     ],
 )
-def test_a_lone_response_meets_the_path(terms: dict[str, float]):
-    instance = small(6, **terms)
+def test_where_path_or_area_decides_the_bound_is_the_optimum(instance: Small):
     makespan, bound = simulated(instance)
     assert makespan == pytest.approx(optimum(instance), rel=1e-12)
     assert bound == pytest.approx(makespan, rel=1e-6)
@@ -288,20 +280,6 @@ def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(length, s
         costs=costs(base_s=1e-2, per_token_s=1e-3, per_context_s=1e-4, draft_level_s=2e-3, prefill_per_token_s=1e-3),
     )  # fmt: skip
     assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-9)
-
-
-def test_a_worker_for_each_response_meets_the_path_of_the_longest():
-    instance = small(6, 3, 2, workers=3, base_s=1e-2, per_request_s=1e-3, per_context_s=1e-4)
-    assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-6)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_equal_responses_that_fill_every_seat_meet_the_area(workers: int):
-    # Four equal responses, two seats a worker: every iteration is full and all workers end together.
-    instance = small(4, 4, 4, 4, workers=workers, base_s=1e-2, per_request_s=2e-3, max_num_seqs=2)
-    makespan, bound = simulated(instance)
-    assert makespan == pytest.approx(optimum(instance), rel=1e-12)
-    assert bound == pytest.approx(makespan, rel=1e-6)
 
 
 def test_work_that_does_not_batch_meets_the_area():

@@ -63,13 +63,6 @@ def test_workers_train_and_checkpoints_are_written_on_their_own_lanes():
     assert {s.kind for s in result.spans} <= set(SPAN_KINDS)
 
 
-def test_the_threshold_of_idle_workers_delays_the_training():
-    spot = SimulatedSpotTrainer(changed(checkpoint_every=None), CoordinatorConfig(min_idle_workers=2))
-    result = rollout(spot, [10.0, 30.0, 60.0])
-    assert result.trained.updates == 60 - 30 - 5
-    assert (result.idle_worker_s, held_s(result, 60.0)) == (80.0, 60.0)
-
-
 def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages():
     spot = SimulatedSpotTrainer(SIMPLE)
     assert rollout(spot, [10.0, 60.0]).drafter.age == 0
@@ -78,11 +71,6 @@ def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages
     assert (result.trained.updates, result.used_share, result.spans) == (0, 0.0, ())
     assert (result.drafter.age, result.drafter.updates) == (1, done)
     assert rollout(spot, [10.0, 60.0]).drafter.updates == 2 * done
-
-
-def test_workers_without_a_share_of_the_rollout_have_no_data_before_others_finish():
-    result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [0.0, 20.0, 40.0])
-    assert result.trained.updates == 19, "two workers, behind the pause for the second's joining"
 
 
 def test_responses_of_the_rollout_before_are_data_from_the_start():

@@ -41,11 +41,6 @@ def test_recorded_needs_a_worker_for_each_response():
         place(requests([1] * 2), 1, "recorded")
 
 
-def test_an_unknown_placement_is_named():
-    with pytest.raises(ConfigError, match="'nearest'"):
-        place(requests([1]), 1, "nearest")
-
-
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6), st.sampled_from(PLACEMENTS[:4]))
 def test_every_request_is_placed_once(lengths: list[int], workers: int, placement: str):
     queues = place(requests(lengths), workers, placement)

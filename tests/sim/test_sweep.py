@@ -42,11 +42,6 @@ def test_a_sweep_is_its_simulations(scenario: Scenario):
     assert found["policy"].tolist() == [name for name in policies for _ in range(4)]
 
 
-def test_processes_do_not_change_the_numbers(scenario: Scenario):
-    policies = random_tables(5)
-    pd.testing.assert_frame_equal(sweep(scenario, policies, jobs=2), sweep(scenario, policies))
-
-
 @pytest.mark.engine
 def test_a_ray_cluster_does_not_change_the_numbers(scenario: Scenario):
     policies = random_tables(3)

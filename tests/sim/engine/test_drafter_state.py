@@ -43,13 +43,9 @@ def accept_lengths(**options: Any) -> list[float]:
     ]
 
 
-def test_a_drafter_that_is_never_trained_grows_stale():
-    first, second, third = accept_lengths(acceptance=AGING)
-    assert first > second > third
-
-
-def test_a_drafter_trained_in_idle_time_gets_better_from_the_second_step_on():
+def test_a_drafter_that_is_never_trained_grows_stale_and_one_trained_in_idle_time_gets_better():
     aged, trained = accept_lengths(acceptance=AGING), accept_lengths(acceptance=AGING, spot=QUICK)
+    assert aged[0] > aged[1] > aged[2]
     assert trained[0] == aged[0]
     assert trained[1] > aged[1]
     assert trained[2] > trained[1] > trained[0]

@@ -77,19 +77,6 @@ def test_fluid_is_within_a_percent_of_the_mean_of_sampled_runs(policy: Policy):
 
 
 @HALF
-@given(LENGTHS, st.lists(st.integers(1, 32), min_size=1, max_size=4))
-def test_makespan_is_the_sum_over_finishes(lengths: list[int], graph_sizes: list[int]):
-    """T = sum over j of L_(j) (tau(j) - tau(j-1)): L_(j) the j-th longest, tau(j) an iteration's time at batch j."""
-    costs = COSTS.model_copy(
-        update={"per_context_s": 0.0, "prefill_per_token_s": 0.0, "graph_sizes": tuple(sorted(set(graph_sizes)))}
-    )
-    tau = [0.0, *(costs.iteration(NO_SPECULATION).without_context_s(j) for j in range(1, len(lengths) + 1))]
-    longest_first = sorted(lengths, reverse=True)
-    expected = sum(n * (tau[j] - tau[j - 1]) for j, n in enumerate(longest_first, start=1))
-    assert simulate(of_lengths(lengths, workers=1), "none", costs=costs).makespan_s == pytest.approx(expected)
-
-
-@HALF
 @given(LENGTHS, st.integers(1, 4))
 def test_three_ways_to_simulate_plain_decoding_agree(lengths: list[int], workers: int):
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=COSTS)

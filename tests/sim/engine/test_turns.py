@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,19 @@ def test_what_is_cached_goes_where_running_requests_need_the_room():
     assert (roomy["prefilled_tokens"], tight["prefilled_tokens"]) == (60.0, 90.0)
 
 
-def test_a_turn_that_a_lower_cap_cuts_is_the_last():
-    (step,) = requests_by_step(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]), max_response_tokens=4)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda trace: requests_by_step(trace, max_response_tokens=4)[0],
+        lambda trace: changed(requests_by_step(trace)[0], Truncated(share=4 / 99), 0),
+    ],
+    ids=["a lower cap", "truncation"],
+)
+def test_a_turn_that_is_cut_is_the_last(cut: Callable[[Trace], Requests]):
+    step = cut(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]))
     assert step.response_tokens == [4, 3, 4]
     assert step.turns is not None
-    assert step.turns.after == [-1, 2, -1]
+    assert (step.turns.after, step.turns.first) == ([-1, 2, -1], [0, 1])
 
 
 def test_all_turns_run_where_the_first_did_and_count_together():
@@ -240,14 +249,6 @@ def simulate_one(step: Requests) -> float:
     simulator.prepare(Regimes((NO_SPECULATION,), SECOND, None), FluidBatch)
     assert step.turns is not None
     return simulator.rollout(step, [step.turns.first]).makespan_s
-
-
-def test_truncation_ends_a_response_with_the_turn_that_it_cuts():
-    (step,) = requests_by_step(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]))
-    made = changed(step, Truncated(share=4 / 99), 0)
-    assert made.response_tokens == [4, 3, 4]
-    assert made.turns is not None
-    assert (made.turns.after, made.turns.first) == ([-1, 2, -1], [0, 1])
 
 
 @pytest.mark.parametrize("rule", [Admission(), SharedBuffer(chunk_tokens=10**6)])

@@ -19,6 +19,7 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.by_request import Rates
@@ -40,6 +41,7 @@ assert isinstance(H100, RooflineCosts)
 # It computes so slowly that the knee lies at 16 tokens.
 SLOW = Gpu(name="slow", hbm_bytes_per_s=1e12, peak_flops=16e12, link_bytes_per_s=1e11, memory_bytes=80e9)
 ROOFLINE = H100.model_copy(update={"gpu": SLOW})
+PLAIN = load_policy("none")
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 
 
@@ -98,7 +100,7 @@ def assert_agree(
     """Drafts by `Threshold`, of which None is plain decoding, take the time that the slow oracle says."""
 
     def selector() -> Selector:
-        return Plain() if threshold is None else Threshold(*threshold)
+        return PLAIN.build(np.random.default_rng(0)) if threshold is None else Threshold(*threshold)
 
     regimes = Regimes(selector().strategies, cost, acceptance)
     engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
@@ -118,14 +120,13 @@ def by_batch(border: int) -> BatchAcceptance:
     """Four in five drafts are kept whole up to a batch, one in five above."""
     return BatchAcceptance(
         bands=tuple(
-            Band(max_batch=end, drafters_by_depth={"ngram": {5: FittedDepth(accepted=kept_or_not(kept), drafted=5)}})
+            Band(
+                max_batch=end,
+                drafters_by_depth={"ngram": {5: FittedDepth(accepted=(1 - kept, 0, 0, 0, 0, kept), drafted=5)}},
+            )
             for end, kept in ((border, 0.8), (None, 0.2))
         )
     )
-
-
-def kept_or_not(kept: float) -> tuple[float, ...]:
-    return (1 - kept, 0, 0, 0, 0, kept)
 
 
 THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans())
@@ -144,14 +145,6 @@ def test_prompts_that_ride_in_iterations_take_the_time_of_these(req, cost, alpha
     riding = ROOFLINE.model_copy(update=cost.limits() | {"max_num_batched_tokens": budget})
     model = GeometricAcceptance(alpha=alpha)
     assert_agree(req, riding, model, FluidBatch, threshold, placement="round_robin")
-
-
-class Plain(Selector):
-    strategies = (NO_SPECULATION,)
-    memoryless = True
-
-    def choose(self, state: StepState) -> Strategy:
-        return NO_SPECULATION
 
 
 @HALF

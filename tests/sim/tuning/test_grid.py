@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import tltlab
 from tltlab.errors import ConfigError
-from tltlab.sim.cli.sweep import sweep as command
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.tuning.grid import Axes, SweepGrid, sweep_grid
 from tltlab.sim.what_if import Deployment
+
+from ..workloads import typed
 
 FRAME = pd.DataFrame(
     [(step, f"g{n // 4}", 20, 30 + 40 * (n % 4) + 900 * (n == 7) + step) for step in range(2) for n in range(16)],
@@ -103,28 +102,20 @@ def test_a_group_size_that_the_trace_has_not_is_a_sentence():
         grid(Axes(group_sizes=(8,)))
 
 
-def run(*args: object) -> str:
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path):
+def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     FRAME.to_csv(tmp_path / "lengths.csv", index=False)
-    asked = (tmp_path / "lengths.csv", "--workers", "1,2", "--acceptance", "0.8", "--costs", "cpu-small")
+    asked = ("sweep", tmp_path / "lengths.csv", "--workers", "1,2", "--acceptance", "0.8", "--costs", "cpu-small")
     asked = (*asked, "--policies", "ngram:4")
-    result = json.loads(run(*asked, "--json", "--out", tmp_path / "s.csv"))
+    result = json.loads(typed(capsys, *asked, "--json", "--out", tmp_path / "s.csv")[1])
     assert result["axes"] == {"workers": [1, 2], "acceptance": ["0.8"]}
     written = pd.read_csv(tmp_path / "s.csv")["speed_up"].tolist()
     assert [row["speed_up"] for row in result["points"]] == pytest.approx(written, rel=1e-12)
-    text = run(*asked, "--out", tmp_path / "s.svg")
+    code, text, _ = typed(capsys, *asked, "--out", tmp_path / "s.svg")
+    assert code == 0
     assert "speed-up: over plain decoding" in text
     assert f"{result['points'][1]['speed_up']:.2f}x" in text
     assert (tmp_path / "s.svg").read_text().startswith("<?xml")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.csv", "s.csv", "s.svg"]
-    with pytest.raises(ConfigError, match="whole numbers"):
-        run(tmp_path / "lengths.csv", "--workers", "two")
-    with pytest.raises(ConfigError, match=r"ends in \.csv"):
-        run(tmp_path / "lengths.csv", "--out", tmp_path / "s.txt")
+    for wrong, said in ((("--workers", "two"), "whole numbers"), (("--out", tmp_path / "s.txt"), "ends in .csv")):
+        code, _, err = typed(capsys, "sweep", tmp_path / "lengths.csv", *wrong)
+        assert (code, said in err) == (2, True)
