@@ -180,12 +180,17 @@ class SimResult:
     @property
     def mean_accept_length(self) -> float | None:
         """Over all speculative iterations, as in `summary`, without making a trace."""
-        tokens, pairs = [], 0
-        for columns in self._columns():
-            chosen = columns.speculates
-            tokens += columns.tokens[chosen].tolist()
-            pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
-        return math.fsum(tokens) / pairs if pairs else None
+        return accept_length(self.rollouts)
+
+
+def accept_length(rollouts: Sequence[SimulatedRollout]) -> float | None:
+    """Tokens per request and speculative iteration; None where there was none."""
+    tokens, pairs = [], 0
+    for columns in (log.columns for rollout in rollouts for log in rollout.logs):
+        chosen = columns.speculates
+        tokens += columns.tokens[chosen].tolist()
+        pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
+    return math.fsum(tokens) / pairs if pairs else None
 
 
 def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]) -> dict[str, float] | None:

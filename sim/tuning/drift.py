@@ -22,6 +22,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import TableRow, TableSpec
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.simulate import accept_length
 from tltlab.state import DrafterState
 from tltlab.stats import Interval, mean_of_few, paired_interval
 from tltlab.strategy import Strategy
@@ -98,10 +99,8 @@ class Surface:
             delay_s.append([s.release_delay_s for s in spots])
             idle_s += sum(s.idle_worker_s for s in spots)
             worker_s += sum(r.makespan_s * scenario.workers for r in rollouts)
-            columns = [log.columns for r in rollouts for log in r.logs]
-            pairs = sum(float((c.num_iterations * c.batch)[c.speculates].sum()) for c in columns)
-            gained = sum(float(c.tokens[c.speculates].sum()) for c in columns)
-            accept.append(max(gained / pairs, 1.0) if pairs else math.nan)
+            length = accept_length(rollouts)
+            accept.append(math.nan if length is None else max(length, 1.0))
         lengths = np.array(accept)
         if np.isnan(lengths).all():
             raise ConfigError("with these costs and this acceptance no draft pays at any batch: nothing to train for")

@@ -18,6 +18,7 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.simulate import accept_length
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -103,9 +104,4 @@ def _least_somewhere(lines: list[tuple[float, float, Strategy]]) -> list[tuple[f
 
 
 def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
-    rollouts = scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy)))
-    tokens = pairs = 0.0
-    for columns in (log.columns for rollout in rollouts for log in rollout.logs):
-        tokens += float(columns.tokens.sum())
-        pairs += float((columns.num_iterations * columns.batch).sum())
-    return max(1.0, tokens / pairs) if pairs else 1.0
+    return max(1.0, accept_length(scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy)))) or 1.0)
