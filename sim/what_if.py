@@ -31,7 +31,7 @@ from tltlab.traces.trace import Trace, TraceSource
 from .config import SimulationConfig, check_keywords
 from .rl_steps import run_steps
 from .scenario import Scenario
-from .simulate import SimResult, simulate
+from .simulate import SimResult, outside_calibration, simulate
 from .systems import compare_systems
 from .topology import Colocated
 from .tuning.cases import TuningCase
@@ -367,13 +367,12 @@ def what_if(
     if accept is not None and drafter == "learned":
         notes.append(f"n-gram drafts of systems are accepted {min(MODEL_FREE, accept):.2f} of the time (Seer)")
     costs = scenario.costs
-    evidence = getattr(costs, "evidence", None)
     return WhatIf(
         trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=chosen,
         setting=machine.name if machine else f"costs {scenario.costs_name}",
         costs_name=machine.costs_name if machine else scenario.costs_name,
-        distance=evidence.distance if evidence is not None else _measured_here(scenario, plain),
-        evidence=str(evidence) if evidence is not None else f"costs {scenario.costs_name}",
+        distance=costs.evidence.distance if costs.evidence is not None else _measured_here(scenario, plain),
+        evidence=str(costs.evidence) if costs.evidence is not None else f"costs {scenario.costs_name}",
         speed_ups=tuple(speed_ups), plain_s=plain.makespan_s, systems=table, decision_block=block, notes=tuple(notes),
         rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
         crowded_share=_crowded_share(plain, chosen.policy),
@@ -387,14 +386,9 @@ def _config(
 ) -> tuple[SimulationConfig, Deployment | None]:
     """What is simulated: on the trace's own costs where there are some and nobody asks for others."""
     workload = trace.workload["prompt_tokens"].to_numpy() + trace.outcomes["response_tokens"].to_numpy()
-    explicit = any(option is not None for option in (gpus, model, engine, tp))
+    default = all(option is None for option in (gpus, model, engine, tp))
     costs_name = SimulationConfig().find_costs(trace)[1]
-    if (
-        not explicit
-        and trace.path is not None
-        and "default" not in costs_name
-        and trace.manifest.num_workers is not None
-    ):
+    if default and trace.path is not None and "default" not in costs_name and trace.manifest.num_workers is not None:
         return SimulationConfig(seed=seed), None
     machine = Deployment.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
     return SimulationConfig(costs=machine.costs, workers=machine.workers, seed=seed), machine
@@ -466,7 +460,7 @@ def _measured_here(scenario: Scenario, plain: SimResult) -> str:
     """How near costs without a profile's evidence are: whether the fit covered what is simulated."""
     if scenario.costs.calibrated is None:
         return "never measured"
-    return "interpolated" if plain.summary["outside_calibration"] else "measured together"
+    return "interpolated" if outside_calibration(scenario, plain.rollouts) else "measured together"
 
 
 def _times(interval: Interval) -> str:

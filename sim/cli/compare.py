@@ -242,7 +242,6 @@ def system_table(comparison: pd.DataFrame) -> str:
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
     lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []
-    lines += [f"left out {name}: {why}" for name, why in comparison.attrs["left_out"].items()]
     split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()

@@ -189,9 +189,10 @@ class Stream:
         step, several = self.steps[k], any(source.turns is not None for source in self.steps)
         job_of: list[Job] = []
         first_of: list[int] = []
-        turn_of: list[int] = []
         done_at: list[int] = []
-        prefixes: list[int] = []
+        each: list[tuple[Requests, int]] = []
+        prompt_tokens: list[int] = []
+        response_tokens: list[int] = []
         after: list[int] = []
         for job in jobs:
             source, total, generated = self.steps[job.source], 0, math.floor(job.generated)
@@ -201,32 +202,30 @@ class Stream:
                 total += source.response_tokens[i]
                 if total <= generated and i != chain[-1]:
                     continue
+                prefix = max(0, generated - (total - source.response_tokens[i]))
                 job_of.append(job)
-                turn_of.append(i)
                 done_at.append(total)
-                prefixes.append(max(0, generated - (total - source.response_tokens[i])))
+                each.append((source, i))
+                prompt_tokens.append(source.prompt_tokens[i] + prefix)
+                response_tokens.append(source.response_tokens[i] - prefix)
                 after.append(len(job_of))
             after[-1] = -1
-        each = [(self.steps[job.source], i) for job, i in zip(job_of, turn_of, strict=True)]
         requests = replace(
             step,
             keys=[
                 (step.rl_step, source.keys[i][1], 10_000 * job.source + 100 * job.index + job.sample, n)
                 for n, (job, (source, i)) in enumerate(zip(job_of, each, strict=True))
             ],
-            prompt_tokens=[
-                source.prompt_tokens[i] + prefix for (source, i), prefix in zip(each, prefixes, strict=True)
-            ],
+            prompt_tokens=prompt_tokens,
             max_response_tokens=[source.max_response_tokens[i] for source, i in each],
-            response_tokens=[
-                source.response_tokens[i] - prefix for (source, i), prefix in zip(each, prefixes, strict=True)
-            ],
+            response_tokens=response_tokens,
             recorded_worker=[None] * len(job_of),
             turns=turns_of(each, after, first_of, set(first_of)) if several else None,
         )
         return Round(
-            requests=requests, jobs=jobs, first_of=first_of, job_of=job_of, turn_of=turn_of, done_at=done_at,
-            most_running=most_running, most_begun=most_begun, num_groups=num_groups, num_responses=num_responses,
+            requests=requests, jobs=jobs, first_of=first_of, job_of=job_of, turn_of=[i for _, i in each],
+            done_at=done_at, most_running=most_running, most_begun=most_begun, num_groups=num_groups,
+            num_responses=num_responses,
         )  # fmt: skip
 
     def finish(self, job: Job) -> None:

@@ -189,7 +189,14 @@ class RateBatch(ArrayBatch):
         strategy, batch = regime.strategy, len(self._running)
         refuse_trees(strategy)
         assert self._budget is not None
-        drafted = np.array(self._budget.allot(self._state(strategy), strategy), np.int64)
+        state = StepState(
+            rl_step=self.requests.rl_step,
+            batch=batch,
+            context_tokens=self.context_tokens,
+            strategy=strategy,
+            requests=[self.request_state(r) for r in self.running],
+        )
+        drafted = np.array(self._budget.allot(state, strategy), np.int64)
         if len(drafted) != batch or ((drafted < 0) | (drafted > strategy.draft_depth)).any():
             raise ConfigError(
                 f"the budget gave {drafted.tolist()} for {batch} requests: it must give each 0 to "
@@ -207,16 +214,6 @@ class RateBatch(ArrayBatch):
                 strategy=strategy, cost=cost, tokens=regime.tokens, num_drafted=mean, most=deepest, cdf=None
             )
         return self._regimes[key], drafted
-
-    def _state(self, strategy: Strategy) -> StepState:
-        requests = [self.request_state(r) for r in self.running]
-        return StepState(
-            rl_step=self.requests.rl_step,
-            batch=len(requests),
-            context_tokens=self.context_tokens,
-            strategy=strategy,
-            requests=requests,
-        )
 
     def _remember(self, accepted: Floats, num_iterations: int, drafted: Ints | None, regime: Regime) -> None:
         share = regime.num_drafted / drafted.mean() if drafted is not None and drafted.any() else 1.0

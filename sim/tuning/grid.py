@@ -167,10 +167,7 @@ def sweep_grid(
     with backend(ray_address, jobs) as num_jobs:
         for first in range(0, len(pending), num_jobs):
             batch = pending[first : first + num_jobs]
-            if num_jobs == 1:
-                results = [_rows(trace, axes, config, chosen, point) for point in batch]
-            else:
-                results = Parallel(n_jobs=num_jobs)(delayed(_rows)(trace, axes, config, chosen, p) for p in batch)
+            results = Parallel(n_jobs=num_jobs)(delayed(_rows)(trace, axes, config, chosen, p) for p in batch)
             for point, rows in zip(batch, results, strict=True):
                 rows_of[_key(point)] = rows
                 if journal is not None:

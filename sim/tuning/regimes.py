@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.base import Acceptance, from_survival
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.arrays import Floats
@@ -135,9 +135,8 @@ def _lengths(
 
 def _chances(*chances: float) -> FittedDepth:
     """Tokens that are kept with these chances, each while all before it were."""
-    survival = np.cumprod([1.0, *chances])
-    accepted = np.append(-np.diff(survival), survival[-1])
-    return FittedDepth(accepted=tuple(float(p) for p in accepted), drafted=float(len(chances)))
+    accepted = from_survival(np.cumprod(np.array(chances)))
+    return FittedDepth(accepted=tuple(accepted.tolist()), drafted=float(len(chances)))
 
 
 def _drafters(**first: tuple[float, float]) -> FittedAcceptance:
