@@ -253,8 +253,8 @@ class _Pipeline:
         self._env = simpy.Environment()
         self._engines = simpy.Resource(self._env, capacity=1)
         self._batches = simpy.Store(self._env, capacity=max(1, max_staleness))
-        self._begun = [self._env.event() for _ in times]
-        self._synced = [self._env.event() for _ in times]
+        self._starts = [self._env.event() for _ in times]
+        self._sync_ends = [self._env.event() for _ in times]
         self._env.process(self._generator())
         self._env.process(self._trainer())
         self._env.run()
@@ -262,11 +262,11 @@ class _Pipeline:
     def _generator(self) -> Generator[Any, Any, None]:
         for k, t in enumerate(self.times):
             if (needed := k - 1 - self.max_staleness) >= 0:
-                yield self._synced[needed]
+                yield self._sync_ends[needed]
             with self._engines.request() as turn:
                 yield turn
                 self.version_of.append(len(self.done_s))
-                self._begun[k].succeed(self._env.now)
+                self._starts[k].succeed(self._env.now)
                 yield from self._spend(self.rollouts, k, "rollout", t.rollout_s)
             yield self._batches.put(k)
 
@@ -285,11 +285,11 @@ class _Pipeline:
                 yield from self._spend(self.syncs, k, "weight_sync", t.sync_s)
                 yield from self._spend(self.syncs, k, "weight_sync", t.wake_s, "engine wakes")
             self.done_s.append(float(self._env.now))
-            self._synced[k].succeed()
+            self._sync_ends[k].succeed()
 
     def _stream(self, k: int, groups: _Groups) -> Generator[Any, Any, None]:
         """Train on the groups of rollout k as they come, the last at its end."""
-        began_s = yield self._begun[k]
+        began_s = yield self._starts[k]
         for start_s, end_s in groups.busy_s(self._env.now - began_s):
             yield self._env.timeout(max(0.0, began_s + start_s - self._env.now))
             yield from self._spend(self.training, k, "train", end_s - start_s, "streamed")

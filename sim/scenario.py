@@ -233,12 +233,12 @@ class Scenario(SimulationConfig):
         in one line, `error` of times and `speedup_error` of ratios, which nine in ten predictions do not exceed (None:
         not known). `outside` names what else of the run was not measured.
         """
-        evidence, met = self.costs.evidence, list(strategies)
+        evidence, strategies = self.costs.evidence, list(strategies)
         if evidence is None:
             says = f"not known: {self.costs_name} does not say what it was fitted to"
             return {"distance": "unknown", "says": says, "error": None, "speedup_error": None}
-        speculates = any(s.speculates for s in met)
-        beyond = [*evidence.beyond(s.draft_depth for s in met), *outside]
+        speculates = any(s.speculates for s in strategies)
+        beyond = [*evidence.beyond(s.draft_depth for s in strategies), *outside]
         return {
             "distance": "never measured" if beyond else evidence.distance,
             "says": evidence.says(speculates=speculates, beyond=beyond),
@@ -254,14 +254,14 @@ class Scenario(SimulationConfig):
         """
         model = None if self.acceptance is None else self.acceptance.at_best([s.drafter for s in strategies])
         regimes = Regimes(strategies, self.costs, model)
-        met = regimes.up_to(max(map(len, self.steps), default=1))
+        every_regime = regimes.up_to(max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (
             self.mode == "fluid" and model is not None and model.varies_by == "nothing"
         )
         bounds_s = []
         for step in self.steps:
-            bound_s = lower_bound_s(step, met, self.costs, self.workers, model, self.mode, self.seed)
+            bound_s = lower_bound_s(step, every_regime, self.costs, self.workers, model, self.mode, self.seed)
             if alike:
                 most = largest_batch(step, self.costs)
                 bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))

@@ -77,8 +77,8 @@ class Regimes:
 
     def up_to(self, batch: int) -> list[Regime]:
         """All regimes that batches 1 to `batch` can meet, plain decoding as cheap as it ever is."""
-        met = [self.at(s, n, loaded=not self.loads_late) for s in self.strategies for n in range(1, batch + 1)]
-        return list({id(regime): regime for regime in met}.values())
+        regimes = [self.at(s, n, loaded=not self.loads_late) for s in self.strategies for n in range(1, batch + 1)]
+        return list({id(regime): regime for regime in regimes}.values())
 
 
 def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool) -> Regime:
