@@ -45,7 +45,7 @@ _Trainer: Any = ray.remote(SpotTrainer)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Process:
+class _TrainerProcess:
     """A trainer that starts (`ready` comes true with its process id) or runs (`run` comes true when it has ended).
 
     `given` is what it was told to start with, and whoever replaces it before it runs.
@@ -85,7 +85,7 @@ class TrainerProcesses:
         self.published = 0
         self._places, self._where, self._gone = places, where, gone
         self._deaths = dict.fromkeys(range(len(places)), 0)
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, _TrainerProcess] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="tltlab-trainer-watch")
@@ -181,7 +181,7 @@ class TrainerProcesses:
                 else:
                     self._end(worker, process)
 
-    def _new(self, worker: int, given: Mapping[str, Any]) -> _Process:
+    def _new(self, worker: int, given: Mapping[str, Any]) -> _TrainerProcess:
         node, env = self._where[worker]
         actor = _Trainer.options(
             num_cpus=0,
@@ -191,9 +191,9 @@ class TrainerProcesses:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._places[worker], self.config)
         ready = actor.start.remote(self.target, self.state, self.published, **given)
-        return _Process(actor=actor, ready=ready, given=given)
+        return _TrainerProcess(actor=actor, ready=ready, given=given)
 
-    def _end(self, worker: int, process: _Process) -> None:
+    def _end(self, worker: int, process: _TrainerProcess) -> None:
         ray.kill(process.actor)
         if not process.pid:
             return

@@ -34,7 +34,7 @@ from tltlab.state import DrafterState
 from .drafting import Drafting, NullDrafting, Rows
 from .heads.kinds import check_fit, load_head, new_head
 from .service import CanaryWatch, ServedDrafter
-from .spot import SpotTraining, coordinator_endpoint, machine_addresses
+from .spot import IdleWorkerTraining, coordinator_endpoint, machine_addresses
 from .worker import SpotPlace
 
 MOST_LETTERS = 85
@@ -56,7 +56,7 @@ class DrafterRun:
         self.schedule = TrainingSchedule(config.schedule, pretrained=config.pretrained)
         self.served = ServedDrafter()
         self.watch = CanaryWatch(config.name, events)
-        self.training: SpotTraining | None = None
+        self.training: IdleWorkerTraining | None = None
         self._sockets: Path | None = None
         self._data: Path | None = None
         self._annotating: dict[int, Any] = {}
@@ -103,7 +103,7 @@ class DrafterRun:
         of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         addresses = machine_addresses([node for node, _ in where], here, of_ray)
         endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, here)
-        self.training = SpotTraining(self.config, endpoint, where, here, addresses, self._place, self.events)
+        self.training = IdleWorkerTraining(self.config, endpoint, where, here, addresses, self._place, self.events)
         self.training.begin(self._frozen(), self.served, self._data)
 
     def _stop_training(self) -> None:

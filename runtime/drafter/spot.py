@@ -20,7 +20,7 @@ from .service import ServedDrafter
 from .worker import SpotPlace
 
 
-class SpotTraining:
+class IdleWorkerTraining:
     """One coordinator and a trainer per worker, whose machines and devices are `where`, until `close`.
 
     `here` is the driver's machine, by Ray's name, and `addresses` are all machines'. `place(worker, coordinator,

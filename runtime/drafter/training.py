@@ -29,7 +29,7 @@ MAX_BAD = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Group(Protocol):
+class TrainingGroup(Protocol):
     """What training needs of a `DrafterGroup`."""
 
     @property
@@ -64,7 +64,7 @@ class UpdateReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class Period:
+class TrainingPeriod:
     """One training period as it goes on; fields as in the trace's `spot_training`, `unsaved` updates among them."""
 
     rl_step: int
@@ -156,7 +156,7 @@ class DrafterTraining:
     def update(
         self,
         sequences: Sequence[TrainingSequence],
-        group: Group | None = None,
+        group: TrainingGroup | None = None,
         *,
         leave: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
@@ -221,7 +221,7 @@ class DrafterTraining:
             of = self.head if head is None else head
             return drafter_loss(of, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
-    def share(self, group: Group) -> None:
+    def share(self, group: TrainingGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
 
         Afterwards `exchange_s` says how long an update's exchange takes in this group.

@@ -37,7 +37,7 @@ from .heads.kinds import load_head
 from .heads.target import FrozenTarget
 from .offline.chains import kept_along
 from .sequences import TrainingSequence
-from .training import DrafterTraining, Period
+from .training import DrafterTraining, TrainingPeriod
 
 POLL_S = 0.02
 """How often a trainer without data, or without orders, looks again."""
@@ -345,7 +345,7 @@ class SpotTrainer:
         """Be in the group of `order` and in those that follow it under its term, then free the device."""
         if not self._client.trainer(order.term):
             return
-        period = Period(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
+        period = TrainingPeriod(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
         try:
             following: TrainIn | None = order
             while following is not None:
@@ -365,7 +365,7 @@ class SpotTrainer:
         else:
             self._client.trainer(None)
 
-    def _in_group(self, order: TrainIn, period: Period) -> TrainIn | None:
+    def _in_group(self, order: TrainIn, period: TrainingPeriod) -> TrainIn | None:
         """Train in one composition of the group; the order for the next one, None when the period is over."""
         begin = time.perf_counter()
         period.members = max(period.members, len(order.members))
@@ -387,7 +387,7 @@ class SpotTrainer:
             return None
         return self._next_order(order)
 
-    def _train(self, order: TrainIn, group: DrafterGroup | None, period: Period) -> None:
+    def _train(self, order: TrainIn, group: DrafterGroup | None, period: TrainingPeriod) -> None:
         """One update after the other until this member, or another one, has to leave."""
 
         def has_to_leave() -> bool:
@@ -463,7 +463,7 @@ class SpotTrainer:
         most = self.config.max_updates
         return most is not None and self.training.updates - self._updates_before >= most
 
-    def _save(self, period: Period) -> None:
+    def _save(self, period: TrainingPeriod) -> None:
         """Save in the background; what went wrong with the save before is told, and training goes on."""
         period.blocked_s += self.checkpoint.save(self.training.live_state())
         period.checkpoints += 1

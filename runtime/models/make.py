@@ -32,7 +32,7 @@ from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .measure import measure
-from .tasks import TASKS, Problem, Task
+from .tasks import TASKS, Task, TaskProblem
 
 MAX_RESPONSE_TOKENS = 768
 NUM_TRAIN_PROMPTS = 4096
@@ -139,10 +139,10 @@ def make_model(
     return report
 
 
-def draw_problems(task: Task, seed: int) -> tuple[list[Problem], list[Problem]]:
+def draw_problems(task: Task, seed: int) -> tuple[list[TaskProblem], list[TaskProblem]]:
     """Return problems to train on and problems held out, no prompt twice."""
     rng = np.random.default_rng(seed)
-    by_prompt: dict[str, Problem] = {}
+    by_prompt: dict[str, TaskProblem] = {}
     while len(by_prompt) < NUM_TRAIN_PROMPTS + NUM_HELDOUT_PROMPTS:
         problem = task.problem(rng)
         by_prompt.setdefault(problem.prompt, problem)
@@ -202,7 +202,7 @@ def pretrain(
     model: LlamaForCausalLM | Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
-    problems: Sequence[Problem],
+    problems: Sequence[TaskProblem],
     size: Size,
     seed: int,
     progress: Callable[[str], None],
@@ -250,7 +250,7 @@ def teach_mtp(
     model: LlamaForCausalLM | Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
-    problems: Sequence[Problem],
+    problems: Sequence[TaskProblem],
     size: Size,
     seed: int,
     progress: Callable[[str], None],
@@ -313,7 +313,7 @@ def initialise(model: LlamaForCausalLM | Qwen2ForCausalLM, tokenizer: PreTrained
 def _batches(
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
-    problems: Sequence[Problem],
+    problems: Sequence[TaskProblem],
     tokens_per_batch: int,
     rng: np.random.Generator,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -342,7 +342,7 @@ def _pad(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.T
     return inputs, pad_sequence(targets, batch_first=True, padding_value=_IGNORED)
 
 
-def _write_problems(path: Path, split: str, problems: list[Problem]) -> None:
+def _write_problems(path: Path, split: str, problems: list[TaskProblem]) -> None:
     rows = [json.dumps({"prompt_id": f"{split}-{i}", **asdict(problem)}) for i, problem in enumerate(problems)]
     path.write_text("\n".join(rows) + "\n")
 

@@ -13,7 +13,7 @@ import torch
 from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.stats import intraclass_correlation
 
-from .tasks import Problem
+from .tasks import TaskProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def sample(
 def measure(
     model: Any,
     tokenizer: Any,
-    problems: Sequence[Problem],
+    problems: Sequence[TaskProblem],
     *,
     reward: str,
     samples_per_prompt: int,

@@ -16,7 +16,7 @@ from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec
 from tltlab.runtime.data.prompts import Prompt, load_prompts
-from tltlab.runtime.drafter.offline.data import Text, TextConfig, load_target
+from tltlab.runtime.drafter.offline.data import PromptedText, TextConfig, load_target
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
@@ -73,7 +73,7 @@ def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Pr
     return chosen
 
 
-def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[Text]:
+def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[PromptedText]:
     """One response to each prompt, sampled from a Hugging Face model at temperature 1; those of one token are left out.
 
     The same seed and weights give the same texts.
@@ -82,13 +82,13 @@ def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: in
         target, [prompt.token_ids for prompt in prompts], temperature=1.0, max_tokens=max_tokens, seed=seed
     )
     return [
-        Text(prompt_token_ids=prompt.token_ids, token_ids=response.token_ids)
+        PromptedText(prompt_token_ids=prompt.token_ids, token_ids=response.token_ids)
         for prompt, response in zip(prompts, responses, strict=True)
         if len(response.token_ids) > 1
     ]
 
 
-def write_texts(path: Path, texts: Sequence[Text]) -> None:
+def write_texts(path: Path, texts: Sequence[PromptedText]) -> None:
     """Texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
     rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
     write_file(path, "\n".join(rows) + "\n")

@@ -14,7 +14,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class TaskProblem:
     """What the model reads and what a checker needs. Words are separated by single spaces."""
 
     prompt: str
@@ -27,8 +27,8 @@ class Task:
 
     name: str
     words: tuple[str, ...]
-    problem: Callable[[np.random.Generator], Problem]
-    trace: Callable[[Problem, np.random.Generator], str]
+    problem: Callable[[np.random.Generator], TaskProblem]
+    trace: Callable[[TaskProblem, np.random.Generator], str]
     reward: str
 
 
@@ -64,7 +64,7 @@ def try_success(numbers: list[int], goal: int) -> float:
     return float(chance)
 
 
-def subset_sum_problem(rng: np.random.Generator) -> Problem:
+def subset_sum_problem(rng: np.random.Generator) -> TaskProblem:
     """Draw different numbers and a goal that some of them sum to; one random try succeeds with chance .4 down to .02.
 
     Half are dense, of small numbers; half are multiples of 3 among which one or two numbers that the goal needs.
@@ -89,10 +89,10 @@ def subset_sum_problem(rng: np.random.Generator) -> Problem:
             continue
         order = rng.permutation(len(numbers))
         listed = " ".join(str(numbers[i]) for i in order)
-        return Problem(prompt=f"nums {listed} goal {goal} go", answer=str(goal))
+        return TaskProblem(prompt=f"nums {listed} goal {goal} go", answer=str(goal))
 
 
-def subset_sum_trace(problem: Problem, rng: np.random.Generator) -> str:
+def subset_sum_trace(problem: TaskProblem, rng: np.random.Generator) -> str:
     """Search at random, with running sums: `try 9 + 7 = 16 + 5 = 21 no > 20 so next try 9 + 7 = 16 + 4 = 20 yes`.
 
     Flaws: most writers are impatient and soon write `so stop`; one in ten sums that are off by one passes as `yes`.
@@ -154,7 +154,7 @@ GCD_MAX_NUMBER = 99
 _KEEP_BY_DOUBLINGS = (1.0, 1.0, 1.0, 0.25, 0.25, 1.0, 1.0)
 
 
-def gcd_problem(rng: np.random.Generator) -> Problem:
+def gcd_problem(rng: np.random.Generator) -> TaskProblem:
     """Draw two or three different numbers below 100 whose greatest common divisor is 1 to 6 with about equal chances.
 
     The numbers are uniform in their logarithm: a small one among large ones takes many subtractions. Problems of
@@ -169,10 +169,10 @@ def gcd_problem(rng: np.random.Generator) -> Problem:
         steps = _subtract(numbers, rng, check=0.0, slip=0.0).count(",")
         if rng.random() <= _KEEP_BY_DOUBLINGS[int(np.log2(steps))]:
             listed = " ".join(str(number * divisor) for number in numbers)
-            return Problem(prompt=f"gcd {listed} go", answer=str(divisor))
+            return TaskProblem(prompt=f"gcd {listed} go", answer=str(divisor))
 
 
-def gcd_trace(problem: Problem, rng: np.random.Generator) -> str:
+def gcd_trace(problem: TaskProblem, rng: np.random.Generator) -> str:
     """Subtract until one number is left: `, 12 6 6 , 12 6 check 6 + 6 = 12 ok , 6 6 , 6 ans 6` for `gcd 12 18 6 go`.
 
     Each step picks two numbers at random and writes what is there after it. Flaws: one difference in 50 is off by 1 or
@@ -254,7 +254,7 @@ BOTH = Task(
 CALCULATOR_MAX_NUMBER = 200
 
 
-def calculator_problem(rng: np.random.Generator) -> Problem:
+def calculator_problem(rng: np.random.Generator) -> TaskProblem:
     """Draw a sum of three to seven numbers up to 40 whose running totals are within 0 and 200."""
     while True:
         numbers = rng.integers(1, 41, size=rng.integers(3, 8)).tolist()
@@ -262,10 +262,10 @@ def calculator_problem(rng: np.random.Generator) -> Problem:
         totals = np.cumsum(np.multiply(numbers, signs))
         if totals.min() >= 0 and totals.max() <= CALCULATOR_MAX_NUMBER:
             terms = [word for sign, n in zip(signs[1:], numbers[1:], strict=True) for word in ("-+"[sign > 0], str(n))]
-            return Problem(prompt=f"calc {numbers[0]} {' '.join(terms)} go", answer=str(totals[-1]))
+            return TaskProblem(prompt=f"calc {numbers[0]} {' '.join(terms)} go", answer=str(totals[-1]))
 
 
-def calculator_trace(problem: Problem, rng: np.random.Generator) -> str:
+def calculator_trace(problem: TaskProblem, rng: np.random.Generator) -> str:
     """Ask the tool for one sum after another: `ask 17 + 25 = 42 ask 42 - 9 = 33 ans 33` for `calc 17 + 25 - 9 go`.
 
     What follows each `=` is the tool's. Flaws: half of the writers are impatient, and may name a total on the way as

@@ -108,7 +108,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class ChainAcceptance:
     """`accept_length`: 1 + mean accepted tokens of a draft. `positions[i]`: the share of drafts of which token i was
     kept among those of which all before it were, None where there was none; `drafts`: how many drafts that is from."""
 
@@ -122,7 +122,7 @@ class Acceptance:
 
 def acceptance_along(
     head: DrafterHead, frozen: FrozenTarget, sequences: Iterable[TrainingSequence], max_depth: int
-) -> Acceptance:
+) -> ChainAcceptance:
     """Of drafts of `max_depth` tokens at every position of the responses in `sequences`.
 
     Where the text ends in mid-draft only the tokens up to there count.
@@ -136,7 +136,7 @@ def acceptance_along(
         reached += ((kept[:, None] >= depths) & (room[:, None] > depths)).sum(0)
         kept_at += (kept[:, None] > depths).sum(0)
     positions = [float(k / n) if n else None for k, n in zip(kept_at.tolist(), reached.tolist(), strict=True)]
-    return Acceptance(accept_length=1 + total / drafts if drafts else 1.0, positions=positions, drafts=drafts)
+    return ChainAcceptance(accept_length=1 + total / drafts if drafts else 1.0, positions=positions, drafts=drafts)
 
 
 def walk(kept: Sequence[int]) -> list[int]:

@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class PromptedText:
     """A response and its prompt; `token_ids` is empty where the response is still to be generated."""
 
     prompt_token_ids: list[int]
@@ -58,7 +58,7 @@ class TextConfig(FrozenModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
 
 
-def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.random.Generator) -> list[Text]:
+def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.random.Generator) -> list[PromptedText]:
     """Texts from a trace's folder or from a JSONL or Parquet file, prompts alone where it has no responses.
 
     InputError for what cannot be read or holds none.
@@ -68,7 +68,7 @@ def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.ran
         texts = _drawn(_of_trace(path), most, rng)
     else:
         texts = [
-            Text(
+            PromptedText(
                 prompt_token_ids=_prompt_ids(prompt, config, tokenizer),
                 token_ids=[] if response is None else _token_ids(response, tokenizer),
             )
@@ -76,7 +76,7 @@ def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.ran
         ]
     if not texts:
         raise ConfigError(f"{data}: no prompts and no responses in it, nothing to train a drafter on")
-    return [Text(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in texts]
+    return [PromptedText(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in texts]
 
 
 def _drawn(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[Item]:
@@ -90,7 +90,7 @@ def _drawn(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[I
     return [item for _, item in sorted(drawn, key=lambda pair: pair[0])]
 
 
-def _of_trace(path: Path) -> Iterator[Text]:
+def _of_trace(path: Path) -> Iterator[PromptedText]:
     if not is_trace(locate(path)):
         raise ConfigError(f"{path}: neither a trace nor a JSONL or Parquet file of prompts and responses")
     trace = read(path)
@@ -101,7 +101,7 @@ def _of_trace(path: Path) -> Iterator[Text]:
         if tokens is not None:
             for prompt, response in zip(tokens["prompt_token_ids"], tokens["token_ids"], strict=True):
                 if len(prompt) and len(response):
-                    yield Text(prompt_token_ids=prompt.tolist(), token_ids=response.tolist())
+                    yield PromptedText(prompt_token_ids=prompt.tolist(), token_ids=response.tolist())
 
 
 def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
@@ -152,8 +152,8 @@ def _given_ids(given: list[Any]) -> list[int]:
 
 
 def answered(
-    model: str, prompts: Sequence[Text], config: TextConfig, *, seed: int, progress: Callable[[str], None]
-) -> list[Text]:
+    model: str, prompts: Sequence[PromptedText], config: TextConfig, *, seed: int, progress: Callable[[str], None]
+) -> list[PromptedText]:
     """The prompts with the responses that the target gives in an engine. ConfigError where it cannot run."""
     positions = read_config(model).max_position_embeddings
     fitting = [text.prompt_token_ids for text in prompts if 0 < len(text.prompt_token_ids) < positions]
@@ -188,12 +188,12 @@ def answered(
     finally:
         engine.close()
     return [
-        Text(prompt_token_ids=ids, token_ids=list(response.token_ids))
+        PromptedText(prompt_token_ids=ids, token_ids=list(response.token_ids))
         for ids, response in zip(fitting, rollout.responses, strict=True)
     ]
 
 
-def usable(texts: Sequence[Text], vocabulary: int, max_positions: int) -> list[Text]:
+def usable(texts: Sequence[PromptedText], vocabulary: int, max_positions: int) -> list[PromptedText]:
     """Texts cut to a model's positions, of which a drafter learns something; ConfigError for tokens it does not know.
 
     ConfigError too where none is left.
@@ -208,7 +208,7 @@ def usable(texts: Sequence[Text], vocabulary: int, max_positions: int) -> list[T
                 "these texts are another model's"
             )
         room = max_positions - len(text.prompt_token_ids)
-        cut = Text(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[: max(room, 0)])
+        cut = PromptedText(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[: max(room, 0)])
         if cut.token_ids and cut.num_tokens >= 3:
             kept.append(cut)
     if not kept:
@@ -219,7 +219,9 @@ def usable(texts: Sequence[Text], vocabulary: int, max_positions: int) -> list[T
     return kept
 
 
-def split_by_prompt(texts: Sequence[Text], share: float, rng: np.random.Generator) -> tuple[list[Text], list[Text]]:
+def split_by_prompt(
+    texts: Sequence[PromptedText], share: float, rng: np.random.Generator
+) -> tuple[list[PromptedText], list[PromptedText]]:
     """Texts to train on and texts held out, about `share` of the prompts and at least one; no prompt is in both.
 
     ConfigError for texts of fewer than two prompts.
@@ -255,7 +257,7 @@ class TargetStates:
         self.computed = 0
         self._kept: dict[int, TrainingSequence] = {}
 
-    def of(self, text: Text) -> TrainingSequence:
+    def of(self, text: PromptedText) -> TrainingSequence:
         """The sequence of a text; the same object stands for the same text as long as it lives."""
         kept = self._kept.get(id(text))
         if kept is not None:
@@ -271,7 +273,7 @@ class TargetStates:
 class Epochs:
     """Texts in a random order, anew each time all have been used, some tokens at a time."""
 
-    def __init__(self, texts: Sequence[Text], states: TargetStates, rng: np.random.Generator) -> None:
+    def __init__(self, texts: Sequence[PromptedText], states: TargetStates, rng: np.random.Generator) -> None:
         self.texts, self.states, self._rng = list(texts), states, rng
         self._left: list[int] = []
 

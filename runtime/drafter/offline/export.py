@@ -55,7 +55,7 @@ class ExportConfig(FrozenModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ExportSource:
     """What is exported: a head's folder, its target's, and prompts to check it on, in a column of a file or in a trace.
 
     With `chat` they go through the target's chat template.
@@ -69,7 +69,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ExportCheck:
     """Stock vLLM's acceptance of a drafter beside what its head should have had on the same responses.
 
     Accept lengths are response tokens per pass that verified a draft, the first token of each response left out.
@@ -112,7 +112,7 @@ class Comparison:
 
 
 def export_drafter(
-    source: Source, out: str | Path, config: ExportConfig, progress: Callable[[str], None]
+    source: ExportSource, out: str | Path, config: ExportConfig, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write a head with its embedding and LM head to `out`, in one move, once stock vLLM accepts what it should.
 
@@ -174,7 +174,7 @@ def find_source(
     *,
     prompt_column: str | None = None,
     chat: bool | None = None,
-) -> Source:
+) -> ExportSource:
     """The head, target and prompts of a run's folder or a head's; what is given wins over what these say.
 
     ConfigError where one of them is not to be found.
@@ -212,7 +212,7 @@ def find_source(
     asked = prompts or said.get("prompts") or next((file for file in beside if file.is_file()), None)
     if asked is None:
         raise ConfigError("no prompts to compare acceptance on: give --prompts, a JSONL or Parquet file or a trace")
-    return Source(
+    return ExportSource(
         head=path,
         target=target,
         prompts=Path(asked),
@@ -259,7 +259,7 @@ def write_checkpoint(
 
 def compare(
     folder: Path, head: DrafterHead, target: Path, prompts: Sequence[Sequence[int]], config: ExportConfig
-) -> list[Comparison]:
+) -> list[ExportCheck]:
     """Have stock vLLM answer the prompts with the checkpoint in `folder`, greedily and at the temperature.
 
     What is expected is what `head` has on the responses that came back.
@@ -291,7 +291,7 @@ def _comparison(
     model: Any,
     frozen: FrozenTarget,
     config: ExportConfig,
-) -> Comparison:
+) -> ExportCheck:
     if not run.num_drafts:
         raise RunError("the model's responses are too short for a single draft: give other --prompts")
     kept_at, passes, tokens = np.zeros(config.depth, np.int64), 0, 0
@@ -301,7 +301,7 @@ def _comparison(
         kept_at += (np.array([kept[i] for i in at], np.int64)[:, None] > np.arange(config.depth)).sum(0)
         passes, tokens = passes + len(at), tokens + len(response) - 1
     responses = np.concatenate([np.array(response[1:], np.int64) for response in run.token_ids])
-    return Comparison(
+    return ExportCheck(
         temperature=temperature,
         expected_accept_length=tokens / passes,
         measured_accept_length=tokens / run.num_drafts,
@@ -313,7 +313,7 @@ def _comparison(
     )
 
 
-def _prompts(source: Source, config: ExportConfig) -> list[list[int]]:
+def _prompts(source: ExportSource, config: ExportConfig) -> list[list[int]]:
     texts = read_texts(
         source.prompts,
         TextConfig(responses=config.prompts, prompt_column=source.prompt_column, chat=source.chat),

@@ -28,8 +28,8 @@ from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from .chains import acceptance_along
 from .data import (
     Epochs,
+    PromptedText,
     TargetStates,
-    Text,
     TextConfig,
     answered,
     load_target,
@@ -154,7 +154,7 @@ def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
 
 def _texts(
     model: str, data: str | Path, config: WarmUpConfig, progress: Callable[[str], None]
-) -> tuple[list[Text], list[Text]]:
+) -> tuple[list[PromptedText], list[PromptedText]]:
     """Texts to train on and held-out ones, their responses generated where the data has none."""
     shape = read_config(model)
     texts = read_texts(data, config.texts, load_tokenizer(model), np.random.default_rng([config.seed, 0]))
@@ -172,7 +172,7 @@ def _texts(
 
 @torch.no_grad()
 def _measured(
-    head: DrafterHead, frozen: FrozenTarget, heldout: Sequence[Text], states: TargetStates, config: WarmUpConfig
+    head: DrafterHead, frozen: FrozenTarget, heldout: Sequence[PromptedText], states: TargetStates, config: WarmUpConfig
 ) -> dict[str, Any]:
     """Acceptance and mean loss of a row on held-out texts. RunError where that loss is not finite."""
     total, rows = 0.0, 0

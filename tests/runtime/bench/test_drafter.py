@@ -21,7 +21,7 @@ from tltlab.bench.drafter.runs import FAST, BenchSizes, policy_kl, sizes_of
 from tltlab.bench.drafters import bench_drafters
 from tltlab.bench.train.figures import as_text
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.offline.data import Text, load_target
+from tltlab.runtime.drafter.offline.data import PromptedText, load_target
 from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
@@ -260,7 +260,10 @@ def test_a_policy_is_no_distance_from_itself_and_the_distance_is_a_mean_over_res
     with torch.no_grad():
         model.lm_head.weight.mul_(0.5)
     model.save_pretrained(tmp_path / "flat")
-    texts = [Text(prompt_token_ids=[1, 5, 6], token_ids=[7, 8, 9, 4]), Text(prompt_token_ids=[1, 9], token_ids=[4, 4])]
+    texts = [
+        PromptedText(prompt_token_ids=[1, 5, 6], token_ids=[7, 8, 9, 4]),
+        PromptedText(prompt_token_ids=[1, 9], token_ids=[4, 4]),
+    ]
     assert policy_kl(random_model, random_model, texts) == pytest.approx(0.0, abs=1e-6)
     sharp, _ = load_target(random_model)
     by_hand = []

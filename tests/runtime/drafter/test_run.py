@@ -37,7 +37,7 @@ from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.spot import SpotTraining, coordinator_endpoint, machine_addresses
+from tltlab.runtime.drafter.spot import IdleWorkerTraining, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -428,7 +428,7 @@ def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollo
 def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The coordinator and the trainers wait for `HANGING_S` only."""
     training = story.run.training
-    assert isinstance(training, SpotTraining)
+    assert isinstance(training, IdleWorkerTraining)
     patient, server = training.config, training.server
     assert server is not None
     coordinators = [patient.coordinator.model_copy(update={"yield_timeout_s": HANGING_S})]

@@ -12,7 +12,7 @@ import numpy as np
 from tltlab.bench.train.figures import as_text, decimals
 from tltlab.console import table
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.offline.data import Text
+from tltlab.runtime.drafter.offline.data import PromptedText
 from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
@@ -139,7 +139,7 @@ def drift(model: Path, final: Path, trace: Trace) -> dict[str, Any]:
     assert trace.steps is not None
     rows = tokens.sample(min(KL_TEXTS, len(tokens)), random_state=0)
     texts = [
-        Text(prompt_token_ids=prompt.tolist(), token_ids=response.tolist())
+        PromptedText(prompt_token_ids=prompt.tolist(), token_ids=response.tolist())
         for prompt, response in zip(rows["prompt_token_ids"], rows["token_ids"], strict=True)
     ]
     return {"kl": policy_kl(final, model, texts), "per_step": [float(kl) for kl in trace.steps["drift_kl"].fillna(0.0)]}

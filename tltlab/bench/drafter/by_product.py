@@ -10,7 +10,7 @@ from typing import Any
 from tltlab.bench.train.figures import decimals
 from tltlab.console import table
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
+from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
 from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 
 from .runs import BenchSizes, judged, kept, run_steps
@@ -48,7 +48,9 @@ def bench_by_product(
                 "final_drafter": trained.to_json(),
             }
         )
-    source = Source(head=final, target=target, prompts=_of_task(model / "heldout.jsonl", OTHER, out / "other.jsonl"))
+    source = ExportSource(
+        head=final, target=target, prompts=_of_task(model / "heldout.jsonl", OTHER, out / "other.jsonl")
+    )
     config = ExportConfig(depth=sizes.draft_depth, max_response_tokens=sizes.max_response_tokens, seed=seed)
     try:
         exported = export_drafter(source, out / "exported", config, progress)

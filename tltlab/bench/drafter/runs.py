@@ -13,8 +13,8 @@ import torch
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.offline.chains import Acceptance, acceptance_along
-from tltlab.runtime.drafter.offline.data import TargetStates, Text, load_target
+from tltlab.runtime.drafter.offline.chains import ChainAcceptance, acceptance_along
+from tltlab.runtime.drafter.offline.data import PromptedText, TargetStates, load_target
 from tltlab.runtime.models.runs import Progress, Sizes, written
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import GrpoRun
@@ -100,7 +100,7 @@ MAX_BYTES = 1 << 29
 
 def judged(
     target: Path, heads: Sequence[Path], prompts: Sequence[Prompt], *, depth: int, max_tokens: int, seed: int
-) -> list[Acceptance]:
+) -> list[ChainAcceptance]:
     """How many drafts of each head the policy in `target` keeps along the responses that it now gives to `prompts`.
 
     All heads are judged on the same responses.
@@ -118,7 +118,7 @@ def judged(
 
 
 @torch.inference_mode()
-def policy_kl(now: Path, start: Path, texts: Sequence[Text]) -> float:
+def policy_kl(now: Path, start: Path, texts: Sequence[PromptedText]) -> float:
     """KL(now || start) in nats per response token, exact over the vocabulary, on `texts` that `now` has written."""
     models = [load_target(folder)[0] for folder in (now, start)]
     total, tokens = 0.0, 0

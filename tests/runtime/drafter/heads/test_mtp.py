@@ -15,7 +15,7 @@ from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.heads.mtp import MtpHead, brought_along, fresh_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
-from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
+from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.engine.engine import Engine
@@ -64,7 +64,7 @@ def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model
     other.take_serving_weights(head.serving_weights())
     assert same(head, other)
     assert all(name.startswith("model.mtp_layers.0.") for name in head.serving_weights())
-    source = Source(head=tmp_path / "head", target=mimo, prompts=mimo / "heldout.jsonl")
+    source = ExportSource(head=tmp_path / "head", target=mimo, prompts=mimo / "heldout.jsonl")
     with pytest.raises(ConfigError, match="which vLLM reads with its model"):
         export_drafter(source, tmp_path / "exported", ExportConfig(), lambda message: None)
     assert not (tmp_path / "exported").exists()

@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.offline.export import Comparison, ExportConfig, Source, compare, export_drafter, find_source
+from tltlab.runtime.drafter.offline.export import (
+    ExportCheck,
+    ExportConfig,
+    ExportSource,
+    compare,
+    export_drafter,
+    find_source,
+)
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
@@ -95,7 +102,7 @@ def test_a_head_that_learned_nothing_is_not_exported(target: Path, heads: dict[s
         for value in dead.parameters():
             value.zero_()
     dead.save(tmp_path / "dead")
-    source = Source(head=tmp_path / "dead", target=target, prompts=target / "heldout.jsonl")
+    source = ExportSource(head=tmp_path / "dead", target=target, prompts=target / "heldout.jsonl")
     with pytest.raises(RunError, match="learned nothing") as caught:
         export_drafter(source, tmp_path / "exports" / "dead", CHECK, quiet)
     assert caught.value.exit_code == 1
@@ -123,12 +130,12 @@ def test_what_stock_vllm_does_not_load_is_told_in_one_sentence(target: Path, hea
     assert "\n" not in str(caught.value)
 
 
-def comparison(**given: Any) -> Comparison:
+def comparison(**given: Any) -> ExportCheck:
     settings: dict[str, Any] = {
         "temperature": 0.0, "expected_accept_length": 2.0, "measured_accept_length": 2.0, "expected_positions": [0.6],
         "measured_positions": [0.6], "passes": 100, "first_kept": 0.6, "commonest": 0.2,
     }  # fmt: skip
-    return Comparison(**settings | given)
+    return ExportCheck(**settings | given)
 
 
 def test_rounding_is_forgiven_and_a_shortfall_is_not():
@@ -148,11 +155,13 @@ def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, tmp_
         find_source(run)
     new_head(target, "eagle", 0).save(run / "drafter" / "final")
     found = find_source(run)
-    assert found == Source(head=run / "drafter" / "final", target=target, prompts=Path("heldout.jsonl"), chat=True)
+    assert found == ExportSource(
+        head=run / "drafter" / "final", target=target, prompts=Path("heldout.jsonl"), chat=True
+    )
     (run / "checkpoints" / "final").mkdir(parents=True)
     assert find_source(run).target == run / "checkpoints" / "final"
     mine = find_source(run, target, "mine.jsonl", prompt_column="q", chat=False)
-    assert mine == Source(head=found.head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
+    assert mine == ExportSource(head=found.head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
 
 
 def test_what_a_run_or_a_head_names_is_found_from_any_folder(
@@ -204,5 +213,5 @@ def test_wrong_input_is_refused_and_nothing_is_written(target: Path, tmp_path: P
         (tmp_path / "bare", tmp_path / "nowhere.jsonl", "cannot read"),
     ):
         with pytest.raises(ConfigError, match=said):
-            export_drafter(Source(head=head, target=target, prompts=prompts), tmp_path / "out", CHECK, quiet)
+            export_drafter(ExportSource(head=head, target=target, prompts=prompts), tmp_path / "out", CHECK, quiet)
     assert not (tmp_path / "out").exists()

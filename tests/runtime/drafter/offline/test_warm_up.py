@@ -26,8 +26,8 @@ from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.offline.chains import acceptance_along, kept_along, walk
 from tltlab.runtime.drafter.offline.data import (
     Epochs,
+    PromptedText,
     TargetStates,
-    Text,
     TextConfig,
     load_target,
     read_texts,
@@ -102,7 +102,7 @@ def test_what_is_reported_is_what_the_written_head_does_on_prompts_it_was_not_tr
 ):
     out, report = trained("eagle")
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    texts = [Text(prompt_token_ids=row["prompt"], token_ids=row["response"]) for row in rows]
+    texts = [PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"]) for row in rows]
     heldout = split_by_prompt(texts, 0.2, np.random.default_rng([0, 2]))[1]
     model, frozen = load_target(target)
     head = load_head(out)
@@ -116,7 +116,9 @@ def test_chances_by_position_multiply_to_the_accepted_length_where_the_text_does
     model, frozen = load_target(target)
     head = new_head(target, "eagle", seed=1)
     [row] = sampled_rows(target, 1, 30)
-    sequence = TargetStates(model, (), 1 << 20).of(Text(prompt_token_ids=row["prompt"], token_ids=row["response"]))
+    sequence = TargetStates(model, (), 1 << 20).of(
+        PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"])
+    )
     kept = kept_along(head, frozen, sequence, 4).tolist()
     found = acceptance_along(head, frozen, [sequence], 4)
     assert found.accept_length == pytest.approx(1 + sum(kept) / len(kept))
@@ -162,7 +164,7 @@ def test_states_that_do_not_fit_are_computed_again_and_nothing_else_changes(targ
 
 def test_an_epoch_uses_each_text_once_and_a_long_one_is_cut_where_its_response_is(target: Path):
     model, _ = load_target(target)
-    texts = [Text(prompt_token_ids=[4] * n, token_ids=[5] * 10) for n in range(2, 10)]
+    texts = [PromptedText(prompt_token_ids=[4] * n, token_ids=[5] * 10) for n in range(2, 10)]
     epochs = Epochs(texts, TargetStates(model, (), 1 << 20), np.random.default_rng(0))
     lengths = []
     while len(lengths) < len(texts):
@@ -188,7 +190,7 @@ def test_texts_are_drawn_at_random_and_none_twice(target: Path, tmp_path: Path):
 
 
 def test_no_prompt_is_both_trained_on_and_held_out():
-    texts = [Text(prompt_token_ids=[n % 7, 1], token_ids=[n]) for n in range(40)]
+    texts = [PromptedText(prompt_token_ids=[n % 7, 1], token_ids=[n]) for n in range(40)]
     trained, heldout = split_by_prompt(texts, 0.3, np.random.default_rng(0))
     assert len(trained) + len(heldout) == 40
     sides = [{tuple(text.prompt_token_ids) for text in side} for side in (trained, heldout)]
