@@ -44,7 +44,7 @@ class DataBuffer:
 
     def __init__(self, config: BufferConfig) -> None:
         self.config = config
-        self._held: dict[int, TrainingSequence] = {}
+        self._sequences: dict[int, TrainingSequence] = {}
         self._first_out: list[tuple[int, int, int]] = []
         self._used: set[int] = set()
         self._nbytes = 0
@@ -53,7 +53,7 @@ class DataBuffer:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._sequences)
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ class DataBuffer:
     def sequences(self) -> list[TrainingSequence]:
         """What is held, in the order in which it came: added to an empty buffer, that holds the same."""
         with self._lock:
-            return list(self._held.values())
+            return list(self._sequences.values())
 
     def begin(self, rl_step: int) -> None:
         """RL step `rl_step` begins: what the earlier ones left is carried, what is too old goes."""
@@ -83,7 +83,7 @@ class DataBuffer:
                 return
             number = self._num_added
             self._num_added += 1
-            self._held[number] = sequence = sequence.on_host()
+            self._sequences[number] = sequence = sequence.on_host()
             self._nbytes += sequence.nbytes
             heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
             while self._nbytes > self.config.max_bytes:
@@ -98,9 +98,9 @@ class DataBuffer:
         to a random stretch, or left for later where they are few.
         """
         with self._lock:
-            current = [n for n, s in self._held.items() if s.rl_step >= self._rl_step]
-            earlier = [n for n, s in self._held.items() if s.rl_step < self._rl_step]
-            earlier.sort(key=lambda n: -self._held[n].num_rows)
+            current = [n for n, s in self._sequences.items() if s.rl_step >= self._rl_step]
+            earlier = [n for n, s in self._sequences.items() if s.rl_step < self._rl_step]
+            earlier.sort(key=lambda n: -self._sequences[n].num_rows)
             longest = earlier[: int(np.ceil(LONGEST * len(earlier)))]
             carried = round(tokens * self.config.carried_share)
             drawn: dict[int, TrainingSequence] = {}
@@ -118,7 +118,7 @@ class DataBuffer:
         for _ in range(2):
             fresh = [n for n in side if n not in self._used]
             for n in rng.permutation(np.array(fresh, np.int64)).tolist():
-                sequence = self._held[n]
+                sequence = self._sequences[n]
                 if sequence.num_rows > room:
                     if room < shortest:
                         continue
@@ -136,7 +136,7 @@ class DataBuffer:
 
     def _drop_first(self) -> None:
         number = heapq.heappop(self._first_out)[2]
-        self._nbytes -= self._held.pop(number).nbytes
+        self._nbytes -= self._sequences.pop(number).nbytes
         self._used.discard(number)
 
 
@@ -172,9 +172,9 @@ def write_data(path: Path, data: TrainerData) -> None:
     sequences = [*data.held, *data.heldout]
     tensors: dict[str, Tensor] = {}
     for number, sequence in enumerate(sequences):
-        found = {name: getattr(sequence, name) for name in TENSORS}
-        tensors |= {f"{number}.{name}": value.contiguous() for name, value in found.items() if value is not None}
-    told = {
+        parts = {name: getattr(sequence, name) for name in TENSORS}
+        tensors |= {f"{number}.{name}": value.contiguous() for name, value in parts.items() if value is not None}
+    header = {
         "num_held": len(data.held),
         "random_state": data.random_state,
         "sequences": [[list(s.key), s.first_position, s.prompt_tokens] for s in sequences],
@@ -182,19 +182,19 @@ def write_data(path: Path, data: TrainerData) -> None:
     partial = path.with_name(path.name + PARTIAL)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"trainer_data": json.dumps(told)})
+        save_file(tensors, partial, metadata={"trainer_data": json.dumps(header)})
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        said = one_line(error)[:200]
-        raise RunError(f"cannot write what it trains on to {path}, is the disk full? ({said})") from error
+        cause = one_line(error)[:200]
+        raise RunError(f"cannot write what it trains on to {path}, is the disk full? ({cause})") from error
 
 
 def read_data(path: Path) -> TrainerData:
     """What `write_data` wrote. Raises ConfigError where it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            told = json.loads(file.metadata()["trainer_data"])
+            header = json.loads(file.metadata()["trainer_data"])
             names = set(file.keys())
             sequences = [
                 TrainingSequence(
@@ -204,10 +204,10 @@ def read_data(path: Path) -> TrainerData:
                     # Of their own: the file's memory would be held as long as any of them.
                     **{name: file.get_tensor(f"{n}.{name}").clone() for name in TENSORS if f"{n}.{name}" in names},
                 )
-                for n, (key, first_position, prompt_tokens) in enumerate(told["sequences"])
+                for n, (key, first_position, prompt_tokens) in enumerate(header["sequences"])
             ]
-        cut = told["num_held"]
-        return TrainerData(held=sequences[:cut], heldout=sequences[cut:], random_state=told["random_state"])
+        cut = header["num_held"]
+        return TrainerData(held=sequences[:cut], heldout=sequences[cut:], random_state=header["random_state"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        said = one_line(error)[:200]
-        raise ConfigError(f"{path} does not hold what the drafter's trainer learns from: {said}") from error
+        cause = one_line(error)[:200]
+        raise ConfigError(f"{path} does not hold what the drafter's trainer learns from: {cause}") from error

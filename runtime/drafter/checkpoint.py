@@ -94,10 +94,10 @@ class DrafterCheckpoint:
         """
         self.finish()
         for path in _numbered(self.folder):
-            read = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+            tensors = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
             try:
                 _refuse_damage(path)
-                load(read, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+                load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
             # DCP's own exceptions are no Exception.
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -106,7 +106,7 @@ class DrafterCheckpoint:
                 continue
             with torch.no_grad():
                 for name, value in state.items():
-                    value.copy_(read[name])
+                    value.copy_(tensors[name])
             return path
         return None
 
@@ -129,8 +129,8 @@ class DrafterCheckpoint:
             )
         make_folder(self.folder)
         # Not when a folder is opened: who only reads would take away what another is writing.
-        for left in self.folder.glob(f"checkpoint-*{PARTIAL}"):
-            shutil.rmtree(left, ignore_errors=True)
+        for partial in self.folder.glob(f"checkpoint-*{PARTIAL}"):
+            shutil.rmtree(partial, ignore_errors=True)
         # DCP's process-based writer needs a process group; its thread needs none.
         future = async_save(state, storage_writer=_Writer(final, self.keep), async_stager=self._stager, no_dist=True)
         assert isinstance(future, Future)
@@ -168,15 +168,15 @@ def convert(folder: str | Path) -> None:
     Whatever code the pickle names is run: for a checkpoint of your own.
     """
     old = Path(folder)
-    reader, new, gone = FileSystemReader(old), old.with_name(old.name + PARTIAL), old.with_name(f".{old.name}.pickled")
+    reader, new, aside = FileSystemReader(old), old.with_name(old.name + PARTIAL), old.with_name(f".{old.name}.pickled")
     entries = reader.read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
     load(dict(state), storage_reader=reader, no_dist=True)
     save(dict(state), storage_writer=SafetensorsWriter(new), no_dist=True)
-    old.rename(gone)
+    old.rename(aside)
     new.rename(old)
-    shutil.rmtree(gone)
+    shutil.rmtree(aside)
 
 
 def _refuse_damage(folder: Path) -> None:
@@ -197,8 +197,8 @@ def _refuse_damage(folder: Path) -> None:
 
 def _numbered(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_number, reverse=True)
+    paths = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=_number, reverse=True)
 
 
 def _number(path: Path) -> int:

@@ -170,8 +170,8 @@ class FeedReceiver:
         """Wait until all that was sent before this call has been dealt with; whether that came in time."""
         # The first silence may have begun before the call.
         with self._silence:
-            before = self._silences
-            return self._silence.wait_for(lambda: self._silences > before + 1, timeout_s)
+            silences = self._silences
+            return self._silence.wait_for(lambda: self._silences > silences + 1, timeout_s)
 
     def close(self) -> None:
         self._closed.set()
@@ -194,14 +194,14 @@ class FeedReceiver:
             frames = self._socket.recv_multipart()
             try:
                 message = _decoder.decode(frames[0])
-                told = message if isinstance(message, _Status) else _sequence(message, frames)
+                content = message if isinstance(message, _Status) else _sequence(message, frames)
             except (msgspec.DecodeError, ValueError, KeyError, IndexError, RuntimeError):
                 self.malformed += 1
                 continue
-            if isinstance(told, _Status):
-                self._on_status(told.rl_step, told.busy, told.rollout_s)
+            if isinstance(content, _Status):
+                self._on_status(content.rl_step, content.busy, content.rollout_s)
             else:
-                self._on_sequence(told)
+                self._on_sequence(content)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -101,10 +101,10 @@ def gather(store: Store, worker: int, members: Sequence[int], updates: int, with
             if withdrawn():
                 store.delete_key(f"here-{worker}")
                 return []
-        done = {member: int(store.get(f"here-{member}")) for member in members}
+        updates_of = {member: int(store.get(f"here-{member}")) for member in members}
     except RuntimeError as error:
         raise GroupLost(f"the members of a training group cannot meet: {_first_line(error)}") from error
-    return sorted(members, key=lambda member: (-done[member], member))
+    return sorted(members, key=lambda member: (-updates_of[member], member))
 
 
 class DrafterGroup:
@@ -131,16 +131,16 @@ class DrafterGroup:
         """
         if not 0 <= rank < world:
             raise ConfigError(f"rank {rank} of a group of {world} members: ranks go from 0 to {world - 1}")
-        own = _device()
-        if backend == "nccl" and not own:
+        device = _device()
+        if backend == "nccl" and not device:
             raise ConfigError("a training group over nccl needs a CUDA device: take gloo, or auto")
         timeout = timedelta(seconds=timeout_s)
         try:
-            store.set(f"device-{rank}", f"{backend} {own}")
-            told = [store.get(f"device-{other}").decode().split(" ", 1) for other in range(world)]
-            devices = {device for _, device in told}
+            store.set(f"device-{rank}", f"{backend} {device}")
+            answers = [store.get(f"device-{member}").decode().split(" ", 1) for member in range(world)]
+            devices = {uuid for _, uuid in answers}
             separate = len(devices) == world and "" not in devices
-            if any(wanted == "gloo" for wanted, _ in told) or not separate:
+            if any(choice == "gloo" for choice, _ in answers) or not separate:
                 return cls(_gloo(store, rank, world, timeout, host), rank, world, timeout_s, on_host=True)
             return cls(_nccl(store, rank, world, timeout), rank, world, timeout_s, on_host=False)
         except RuntimeError as error:
@@ -230,8 +230,8 @@ def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) ->
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._timeout = timeout
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    where = {"interface": interface} if interface else {"hostname": host}
-    options._devices = [ProcessGroupGloo.create_device(**where)]
+    address = {"interface": interface} if interface else {"hostname": host}
+    options._devices = [ProcessGroupGloo.create_device(**address)]
     return ProcessGroupGloo(store, rank, world, options)
 
 

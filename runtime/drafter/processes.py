@@ -40,7 +40,7 @@ CLOSE_S = 5.0
 
 _DEAD_S = 1.0
 
-Places = Sequence[tuple[str, Mapping[str, str]]]
+Machines = Sequence[tuple[str, Mapping[str, str]]]
 _Trainer: Any = ray.remote(SpotTrainer)
 
 
@@ -48,12 +48,12 @@ _Trainer: Any = ray.remote(SpotTrainer)
 class _TrainerProcess:
     """A trainer that starts (`ready` comes true with its process id) or runs (`run` comes true when it has ended).
 
-    `given` is what it was told to start with, and whoever replaces it before it runs.
+    `arguments` are those of its `start`, and of that of whoever replaces it before it runs.
     """
 
     actor: Any
     ready: Any
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     run: Any = None
     pid: int = 0
     killed: str = ""
@@ -64,26 +64,26 @@ class _Died(RunError):
 
 
 class TrainerProcesses:
-    """One `SpotTrainer` per place, on the machine and with the devices of its worker: `where`, as (node, environment).
+    """One `SpotTrainer` per place, on the machine and devices of its worker: `machines`, as (node, environment).
 
-    Whoever dies is noticed within `WATCH_S`: `gone(worker)` is told, then it is started again, `MOST_RESTARTS` times.
-    It begins with `target`, and with `state`, in service since `published`, as it is then. What it had to learn from
-    has died with it.
+    Whoever dies is noticed within `WATCH_S`: `on_death(worker)` is called, then it is started again, `MOST_RESTARTS`
+    times. It begins with `target`, and with `state`, in service since `published`, as it is then. What it had to learn
+    from has died with it.
     """
 
     def __init__(
         self,
         places: Sequence[SpotPlace],
-        where: Places,
+        machines: Machines,
         config: DrafterConfig,
         events: RunEvents,
-        gone: Callable[[int], None],
+        on_death: Callable[[int], None],
     ) -> None:
         self.config, self.events = config, events
         self.target: Any = None
         self.state: Any = None
         self.published = 0
-        self._places, self._where, self._gone = places, where, gone
+        self._places, self._machines, self._on_death = places, machines, on_death
         self._deaths = dict.fromkeys(range(len(places)), 0)
         self._processes: dict[int, _TrainerProcess] = {}
         self._lock = threading.RLock()
@@ -96,8 +96,8 @@ class TrainerProcesses:
         What trainers before them have saved in their places is of another future, and goes.
         """
         self.target = target
-        given = {"anew": True, "data": data}
-        self._processes = {worker: self._new(worker, given) for worker in range(len(self._places))}
+        arguments = {"anew": True, "data": data}
+        self._processes = {worker: self._new(worker, arguments) for worker in range(len(self._places))}
         for process in self._processes.values():
             # Who died meanwhile is found by the watcher.
             with contextlib.suppress(_Died):
@@ -147,8 +147,8 @@ class TrainerProcesses:
         work_s = sum(self.answers("data_bytes").values()) / SLOW_DISK
         self.collect(self.ask("save_data", folder.resolve()), work_s=work_s)
         # By now whoever has not come to its end is dead.
-        for left in folder.glob(f"*{PARTIAL}"):
-            left.unlink()
+        for partial in folder.glob(f"*{PARTIAL}"):
+            partial.unlink()
 
     def kill(self, worker: int, why: str) -> None:
         """End a trainer by force; returns when it is dead. It is started again."""
@@ -181,8 +181,8 @@ class TrainerProcesses:
                 else:
                     self._end(worker, process)
 
-    def _new(self, worker: int, given: Mapping[str, Any]) -> _TrainerProcess:
-        node, env = self._where[worker]
+    def _new(self, worker: int, arguments: Mapping[str, Any]) -> _TrainerProcess:
+        node, env = self._machines[worker]
         actor = _Trainer.options(
             num_cpus=0,
             # `run` takes one thread for good.
@@ -190,24 +190,24 @@ class TrainerProcesses:
             runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._places[worker], self.config)
-        ready = actor.start.remote(self.target, self.state, self.published, **given)
-        return _TrainerProcess(actor=actor, ready=ready, given=given)
+        ready = actor.start.remote(self.target, self.state, self.published, **arguments)
+        return _TrainerProcess(actor=actor, ready=ready, arguments=arguments)
 
     def _end(self, worker: int, process: _TrainerProcess) -> None:
         ray.kill(process.actor)
         if not process.pid:
             return
         # Ray asks a process to end before it makes it: one that is stopped would hold its device for seconds.
-        node = self._where[worker][0]
+        node = self._machines[worker][0]
         if node == ray.get_runtime_context().get_node_id():
             _kill(process.pid)
             return
-        there = ray.remote(num_cpus=0)(_kill).options(
+        kill = ray.remote(num_cpus=0)(_kill).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         )
         timeout_s = self.config.coordinator.yield_timeout_s
         try:
-            ray.get(there.remote(process.pid), timeout=timeout_s)
+            ray.get(kill.remote(process.pid), timeout=timeout_s)
         except (RayError, GetTimeoutError):
             self.events.note(
                 f"the drafter's trainer of worker {worker} was to end, and its machine did not say within "
@@ -239,17 +239,17 @@ class TrainerProcesses:
                 why = _sentence(error)
             del self._processes[worker]
         self._end(worker, process)
-        self._gone(worker)
+        self._on_death(worker)
         self._deaths[worker] += 1
-        again = self._deaths[worker] <= MOST_RESTARTS
+        restarts = self._deaths[worker] <= MOST_RESTARTS
         self.events.note(
             f"the drafter's trainer of worker {worker} died ({process.killed or why}); "
-            f"it is {'' if again else 'not '}started again",
+            f"it is {'' if restarts else 'not '}started again",
             worker=worker,
         )
         with self._lock:
-            if again and not self._closed.is_set():
-                self._processes[worker] = self._new(worker, {} if process.run is not None else process.given)
+            if restarts and not self._closed.is_set():
+                self._processes[worker] = self._new(worker, {} if process.run is not None else process.arguments)
 
 
 def _kill(pid: int) -> None:

@@ -98,12 +98,12 @@ class DrafterRun:
 
     def _start_training(self) -> None:
         self._stop_training()
-        where = self._ask_engines("place")
-        here = ray.get_runtime_context().get_node_id()
+        machines = self._ask_engines("place")
+        driver = ray.get_runtime_context().get_node_id()
         of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        addresses = machine_addresses([node for node, _ in where], here, of_ray)
-        endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, here)
-        self.training = IdleWorkerTraining(self.config, endpoint, where, here, addresses, self._place, self.events)
+        addresses = machine_addresses([node for node, _ in machines], driver, of_ray)
+        endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, driver)
+        self.training = IdleWorkerTraining(self.config, endpoint, machines, driver, addresses, self._place, self.events)
         self.training.begin(self._frozen(), self.served, self._data)
 
     def _stop_training(self) -> None:
@@ -222,11 +222,11 @@ class DrafterRun:
         self.schedule.attempted(attempt)
         passes = self.schedule.serves(attempt)
         if attempt.candidate is None or attempt.served is None:
-            found = "no held-out response of the newest policy tells how good it is"
+            reason = "no held-out response of the newest policy tells how good it is"
         else:
-            found = f"{attempt.candidate:.3f} tokens per draft on held-out responses, {attempt.served:.3f} before"
+            reason = f"{attempt.candidate:.3f} tokens per draft on held-out responses, {attempt.served:.3f} before"
         self.events.record(
-            f"the drafter trained in RL step {rl_step} {'serves' if passes else 'does not serve'}: {found}"
+            f"the drafter trained in RL step {rl_step} {'serves' if passes else 'does not serve'}: {reason}"
         )
         return passes
 
@@ -301,8 +301,8 @@ class DrafterRun:
 
     def close(self) -> None:
         self._stop_training()
-        for left in self.out.glob("worker-*/*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
+        for partial in self.out.glob("worker-*/*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
 

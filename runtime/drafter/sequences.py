@@ -119,8 +119,8 @@ def pack(
     """
     assert sequences, "nothing to pack"
     dtype = dtype or sequences[0].hidden.dtype
-    used = [s for s in sequences if s.num_rows >= 2]
-    lengths = tuple(s.num_rows - 1 for s in used)
+    packed = [s for s in sequences if s.num_rows >= 2]
+    lengths = tuple(s.num_rows - 1 for s in packed)
     with_aux = all(s.aux is not None for s in sequences)
 
     def joined(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -128,15 +128,15 @@ def pack(
 
     first = sequences[0]
     steps = [torch.arange(length) for length in lengths]
-    aux = [s.aux[:-1] for s in used if s.aux is not None] if with_aux else []
+    aux = [s.aux[:-1] for s in packed if s.aux is not None] if with_aux else []
     numbers = torch.arange(0)
     return PackedBatch(
-        token_ids=joined([s.token_ids[1:-1] for s in used], first.token_ids).long().to(device),
-        next_token_ids=joined([s.token_ids[2:] for s in used], first.token_ids).long().to(device),
-        hidden=joined([s.hidden[:-1] for s in used], first.hidden).to(device, dtype),
-        next_hidden=joined([s.hidden[1:] for s in used], first.hidden).to(device, dtype),
+        token_ids=joined([s.token_ids[1:-1] for s in packed], first.token_ids).long().to(device),
+        next_token_ids=joined([s.token_ids[2:] for s in packed], first.token_ids).long().to(device),
+        hidden=joined([s.hidden[:-1] for s in packed], first.hidden).to(device, dtype),
+        next_hidden=joined([s.hidden[1:] for s in packed], first.hidden).to(device, dtype),
         aux=joined(aux, first.aux).to(device, dtype) if with_aux and first.aux is not None else None,
-        positions=joined([s.first_position + t for s, t in zip(used, steps, strict=True)], numbers).to(device),
-        mask=joined([t + 2 >= s.prompt_tokens for s, t in zip(used, steps, strict=True)], numbers.bool()).to(device),
+        positions=joined([s.first_position + t for s, t in zip(packed, steps, strict=True)], numbers).to(device),
+        mask=joined([t + 2 >= s.prompt_tokens for s, t in zip(packed, steps, strict=True)], numbers.bool()).to(device),
         lengths=lengths,
     )

@@ -42,8 +42,8 @@ class ServedDrafter:
         if self.weights is not None:
             folder.mkdir(exist_ok=True)
             for name, tensors in ((WEIGHTS, self.weights), (TRAINING, get(self.training))):
-                own = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-                save_file(own, folder / name)
+                copies = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+                save_file(copies, folder / name)
         return {
             "updates": self.updates,
             "swaps": self.swaps,
@@ -94,12 +94,12 @@ class CanaryWatch:
         drafts = kept = 0
         for worker, report in enumerate(reports):
             positions = report.positions.get(self.name)
-            now = (report.updates, sum(positions.drafted[:1]), sum(positions.kept)) if positions else (0, 0, 0)
-            before = self._counts.get(worker, (0, 0, 0))
+            counts = (report.updates, sum(positions.drafted[:1]), sum(positions.kept)) if positions else (0, 0, 0)
+            earlier = self._counts.get(worker, (0, 0, 0))
             # An engine that was started again has counted from 0.
-            base = before if before[0] == now[0] and before[1] <= now[1] else (now[0], 0, 0)
-            drafts, kept = drafts + now[1] - base[1], kept + now[2] - base[2]
-            self._counts[worker] = now
+            base = earlier if earlier[0] == counts[0] and earlier[1] <= counts[1] else (counts[0], 0, 0)
+            drafts, kept = drafts + counts[1] - base[1], kept + counts[2] - base[2]
+            self._counts[worker] = counts
         self.accept_length, self.drafts = (1 + kept / drafts if drafts else None), drafts
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
 from .group import LOOPBACK, MeetingPoint
-from .processes import Places, TrainerProcesses
+from .processes import Machines, TrainerProcesses
 from .service import ServedDrafter
 from .worker import SpotPlace
 
 
 class IdleWorkerTraining:
-    """One coordinator and a trainer per worker, whose machines and devices are `where`, until `close`.
+    """One coordinator and a trainer per worker, whose machines and devices are `machines`, until `close`.
 
-    `here` is the driver's machine, by Ray's name, and `addresses` are all machines'. `place(worker, coordinator,
+    `driver` is the driver's machine, by Ray's name, and `addresses` are all machines'. `place(worker, coordinator,
     rendezvous, host, keys)` says where a trainer stands. Coordinator and trainers know RL steps that only
     grow: a run that goes back begins with another one.
     """
@@ -32,17 +32,17 @@ class IdleWorkerTraining:
         self,
         config: DrafterConfig,
         endpoint: str,
-        where: Places,
-        here: str,
+        machines: Machines,
+        driver: str,
         addresses: Mapping[str, str],
         place: Callable[[int, str, str, str, ClientKeys | None], SpotPlace],
         events: RunEvents,
     ) -> None:
         self.config, self.events = config, events
-        self.num_workers = len(where)
+        self.num_workers = len(machines)
         # Also on this machine: whoever may enter the folder of the sockets could speak for a worker otherwise.
         self._server_keys, keys = make_keys(self.num_workers)
-        self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[here]}:0"))
+        self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
         self._lock = threading.Lock()
         self._trains_in: int | None = None
         self._began = time.perf_counter()
@@ -53,12 +53,12 @@ class IdleWorkerTraining:
                 worker,
                 self.server.endpoint,
                 self._meeting.address,
-                addresses[where[worker][0]],
+                addresses[machines[worker][0]],
                 keys[worker],
             )
             for worker in range(self.num_workers)
         ]
-        self.processes = TrainerProcesses(places, where, config, events, self._gone)
+        self.processes = TrainerProcesses(places, machines, config, events, self._note_death)
 
     def begin(self, target: Any, served: ServedDrafter, data: Path | None) -> None:
         """Start the trainers, from the drafter in service and with what a checkpoint's folder has of their data."""
@@ -88,7 +88,7 @@ class IdleWorkerTraining:
 
     def rows(self, rl_step: int) -> list[dict[str, Any]]:
         """The rows of `spot_training` of the rollout that has ended, those of trainers that died in it too."""
-        rows = [row for told in self.processes.answers("take_rows").values() for row in told]
+        rows = [row for answer in self.processes.answers("take_rows").values() for row in answer]
         rows += self._lost_rows(rl_step, rows)
         for row in rows:
             if row["ended"] == "failed":
@@ -115,7 +115,7 @@ class IdleWorkerTraining:
         self._died.add(worker)
         self.processes.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
 
-    def _gone(self, worker: int) -> None:
+    def _note_death(self, worker: int) -> None:
         self._died.add(worker)
         self._tell(lambda server: server.worker_gone(worker))
 
@@ -154,19 +154,19 @@ class IdleWorkerTraining:
         self.events.note(f"{why}: the drafter is not trained any more in this run")
         self.processes.close()
 
-    def _lost_rows(self, rl_step: int, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _lost_rows(self, rl_step: int, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Rows for trainers that died in this rollout's training and tell nothing any more."""
         died, self._died = self._died, set()
         if not died or self.server is None:
             return []
-        known = {(row["worker"], row["term"]) for row in told}
-        rows = {
+        terms = {(row["worker"], row["term"]) for row in rows}
+        lost = {
             (member.worker, period.term): _lost_row(period, member, self._began)
             for period in self.server.periods()
             for member in period.members
             if period.rl_step == rl_step and member.worker in died
         }
-        return [row for key, row in rows.items() if key not in known]
+        return [row for key, row in lost.items() if key not in terms]
 
 
 def _lost_row(period: PeriodRecord, member: Membership, began: float) -> dict[str, Any]:
@@ -189,24 +189,24 @@ def _lost_row(period: PeriodRecord, member: Membership, began: float) -> dict[st
     }
 
 
-def machine_addresses(nodes: Sequence[str], here: str, addresses: Mapping[str, str]) -> dict[str, str]:
-    """Where the trainers on machines `nodes` are found, and the driver on `here`: this machine's own where that is all.
+def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str, str]) -> dict[str, str]:
+    """Where the trainers on machines `nodes` are found, and that of the `driver`: this machine's own where that is all.
 
     All machines by Ray's names; `addresses` are Ray's.
     """
-    if set(nodes) <= {here}:
-        return {here: LOOPBACK}
-    return {node: addresses[node] for node in {*nodes, here}}
+    if set(nodes) <= {driver}:
+        return {driver: LOOPBACK}
+    return {node: addresses[node] for node in {*nodes, driver}}
 
 
-def coordinator_endpoint(config: DrafterConfig, private: str, addresses: Mapping[str, str], here: str) -> str:
-    """Where the coordinator listens: as the recipe says, at `private` on one machine, else at Ray's address of `here`.
+def coordinator_endpoint(config: DrafterConfig, private: str, addresses: Mapping[str, str], driver: str) -> str:
+    """Where the coordinator listens: as the recipe says, at `private` on one machine, else at the `driver`'s address.
 
     Raises ConfigError where the recipe says what workers on other machines could not reach.
     """
-    if addresses[here] == LOOPBACK:
+    if addresses[driver] == LOOPBACK:
         return config.endpoint or private
-    endpoint = config.endpoint or f"tcp://{addresses[here]}:*"
+    endpoint = config.endpoint or f"tcp://{addresses[driver]}:*"
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     if not endpoint.startswith("tcp://") or host in ("*", "0.0.0.0", "[::]"):
         raise ConfigError(

@@ -86,12 +86,12 @@ class TrainingPeriod:
     accept: list[float] = field(default_factory=list)
     detail: str | None = None
 
-    def learned(self, report: UpdateReport, own: list[TrainingSequence]) -> None:
+    def learned(self, report: UpdateReport, sequences: list[TrainingSequence]) -> None:
         """An update was applied, to which this worker gave its `own` sequences."""
         self.updates += 1
         self.unsaved += 1
-        self.tokens += sum(sequence.num_rows for sequence in own)
-        self.sequences += len(own)
+        self.tokens += sum(sequence.num_rows for sequence in sequences)
+        self.sequences += len(sequences)
         self.loss, self.accept = report.loss, report.accept
 
     def row(self, worker: int, rl_step_began: float, freed: float) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class DrafterTraining:
             }
         self._message = _Message(self._params, loss.num_unrolled, self.device)
         self.set_target(frozen)
-        self._kept = self._room_to_keep()
+        self._backup = self._room_to_keep()
         self._keep()
 
     def set_target(self, frozen: FrozenTarget) -> None:
@@ -175,7 +175,7 @@ class DrafterTraining:
         self._own_part(sequences)
         message.leave.fill_(leave())
         # By vote, since all have to go back to the same state.
-        message.keep.fill_(not self.updates or time.monotonic() - self._kept_at >= self.keep_s)
+        message.keep.fill_(not self.updates or time.monotonic() - self._backup_at >= self.keep_s)
         message.members.fill_(1.0)
         pass_s = time.perf_counter() - began
         if group is not None:
@@ -213,11 +213,11 @@ class DrafterTraining:
 
         Sequences that training has not seen make it an honest prediction. Of the head that is trained, or of `head`.
         """
-        used = [sequence for sequence in sequences if sequence.teaches]
-        if not used:
+        teaching = [sequence for sequence in sequences if sequence.teaches]
+        if not teaching:
             return []
         with torch.no_grad(), self._autocast():
-            batch = pack(used, self.device, torch.float32)
+            batch = pack(teaching, self.device, torch.float32)
             of = self.head if head is None else head
             return drafter_loss(of, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
@@ -231,10 +231,10 @@ class DrafterTraining:
         """
         # Exchanges of different sizes would end processes, not just the group.
         size = self._message.flat.numel()
-        own = torch.tensor([size, size * size], device=self.device)
-        total = own.clone()
+        shape = torch.tensor([size, size * size], device=self.device)
+        total = shape.clone()
         group.sum(total)
-        if not torch.equal(total, own * group.world):
+        if not torch.equal(total, shape * group.world):
             raise RunError("the members of this training group train drafters of different shapes or with other losses")
         tensors = list(self._tensors().values())
         flat = torch.cat([value.detach().flatten() for value in tensors])
@@ -264,7 +264,7 @@ class DrafterTraining:
         """Bytes of its tensors, by the names of a dry run's parts."""
         return {
             "drafter, training": tensor_bytes([*self._tensors().values(), self._message.flat]),
-            "drafter, kept state": tensor_bytes(self._kept.values()),
+            "drafter, kept state": tensor_bytes(self._backup.values()),
             "drafter's target": tensor_bytes([self.frozen.embedding, self.frozen.lm_head]),
         }
 
@@ -277,11 +277,13 @@ class DrafterTraining:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state. Raises ConfigError for one of another head."""
-        own = self.live_state()
-        wrong = sorted(set(own) ^ set(state)) or sorted(n for n in own if own[n].shape != state[n].shape)
-        if wrong:
+        expected = self.live_state()
+        faulty = sorted(set(expected) ^ set(state)) or sorted(
+            n for n in expected if expected[n].shape != state[n].shape
+        )
+        if faulty:
             raise ConfigError(
-                f"not a training state of this drafter: {wrong[0]} is missing, unknown or of another shape"
+                f"not a training state of this drafter: {faulty[0]} is missing, unknown or of another shape"
             )
         self._restore(state)
         self._keep()
@@ -289,24 +291,24 @@ class DrafterTraining:
     def _own_part(self, sequences: Sequence[TrainingSequence]) -> None:
         """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag."""
         message = self._message
-        used = [sequence for sequence in sequences if sequence.teaches]
-        if not used:
+        teaching = [sequence for sequence in sequences if sequence.teaches]
+        if not teaching:
             return
         with self._autocast():
-            found = drafter_loss(self.head, self.frozen, pack(used, self.device, torch.float32), self.loss)
-        if not found.rows:
+            result = drafter_loss(self.head, self.frozen, pack(teaching, self.device, torch.float32), self.loss)
+        if not result.rows:
             return
         # Gradients gather in the message itself, which is what members exchange.
-        (found.loss * found.rows).backward()
-        if not bool(found.loss.isfinite()) or not bool(message.gradient.isfinite().all()):
+        (result.loss * result.rows).backward()
+        if not bool(result.loss.isfinite()) or not bool(message.gradient.isfinite().all()):
             message.clear()
             message.bad.fill_(1.0)
             return
-        message.loss.fill_(found.loss.detach() * found.rows)
-        message.reached.copy_(torch.tensor(found.reached))
-        message.accept.copy_(torch.tensor(found.accept) * message.reached.cpu())
-        message.tokens.fill_(found.rows)
-        message.sequences.fill_(len(used))
+        message.loss.fill_(result.loss.detach() * result.rows)
+        message.reached.copy_(torch.tensor(result.reached))
+        message.accept.copy_(torch.tensor(result.accept) * message.reached.cpu())
+        message.tokens.fill_(result.rows)
+        message.sequences.fill_(len(teaching))
 
     def _apply(self, norm: float) -> bool:
         """Clip and step; False, and the state kept is back, where the step made weights that are not finite."""
@@ -339,8 +341,8 @@ class DrafterTraining:
 
     def _keep(self) -> None:
         for name, value in self.live_state().items():
-            self._kept[name].copy_(value)
-        self._kept_at = time.monotonic()
+            self._backup[name].copy_(value)
+        self._backup_at = time.monotonic()
 
     def _room_to_keep(self) -> dict[str, Tensor]:
         """Tensors for a copy of the state: beside it if that leaves as much of the device free, else on the host."""
@@ -352,14 +354,14 @@ class DrafterTraining:
 
     def _go_back(self) -> None:
         bad, skipped = self._bad, self.skipped
-        self._restore(self._kept)
+        self._restore(self._backup)
         self._bad, self.skipped = bad, skipped
 
     def _tensors(self) -> dict[str, Tensor]:
-        held: dict[str, Tensor] = {f"head.{name}": value for name, value in self._named.items()}
+        tensors: dict[str, Tensor] = {f"head.{name}": value for name, value in self._named.items()}
         for moment in MOMENTS:
-            held.update({f"{moment}.{name}": self._adam.state[value][moment] for name, value in self._named.items()})
-        return held
+            tensors.update({f"{moment}.{name}": self._adam.state[value][moment] for name, value in self._named.items()})
+        return tensors
 
     def _counters(self) -> Tensor:
         steps = int(self._adam.state[self._params[0]]["step"])
@@ -386,8 +388,8 @@ class _Message:
     def __init__(self, params: Sequence[torch.nn.Parameter], num_unrolled: int, device: torch.device) -> None:
         size = sum(value.numel() for value in params)
         self.flat = torch.zeros(size + 2 * num_unrolled + 7, device=device)
-        self.gradient, rest = self.flat[:size], self.flat[size:]
-        self.accept, self.reached, single = torch.split(rest, [num_unrolled, num_unrolled, 7])
+        self.gradient, sums = self.flat[:size], self.flat[size:]
+        self.accept, self.reached, single = torch.split(sums, [num_unrolled, num_unrolled, 7])
         self.loss, self.tokens, self.sequences, self.bad, self.leave, self.keep, self.members = single.unbind()
         begin = 0
         for value in params:

@@ -99,7 +99,7 @@ class SpotTrainer:
         self._rl_step = -1
         self._began = time.perf_counter()
         self._sample: list[TrainingSequence] = []
-        self._seen: set[tuple[int, str, int, int]] = set()
+        self._keys: set[tuple[int, str, int, int]] = set()
         self._heldout: deque[TrainingSequence] = deque(maxlen=MOST_HELD_OUT)
         self._prompts: OrderedDict[tuple[int, str], TrainingSequence] = OrderedDict()
         self._prompt_bytes = 0
@@ -227,7 +227,7 @@ class SpotTrainer:
 
     def seen(self) -> int:
         """Responses of this RL step that the engine handed over."""
-        return len(self._seen)
+        return len(self._keys)
 
     def memory(self) -> ProcessMemory:
         """What this process holds."""
@@ -280,7 +280,7 @@ class SpotTrainer:
         if rl_step > self._rl_step:
             with self._data:
                 self._rl_step, self._began = rl_step, time.perf_counter() - rollout_s
-                self._sample, self._seen = [], set()
+                self._sample, self._keys = [], set()
                 self._prompts.clear()
                 self._prompt_bytes = 0
                 self.buffer.begin(rl_step)
@@ -289,19 +289,19 @@ class SpotTrainer:
     def _on_sequence(self, sequence: TrainingSequence) -> None:
         with self._data:
             whole = self._with_prompt(sequence)
-            if whole.key in self._seen:
+            if whole.key in self._keys:
                 # Its worker died in the rollout and has done it again: the later one is the response.
-                self._sample = [whole if known.key == whole.key else known for known in self._sample]
+                self._sample = [whole if sampled.key == whole.key else sampled for sampled in self._sample]
                 return
-            self._seen.add(whole.key)
-            if len(self._seen) % HELD_OUT:
+            self._keys.add(whole.key)
+            if len(self._keys) % HELD_OUT:
                 self.buffer.add(whole)
             else:
                 self._hold_out(whole)
             # A uniform sample of the RL step's responses, for `annotate`.
             if len(self._sample) < self.config.annotate:
                 self._sample.append(whole)
-            elif (slot := int(self.rng.integers(len(self._seen)))) < self.config.annotate:
+            elif (slot := int(self.rng.integers(len(self._keys)))) < self.config.annotate:
                 self._sample[slot] = whole
 
     def _hold_out(self, sequence: TrainingSequence) -> None:
@@ -347,16 +347,16 @@ class SpotTrainer:
             return
         period = TrainingPeriod(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
         try:
-            following: TrainIn | None = order
-            while following is not None:
-                following = self._in_group(following, period)
+            next_order: TrainIn | None = order
+            while next_order is not None:
+                next_order = self._in_group(next_order, period)
         except Exception as error:  # whatever training dies of, the rollout goes on with the drafter it has
             period.ended, period.detail = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if period.unsaved:
             self._save(period)
         freed = time.perf_counter()
-        told = self._client.order_since
-        period.yield_s = freed - told if period.ended == "stopped" and told > period.began else None
+        order_s = self._client.order_since
+        period.yield_s = freed - order_s if period.ended == "stopped" and order_s > period.began else None
         # Before the device is free: whoever waited for it asks for the rows next.
         with self._data:
             self._rows.append(period.row(self.place.worker, self._began, freed))
@@ -454,10 +454,10 @@ class SpotTrainer:
         while self._client.order == order and not self._closed.wait(MEET_S):
             if time.perf_counter() > deadline:
                 raise RunError("its training group parted and the coordinator said nothing")
-        following = self._client.order
-        if self._closed.is_set() or not isinstance(following, TrainIn) or following.term != order.term:
+        next_order = self._client.order
+        if self._closed.is_set() or not isinstance(next_order, TrainIn) or next_order.term != order.term:
             return None
-        return following
+        return next_order
 
     def _enough(self) -> bool:
         most = self.config.max_updates

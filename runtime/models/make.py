@@ -215,10 +215,10 @@ def pretrain(
     initialise(model, tokenizer)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     of_blocks = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in of_blocks]
+    other_params = [p for p in model.parameters() if id(p) not in of_blocks]
     optimizers: list[torch.optim.Optimizer] = [
         Muon(matrices, lr=size.matrix_lr),
-        torch.optim.AdamW(rest, lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(other_params, lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     base_lr = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     batches = _batches(tokenizer, task, problems, size.tokens_per_batch, np.random.default_rng(seed))
@@ -388,10 +388,10 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"].lerp_(param.grad, 1 - group["momentum"])
                 update = param.grad.lerp(state["momentum"], group["momentum"])
                 updates.setdefault(param.shape, []).append((param, update))
-            for (rows, columns), alike in updates.items():
+            for (rows, columns), moves in updates.items():
                 scale = group["lr"] * max(1.0, rows / columns) ** 0.5
-                steps = orthogonalise(torch.stack([update for _, update in alike]))
-                for (param, _), step in zip(alike, steps, strict=True):
+                steps = orthogonalise(torch.stack([update for _, update in moves]))
+                for (param, _), step in zip(moves, steps, strict=True):
                     param.add_(step, alpha=-scale)
 
 

@@ -93,11 +93,11 @@ def measure(
     """
     started = time.perf_counter()
     check = load_reward(reward)
-    asked = [problem for problem in problems for _ in range(samples_per_prompt)]
-    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in asked]
+    copies = [problem for problem in problems for _ in range(samples_per_prompt)]
+    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in copies]
     responses = sample(model, prompts, temperature=temperature, max_tokens=max_tokens, seed=seed)
     texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for response in responses]
-    rewards = [check(p.prompt, text, p.answer) for p, text in zip(asked, texts, strict=True)]
+    rewards = [check(p.prompt, text, p.answer) for p, text in zip(copies, texts, strict=True)]
     lengths = np.array([len(response.token_ids) for response in responses])
     percentiles = {f"length_p{q}": float(np.percentile(lengths, q)) for q in (50, 90, 95, 99)}
     share = prompt_share(np.log(lengths).reshape(len(problems), samples_per_prompt))
@@ -111,7 +111,7 @@ def measure(
         "length_share_prompt": share,
         "length_share_within": 1 - share,
         "entropy_nats": float(np.mean(np.concatenate([r.entropies for r in responses]))),
-        "repeated_4gram_share": sum(again for again, _ in grams) / max(sum(total for _, total in grams), 1),
+        "repeated_4gram_share": sum(repeats for repeats, _ in grams) / max(sum(total for _, total in grams), 1),
         "clipped_share": float(np.mean([r.clipped for r in responses])),
     }
     return {name: round(value, 4) for name, value in figures.items()} | {

@@ -128,25 +128,25 @@ def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tenso
             stop = min(start + CHUNK, length)
             rows = slice(begin + start, begin + stop)
             # Keys beyond the last query of the chunk are seen by none of them.
-            before = slice(begin, begin + stop)
+            keys = slice(begin, begin + stop)
             unseen = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
-            shared = (grouped[:, :, rows] @ k[0, :, None, before].transpose(2, 3)).masked_fill(unseen, -torch.inf)
+            shared = (grouped[:, :, rows] @ k[0, :, None, keys].transpose(2, 3)).masked_fill(unseen, -torch.inf)
             weights = torch.softmax(torch.cat([shared, own[:, :, rows]], -1).float(), -1).to(v.dtype)
-            mixed = weights[..., :stop] @ v[0, :, None, before]
+            mixed = weights[..., :stop] @ v[0, :, None, keys]
             mixed = mixed + torch.einsum("kgts,ktsd->kgtd", weights[..., stop:], own_v[0, :, rows])
             attended.append(mixed)
         begin += length
     return torch.cat(attended, 2).flatten(0, 1)[None] if attended else q
 
 
-def two_part_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+def two_part_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
     """Attention of A queries (A, heads, D) over shared keys (KV heads, T, D) and own ones (A, KV heads, S, D).
 
-    `seen` (A, T) says which of the shared keys a query may see. Returns (A, heads, D).
+    `mask` (A, T) says which of the shared keys a query may see. Returns (A, heads, D).
     """
     num_kv, width = keys.shape[0], q.shape[-1]
     grouped = q.unflatten(1, (num_kv, -1))  # (A, KV heads, heads per KV head, D)
-    shared = torch.einsum("akgd,ktd->akgt", grouped, keys).masked_fill(~seen[:, None, None], -torch.inf)
+    shared = torch.einsum("akgd,ktd->akgt", grouped, keys).masked_fill(~mask[:, None, None], -torch.inf)
     own = torch.einsum("akgd,aksd->akgs", grouped, own_k)
     scores = torch.cat([shared, own], -1).float() / width**0.5
     weights = torch.softmax(scores, -1).to(values.dtype)

@@ -116,11 +116,11 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool) -> dict[str, Tensor]:
     """Weights and moments by name, each once where it is tied."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    ids: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
+        if id(tensor) in ids:
             continue
-        seen.add(id(tensor))
+        ids.add(id(tensor))
         tensors[name] = tensor.detach()
         if with_moments and isinstance(tensor, nn.Parameter):
             for moment in ("exp_avg", "exp_avg_sq"):

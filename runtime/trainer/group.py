@@ -72,8 +72,8 @@ class TrainerGroup:
             env = self._env | dict(options.pop("env_vars", {}))
             actor = TrainerActor.options(**options, runtime_env=runtime_env(env))  # type: ignore[attr-defined]
             self.handles.append(actor.remote(self.recipe, rank))
-        where = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
-        meeting = self._rendezvous(where)
+        places = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
+        meeting = self._rendezvous(places)
         self.pids = self._wait([actor.start.remote(meeting) for actor in self.handles], "start", timeout_s)
 
     def restart(self) -> None:
@@ -117,8 +117,8 @@ class TrainerGroup:
 
     def memory(self) -> ProcessMemory:
         """See `Trainer.memory`; of rank 0."""
-        held: ProcessMemory = self._all("memory")[0]
-        return held
+        memory: ProcessMemory = self._all("memory")[0]
+        return memory
 
     def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
         """Bring the policy's weights to rollout workers as `version`; those that fail in it say so when they are asked.
@@ -169,14 +169,14 @@ class TrainerGroup:
             shutil.rmtree(self._meeting, ignore_errors=True)
             self._meeting = None
 
-    def _rendezvous(self, where: Sequence[tuple[str, str, int]]) -> str | None:
+    def _rendezvous(self, places: Sequence[tuple[str, str, int]]) -> str | None:
         """Where ranks meet: a file in a private folder on one machine, else a port on that of rank 0."""
-        if len(where) == 1:
+        if len(places) == 1:
             return None
-        if {node for node, _, _ in where} == {ray.get_runtime_context().get_node_id()}:
+        if {node for node, _, _ in places} == {ray.get_runtime_context().get_node_id()}:
             self._meeting = scratch_folder("t")
             return f"file://{self._meeting / 'meeting'}"
-        _, address, port = where[0]
+        _, address, port = places[0]
         return f"tcp://{address}:{port}"
 
     def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
@@ -189,26 +189,26 @@ class TrainerGroup:
         calls = [actor.ask.remote(method, *args_of(rank), **options) for rank, actor in enumerate(self.handles)]
         return self._wait(calls, method)
 
-    def _wait(self, refs: list[Any], what: str, timeout_s: float | None = None) -> list[Any]:
-        pending, begun = list(refs), time.monotonic()
-        longest_s = self._longest_s.get(what, 0.0)
+    def _wait(self, refs: list[Any], verb: str, timeout_s: float | None = None) -> list[Any]:
+        pending, began = list(refs), time.monotonic()
+        longest_s = self._longest_s.get(verb, 0.0)
         timeout_s = self.recipe.faults.patience_s(longest_s) if timeout_s is None else timeout_s
         while pending:
-            left_s = max(timeout_s - (time.monotonic() - begun), 0.0)
+            left_s = max(timeout_s - (time.monotonic() - began), 0.0)
             done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
             if not done:
                 self.close()
-                raise TrainerDied(f"{len(pending)} of {len(refs)} trainer ranks did not {what} within {timeout_s:g} s")
+                raise TrainerDied(f"{len(pending)} of {len(refs)} trainer ranks did not {verb} within {timeout_s:g} s")
             try:
                 ray.get(done)
             except RayError as error:
-                failure = self._failure(error, pending, what)
+                failure = self._failure(error, pending, verb)
                 self.close()
                 raise failure from None
-        self._longest_s[what] = max(longest_s, time.monotonic() - begun)
+        self._longest_s[verb] = max(longest_s, time.monotonic() - began)
         return list(ray.get(refs))
 
-    def _failure(self, error: RayError, pending: Sequence[Any], what: str) -> TltlabError:
+    def _failure(self, error: RayError, pending: Sequence[Any], verb: str) -> TltlabError:
         """What to raise for a rank's error: the death of another rank if that is why."""
         failure = error_of(error, died=TrainerDied)
         if type(failure) is RunError and pending:
@@ -221,7 +221,7 @@ class TrainerGroup:
                 except RayError:
                     continue
         if isinstance(failure, TrainerDied):
-            return TrainerDied(f"a trainer rank died during {what}: {failure}")
+            return TrainerDied(f"a trainer rank died during {verb}: {failure}")
         if "Timed out waiting" in str(failure):
             most_s = self.recipe.faults.collective_timeout_s
             return RunError(f"a trainer rank waited faults.collective_timeout_s = {most_s:g} s for another ({failure})")

@@ -99,7 +99,7 @@ def packed_attention(
     max_length_q: int | None = None,
     sliding_window: int | None = None,
     sequence_ranks: SequenceGroup = ALONE,
-    **other: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers' AttentionInterface calls it.
 
@@ -110,8 +110,8 @@ def packed_attention(
     assert cu_seq_lens_q is not None
     assert max_length_q is not None
     assert sliding_window is None
-    assert other.get("softcap") is None
-    assert other.get("s_aux") is None
+    assert options.get("softcap") is None
+    assert options.get("s_aux") is None
     query, key, value = (sequence_ranks.swap(tensor[0])[None] for tensor in (query, key, value))
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         attended = varlen_attn(
@@ -167,12 +167,12 @@ class PolicyModel(nn.Module):
             sequence_ranks=self.sequence_ranks,
         ).last_hidden_state[0]
         # Only positions before a response token need logits: prompts would waste the vocabulary projection.
-        asked = hidden[batch.rows]
+        states = hidden[batch.rows]
         head = self.model.get_output_embeddings().weight
         if whole:
-            rows = distributions(asked, head, self.temperature)
+            rows = distributions(states, head, self.temperature)
             return self.sequence_ranks.join(rows, batch.own, batch.num_rows)
-        logprobs = token_logprobs(asked, head, batch.next_tokens, self.temperature)
+        logprobs = token_logprobs(states, head, batch.next_tokens, self.temperature)
         # The sum of nothing keeps all parameters in the graph where no row is asked for.
         logprobs = logprobs + 0.0 * hidden[:1].float().sum()
         return self.sequence_ranks.join(logprobs, batch.own, batch.num_rows)
@@ -196,23 +196,23 @@ def load_policy_model(
         config = AutoConfig.from_pretrained(model)
         check_trainable(config, model, sequence_ranks.size)
         if mesh is None or mesh.get_rank() == 0:
-            made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED)
+            network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED)
         else:
             with torch.device("meta"):
-                made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
-            made.to_empty(device="cpu")
-            made.tie_weights()
+                network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+            network.to_empty(device="cpu")
+            network.tie_weights()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {model}: {' '.join(str(error).split())[:300]}") from error
-    if getattr(made.get_output_embeddings(), "bias", None) is not None:
+    if getattr(network.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
-    policy = PolicyModel(made, temperature, sequence_ranks)
+    policy = PolicyModel(network, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
-        policy.home = Home(made.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
+        policy.home = Home(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
         return policy
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*_layers(made), policy]:
+    for module in [*_layers(network), policy]:
         for tensor in chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)

@@ -42,14 +42,14 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
     if rendezvous is None or not rendezvous.startswith("tcp://"):
         # Ranks of one machine talk over its loopback interface.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    where: dict[str, Any] = {"store": HashStore()} if rendezvous is None else {"init_method": rendezvous}
+    place: dict[str, Any] = {"store": HashStore()} if rendezvous is None else {"init_method": rendezvous}
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
-            **where,
+            **place,
         )
     except (RuntimeError, ValueError) as error:
         raise RunError(
@@ -143,15 +143,15 @@ def own_micro_batches(
     >>> own_micro_batches([5, 3, 4, 2], [0, 1, 0, 0], rank=1, ranks=2, budget=8)
     [[1], []]
     """
-    own: list[list[int]] = []
+    batches: list[list[int]] = []
     most = 0
-    for other in range(ranks):
-        rows = [i for i, owner in enumerate(rank_of) if owner == other]
+    for number in range(ranks):
+        rows = [i for i, owner in enumerate(rank_of) if owner == number]
         (packed,) = micro_batches([lengths[i] for i in rows], 1, budget)
         most = max(most, len(packed))
-        if other == rank:
-            own = [[rows[m] for m in members] for members in packed]
-    return own + [[] for _ in range(most - len(own))]
+        if number == rank:
+            batches = [[rows[m] for m in members] for members in packed]
+    return batches + [[] for _ in range(most - len(batches))]
 
 
 def _filled(order: Sequence[int], lengths: Sequence[int], num: int, budget: int) -> list[list[int]] | None:

@@ -311,15 +311,15 @@ class Trainer:
         behaviour = self._behaviour()
         corrections = [torch.ones(len(old)) for old in self._old]
         if config.correction == "truncated":
-            both = zip(self._old, behaviour, strict=True)
-            corrections = [correction_weights(old, drawn, config.correction_cap) for old, drawn in both]
+            log_probs = zip(self._old, behaviour, strict=True)
+            corrections = [correction_weights(old, drawn, config.correction_cap) for old, drawn in log_probs]
         reference: list[Tensor] | None = None
         if self.reference is not None:
             reference, rows = [torch.empty(0)] * len(samples), worth.trained.nonzero()[:, 0].tolist()
             for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
-            what = f"RL step {rl_step}: the reference model's log-probs, which train.kl_coef is for,"
-            self._refuse_infinite(reference, what, "look at the weights of the recipe's model")
+            subject = f"RL step {rl_step}: the reference model's log-probs, which train.kl_coef is for,"
+            self._refuse_infinite(reference, subject, "look at the weights of the recipe's model")
         return UpdateBatch(
             pairs=pairs_of(samples),
             worth=worth,
@@ -366,9 +366,9 @@ class Trainer:
         if not math.isfinite(value):
             self._refuse_new_weights(rl_step)
             losses = [torch.tensor([math.nan if i in self._bad_loss else 0.0]) for i in range(len(self._samples))]
-            left = "the weights were left as they are: lower train.lr or look at the rewards and log-probs of that step"
-            self._refuse_infinite(losses, f"RL step {rl_step}: the gradient's norm is {value} and the losses", left)
-            raise RunError(f"RL step {rl_step}: the gradient's norm is {value}; {left}")
+            hint = "the weights were left as they are: lower train.lr or look at the rewards and log-probs of that step"
+            self._refuse_infinite(losses, f"RL step {rl_step}: the gradient's norm is {value} and the losses", hint)
+            raise RunError(f"RL step {rl_step}: the gradient's norm is {value}; {hint}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -376,14 +376,14 @@ class Trainer:
         self.steps += 1
         return value
 
-    def _refuse_infinite(self, parts: Sequence[Tensor], what: str, remedy: str) -> None:
+    def _refuse_infinite(self, parts: Sequence[Tensor], subject: str, remedy: str) -> None:
         """RunError on every rank where a number of any rank is not finite; `parts` has an entry for each sample."""
         bad = torch.tensor([float(not part.isfinite().all()) for part in parts])
         self._sum(bad)
         if bool(bad.any()):
             first = self._samples[int(bad.ne(0).int().argmax())].name
             num = int(bad.count_nonzero())
-            raise RunError(f"{what} of {first} are not finite ({num} of {len(bad)} responses); {remedy}")
+            raise RunError(f"{subject} of {first} are not finite ({num} of {len(bad)} responses); {remedy}")
 
     def _refuse_new_weights(self, rl_step: int) -> None:
         if name := self._infinite_weight():
@@ -401,10 +401,10 @@ class Trainer:
             low, high = part.detach().aminmax() if part.numel() else part.new_zeros(2)
             bad.append(~((low >= -largest) & (high <= largest)))
         # One wait for the device, not one for each weight.
-        shared = torch.stack(bad).to(self.device, torch.float32)
+        flags = torch.stack(bad).to(self.device, torch.float32)
         if self.world > 1:
-            dist.all_reduce(shared)
-        return names[int(shared.argmax())] if bool(shared.any()) else ""
+            dist.all_reduce(flags)
+        return names[int(flags.argmax())] if bool(flags.any()) else ""
 
     def _drift(self) -> float:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
@@ -412,9 +412,9 @@ class Trainer:
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
         drawn = [self._samples[i].drawn()[: len(self._old[i])] for i in rows]
         parts = zip(self._own_logprobs(self.policy, rows), drawn, strict=True)
-        now = torch.cat([torch.empty(0), *(logp[mask] for logp, mask in parts)])
+        new = torch.cat([torch.empty(0), *(logp[mask] for logp, mask in parts)])
         old = torch.cat([torch.empty(0), *(self._old[i][mask] for i, mask in zip(rows, drawn, strict=True))])
-        sums = torch.stack([kl_estimate(old, now).double().sum(), torch.tensor(len(old)).double()])
+        sums = torch.stack([kl_estimate(old, new).double().sum(), torch.tensor(len(old)).double()])
         self._sum(sums)
         kl, num = sums.tolist()
         return kl / num if num else 0.0
@@ -428,10 +428,10 @@ class Trainer:
         """Of the kept samples `rows`: [n] of those that this rank computes, on the host, [0] of the others."""
         logprobs = dict.fromkeys(rows, torch.empty(0))
         with torch.no_grad():
-            for own in self._own_batches(rows):
-                pairs = pairs_of([self._samples[i] for i in own])
+            for batch in self._own_batches(rows):
+                pairs = pairs_of([self._samples[i] for i in batch])
                 logp = model(self._packed(pairs)).float().cpu()
-                logprobs |= zip(own, logp.split([len(response) for _, response in pairs]), strict=True)
+                logprobs |= zip(batch, logp.split([len(response) for _, response in pairs]), strict=True)
         return list(logprobs.values())
 
     def _own_batches(self, rows: Sequence[int]) -> Iterator[list[int]]:

@@ -163,11 +163,13 @@ class DrafterHead(nn.Module, ABC):
 
     def take_weights(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
         """Have the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
-        own = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
-        wrong = sorted(set(own) ^ set(weights)) or sorted(n for n in own if own[n].shape != weights[n].shape)
-        if wrong:
+        expected = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
+        faulty = sorted(set(expected) ^ set(weights)) or sorted(
+            n for n in expected if expected[n].shape != weights[n].shape
+        )
+        if faulty:
             raise ConfigError(
-                f"{name}: not an {self.method} head of one layer: {wrong[0]} is missing, unknown or of another shape"
+                f"{name}: not an {self.method} head of one layer: {faulty[0]} is missing, unknown or of another shape"
             )
         self.load_state_dict(weights, strict=False)
 

@@ -83,9 +83,9 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
     """Raise ConfigError where the head of a folder is for a target of another shape."""
     target = read_config(target_folder)
     for name in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(head.config, name), getattr(target, name)
-        if theirs != ours:
-            raise ConfigError(f"{folder} is for a target with {name} {theirs}, {target_folder} has {ours}")
+        of_head, of_target = getattr(head.config, name), getattr(target, name)
+        if of_head != of_target:
+            raise ConfigError(f"{folder} is for a target with {name} {of_head}, {target_folder} has {of_target}")
     if max(head.aux_layers, default=0) > target.num_hidden_layers:
         raise ConfigError(
             f"{folder} reads layer {max(head.aux_layers)} of its target, "
@@ -102,27 +102,27 @@ def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: s
     mtp = read_mtp(Path(name))
     if mtp is not None:
         return mtp.to(dtype)
-    found = read_checkpoint(name, target)
+    checkpoint = read_checkpoint(name, target)
     head: DrafterHead
-    if found.method == "eagle":
-        head = EagleHead(found.config)
+    if checkpoint.method == "eagle":
+        head = EagleHead(checkpoint.config)
     else:
-        verifier = found.verifier if target is None else str(target)
-        if found.qk_norm and found.config.attention_bias:
+        verifier = checkpoint.verifier if target is None else str(target)
+        if checkpoint.qk_norm and checkpoint.config.attention_bias:
             raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
-        layers = found.aux_layers
+        layers = checkpoint.aux_layers
         if layers is None:
             if verifier is None:
                 raise ConfigError(f"{name} does not say which layers of its target it reads: name the target")
             layers = default_aux_layers(read_config(verifier).num_hidden_layers)
         head = Eagle3Head(
-            found.config,
+            checkpoint.config,
             layers,
-            found.draft_vocabulary,
+            checkpoint.draft_vocabulary,
             verifier,
-            own_lm_head=found.own_lm_head,
-            norms=found.norms,
-            qk_norm=found.qk_norm,
+            own_lm_head=checkpoint.own_lm_head,
+            norms=checkpoint.norms,
+            qk_norm=checkpoint.qk_norm,
         )
-    head.take_weights(name, found.weights)
+    head.take_weights(name, checkpoint.weights)
     return head.to(dtype)

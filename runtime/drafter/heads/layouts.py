@@ -76,9 +76,9 @@ def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadC
     layer = _layer_config(name, config if kind is None else config.get("transformer_layer_config"))
     if target is not None:
         # Released configs say 2,048, where vLLM would stop drafting; where positions scale with it, it has to stay.
-        theirs = int(read_config(target).max_position_embeddings)
+        positions = int(read_config(target).max_position_embeddings)
         if layer.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope"):
-            layer.max_position_embeddings = max(layer.max_position_embeddings, theirs)
+            layer.max_position_embeddings = max(layer.max_position_embeddings, positions)
     weights = _read_weights(folder)
     if kind is None and "layers.0.hidden_norm.weight" not in weights:
         layer.attention_bias = _even_out_biases(weights)
@@ -168,8 +168,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
 def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
     """The config of a head's one layer, without what is no Llama's."""
     try:
-        given = {key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None}
-        config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **given)
+        settings = {key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None}
+        config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **settings)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: no readable config.json of an EAGLE head: {error}") from error
     if config.num_hidden_layers != 1:
@@ -187,17 +187,17 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         if index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            found: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             for file in files:
-                found |= load_file(folder / file)
+                tensors |= load_file(folder / file)
         elif (folder / WEIGHTS_FILE).is_file() or not (folder / BIN_FILE).is_file():
-            found = load_file(folder / WEIGHTS_FILE)
+            tensors = load_file(folder / WEIGHTS_FILE)
         else:
-            found = torch.load(folder / BIN_FILE, map_location="cpu", weights_only=True)
+            tensors = torch.load(folder / BIN_FILE, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, UnpicklingError, ValueError, KeyError, RuntimeError) as error:
         cause = one_line(error)[:200]
         raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE} or {BIN_FILE}: {cause}") from error
-    named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): value for key, value in found.items()}
+    named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
     return {
         key: value for key, value in named.items() if key != "t2d" and "rotary" not in key and "verifier_" not in key
     }
@@ -247,20 +247,22 @@ def _aux_layers(name: str | Path, config: Mapping[str, Any]) -> tuple[int, ...] 
 
 def _check_embedding(name: str | Path, weights: Mapping[str, Tensor], target: str | Path | None) -> None:
     """Raise ConfigError where a head's embedding is not its target's, up to rounding to half precision."""
-    own = weights.get("embed_tokens.weight")
-    if own is None or target is None:
+    embedding = weights.get("embed_tokens.weight")
+    if embedding is None or target is None:
         return
-    theirs = read_weights(target, [EMBEDDING]).get(EMBEDDING)
-    if theirs is not None and (
-        own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), 1e-2, 1e-3)
+    of_target = read_weights(target, [EMBEDDING]).get(EMBEDDING)
+    if of_target is not None and (
+        embedding.shape != of_target.shape or not torch.allclose(embedding.float(), of_target.float(), 1e-2, 1e-3)
     ):
         raise ConfigError(f"{name} has an embedding of its own and not that of {target}, with which we could train it")
 
 
 def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bool:
-    own = weights.get("lm_head.weight")
-    if own is None:
+    lm_head = weights.get("lm_head.weight")
+    if lm_head is None:
         return False
     tied = bool(getattr(read_config(target), "tie_word_embeddings", False))
-    theirs = read_weights(target, [EMBEDDING if tied else LM_HEAD])
-    return any(own.shape == value.shape and torch.equal(own, value.to(own.dtype)) for value in theirs.values())
+    shared = read_weights(target, [EMBEDDING if tied else LM_HEAD])
+    return any(
+        lm_head.shape == value.shape and torch.equal(lm_head, value.to(lm_head.dtype)) for value in shared.values()
+    )

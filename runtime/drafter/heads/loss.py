@@ -141,14 +141,14 @@ def _token_loss(
 
     def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            wanted = frozen.logits(target.to(frozen.lm_head.dtype)).float()
-            within = wanted if head.draft_ids is None else wanted[:, head.draft_ids]
+            expected = frozen.logits(target.to(frozen.lm_head.dtype)).float()
+            within = expected if head.draft_ids is None else expected[:, head.draft_ids]
             probabilities = torch.softmax(within, -1)
         logits = head.logits(drafted, frozen).float()
         with torch.no_grad():
             best = logits.argmax(-1)
             greedy = best if head.draft_ids is None else head.draft_ids[best]
-            scaled = wanted / temperature
+            scaled = expected / temperature
             probability = (scaled.gather(1, greedy[:, None])[:, 0] - scaled.logsumexp(-1)).exp()
         cross = -(probabilities * torch.log_softmax(logits, -1)).sum()
         return cross, probability, greedy
@@ -159,6 +159,6 @@ def _token_loss(
     size = max(MAX_LOGITS // len(frozen.lm_head), 1)
     pairs = list(zip(drafted.split(size), target.split(size), strict=True))
     whole = len(pairs) == 1
-    found = [part(*pair) if whole else checkpoint(part, *pair, use_reentrant=False) for pair in pairs]
-    cross, probability, greedy = zip(*found, strict=True)
+    parts = [part(*pair) if whole else checkpoint(part, *pair, use_reentrant=False) for pair in pairs]
+    cross, probability, greedy = zip(*parts, strict=True)
     return torch.stack(cross).sum() / len(drafted), torch.cat(probability), torch.cat(greedy)

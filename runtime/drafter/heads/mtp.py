@@ -89,8 +89,8 @@ class MtpHead(DrafterHead):
         self.take_weights(name, self._by_own_names(weights))
 
     def _by_own_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {PREFIX + key.removeprefix(_LAYER): key for key in self.state_dict()}
-        return {own.get(key, key): value for key, value in weights.items()}
+        names = {PREFIX + key.removeprefix(_LAYER): key for key in self.state_dict()}
+        return {names.get(key, key): value for key, value in weights.items()}
 
 
 def brought_along(target_folder: str | Path) -> MtpHead:

@@ -50,8 +50,8 @@ class FrozenTarget:
         missing = [name for name in names if name not in weights]
         if missing:
             raise ConfigError(f"the target's weights have no {missing[0]}, which its drafter reads")
-        found = [weights[name].detach() for name in names]
-        return cls(embedding=found[names.index(EMBEDDING)], lm_head=found[-1], **_norm(found[0], config))
+        tensors = [weights[name].detach() for name in names]
+        return cls(embedding=tensors[names.index(EMBEDDING)], lm_head=tensors[-1], **_norm(tensors[0], config))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> FrozenTarget:
@@ -124,18 +124,18 @@ def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
-            where = json.loads(index.read_text())["weight_map"]
-            files = sorted({where[name] for name in names if name in where})
+            file_of = json.loads(index.read_text())["weight_map"]
+            files = sorted({file_of[name] for name in names if name in file_of})
         else:
             files = ["model.safetensors"]
-        found = {}
+        tensors = {}
         for file in files:
             with safe_open(folder / file, "pt") as weights:
                 present = set(weights.keys())
-                found.update({name: weights.get_tensor(name) for name in names if name in present})
+                tensors.update({name: weights.get_tensor(name) for name in names if name in present})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder}: no readable safetensors of a model: {error}") from error
-    return found
+    return tensors
 
 
 @torch.no_grad()
@@ -156,8 +156,8 @@ def hidden_states_of(model: Any, token_ids: Tensor, aux_layers: Sequence[int]) -
         return hook
 
     modules = [*base.layers, base.norm]
-    asked = {*aux_layers, *([len(base.layers)] if is_mimo(model.config) else [])}
-    hooks = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in asked]
+    layers = {*aux_layers, *([len(base.layers)] if is_mimo(model.config) else [])}
+    hooks = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in layers]
     try:
         hidden = base(input_ids=token_ids.to(model.device)[None], use_cache=False).last_hidden_state[0]
     finally:

@@ -85,11 +85,11 @@ class _Run:
         and its own later ones.
         """
         layer, text = self.head.layer, self.text
-        seen = torch.arange(self.keys.shape[1], device=at.device) <= at[:, None]
+        mask = torch.arange(self.keys.shape[1], device=at.device) <= at[:, None]
         kept, alive = torch.zeros(len(at), dtype=torch.uint8, device=at.device), torch.arange(len(at), device=at.device)
         own_k = own_v = self.keys.new_zeros(len(at), self.keys.shape[0], 0, self.keys.shape[2])
         for step in range(max_depth):
-            attended = two_part_attention(q, self.keys, self.values, seen[alive], own_k, own_v)
+            attended = two_part_attention(q, self.keys, self.values, mask[alive], own_k, own_v)
             states = self.head.finish(residual[:, None], attended[:, :, None])[:, 0]
             here = at[alive] + 2 + step
             hit = self.head.greedy(states, self.frozen) == text[here]

@@ -125,14 +125,14 @@ def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
     if config.chat:
         messages = [{"role": "user", "content": str(prompt)}]
         try:
-            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         except ValueError as error:
             raise ConfigError(
                 f"the model has no chat template that works: {' '.join(str(error).split())[:200]}"
             ) from error
     else:
-        found = tokenizer(str(prompt))["input_ids"]
-    return list(found)
+        ids = tokenizer(str(prompt))["input_ids"]
+    return list(ids)
 
 
 def _token_ids(response: Any, tokenizer: Any) -> list[int]:
@@ -142,12 +142,12 @@ def _token_ids(response: Any, tokenizer: Any) -> list[int]:
     return [*tokenizer(str(response), add_special_tokens=False)["input_ids"], *end]
 
 
-def _given_ids(given: list[Any]) -> list[int]:
+def _given_ids(ids: list[Any]) -> list[int]:
     try:
-        return [int(token) for token in given]
+        return [int(token) for token in ids]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"a prompt or response is a list, but not of token ids: {str(given)[:80]}; give text or token ids"
+            f"a prompt or response is a list, but not of token ids: {str(ids)[:80]}; give text or token ids"
         ) from error
 
 
@@ -175,13 +175,13 @@ def answered(
             )
             for n, ids in enumerate(fitting)
         ]
-        told = 0
+        num_told = 0
 
         def tell(ended: Sequence[Key]) -> bool:
-            nonlocal told
-            if len(ended) >= told + max(1, len(requests) // 4):
-                told = len(ended)
-                progress(f"{told} of {len(requests)} responses generated")
+            nonlocal num_told
+            if len(ended) >= num_told + max(1, len(requests) // 4):
+                num_told = len(ended)
+                progress(f"{num_told} of {len(requests)} responses generated")
             return False
 
         rollout = engine.generate(requests, rl_step=0, temperature=config.temperature, until=tell)
@@ -198,7 +198,7 @@ def usable(texts: Sequence[PromptedText], vocabulary: int, max_positions: int) -
 
     ConfigError too where none is left.
     """
-    kept = []
+    cut_texts = []
     for text in texts:
         ids = (*text.prompt_token_ids, *text.token_ids)
         strange = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -210,13 +210,13 @@ def usable(texts: Sequence[PromptedText], vocabulary: int, max_positions: int) -
         room = max_positions - len(text.prompt_token_ids)
         cut = PromptedText(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[: max(room, 0)])
         if cut.token_ids and cut.num_tokens >= 3:
-            kept.append(cut)
-    if not kept:
+            cut_texts.append(cut)
+    if not cut_texts:
         raise ConfigError(
             f"none of {len(texts)} texts is long enough to learn from: a drafter needs three tokens, "
             "one of them the response's"
         )
-    return kept
+    return cut_texts
 
 
 def split_by_prompt(
@@ -230,8 +230,8 @@ def split_by_prompt(
     if len(numbers) < 2:
         raise ConfigError("all texts have one prompt: some must be held out, so give texts of two prompts or more")
     num_held = min(max(1, round(share * len(numbers))), len(numbers) - 1)
-    held = set(rng.permutation(len(numbers))[:num_held].tolist())
-    is_held = [numbers[tuple(text.prompt_token_ids)] in held for text in texts]
+    numbers_out = set(rng.permutation(len(numbers))[:num_held].tolist())
+    is_held = [numbers[tuple(text.prompt_token_ids)] in numbers_out for text in texts]
     return (
         [text for text, out in zip(texts, is_held, strict=True) if not out],
         [text for text, out in zip(texts, is_held, strict=True) if out],
@@ -255,19 +255,19 @@ class TargetStates:
         self.model, self.aux_layers, self.max_bytes = model, tuple(aux_layers), max_bytes
         self.nbytes = 0
         self.computed = 0
-        self._kept: dict[int, TrainingSequence] = {}
+        self._sequences: dict[int, TrainingSequence] = {}
 
     def of(self, text: PromptedText) -> TrainingSequence:
         """The sequence of a text; the same object stands for the same text as long as it lives."""
-        kept = self._kept.get(id(text))
-        if kept is not None:
-            return kept
-        made = along(self.model, self.aux_layers, text.prompt_token_ids, text.token_ids).on_host()
-        self.computed += made.num_rows
-        if self.nbytes + made.nbytes <= self.max_bytes:
-            self._kept[id(text)] = made
-            self.nbytes += made.nbytes
-        return made
+        sequence = self._sequences.get(id(text))
+        if sequence is not None:
+            return sequence
+        new = along(self.model, self.aux_layers, text.prompt_token_ids, text.token_ids).on_host()
+        self.computed += new.num_rows
+        if self.nbytes + new.nbytes <= self.max_bytes:
+            self._sequences[id(text)] = new
+            self.nbytes += new.nbytes
+        return new
 
 
 class Epochs:
@@ -275,20 +275,20 @@ class Epochs:
 
     def __init__(self, texts: Sequence[PromptedText], states: TargetStates, rng: np.random.Generator) -> None:
         self.texts, self.states, self._rng = list(texts), states, rng
-        self._left: list[int] = []
+        self._order: list[int] = []
 
     def take(self, tokens: int) -> list[TrainingSequence]:
         """Sequences of at most `tokens` rows in all, at least one; one longer than that is cut to a random stretch."""
         drawn: list[TrainingSequence] = []
         room = tokens
         while True:
-            if not self._left:
-                self._left = self._rng.permutation(len(self.texts)).tolist()
-            text = self.texts[self._left[-1]]
+            if not self._order:
+                self._order = self._rng.permutation(len(self.texts)).tolist()
+            text = self.texts[self._order[-1]]
             rows = text.num_tokens - 1
             if drawn and (rows > room or len(drawn) == len(self.texts)):
                 return drawn
-            self._left.pop()
+            self._order.pop()
             sequence = self.states.of(text)
             if rows > tokens:
                 # A stretch that ends within the prompt would teach nothing.

@@ -133,16 +133,16 @@ def export_drafter(
         write_checkpoint(head, frozen, source.target, folder, config.layout, config.depth)
         prompts = _prompts(source, config)
         progress(f"written; starting stock vLLM on {source.target} to compare {len(prompts)} prompts")
-        compared = compare(folder, head, source.target, prompts, config)
-        for comparison in compared:
+        comparisons = compare(folder, head, source.target, prompts, config)
+        for comparison in comparisons:
             progress(
                 f"temperature {comparison.temperature:g}: {comparison.measured_accept_length:.3f} tokens per pass in "
                 f"vLLM, {comparison.expected_accept_length:.3f} expected"
             )
-        if fault := next((c.fault for c in compared if c.fault), ""):
+        if fault := next((c.fault for c in comparisons if c.fault), ""):
             raise RunError(f"{source.head} is not exported: {fault}")
         trained = source.head / TRAINED
-        found = {
+        report = {
             "head": str(source.head.resolve()),
             "model": str(source.target.resolve()),
             "method": head.method,
@@ -158,13 +158,13 @@ def export_drafter(
                 "model": str(out.resolve()),
                 "num_speculative_tokens": config.depth,
             },
-            "greedy": compared[0].to_json(),
-            "sampled": compared[1].to_json(),
+            "greedy": comparisons[0].to_json(),
+            "sampled": comparisons[1].to_json(),
             "trained": read_json(trained)["after"] if trained.is_file() else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
-        (folder / MARKER).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
-    return {"out": str(out), **found}
+        (folder / MARKER).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    return {"out": str(out), **report}
 
 
 def find_source(
@@ -180,14 +180,14 @@ def find_source(
     ConfigError where one of them is not to be found.
     """
     path = Path(path)
-    said: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     data: dict[str, Any] = {}
     from_folders: Sequence[str] = ()
     if (path / "run.json").is_file():
         recipe = read_json(path / "run.json").get("recipe", {})
         final = (path / "checkpoints" / "final").resolve()
         data, from_folders = recipe.get("data", {}), recipe.get("code") or ()
-        said = {
+        paths = {
             "model": final if final.is_dir() else recipe.get("model"),
             "prompts": data.get("heldout") or data.get("train"),
         }
@@ -195,27 +195,27 @@ def find_source(
         if not path.is_dir():
             raise ConfigError(f"{path} does not exist: this run trained no drafter, or has not ended")
     elif (path / TRAINED).is_file():
-        said = {"model": read_json(path / TRAINED).get("model")}
+        paths = {"model": read_json(path / TRAINED).get("model")}
     else:
         path = local_folder(path)
-    said = {
-        name: _lies_at(named, path, from_folders)
-        for name, named in {**said, "model": said.get("model") or verifier_of(path)}.items()
-        if named is not None
+    paths = {
+        name: _lies_at(value, path, from_folders)
+        for name, value in {**paths, "model": paths.get("model") or verifier_of(path)}.items()
+        if value is not None
     }
-    if model is None and "model" not in said:
+    if model is None and "model" not in paths:
         raise ConfigError(f"{path} does not say which model it drafts for: give --model")
-    target = Path(model or said["model"])
+    target = Path(model or paths["model"])
     if not target.is_dir():
         raise ConfigError(f"{target}: no such folder; the target's weights must be in a folder here, give --model")
     beside = [target / "heldout.jsonl", target / "train.jsonl"]
-    asked = prompts or said.get("prompts") or next((file for file in beside if file.is_file()), None)
-    if asked is None:
+    prompt_file = prompts or paths.get("prompts") or next((file for file in beside if file.is_file()), None)
+    if prompt_file is None:
         raise ConfigError("no prompts to compare acceptance on: give --prompts, a JSONL or Parquet file or a trace")
     return ExportSource(
         head=path,
         target=target,
-        prompts=Path(asked),
+        prompts=Path(prompt_file),
         prompt_column=prompt_column or data.get("prompt_column", "prompt"),
         chat=data.get("chat", False) if chat is None else chat,
     )
@@ -320,8 +320,8 @@ def _prompts(source: ExportSource, config: ExportConfig) -> list[list[int]]:
         load_tokenizer(source.target),
         np.random.default_rng(config.seed),
     )
-    found = [text.prompt_token_ids for text in texts if text.prompt_token_ids]
+    prompts = [text.prompt_token_ids for text in texts if text.prompt_token_ids]
     vocabulary = read_config(source.target).vocab_size
-    if not found or max(max(prompt) for prompt in found) >= vocabulary:
+    if not prompts or max(max(prompt) for prompt in prompts) >= vocabulary:
         raise ConfigError(f"{source.prompts}: no prompts, or prompts of another model than {source.target}")
-    return found
+    return prompts

@@ -67,7 +67,7 @@ def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
             continue
         depth = int(of_step["max_depth"].max())
         initial, in_service = (
-            _kept(int(step), _verified(of_step[updates == wanted]), depth) for wanted in (0, updates.max())
+            _kept(int(step), _verified(of_step[updates == count]), depth) for count in (0, updates.max())
         )
         if initial.drafts and in_service.drafts:
             pairs.append((initial, in_service))
@@ -75,8 +75,8 @@ def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
 
 
 def _verified(rows: pd.DataFrame) -> list[int]:
-    listed = [[int(n) for n in kept] for kept in rows["accept_if_drafted"]]
-    return [kept[at] for kept in listed for at in walk(kept)]
+    rows_kept = [[int(n) for n in kept] for kept in rows["accept_if_drafted"]]
+    return [kept[at] for kept in rows_kept for at in walk(kept)]
 
 
 def _kept(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
@@ -130,7 +130,7 @@ def idle_times(trace: Trace) -> list[IdleTime]:
     steps, iterations, training = trace.steps, trace.iterations, trace.spot_training
     if steps is None or iterations is None:
         return []
-    found = []
+    times = []
     updates = {} if training is None else recorded_updates(training)
     ends = (iterations["t_start"] + iterations["duration"]).groupby([iterations["rl_step"], iterations["worker"]]).max()
     for step, rollout_s in zip(steps["rl_step"], steps["rollout_s"], strict=True):
@@ -139,20 +139,20 @@ def idle_times(trace: Trace) -> list[IdleTime]:
         end = ends.loc[step]
         last = float(end.max())
         rows = [] if training is None else training[training["rl_step"] == step].to_dict("records")
-        within = [_within(row, float(end.get(row["worker"], 0.0)), last) for row in rows]
-        found.append(
+        held_s = [_within(row, float(end.get(row["worker"], 0.0)), last) for row in rows]
+        times.append(
             IdleTime(
                 rl_step=int(step),
                 rollout_s=float(rollout_s),
                 idle_s=float((last - end).sum()),
-                held_s=sum(within),
-                train_s=sum(w * row["train_s"] / row["duration"] for w, row in zip(within, rows, strict=True) if w),
+                held_s=sum(held_s),
+                train_s=sum(w * row["train_s"] / row["duration"] for w, row in zip(held_s, rows, strict=True) if w),
                 wait_s=max(float(rollout_s) - last, 0.0),
                 updates=updates.get(int(step), 0),
                 yield_s=tuple(float(row["yield_s"]) for row in rows if not pd.isna(row["yield_s"])),
             )
         )
-    return found
+    return times
 
 
 def _within(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:

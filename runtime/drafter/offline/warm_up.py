@@ -99,9 +99,9 @@ def train_drafter(
             fit_inputs(head, frozen, pack(epochs.take(FIT_TOKENS), target.device, torch.float32))
         tokens, checks, reached = 0, [], _reaches(before, config)
         while training.updates < config.updates and not reached:
-            report = training.update(epochs.take(config.tokens_per_update))
-            tokens += report.tokens
-            if report.skipped:
+            update = training.update(epochs.take(config.tokens_per_update))
+            tokens += update.tokens
+            if update.skipped:
                 continue
             if training.updates % config.check_every == 0 or training.updates == config.updates:
                 after = _measured(head, frozen, heldout, states, config)
@@ -114,7 +114,7 @@ def train_drafter(
         train_s = time.perf_counter() - began
 
         head.to("cpu").save(folder)
-        found = {
+        report = {
             "model": str(Path(model).resolve()),
             "data": str(Path(data).resolve()),
             "recipe": config.loss.kind,
@@ -133,8 +133,8 @@ def train_drafter(
             "after": after,
             "checks": checks,
         }
-        (folder / MARKER).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
-    return {"out": str(out), **found}
+        (folder / MARKER).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    return {"out": str(out), **report}
 
 
 def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
@@ -182,10 +182,10 @@ def _measured(
         for text in heldout:
             sequence = states.of(text)
             if sequence.num_rows >= 2:
-                found = drafter_loss(
+                result = drafter_loss(
                     head, frozen, pack([sequence], frozen.embedding.device, torch.float32), config.loss
                 )
-                total, rows = total + float(found.loss) * found.rows, rows + found.rows
+                total, rows = total + float(result.loss) * result.rows, rows + result.rows
             yield sequence
 
     acceptance = acceptance_along(head, frozen, each(), config.depth)
@@ -195,8 +195,8 @@ def _measured(
 
 
 def _reaches(measured: dict[str, Any], config: WarmUpConfig) -> bool:
-    wanted = config.until_accept_length
-    return wanted is not None and float(measured["accept_length"]) >= wanted
+    least = config.until_accept_length
+    return least is not None and float(measured["accept_length"]) >= least
 
 
 def _length(measured: dict[str, Any]) -> float:

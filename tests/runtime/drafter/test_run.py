@@ -483,7 +483,7 @@ def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, 
 
 def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
     served, updates = len(story.workers[0].given), story.run.served.updates
-    story.trainers(lambda trainer: trainer.buffer._held.clear())
+    story.trainers(lambda trainer: trainer.buffer._sequences.clear())
     story.trainers(lambda trainer: trainer.buffer._first_out.clear())
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
     story.rollout(1, sequences=broken)

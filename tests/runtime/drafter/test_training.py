@@ -256,7 +256,7 @@ def test_members_keep_the_same_state_when_one_of_them_would(pair: Pair):
         states = [one.state_dict() for one in members]
         pair.update([sequence(n)], [sequence(n)])
         for one, state in zip(members, states, strict=True):
-            assert same(one._kept, state)
+            assert same(one._backup, state)
 
 
 def test_weights_that_are_not_finite_are_never_held(tmp_path: Path):

@@ -342,7 +342,7 @@ def test_a_response_whose_prompt_was_cached_gets_its_states_from_a_sibling(bench
     whole = text.sequence(5, rows=24, prompt=10)
     cached = replace(text.sequence(6, rows=20, prompt=2), key=(0, "p5", 1, 0), first_position=8)
     bench.teach(1, [whole, cached])
-    joined = next(s for s in trainer.buffer._held.values() if s.key == cached.key)
+    joined = next(s for s in trainer.buffer._sequences.values() if s.key == cached.key)
     assert (joined.first_position, joined.prompt_tokens, joined.num_rows) == (0, 10, 28)
     assert torch.equal(joined.hidden[:8], whole.hidden[:8])
     assert torch.equal(joined.hidden[8:], cached.hidden)
