@@ -337,16 +337,6 @@ def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, 
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))
 
 
-def test_a_member_sends_what_a_ring_needs_and_no_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench_members, "MEMBERS", (1, 3))
-    found = bench_members.bench_members(1, progress=quiet)
-    alone, three = found["rows"]
-    assert alone["bytes_sent"] == 0
-    assert three["bytes_sent"] == pytest.approx(three["ring_bytes"], rel=0.03)
-    assert three["messages"] >= three["ring_rounds"]
-    assert "400 Gb/s" in bench_members.text(found)
-
-
 def test_on_paper_updates_do_not_become_fewer_where_a_link_can_keep_up():
     rows = bench_members.on_paper()
     assert {row["parameters"] // 10**6 for row in rows} == {258, 540}

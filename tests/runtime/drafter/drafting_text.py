@@ -5,11 +5,12 @@ from __future__ import annotations
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig
@@ -20,6 +21,7 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
 VOCAB, HIDDEN = 24, 32
+Item = TypeVar("Item")
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
@@ -33,6 +35,12 @@ def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Whether all tensors of `one` are in `other`, bit by bit."""
     return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+    """What calls return that run at once, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [call.result() for call in [threads.submit(call) for call in calls]]
 
 
 @contextmanager

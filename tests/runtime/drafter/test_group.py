@@ -1,4 +1,4 @@
-"""Workers that train together: real processes, killed and hanging ones among them."""
+"""Workers that train together: members in threads of this process, and processes that are killed or hang."""
 
 from __future__ import annotations
 
@@ -7,63 +7,40 @@ import os
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed
 
+from tltlab.bench.drafter import members as bench_members
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, MeetingPoint, meeting
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import drafting_text as text
-from .drafting_text import same
+from .drafting_text import same, together, until
 
 TIMEOUT_S, PATIENT_S = 4.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""
-# New processes, forked from one that has imported torch and nothing more: that takes seconds, once.
+# New processes, also the benchmark's, forked from one that has imported what they need: that takes seconds, once.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tltlab.runtime.drafter.training", "tltlab.runtime.drafter.heads.kinds"])
+CONTEXT.set_forkserver_preload([__name__])
 
 
 @pytest.fixture
 def point() -> Iterator[MeetingPoint]:
-    made = MeetingPoint()
-    yield made
-    made.close()
+    point = MeetingPoint()
+    yield point
+    point.close()
 
 
-def _run(member: Callable[..., Any], rank: int, args: tuple[Any, ...], out: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        out.put((rank, member(rank, *args)))
-    except BaseException:
-        out.put((rank, traceback.format_exc()))
-
-
-def run(member: Callable[..., Any], world: int, *args: Any, dying: int = -1) -> dict[int, Any]:
-    """What each member returned, in processes of their own; the one that dies returns nothing."""
-    out, point = CONTEXT.Queue(), MeetingPoint()
-    (args[0] / "address").write_text(point.address)
-    processes = [CONTEXT.Process(target=_run, args=(member, rank, args, out), daemon=True) for rank in range(world)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(out.get(timeout=300) for rank in range(world) if rank != dying)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        point.close()
-    for one in found.values():
-        assert not (isinstance(one, str) and one.startswith("Traceback")), one
-    return found
+def all_of(world: int, member: Callable[[int], Any]) -> list[Any]:
+    """What each member returned, in a thread of its own."""
+    return together([lambda rank=rank: member(rank) for rank in range(world)])
 
 
 def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
@@ -72,77 +49,68 @@ def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
     )
 
 
-def joined(folder: Path, name: str, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> DrafterGroup:
-    """In the group `name` of the meeting point that `run` opened; each member at an address of its own."""
-    store = meeting((folder / "address").read_text(), name, timeout_s)
-    return DrafterGroup.join(store, rank, world, timeout_s, host=f"127.0.0.{2 + rank}")
+def joined(address: str, name: str, rank: int, world: int, timeout_s: float = PATIENT_S) -> DrafterGroup:
+    """In the group `name` of a meeting point; each member at an address of its own."""
+    return DrafterGroup.join(meeting(address, name, timeout_s), rank, world, timeout_s, host=f"127.0.0.{2 + rank}")
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def joins_and_leaves(rank: int, folder: Path) -> dict[str, Any]:
-    files, sums = [], []
+def test_a_process_joins_and_leaves_many_groups(point: MeetingPoint):
+    default_group, files = torch.distributed.group.WORLD, []
     for term in range(5):
-        with joined(folder, f"term-{term}", rank, 3, PATIENT_S) as group:
-            values = torch.full((1000,), float(rank + term))
-            group.sum(values)
-            sums.append(float(values[0]))
+
+        def member(rank: int, term: int = term) -> float:
+            with joined(point.address, f"term-{term}", rank, 3) as group:
+                values = torch.full((1000,), float(rank + term))
+                group.sum(values)
+            return float(values[0])
+
+        assert all_of(3, member) == [3.0 + 3 * term] * 3
         files.append(open_files())
-    return {"files": files, "sums": sums, "default_group": torch.distributed.is_initialized()}
-
-
-def test_a_process_joins_and_leaves_many_groups(tmp_path: Path):
-    found = run(joins_and_leaves, 3, tmp_path)
-    for one in found.values():
-        assert one["sums"] == [3.0 + 3 * term for term in range(5)]
-        assert one["files"][-1] <= one["files"][1] + 2
-        assert not one["default_group"]
-
-
-def trains_with_others(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[float]]:
-    """Members begin with heads of their own; sharing makes them the leader's."""
-    training = made(folder / str(rank), seed=rank, kind=kind)
-    if rank == 0:
-        training.update([text.sequence(77)])
-    losses = []
-    with joined(folder, "term-1", rank, 2, PATIENT_S) as group:
-        training.share(group)
-        for n in range(3):
-            texts = [text.sequence(4 * n + i, rows=12) for i in range(4)]
-            losses.append(training.update(texts[2 * rank : 2 * rank + 2], group).loss)
-    # Arrays: a tensor in a queue lives in the process that sent it.
-    return {name: value.numpy() for name, value in training.state_dict().items()}, losses
+    until(lambda: open_files() <= files[1] + 2)
+    assert torch.distributed.group.WORLD is default_group
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
-def test_two_members_with_half_the_data_each_end_where_one_with_all_of_it_does(tmp_path: Path, kind: str):
-    found = run(trains_with_others, 2, tmp_path, kind)
+def test_two_members_with_half_the_data_each_end_where_one_with_all_of_it_does(
+    point: MeetingPoint, tmp_path: Path, kind: str
+):
+    """They begin with heads of their own; sharing makes them the leader's."""
+    members = [made(tmp_path / str(rank), seed=rank, kind=kind) for rank in range(2)]
     alone = made(tmp_path / "alone", kind=kind)
-    alone.update([text.sequence(77)])
-    losses = [alone.update([text.sequence(4 * n + i, rows=12) for i in range(4)]).loss for n in range(3)]
-    for name, value in alone.state_dict().items():
-        assert np.array_equal(found[0][0][name], found[1][0][name]), name
+    for training in (members[0], alone):
+        training.update([text.sequence(77)])
+    texts = [[text.sequence(4 * n + i, rows=12) for i in range(4)] for n in range(3)]
+
+    def trains_with_the_other(rank: int) -> list[float]:
+        with joined(point.address, "term-1", rank, 2) as group:
+            members[rank].share(group)
+            return [members[rank].update(four[2 * rank : 2 * rank + 2], group).loss for four in texts]
+
+    losses, _ = all_of(2, trains_with_the_other)
+    assert losses == pytest.approx([alone.update(four).loss for four in texts], rel=1e-5)
+    left, right, expected = (training.state_dict() for training in (*members, alone))
+    assert same(left, right)
+    assert left["counters"].tolist() == [4, 0, 0, 4]
+    for name, value in expected.items():
         if name.startswith("exp_avg."):
             # The first moment holds the gradients themselves.
-            assert np.allclose(found[0][0][name], value.numpy(), rtol=0, atol=1e-6), name
-    assert found[0][1] == pytest.approx(losses, rel=1e-5)
-    assert found[0][0]["counters"].tolist() == [4, 0, 0, 4]
+            assert torch.allclose(left[name], value, rtol=0, atol=1e-6), name
 
 
-def shares_another_drafter(rank: int, folder: Path) -> str:
-    training = made(folder / str(rank), kind=["eagle", "hass"][rank])
-    before = training.state_dict()
-    with joined(folder, "term-1", rank, 2, PATIENT_S) as group, pytest.raises(RunError) as caught:
-        training.share(group)
-    assert same(training.state_dict(), before)
-    return str(caught.value)
+def test_members_that_train_differently_say_so_and_share_nothing(point: MeetingPoint, tmp_path: Path):
+    def shares_another_drafter(rank: int) -> None:
+        training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
+        before = training.state_dict()
+        refused = pytest.raises(RunError, match="different shapes or with other losses")
+        with joined(point.address, "term-1", rank, 2) as group, refused:
+            training.share(group)
+        assert same(training.state_dict(), before)
 
-
-def test_members_that_train_differently_say_so_and_share_nothing(tmp_path: Path):
-    found = run(shares_another_drafter, 2, tmp_path)
-    assert all("different shapes or with other losses" in sentence for sentence in found.values())
+    all_of(2, shares_another_drafter)
 
 
 class Large:
@@ -163,50 +131,54 @@ class Large:
         self.group.broadcast(tensor)
 
 
-def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
-    """Rank 1 dies or stops once its part is on the way; the others go on, first alone and then in a new group."""
+def member_of_three(address: str, rank: int, folder: Path) -> tuple[DrafterTraining, DrafterGroup]:
+    """One that has shared and made an update with the others."""
     training = made(folder / str(rank))
-    with joined(folder, "ready", rank, 3, PATIENT_S) as ready:
+    with joined(address, "ready", rank, 3) as ready:
         # None of them has still to be started; without an exchange, one could leave while others still connect.
         ready.sum(torch.zeros(1))
-    group = joined(folder, "term-1", rank, 3, TIMEOUT_S)
+    group = joined(address, "term-1", rank, 3, TIMEOUT_S)
     training.share(group)
     training.update([text.sequence(rank)], group)
-    if rank == 1:
-        group._connection.allreduce([torch.zeros(Large.SIZE)])
-        os.kill(os.getpid(), how)
-    before = training.state_dict()
-    began = time.perf_counter()
-    try:
-        training.update([text.sequence(10 + rank)], Large(group))
-    except GroupLost as error:
-        sentence = str(error)
-    seconds = time.perf_counter() - began
-    unchanged = same(training.state_dict(), before)
-    with pytest.raises(GroupLost, match="closed"):
-        group.sum(torch.zeros(1))
-    alone = training.update([text.sequence(20)])
-    with joined(folder, "term-2", rank // 2, 2, PATIENT_S) as again:
-        training.share(again)
-        report = training.update([text.sequence(30 + rank)], again)
-    return {
-        "sentence": sentence,
-        "seconds": seconds,
-        "unchanged": unchanged,
-        "alone": alone.members,
-        "members": report.members,
-        "updates": training.updates,
-    }
+    return training, group
+
+
+def dies_in_mid_sum(address: str, folder: Path, how: int) -> None:
+    """Rank 1 dies or stops once its part is on the way."""
+    torch.set_num_threads(1)
+    _, group = member_of_three(address, 1, folder)
+    group._connection.allreduce([torch.zeros(Large.SIZE)])
+    os.kill(os.getpid(), how)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded_time(tmp_path: Path, how: int):
-    found = run(dies_in_mid_sum, 3, tmp_path, how, dying=1)
-    for one in found.values():
-        assert "died or hangs" in one["sentence"]
-        assert one["seconds"] < TIMEOUT_S + 100
-        assert one["unchanged"]
-        assert (one["alone"], one["members"], one["updates"]) == (1, 2, 3)
+def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded_time(
+    point: MeetingPoint, tmp_path: Path, how: int
+):
+    """The others go on, first alone and then in a new group."""
+
+    def goes_on(rank: int) -> None:
+        training, group = member_of_three(point.address, 2 * rank, tmp_path)
+        before, began = training.state_dict(), time.perf_counter()
+        with pytest.raises(GroupLost, match="died or hangs"):
+            training.update([text.sequence(10 + rank)], Large(group))
+        assert time.perf_counter() - began < TIMEOUT_S + 100
+        assert same(training.state_dict(), before)
+        with pytest.raises(GroupLost, match="closed"):
+            group.sum(torch.zeros(1))
+        assert training.update([text.sequence(20)]).members == 1
+        with joined(point.address, "term-2", rank, 2) as again:
+            training.share(again)
+            assert training.update([text.sequence(30 + rank)], again).members == 2
+        assert training.updates == 3
+
+    lost = CONTEXT.Process(target=dies_in_mid_sum, args=(point.address, tmp_path, how), daemon=True)
+    lost.start()
+    try:
+        all_of(2, goes_on)
+    finally:
+        lost.kill()
+        lost.join()
 
 
 def test_a_group_that_never_fills_or_whose_driver_is_gone_is_lost_in_time(point: MeetingPoint):
@@ -233,3 +205,13 @@ def test_what_cannot_be_is_a_mistake_of_the_caller(point: MeetingPoint):
         DrafterGroup.join(store, 2, 2, 1.0)
     with pytest.raises(ConfigError, match="nccl needs a CUDA device"):
         DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")
+
+
+def test_a_member_sends_what_a_ring_needs_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_members, "MEMBERS", (1, 3))
+    found = bench_members.bench_members(1, progress=lambda message: None)
+    alone, three = found["rows"]
+    assert alone["bytes_sent"] == 0
+    assert three["bytes_sent"] == pytest.approx(three["ring_bytes"], rel=0.03)
+    assert three["messages"] >= three["ring_rounds"]
+    assert "400 Gb/s" in bench_members.text(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.drafter.training import MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-from .drafting_text import VOCAB, frozen, head, sequence
+from .drafting_text import VOCAB, frozen, head, sequence, together
 
 LOSS = LossConfig(token_weight=1.0)
 
@@ -60,11 +59,6 @@ class Lost:
 
 def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTraining:
     return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
-
-
-def together(calls: list[Callable[[], UpdateReport]]) -> list[UpdateReport]:
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [report.result() for report in [threads.submit(call) for call in calls]]
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> bool:
