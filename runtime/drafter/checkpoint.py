@@ -31,7 +31,7 @@ from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 PARTIAL = ".partial"
 _PICKLED_INDEX = ".metadata"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d{8}")
 # A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
@@ -63,7 +63,8 @@ class DrafterCheckpoint:
         began = time.perf_counter()
         self.finish()
         newest = self.latest()
-        final = self.folder / f"checkpoint-{0 if newest is None else _number(newest) + 1:08d}"
+        number = 0 if newest is None else int(newest.name.partition("-")[2]) + 1
+        final = self.folder / f"checkpoint-{number:08d}"
         try:
             self._writing = (final, self._start(dict(state), final))
         # Whatever fails, from the disk to DCP's own checks, must not end training.
@@ -197,14 +198,7 @@ def _refuse_damage(folder: Path) -> None:
 
 def _numbered(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
-    paths = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=_number, reverse=True)
-
-
-def _number(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return sorted((path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)), reverse=True)
 
 
 def _sentence(error: BaseException) -> str:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -163,9 +162,7 @@ class DrafterGroup:
     def __enter__(self) -> DrafterGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _exchange(self, tensor: Tensor, start: Callable[[Any, Tensor], Any]) -> None:

@@ -88,7 +88,7 @@ class DrafterRun:
                 f"policy {self.recipe.rollout.policy} never drafts with {name!r}: it is trained and serves nobody"
             )
 
-    def feed(self, worker: int) -> str | None:
+    def feed(self, worker: int) -> str:
         return f"ipc://{self._sockets}/feed-{worker}"
 
     def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None:
@@ -111,11 +111,10 @@ class DrafterRun:
             self.training.close()
 
     def _place(self, worker: int, coordinator: str, rendezvous: str, host: str, keys: ClientKeys | None) -> SpotPlace:
-        assert self._sockets is not None
         return SpotPlace(
             worker=worker,
             coordinator=coordinator,
-            feed=f"ipc://{self._sockets}/feed-{worker}",
+            feed=self.feed(worker),
             folder=self.out / f"worker-{worker}",
             rendezvous=rendezvous,
             host=host,

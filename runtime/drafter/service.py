@@ -18,6 +18,8 @@ from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.actors import get
 from tltlab.runtime.run.state import RunEvents
 
+from .heads.head import host_copies
+
 WEIGHTS = "drafter.safetensors"
 TRAINING = "drafter_training.safetensors"
 
@@ -42,8 +44,7 @@ class ServedDrafter:
         if self.weights is not None:
             folder.mkdir(exist_ok=True)
             for name, tensors in ((WEIGHTS, self.weights), (TRAINING, get(self.training))):
-                copies = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-                save_file(copies, folder / name)
+                save_file(host_copies(tensors), folder / name)
         return {
             "updates": self.updates,
             "swaps": self.swaps,

@@ -49,14 +49,8 @@ class IdleWorkerTraining:
         self._died: set[int] = set()
         self.server: CoordinatorServer | None = self._new_server(endpoint)
         places = [
-            place(
-                worker,
-                self.server.endpoint,
-                self._meeting.address,
-                addresses[machines[worker][0]],
-                keys[worker],
-            )
-            for worker in range(self.num_workers)
+            place(worker, self.server.endpoint, self._meeting.address, addresses[node], keys[worker])
+            for worker, (node, _) in enumerate(machines)
         ]
         self.processes = TrainerProcesses(places, machines, config, events, self._note_death)
 

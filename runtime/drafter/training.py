@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.heads.head import DrafterHead, host_copies
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import pack
+from tltlab.errors import RunError
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.run.memory import tensor_bytes
 
+from .heads.head import DrafterHead, check_tensors, host_copies
 from .heads.loss import drafter_loss
-from .sequences import TrainingSequence
+from .heads.target import FrozenTarget
+from .sequences import TrainingSequence, pack
 
 KEEP_S = 20.0
 """Seconds between copies of the state to go back to; a 7B model's head has 3 GB of it."""
@@ -127,6 +125,7 @@ class DrafterTraining:
         keep_s: float = KEEP_S,
     ) -> None:
         self.device = torch.device(device)
+        self._cuda = self.device.type == "cuda"
         self.temperature, self.keep_s = temperature, keep_s
         self.head = head.to(self.device, torch.float32)
         self.loss, self.optim = loss, optim
@@ -151,7 +150,7 @@ class DrafterTraining:
 
     def set_target(self, frozen: FrozenTarget) -> None:
         """From now on the target's embedding and LM head are these."""
-        self.frozen = frozen.to(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.frozen = frozen.to(self.device, torch.bfloat16 if self._cuda else torch.float32)
 
     def update(
         self,
@@ -216,10 +215,9 @@ class DrafterTraining:
         teaching = [sequence for sequence in sequences if sequence.teaches]
         if not teaching:
             return []
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.autocast():
             batch = pack(teaching, self.device, torch.float32)
-            of = self.head if head is None else head
-            return drafter_loss(of, self.frozen, batch, self.loss, temperature=self.temperature).accept
+            return drafter_loss(head or self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
     def share(self, group: TrainingGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
@@ -252,10 +250,6 @@ class DrafterTraining:
         group.sum(self._message.flat)
         self.exchange_s = time.perf_counter() - began
 
-    def serving_weights(self) -> dict[str, Tensor]:
-        """The head's weights under the names that vLLM loads, copied to the host."""
-        return self.head.serving_weights()
-
     def state_dict(self) -> dict[str, Tensor]:
         """What training goes on from, copied to the host: `live_state`."""
         return host_copies(self.live_state())
@@ -277,14 +271,7 @@ class DrafterTraining:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state. Raises ConfigError for one of another head."""
-        expected = self.live_state()
-        faulty = sorted(set(expected) ^ set(state)) or sorted(
-            n for n in expected if expected[n].shape != state[n].shape
-        )
-        if faulty:
-            raise ConfigError(
-                f"not a training state of this drafter: {faulty[0]} is missing, unknown or of another shape"
-            )
+        check_tensors("not a training state of this drafter", self.live_state(), state)
         self._restore(state)
         self._keep()
 
@@ -294,7 +281,7 @@ class DrafterTraining:
         teaching = [sequence for sequence in sequences if sequence.teaches]
         if not teaching:
             return
-        with self._autocast():
+        with self.autocast():
             result = drafter_loss(self.head, self.frozen, pack(teaching, self.device, torch.float32), self.loss)
         if not result.rows:
             return
@@ -346,9 +333,8 @@ class DrafterTraining:
 
     def _room_to_keep(self) -> dict[str, Tensor]:
         """Tensors for a copy of the state: beside it if that leaves as much of the device free, else on the host."""
-        state, cuda = self.live_state(), self.device.type == "cuda"
-        size = sum(value.numel() * value.element_size() for value in state.values())
-        if cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * size:
+        state = self.live_state()
+        if self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values()):
             return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
         return {name: torch.empty_like(value) for name, value in state.items()}
 
@@ -378,8 +364,9 @@ class DrafterTraining:
             value.copy_(state[name])
         self._set_counters(state["counters"])
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+    def autocast(self) -> torch.autocast:
+        """What passes run in: bfloat16 on CUDA."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._cuda)
 
 
 class _Message:

@@ -190,7 +190,7 @@ class SpotTrainer:
     def weights(self) -> dict[str, Tensor]:
         """The last good weights under the names that vLLM loads."""
         with self._lock:
-            return self.training.serving_weights()
+            return self.training.head.serving_weights()
 
     def predicted(self) -> list[float]:
         """The chance of each drafted token on responses that were not trained on, measured now; empty without any."""
@@ -225,10 +225,6 @@ class SpotTrainer:
         if data.held or data.heldout:
             write_data(data_path(folder, self.place.worker), data)
 
-    def seen(self) -> int:
-        """Responses of this RL step that the engine handed over."""
-        return len(self._keys)
-
     def memory(self) -> ProcessMemory:
         """What this process holds."""
         with self._lock, self._data:
@@ -257,8 +253,7 @@ class SpotTrainer:
         rows = []
         with self._data:
             sample = list(self._sample)
-        halved = torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
-        with self._lock, torch.inference_mode(), halved:
+        with self._lock, torch.inference_mode(), self.training.autocast():
             for sequence in sample:
                 if not sequence.prompt_tokens or sequence.first_position:
                     continue

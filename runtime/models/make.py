@@ -97,8 +97,7 @@ def make_model(
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)
         tokenizer = make_tokenizer(TASKS[task])
-        config = _config(shape, tokenizer)
-        model = Qwen2ForCausalLM(_as_qwen2(config)) if mtp else LlamaForCausalLM(config)
+        model = _untrained(shape, tokenizer, mtp)
         num_parameters = sum(p.numel() for p in model.parameters())
         progress(f"training {num_parameters:,} parameters on {task}")
         loss = pretrain(model, tokenizer, TASKS[task], train, shape, seed, progress)
@@ -170,32 +169,23 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
     )
 
 
-def _config(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def _untrained(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> LlamaForCausalLM | Qwen2ForCausalLM:
+    """A Llama, or a Qwen2, which has biases of queries, keys and values, for a model with an MTP layer."""
     heads = size.hidden // _HEAD_SIZE
-    return LlamaConfig(
-        vocab_size=math.ceil(len(tokenizer) / 64) * 64,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        intermediate_size=size.mlp,
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 2, 1),
-        head_dim=_HEAD_SIZE,
-        max_position_embeddings=_MAX_POSITIONS,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-
-
-def _as_qwen2(config: LlamaConfig) -> Qwen2Config:
-    """The same shape, and biases of queries, keys and values."""
-    fields = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
-        "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "pad_token_id", "bos_token_id",
-        "eos_token_id",
-    )  # fmt: skip
-    return Qwen2Config(architectures=[MIMO], **{field: getattr(config, field) for field in fields})
+    shape: dict[str, Any] = {
+        "vocab_size": math.ceil(len(tokenizer) / 64) * 64,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "intermediate_size": size.mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 2, 1),
+        "max_position_embeddings": _MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")},
+    }
+    if mtp:
+        return Qwen2ForCausalLM(Qwen2Config(architectures=[MIMO], **shape))
+    return LlamaForCausalLM(LlamaConfig(head_dim=_HEAD_SIZE, **shape))
 
 
 def pretrain(

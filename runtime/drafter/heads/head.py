@@ -164,13 +164,7 @@ class DrafterHead(nn.Module, ABC):
     def take_weights(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
         """Have the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
         expected = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
-        faulty = sorted(set(expected) ^ set(weights)) or sorted(
-            n for n in expected if expected[n].shape != weights[n].shape
-        )
-        if faulty:
-            raise ConfigError(
-                f"{name}: not an {self.method} head of one layer: {faulty[0]} is missing, unknown or of another shape"
-            )
+        check_tensors(f"{name}: not an {self.method} head of one layer", expected, weights)
         self.load_state_dict(weights, strict=False)
 
     def save(self, folder: str | Path) -> Path:
@@ -181,6 +175,15 @@ class DrafterHead(nn.Module, ABC):
         dtype = str(self.layer.self_attn.o_proj.weight.dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(self.config_dict() | {"dtype": dtype}, indent=2) + "\n")
         return folder
+
+
+def check_tensors(refusal: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError, with the words of `refusal`, where tensors have not the names and shapes of those expected."""
+    faulty = sorted(expected.keys() ^ tensors.keys()) or [
+        n for n in sorted(expected) if expected[n].shape != tensors[n].shape
+    ]
+    if faulty:
+        raise ConfigError(f"{refusal}: {faulty[0]} is missing, unknown or of another shape")
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

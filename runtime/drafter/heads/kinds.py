@@ -18,7 +18,7 @@ from tltlab.runtime.recipe.drafter import Method
 
 from .eagle import Eagle3Head, EagleHead, default_aux_layers
 from .head import DrafterHead, layer_config
-from .layouts import read_checkpoint
+from .layouts import ATTENTION, read_checkpoint
 from .mtp import brought_along, read_mtp
 from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
@@ -108,7 +108,8 @@ def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: s
         head = EagleHead(checkpoint.config)
     else:
         verifier = checkpoint.verifier if target is None else str(target)
-        if checkpoint.qk_norm and checkpoint.config.attention_bias:
+        qk_norm = f"{ATTENTION}q_norm.weight" in checkpoint.weights
+        if qk_norm and checkpoint.config.attention_bias:
             raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
         layers = checkpoint.aux_layers
         if layers is None:
@@ -120,9 +121,9 @@ def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: s
             layers,
             checkpoint.draft_vocabulary,
             verifier,
-            own_lm_head=checkpoint.own_lm_head,
+            own_lm_head="lm_head.weight" in checkpoint.weights,
             norms=checkpoint.norms,
-            qk_norm=checkpoint.qk_norm,
+            qk_norm=qk_norm,
         )
     head.take_weights(name, checkpoint.weights)
     return head.to(dtype)

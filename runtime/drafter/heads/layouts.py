@@ -46,8 +46,7 @@ LAYER_FIELDS = (
 class HeadCheckpoint:
     """A head as its checkpoint has it. `weights` are by the names of vLLM and of speculators, biases as Llama's.
 
-    `aux_layers` are None for the default ones of its target, `draft_vocabulary` for all tokens. With `own_lm_head` it
-    has an LM head of its own though it drafts all tokens. `qk_norm`: its layer is a Qwen3's.
+    `aux_layers` are None for the default ones of its target, `draft_vocabulary` for all tokens.
     """
 
     method: Literal["eagle", "eagle3"]
@@ -55,9 +54,7 @@ class HeadCheckpoint:
     weights: dict[str, Tensor]
     aux_layers: tuple[int, ...] | None = None
     draft_vocabulary: Tensor | None = None
-    own_lm_head: bool = False
     norms: frozenset[Norm] = frozenset()
-    qk_norm: bool = False
     verifier: str | None = None
 
 
@@ -80,31 +77,24 @@ def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadC
         if layer.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope"):
             layer.max_position_embeddings = max(layer.max_position_embeddings, positions)
     weights = _read_weights(folder)
-    if kind is None and "layers.0.hidden_norm.weight" not in weights:
-        layer.attention_bias = _even_out_biases(weights)
-        shared = {"lm_head.weight", "embed_tokens.weight"}
-        own = {key: value for key, value in weights.items() if key not in shared}
-        _check_embedding(name, weights, target)
-        return HeadCheckpoint(method="eagle", config=layer, weights=own)
     layer.attention_bias = _even_out_biases(weights)
+    _check_embedding(name, weights.pop("embed_tokens.weight", None), target)
+    if kind is None and "layers.0.hidden_norm.weight" not in weights:
+        weights.pop("lm_head.weight", None)
+        return HeadCheckpoint(method="eagle", config=layer, weights=weights)
     vocabulary = _draft_vocabulary(name, weights, layer)
-    _check_embedding(name, weights, target)
-    weights.pop("embed_tokens.weight", None)
     if vocabulary is None and target is not None and _is_targets_lm_head(weights, target):
         del weights["lm_head.weight"]
     # As vLLM has it where the config is silent.
     flags = {"norm_before_residual": kind is not None} | config
-    verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path") if kind else None
     return HeadCheckpoint(
         method="eagle3",
         config=layer,
         weights=weights,
         aux_layers=_aux_layers(name, config),
         draft_vocabulary=vocabulary,
-        own_lm_head="lm_head.weight" in weights,
         norms=frozenset(norm for norm in NORMS if flags.get(norm)),
-        qk_norm=f"{ATTENTION}q_norm.weight" in weights,
-        verifier=verifier,
+        verifier=verifier_of(folder),
     )
 
 
@@ -245,9 +235,8 @@ def _aux_layers(name: str | Path, config: Mapping[str, Any]) -> tuple[int, ...] 
     return tuple(map(int, layers))
 
 
-def _check_embedding(name: str | Path, weights: Mapping[str, Tensor], target: str | Path | None) -> None:
+def _check_embedding(name: str | Path, embedding: Tensor | None, target: str | Path | None) -> None:
     """Raise ConfigError where a head's embedding is not its target's, up to rounding to half precision."""
-    embedding = weights.get("embed_tokens.weight")
     if embedding is None or target is None:
         return
     of_target = read_weights(target, [EMBEDDING]).get(EMBEDDING)
@@ -261,8 +250,6 @@ def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bo
     lm_head = weights.get("lm_head.weight")
     if lm_head is None:
         return False
-    tied = bool(getattr(read_config(target), "tie_word_embeddings", False))
-    shared = read_weights(target, [EMBEDDING if tied else LM_HEAD])
-    return any(
-        lm_head.shape == value.shape and torch.equal(lm_head, value.to(lm_head.dtype)) for value in shared.values()
-    )
+    name = EMBEDDING if getattr(read_config(target), "tie_word_embeddings", False) else LM_HEAD
+    theirs = read_weights(target, [name]).get(name)
+    return theirs is not None and torch.equal(lm_head, theirs.to(lm_head.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,21 +42,16 @@ class FrozenTarget:
         assert self.embedding.shape == self.lm_head.shape
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Tensor], config: Any) -> FrozenTarget:
-        """From a target's weights by checkpoint name and its config. ConfigError where one is missing."""
+    def from_folder(cls, folder: str | Path) -> FrozenTarget:
+        """Read from a checkpoint folder, one file of safetensors or several. ConfigError where that fails."""
+        weights, config = read_weights(folder, (EMBEDDING, LM_HEAD, FINAL_NORM)), read_config(folder)
         names = [EMBEDDING] if getattr(config, "tie_word_embeddings", False) else [EMBEDDING, LM_HEAD]
         if is_mimo(config):
             names.insert(0, FINAL_NORM)
         missing = [name for name in names if name not in weights]
         if missing:
             raise ConfigError(f"the target's weights have no {missing[0]}, which its drafter reads")
-        tensors = [weights[name].detach() for name in names]
-        return cls(embedding=tensors[names.index(EMBEDDING)], lm_head=tensors[-1], **_norm(tensors[0], config))
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> FrozenTarget:
-        """Read from a checkpoint folder, one file of safetensors or several. ConfigError where that fails."""
-        return cls.from_weights(read_weights(folder, (EMBEDDING, LM_HEAD, FINAL_NORM)), read_config(folder))
+        return cls(embedding=weights[EMBEDDING], lm_head=weights[names[-1]], **_norm(weights[names[0]], config))
 
     @classmethod
     def of(cls, model: Any) -> FrozenTarget:

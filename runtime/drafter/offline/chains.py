@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,21 +61,17 @@ def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequen
     return kept.cpu()
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """One text with the keys and values (KV heads, T, D) of the target's states along it."""
 
-    def __init__(
-        self,
-        head: DrafterHead,
-        frozen: FrozenTarget,
-        text: Tensor,
-        embedded: Tensor,
-        positions: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
-        self.head, self.frozen, self.text, self.embedded, self.positions = head, frozen, text, embedded, positions
-        self.keys, self.values = keys, values
+    head: DrafterHead
+    frozen: FrozenTarget
+    text: Tensor
+    embedded: Tensor
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
 
     def follow(self, at: Tensor, residual: Tensor, q: Tensor, max_depth: int) -> Tensor:
         """Tokens kept of the chains whose first draft is that of the inputs `at` (A): uint8 (A).
@@ -116,9 +111,6 @@ class ChainAcceptance:
     positions: list[float | None]
     drafts: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {"accept_length": self.accept_length, "positions": self.positions, "drafts": self.drafts}
-
 
 def acceptance_along(
     head: DrafterHead, frozen: FrozenTarget, sequences: Iterable[TrainingSequence], max_depth: int
@@ -131,7 +123,10 @@ def acceptance_along(
     drafts = total = 0
     depths = torch.arange(max_depth)
     for sequence in sequences:
-        kept, room = _drafts(kept_along(head, frozen, sequence, max_depth), sequence)
+        # At the positions that can have a draft, with the tokens of the text from there on.
+        first = max(0, 2 - sequence.prompt_tokens)
+        kept = kept_along(head, frozen, sequence, max_depth).long()[first:]
+        room = torch.arange(len(kept), 0, -1)
         drafts, total = drafts + len(kept), total + int(kept.sum())
         reached += ((kept[:, None] >= depths) & (room[:, None] > depths)).sum(0)
         kept_at += (kept[:, None] > depths).sum(0)
@@ -161,10 +156,3 @@ def chances(drafts: int, kept: Sequence[int]) -> list[float | None]:
     [0.75, 0.3333333333333333]
     """
     return [k / tried if tried else None for tried, k in zip([drafts, *kept], kept, strict=False)]
-
-
-def _drafts(kept: Tensor, sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
-    """What was kept at each position that can have a draft, and the tokens of the text from there on, as integers."""
-    room = torch.arange(len(kept), 0, -1)
-    first = max(0, 2 - sequence.prompt_tokens)
-    return kept.long()[first:], room[first:]

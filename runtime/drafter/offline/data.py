@@ -226,16 +226,15 @@ def split_by_prompt(
 
     ConfigError for texts of fewer than two prompts.
     """
-    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(tuple(text.prompt_token_ids) for text in texts))}
-    if len(numbers) < 2:
+    prompts = list(dict.fromkeys(tuple(text.prompt_token_ids) for text in texts))
+    if len(prompts) < 2:
         raise ConfigError("all texts have one prompt: some must be held out, so give texts of two prompts or more")
-    num_held = min(max(1, round(share * len(numbers))), len(numbers) - 1)
-    numbers_out = set(rng.permutation(len(numbers))[:num_held].tolist())
-    is_held = [numbers[tuple(text.prompt_token_ids)] in numbers_out for text in texts]
-    return (
-        [text for text, out in zip(texts, is_held, strict=True) if not out],
-        [text for text, out in zip(texts, is_held, strict=True) if out],
-    )
+    num_heldout = min(max(1, round(share * len(prompts))), len(prompts) - 1)
+    of_heldout = {prompts[n] for n in rng.permutation(len(prompts))[:num_heldout]}
+    sides: tuple[list[PromptedText], list[PromptedText]] = ([], [])
+    for text in texts:
+        sides[tuple(text.prompt_token_ids) in of_heldout].append(text)
+    return sides
 
 
 def along(model: Any, aux_layers: Sequence[int], prompt: Sequence[int], response: Sequence[int]) -> TrainingSequence:
@@ -260,14 +259,13 @@ class TargetStates:
     def of(self, text: PromptedText) -> TrainingSequence:
         """The sequence of a text; the same object stands for the same text as long as it lives."""
         sequence = self._sequences.get(id(text))
-        if sequence is not None:
-            return sequence
-        new = along(self.model, self.aux_layers, text.prompt_token_ids, text.token_ids).on_host()
-        self.computed += new.num_rows
-        if self.nbytes + new.nbytes <= self.max_bytes:
-            self._sequences[id(text)] = new
-            self.nbytes += new.nbytes
-        return new
+        if sequence is None:
+            sequence = along(self.model, self.aux_layers, text.prompt_token_ids, text.token_ids).on_host()
+            self.computed += sequence.num_rows
+            if self.nbytes + sequence.nbytes <= self.max_bytes:
+                self._sequences[id(text)] = sequence
+                self.nbytes += sequence.nbytes
+        return sequence
 
 
 class Epochs:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .chains import acceptance_along
 from .data import (
+    Count,
     Epochs,
     PromptedText,
     TargetStates,
@@ -42,8 +44,6 @@ from .data import (
 MARKER = "training.json"
 FIT_TOKENS = 8192
 """Tokens that a fresh EAGLE head's first layer is fitted to before its updates."""
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class WarmUpConfig(FrozenModel):
@@ -191,7 +191,7 @@ def _measured(
     acceptance = acceptance_along(head, frozen, each(), config.depth)
     if not math.isfinite(total):
         raise RunError("the loss on held-out responses is not finite: look for NaN in the model's hidden states")
-    return {**acceptance.to_json(), "loss": total / rows if rows else 0.0}
+    return {**asdict(acceptance), "loss": total / rows if rows else 0.0}
 
 
 def _reaches(measured: dict[str, Any], config: WarmUpConfig) -> bool:

@@ -604,7 +604,7 @@ def fed(run: GrpoRun) -> int:
 
     def settled(trainer: SpotTrainer) -> int:
         assert trainer._feed.settle(300)
-        return trainer.seen()
+        return len(trainer._keys)
 
     assert isinstance(run.drafting, DrafterRun)
     return sum(asked_of(run.drafting, settled))

@@ -77,10 +77,10 @@ class Bench:
         self.senders[worker].status(rl_step, busy=busy)
 
     def teach(self, worker: int, sequences: list[TrainingSequence]) -> None:
-        trainer, seen = self.trainers[worker], self.trainers[worker].seen()
+        trainer, num_before = self.trainers[worker], len(self.trainers[worker]._keys)
         for sequence in sequences:
             self.senders[worker].sequence(sequence)
-        until(lambda: trainer.seen() == seen + len(sequences))
+        until(lambda: len(trainer._keys) == num_before + len(sequences))
 
     def taught(self, config: DrafterConfig = CONFIG) -> SpotTrainer:
         """The trainer of worker 1 in rollout 0, with something to learn from."""
@@ -330,7 +330,7 @@ def test_a_response_that_is_rolled_out_once_more_is_one_response_and_the_later_c
     first = sequences(number=2)
     bench.teach(1, first)
     trainer._on_sequence(replace(text.sequence(7, rows=20), key=first[0].key))
-    assert (trainer.seen(), len(trainer.buffer)) == (2, 2)
+    assert (len(trainer._keys), len(trainer.buffer)) == (2, 2)
     lengths = {(row["prompt_id"], row["sample"]): len(row["accept_if_drafted"]) for row in trainer.annotate()}
     assert len(trainer._sample) == len(lengths) == 2
     assert lengths[first[0].key[1:3]] < lengths[first[1].key[1:3]]

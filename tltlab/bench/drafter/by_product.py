@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def bench_by_product(
         rows.append(
             {
                 "task": task,
-                "at_start": start.to_json(),
-                "initial_drafter": initial.to_json(),
-                "final_drafter": trained.to_json(),
+                "at_start": asdict(start),
+                "initial_drafter": asdict(initial),
+                "final_drafter": asdict(trained),
             }
         )
     source = ExportSource(

@@ -131,7 +131,7 @@ def test_embedding_and_lm_head_are_the_targets_own(kind: str, targets: dict[str,
     model, frozen = loaded(targets[kind]), FrozenTarget.from_folder(targets[kind])
     assert torch.equal(frozen.embedding, model.get_input_embeddings().weight)
     assert torch.equal(frozen.lm_head, model.get_output_embeddings().weight)
-    again = FrozenTarget.from_weights(dict(model.state_dict()), model.config).to("cpu", torch.float64)
+    again = frozen.to("cpu", torch.float64)
     assert (again.lm_head is again.embedding) == KINDS[kind][3]
     assert again.lm_head.dtype == torch.float64
 

@@ -138,7 +138,7 @@ def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained
         training = DrafterTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
         for _ in range(40):
             training.update(found)
-        engine.update_draft_weights(training.serving_weights().items(), training.predict(found))
+        engine.update_draft_weights(training.head.serving_weights().items(), training.predict(found))
         assert kept() > untaught + 20
         # The target's weights go and come again, and with them the embedding and LM head that the layer shares.
         engine.capture(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_what_is_reported_is_what_the_written_head_does_on_prompts_it_was_not_tr
     head = load_head(out)
     states = TargetStates(model, (), 1 << 20)
     found = acceptance_along(head, frozen, [states.of(text) for text in heldout], 6)
-    assert found.to_json() == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
+    assert asdict(found) == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
 
 
 def test_chances_by_position_multiply_to_the_accepted_length_where_the_text_does_not_end(target: Path):
