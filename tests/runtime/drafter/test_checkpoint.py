@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -123,21 +124,6 @@ def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(tmp_path: Path):
     assert loaded(tmp_path, 100_000) == 4.0
 
 
-def test_no_space_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    @contextmanager
-    def full(self: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with open("/dev/full", mode) as stream:
-            yield stream
-
-    saved = DrafterCheckpoint(tmp_path)
-    save(saved, state(1.0))
-    monkeypatch.setattr(FileSystem, "create_stream", full)
-    save(saved, state(2.0))
-    monkeypatch.undo()
-    assert "No space left on device" in saved.failures[0]
-    assert loaded(tmp_path) == 1.0
-
-
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     saved = DrafterCheckpoint(tmp_path / "file" / "folder")
@@ -145,19 +131,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     assert "NotADirectoryError" in saved.failures[0] or "FileExistsError" in saved.failures[0]
 
 
-def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
-    saved = DrafterCheckpoint(tmp_path)
-    for n in (1.0, 2.0):
-        save(saved, state(n))
-    (broken,) = (tmp_path / "checkpoint-00000001").glob("*.safetensors")
-    os.truncate(broken, 100)
-    found = state(-1.0)
-    assert saved.load(found) == tmp_path / "checkpoint-00000000"
-    assert float(found["head.fc.weight"][0]) == 1.0
-    assert "checkpoint-00000001: cannot be read" in saved.failures[0]
-
-
-def test_a_bit_that_flips_is_noticed(tmp_path: Path):
+def test_a_checkpoint_that_is_cut_or_has_a_bit_flipped_gives_way_to_the_one_before(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
     for n in (1.0, 2.0):
         save(saved, state(n))
@@ -165,14 +139,16 @@ def test_a_bit_that_flips_is_noticed(tmp_path: Path):
     draw = random.Random(3)
     for file in sorted(newest.iterdir()):
         whole = file.read_bytes()
-        for _ in range(5):
-            data, bit = bytearray(whole), draw.randrange(8 * len(whole))
+        flipped = [bytearray(whole) for _ in range(5)]
+        for data in flipped:
+            bit = draw.randrange(8 * len(whole))
             data[bit // 8] ^= 1 << bit % 8
+        for data in (whole[:50], *flipped):
             file.write_bytes(data)
             found = state(-1.0)
             assert saved.load(found) == tmp_path / "checkpoint-00000000"
             assert set(found["head.fc.weight"].tolist()) == {1.0}
-            assert "is not what was written" in saved.failures[-1]
+            assert re.search("checkpoint-00000001: cannot be read: .* is not what was written", saved.failures[-1])
         file.write_bytes(whole)
     assert saved.load(state(-1.0)) == newest
 

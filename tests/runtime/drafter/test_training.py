@@ -159,20 +159,6 @@ def test_the_state_of_another_head_is_refused(tmp_path: Path):
         training(tmp_path).load_state_dict(state)
 
 
-def test_two_members_do_together_what_one_does_with_all_their_data(tmp_path: Path, pair: Pair):
-    alone = training(tmp_path / "alone")
-    for n in range(3):
-        texts = [sequence(5 * n + i, rows=8 + 6 * i) for i in range(5)]
-        one = alone.update(texts)
-        for report in pair.update(texts[:1], texts[1:]):
-            assert (report.members, report.tokens, report.sequences) == (2, one.tokens, 5)
-            assert report.loss == pytest.approx(one.loss, rel=1e-5)
-            assert report.accept == pytest.approx(one.accept, rel=1e-5)
-            assert report.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert same(pair.left.state_dict(), pair.right.state_dict())
-    assert same(pair.left.state_dict(), alone.state_dict(), atol=1e-5)
-
-
 def test_a_member_without_data_has_no_weight(tmp_path: Path, pair: Pair):
     alone = training(tmp_path / "alone")
     prompt_only = sequence(1, rows=6, prompt=7)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -77,7 +75,8 @@ def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(
     sequences = [obedient(head, frozen, sequence) for sequence in sequences]
     fast = drafter_loss(head, frozen, pack(sequences), config, temperature=temperature)
     fast.loss.backward()
-    gradients = {name: value.grad.clone() for name, value in head.named_parameters() if value.grad is not None}
+    gradients = {name: value.grad.clone() for name, value in head.named_parameters()}
+    assert all(gradient.any() for gradient in gradients.values())
     head.zero_grad()
     slow, accept, reached = slow_loss(head, frozen, sequences, config, temperature)
     slow.backward()
@@ -87,22 +86,7 @@ def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(
     assert reached[0] == fast.rows == 13 + 5
     assert 0 < reached[2] < reached[1] < reached[0]
     for name, value in head.named_parameters():
-        if value.grad is None:
-            assert name not in gradients or not gradients[name].any()
-        else:
-            assert (gradients[name] - value.grad).norm() < 1e-3 * value.grad.norm(), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_reach_the_head_alone_and_all_of_it(kind: str):
-    config = LossConfig(kind=kind, unroll=2)
-    head, frozen = made_head(config.method), made_target()
-    for tensor in (frozen.embedding, frozen.lm_head):
-        tensor.requires_grad_(False)
-    drafter_loss(head, frozen, pack([made_sequence(12)]), config).loss.backward()
-    assert all(value.grad is not None and value.grad.any() for value in head.parameters())
-    shared = {tuple(frozen.embedding.shape)}
-    assert not any(tuple(value.shape) in shared for value in head.parameters())
+        assert (gradients[name] - value.grad).norm() < 1e-3 * value.grad.norm(), name
 
 
 def test_eagle_is_smooth_l1_and_a_tenth_of_the_cross_entropy():
@@ -141,14 +125,3 @@ def test_logits_in_parts_give_the_same_loss_and_gradient(monkeypatch: pytest.Mon
     assert float(whole.loss.detach()) == pytest.approx(float(parts.loss.detach()), rel=1e-6)
     assert whole.accept == pytest.approx(parts.accept)
     assert torch.allclose(gradient, in_parts, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_drafter_that_knows_the_target_is_accepted_as_sampling_accepts(kind: str):
-    """Rejection sampling keeps a greedy draft with the target's probability of it: at best that of the likeliest."""
-    config = LossConfig(kind=kind, unroll=1)
-    head, frozen, sequence = made_head(config.method), made_target(), made_sequence(60)
-    found = drafter_loss(head, frozen, pack([sequence]), config)
-    best = torch.softmax(sequence.hidden[1:] @ frozen.lm_head.T, -1).max(-1).values.mean()
-    assert 0 < found.accept[0] < float(best)
-    assert not math.isnan(float(found.loss.detach()))

@@ -64,15 +64,6 @@ def test_kept_is_what_chains_drafted_one_by_one_keep(
     assert (min(expected), max(expected)) == (0, depth)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_a_shallower_limit_cuts_what_a_deep_one_keeps(method: str):
-    head, frozen = made_head(method), made_target()
-    with torch.inference_mode():
-        sequence = agreeable(head, frozen, made_sequence(40))
-    deep = kept_along(head, frozen, sequence, 6)
-    assert kept_along(head, frozen, sequence, 2).tolist() == deep.clamp(max=2).tolist()
-
-
 @pytest.mark.parametrize(("rows", "prompt", "expected"), [(0, 0, 1), (1, 0, 2), (5, 6, 0), (5, 9, 0), (2, 1, 2)])
 def test_every_response_token_has_a_number_and_those_without_two_tokens_before_them_have_0(
     rows: int, prompt: int, expected: int

@@ -248,12 +248,6 @@ def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(random_mo
     ]
 
 
-def test_without_updates_the_head_is_written_as_it_was_measured(target: Path, data: Path, tmp_path: Path):
-    made = train_drafter(target, data, tmp_path / "made", config(updates=0), quiet)
-    again = train_drafter(target, data, tmp_path / "again", config(updates=0, head=str(tmp_path / "made")), quiet)
-    assert made["before"] == made["after"] == again["before"]
-
-
 def test_a_target_whose_states_are_not_finite_is_told_before_training(random_model: Path, data: Path, tmp_path: Path):
     (tmp_path / "broken").mkdir()
     target = easy_target(random_model, tmp_path / "broken")
