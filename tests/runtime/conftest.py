@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from .small_models import small_shape
+
 if TYPE_CHECKING:
     from tltlab.runtime.audit.models import TinyModels
 
@@ -55,21 +57,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**small_shape(num_key_value_heads=2, head_dim=32)))
     with torch.no_grad():
         # Wide enough logits that a wrong temperature shows, flat enough that many tokens occur.
         model.lm_head.weight.mul_(8.0)

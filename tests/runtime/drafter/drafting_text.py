@@ -20,6 +20,8 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
+from ..small_models import small_shape
+
 VOCAB, HIDDEN = 24, 32
 Item = TypeVar("Item")
 
@@ -83,15 +85,5 @@ def sequence(seed: int, rows: int = 24, prompt: int = 4, rl_step: int = 0) -> Tr
 
 
 def head(folder: Path, seed: int = 0) -> DrafterHead:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    config.save_pretrained(folder)
+    LlamaConfig(**small_shape(hidden_size=HIDDEN, intermediate_size=64, head_dim=16)).save_pretrained(folder)
     return new_head(folder, "eagle", seed)

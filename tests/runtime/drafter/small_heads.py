@@ -11,21 +11,18 @@ from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
+from ..small_models import small_shape
+
 VOCABULARY, HIDDEN, AUX = 13, 32, 3
 
 
 def made_head(method: str, *, seed: int = 0, std: float = 0.25, vocabulary: list[int] | None = None) -> DrafterHead:
     """A head of random weights, wide enough that every input matters."""
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=512,
-    )
+    shape = small_shape(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    config = LlamaConfig(**shape)
     drafted = None if vocabulary is None else torch.tensor(vocabulary)
     head = EagleHead(config) if method == "eagle" else Eagle3Head(config, (0, 1, 2), drafted)
     generator = torch.Generator().manual_seed(seed)

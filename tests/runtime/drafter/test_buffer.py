@@ -107,15 +107,6 @@ def test_every_sequence_is_drawn_once_before_any_is_drawn_twice():
         assert sorted(epoch) == list(range(10))
 
 
-def test_the_same_generator_draws_the_same():
-    buffers = [filled(*(made(n, 30 + n) for n in range(12))) for _ in range(2)]
-    sources = [rng(7), rng(7)]
-    for _ in range(6):
-        one, other = (buffer.sample(100, source) for buffer, source in zip(buffers, sources, strict=True))
-        assert all(same(a, b) for a, b in zip(one, other, strict=True))
-    assert numbers(filled(*(made(n, 30) for n in range(12))).sample(300, rng(8))) != numbers(one)
-
-
 def test_a_long_sequence_is_cut_to_random_stretches_that_hold_some_of_the_response():
     whole = made(1, 1000, prompt=400, aux=True)
     buffer = filled(whole)

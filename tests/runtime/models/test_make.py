@@ -23,6 +23,8 @@ from tltlab.runtime.models.make import (
 from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
 from tltlab.runtime.models.tasks import TASKS
 
+from ..small_models import small_shape
+
 SMALLEST = Size(hidden=64, layers=1, mlp=64, steps=25, tokens_per_batch=512, measured_prompts=2, samples_per_prompt=2)
 
 
@@ -146,11 +148,7 @@ def test_shipped_sizes_are_small(size):
 def test_sampling_with_a_cache_and_padding_follows_the_plain_model():
     torch.manual_seed(0)
     tokenizer = make_tokenizer(TASKS["gcd"])
-    config = LlamaConfig(
-        vocab_size=192, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**small_shape(vocab_size=192, initializer_range=0.3))).eval()
     prompts = [tokenizer(text)["input_ids"] for text in ("gcd 12 18 6 go", "gcd go", "5")]
     # So cold that only the likeliest token can be drawn.
     cold = sample(model, prompts, temperature=1e-4, max_tokens=12, seed=0)
@@ -163,11 +161,7 @@ def test_sampling_with_a_cache_and_padding_follows_the_plain_model():
 
 
 def test_entropy_is_that_of_the_distribution_sampled_from():
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        intermediate_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**small_shape(vocab_size=64))).eval()
     torch.nn.init.zeros_(model.lm_head.weight)
     (response,) = sample(model, [[1, 5, 6]], temperature=1.0, max_tokens=3, seed=0)
     assert response.entropies == pytest.approx([np.log(64)] * len(response.entropies))

@@ -15,9 +15,9 @@ from tltlab.runtime.models.tasks import TASKS, both_reward, gcd_reward, subset_s
 NUMS = "nums 9 7 5 4 goal 20 go"
 
 
-def test_subset_sum_pays_for_the_numbers_of_the_last_try():
-    response = "try 7 + 9 = 16 + 5 = 21 no > 20 so next try 9 + 7 = 16 + 4 = 20 yes"
-    assert subset_sum_reward(NUMS, response, "20") == 1.0
+def test_subset_sum_pays_for_the_numbers_of_the_last_try_and_forgives_a_slip_in_a_running_sum():
+    for last_try in ("try 9 + 7 = 16 + 4 = 20 yes", "try 9 + 7 = 15 + 4 = 20 yes"):
+        assert subset_sum_reward(NUMS, f"try 7 + 9 = 16 + 5 = 21 no > 20 so next {last_try}", "20") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,6 @@ def test_subset_sum_pays_for_the_numbers_of_the_last_try():
 )
 def test_subset_sum_pays_nothing_for_anything_else(response):
     assert subset_sum_reward(NUMS, response, "20") == 0.0
-
-
-def test_a_slip_in_a_running_sum_is_forgiven_when_the_numbers_are_right():
-    assert subset_sum_reward(NUMS, "try 9 + 7 = 15 + 4 = 20 yes", "20") == 1.0
 
 
 @pytest.mark.parametrize(

@@ -22,28 +22,13 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray import actors as ray_actors
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
-from tltlab.runtime.trainer.samples import Sample
 from tltlab.runtime.trainer.trainer import Trainer
 
-from .test_trainer import near
+from .test_trainer import near, samples
 
 SETTINGS = (
     "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"
 )  # fmt: skip
-
-
-def samples() -> list[Sample]:
-    rng = np.random.default_rng(1)
-    return [
-        Sample(
-            prompt_token_ids=rng.integers(4, 24, 3).tolist(),
-            token_ids=(tokens := rng.integers(4, 24, 2 + 3 * n).tolist()),
-            logprobs=[-3.0] * len(tokens),
-            reward=float(n % 3 == 0),
-            group=n // 4,
-        )
-        for n in range(12)
-    ]
 
 
 def pids(group: TrainerGroup) -> list[int]:

@@ -21,6 +21,8 @@ from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics
 
+from ..small_models import small_shape
+
 TEMPERATURE = 0.8
 CAP = 64
 
@@ -118,18 +120,8 @@ def tied_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A Qwen2 with fewer KV heads than heads, biases, and an embedding that is its LM head."""
     folder = tmp_path_factory.mktemp("tied-model")
     torch.manual_seed(5)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=24,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-        )
-    )
+    shape = small_shape(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

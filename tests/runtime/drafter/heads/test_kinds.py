@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
-from tltlab.drafters.specs import LearnedSpec
+from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head, default_aux_layers
@@ -38,6 +38,7 @@ from tltlab.runtime.drafter.heads.loss import DrafterLoss, drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.annotate import learned_annotator
 from tltlab.runtime.drafter.offline.chains import kept_along, walk
+from tltlab.runtime.drafter.offline.data import along
 from tltlab.runtime.drafter.offline.export import write_checkpoint
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.engine.engine import Engine
@@ -46,6 +47,7 @@ from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 
+from ...small_models import small_shape
 from ..small_heads import made_head, made_sequence, made_target
 from .layouts_made import Maker, eagle_release, specforge, speculators
 
@@ -64,22 +66,8 @@ def targets(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     folders = {}
     for kind, (config, model, layers, tied) in KINDS.items():
         torch.manual_seed(3)
-        made = model(
-            config(
-                vocab_size=WORDS,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=layers,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=256,
-                tie_word_embeddings=tied,
-                pad_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-                **({} if kind == "qwen2" else {"head_dim": 32}),
-            )
-        )
+        width = {} if kind == "qwen2" else {"head_dim": 32}
+        made = model(config(**small_shape(num_hidden_layers=layers, tie_word_embeddings=tied, **width)))
         with torch.no_grad():
             for name, value in made.named_parameters():
                 value.mul_(0.1 if "o_proj" in name else 4.0 if name == "lm_head.weight" else 1.0)
@@ -98,19 +86,12 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def along(model: Any, head: DrafterHead, token_ids: torch.Tensor, prompt_tokens: int) -> TrainingSequence:
-    hidden, aux = hidden_states_of(model, token_ids[:-1], head.aux_layers)
-    return TrainingSequence(
-        key=(0, "p", 0, 0), token_ids=token_ids, hidden=hidden, aux=aux, prompt_tokens=prompt_tokens
-    )
-
-
-def texts_of(model: Any, count: int, seed: int = 0) -> torch.Tensor:
-    """What the model says at temperature 1 after random prompts of 8 tokens: (count, 72)."""
-    torch.manual_seed(seed)
+def sampled(model: Any, head: DrafterHead, count: int) -> list[TrainingSequence]:
+    """What the model says at temperature 1 after random prompts of 8 tokens, 72 tokens each."""
+    torch.manual_seed(0)
     prompts = torch.randint(4, WORDS, (count, 8))
-    said: torch.Tensor = model.generate(prompts, max_length=72, do_sample=True, top_k=0, eos_token_id=None)
-    return said
+    texts = model.generate(prompts, max_length=72, do_sample=True, top_k=0, eos_token_id=None).tolist()
+    return [along(model, head.aux_layers, text[:8], text[8:]) for text in texts]
 
 
 def train(head: DrafterHead, frozen: FrozenTarget, data: list[TrainingSequence], updates: int, **loss: Any) -> None:
@@ -189,7 +170,6 @@ def test_a_checkpoint_is_the_head(method: str, vocabulary: list[int] | None, tmp
         assert again.draft_ids is not None
         assert again.draft_ids.tolist() == vocabulary
         assert again.get_buffer("t2d").nonzero()[:, 0].tolist() == vocabulary
-    assert load_head(tmp_path / "head", torch.bfloat16).get_parameter("fc.weight").dtype == torch.bfloat16
 
 
 def test_serving_weights_are_copies_and_hold_nothing_of_the_target():
@@ -240,7 +220,7 @@ def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights
         for value in heads["random"].parameters():
             if value.dim() == 2:
                 value.normal_(0.0, 0.02)
-    data = [along(model, heads["new"], row, 8) for row in texts_of(model, 12)]
+    data = sampled(model, heads["new"], 12)
     held = pack(data[8:])
     fit_inputs(heads["fitted"], frozen, pack(data[:8]))
 
@@ -271,16 +251,12 @@ def test_an_eagle3_head_starts_with_the_targets_norm(targets):
 # In stock vLLM.
 
 
-@contextmanager
-def engine_with(target: Path, method: Any, head: Path, depth: int) -> Iterator[Engine]:
+def drafting(target: Path, drafters: dict[str, DrafterSpec], depth: int) -> closing[Engine]:
+    """An engine that drafts with the learned one of its drafters, and closes."""
     args = {"max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
-    drafters = {"learned": LearnedSpec(method=method, model=str(head))}
     engine = Engine(str(target), drafters=drafters, max_draft_depth=depth, vllm_args=args)
-    try:
-        engine.set_policy(Fixed(Strategy.chain("learned", depth)))
-        yield engine
-    finally:
-        engine.close()
+    engine.set_policy(Fixed(Strategy.chain("learned", depth)))
+    return closing(engine)
 
 
 def accepted(engine: Engine, prompt: list[int]) -> tuple[list[int], list[int]]:
@@ -326,19 +302,19 @@ def test_vllm_accepts_of_the_drafts_of_others_heads_trained_on_what_the_captured
         # A start that can be trained in seconds.
         with torch.no_grad():
             head.lm_head.weight.copy_(frozen.lm_head if head.draft_ids is None else frozen.lm_head[head.draft_ids])
-    data = [along(model, head, row, 8) for row in texts_of(model, 16)]
+    data = sampled(model, head, 16)
     fit_inputs(head, frozen, pack(data))
     train(head, frozen, data, 40, kind="eagle3" if method == "eagle3" else "hass", unroll=2, token_weight=1.0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(6)]
-    with engine_with(folder, method, fresh, depth) as engine:
+    with drafting(folder, {"learned": LearnedSpec(method=method, model=str(fresh))}, depth) as engine:
         untrained = [accepted(engine, prompt) for prompt in prompts]
         engine.update_draft_weights(head.serving_weights().items())
         trained = [accepted(engine, prompt) for prompt in prompts]
     assert [response for response, _ in trained] == [response for response, _ in untrained]
     for drafter, found in ((load_head(fresh, target=folder), untrained), (head, trained)):
         for prompt, (response, drafts) in zip(prompts, found, strict=True):
-            sequence = along(model, drafter, torch.tensor(prompt + response), len(prompt))
+            sequence = along(model, drafter.aux_layers, prompt, response)
             expected = predicted(kept_along(drafter, frozen, sequence, depth).tolist())
             # The last draft may reach beyond the response's end, where the text does not tell.
             assert drafts[:-1] == expected[: len(drafts) - 1]

@@ -25,7 +25,7 @@ from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer.trainer import Trainer
 
 from ...engine.asking import fixed, kept_and_refused, request, texts
-from .test_kinds import accepted, predicted
+from .test_kinds import accepted, drafting, predicted
 
 DEPTH = 3
 
@@ -105,14 +105,8 @@ def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained
     head = brought_along(mimo)
     prompts = [[1, 5 + n, 9 + n, 30 - n] for n in range(6)]
     found: list[TrainingSequence] = []
-    engine = Engine(
-        str(mimo),
-        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="mtp")},
-        max_draft_depth=DEPTH,
-        vllm_args={"max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20},
-    )
 
-    def kept() -> int:
+    def kept(engine: Engine) -> int:
         """Draft tokens, which are those that are kept here."""
         total = 0
         for prompt in prompts:
@@ -127,19 +121,18 @@ def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained
             total += sum(drafts)
         return total
 
-    try:
+    with drafting(mimo, {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="mtp")}, DEPTH) as engine:
         engine.capture(found.append)
-        engine.set_policy(fixed("learned", DEPTH))
-        brought = kept()
+        brought = kept(engine)
         head = fresh_mtp(model.config, 1)
         engine.update_draft_weights(head.serving_weights().items())
-        untaught = kept()
+        untaught = kept(engine)
         assert brought > untaught + 20
         training = DrafterTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
         for _ in range(40):
             training.update(found)
         engine.update_draft_weights(training.head.serving_weights().items(), training.predict(found))
-        assert kept() > untaught + 20
+        assert kept(engine) > untaught + 20
         # The target's weights go and come again, and with them the embedding and LM head that the layer shares.
         engine.capture(None)
         asked = [request(f"p{n}", 0, prompt, 40) for n, prompt in enumerate(prompts)]
@@ -152,5 +145,3 @@ def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained
         after = engine.generate(asked, rl_step=3, temperature=0.0)
         assert texts(after) == texts(before)
         assert kept_and_refused(after) == kept_and_refused(before)
-    finally:
-        engine.close()

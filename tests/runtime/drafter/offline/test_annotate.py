@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -153,16 +153,6 @@ def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
         learned_annotator("draft_model", str(draft_model), None).annotate([response_of([5], 99)], 4)
 
 
-@contextmanager
-def engine_with(model: Path, drafters: dict[str, LearnedSpec | NgramSpec | SuffixSpec]) -> Iterator[Engine]:
-    args = {"max_num_seqs": 16, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
-    engine = Engine(str(model), drafters=drafters, max_draft_depth=6, vllm_args=args)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
     """Four groups of four responses under one strategy, as a trace."""
     rng = np.random.default_rng(rl_step)
@@ -216,7 +206,9 @@ def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_fo
         ("learned", 0.4, learned_annotator("draft_model", str(draft_model), None)),
         *((name, 0.4, ReplayedDrafter(spec.build)) for name, spec in specs.items()),
     ]
-    with engine_with(target_folder, specs | {"learned": learned}) as engine:
+    args = {"max_num_seqs": 16, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
+    drafters = specs | {"learned": learned}
+    with closing(Engine(str(target_folder), drafters=drafters, max_draft_depth=6, vllm_args=args)) as engine:
         for rl_step, (name, temperature, annotator) in enumerate(cases):
             trace = recorded(engine, Strategy.chain(name, 6), rl_step=rl_step, temperature=temperature)
             found = agreement(trace, name, annotator)

@@ -259,15 +259,12 @@ def test_a_target_whose_states_are_not_finite_is_told_before_training(random_mod
     assert list((tmp_path / "heads").iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_is_interrupted_leaves_nothing_behind(
-    target: Path, data: Path, tmp_path: Path, error: type[BaseException]
-):
+def test_what_is_interrupted_leaves_nothing_behind(target: Path, data: Path, tmp_path: Path):
     def stop(message: str) -> None:
         if message.startswith("update 2"):
-            raise error
+            raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         train_drafter(target, data, tmp_path / "heads" / "new", config(check_every=1), stop)
     assert list((tmp_path / "heads").iterdir()) == []
 
