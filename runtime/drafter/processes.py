@@ -221,9 +221,9 @@ class TrainerProcesses:
                 waited = {process.run or process.ready: worker for worker, process in self._processes.items()}
             done, _ = ray.wait(list(waited), num_returns=len(waited), timeout=0) if waited else ([], [])
             for call in done:
-                self._look(waited[call], call)
+                self._handle(waited[call], call)
 
-    def _look(self, worker: int, call: Any) -> None:
+    def _handle(self, worker: int, call: Any) -> None:
         """A trainer has started, or ended."""
         with self._lock:
             process = self._processes.get(worker)

@@ -236,7 +236,7 @@ class DrafterRun:
     def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
         self._stop_training()
         updates = self.served.updates
-        self._take(state, folder)
+        self._restore(state, folder)
         self._annotating, self._rows = {}, {}
         # Engines repeat the last RL step that they were in.
         self._ask_engines("went_back", rl_step)
@@ -289,9 +289,9 @@ class DrafterRun:
                 f"{folder} is of a run with {state.get('name') or 'no'} drafter, and this recipe trains "
                 f"{self.config.name!r}"
             )
-        self._take(state, folder)
+        self._restore(state, folder)
 
-    def _take(self, state: Mapping[str, Any], folder: Path | None) -> None:
+    def _restore(self, state: Mapping[str, Any], folder: Path | None) -> None:
         """Be what `state_dict` told; trainers that start from now on learn from what it kept."""
         self.served = ServedDrafter.from_state_dict(state, folder)
         self.watch.load_state_dict(state)
@@ -322,11 +322,11 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     run = DrafterRun(config, recipe, out / "drafter", events)
     specs = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters | run.specs
     DrafterPool(specs, recipe.rollout.max_draft_depth)
-    run.drafts = any(s.speculates and _drafts(s.drafter, config.name, specs) for s in policy.strategies)
+    run.drafts = any(s.speculates and _may_draft(s.drafter, config.name, specs) for s in policy.strategies)
     return run
 
 
-def _drafts(name: str, learned: str, specs: Mapping[str, DrafterSpec]) -> bool:
+def _may_draft(name: str, learned: str, specs: Mapping[str, DrafterSpec]) -> bool:
     """Whether strategies of drafter `name` may draft with `learned`."""
     spec = specs.get(name)
     return learned in ((spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,))

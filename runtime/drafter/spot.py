@@ -44,9 +44,9 @@ class IdleWorkerTraining:
         self._server_keys, keys = make_keys(self.num_workers)
         self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
         self._lock = threading.Lock()
-        self._trains_in: int | None = None
+        self._training_step: int | None = None
         self._began = time.perf_counter()
-        self._died: set[int] = set()
+        self._dead_workers: set[int] = set()
         self.server: CoordinatorServer | None = self._new_server(endpoint)
         places = [
             place(worker, self.server.endpoint, self._meeting.address, addresses[node], keys[worker])
@@ -61,13 +61,13 @@ class IdleWorkerTraining:
 
     def rollout_starts(self, rl_step: int) -> None:
         """From now on workers that run out of requests train."""
-        self._trains_in, self._began, self._died = rl_step, time.perf_counter(), set()
+        self._training_step, self._began, self._dead_workers = rl_step, time.perf_counter(), set()
         self._tell(lambda server: server.rollout_started(rl_step))
 
     def rollout_ends(self, rl_step: int) -> None:
         """On return no trainer trains."""
-        if self._trains_in is not None:
-            self._trains_in = None
+        if self._training_step is not None:
+            self._training_step = None
             self._tell(lambda server: server.rollout_ended(rl_step))
 
     def publish(self, served: ServedDrafter) -> None:
@@ -106,11 +106,11 @@ class IdleWorkerTraining:
         )
 
     def _kill(self, worker: int) -> None:
-        self._died.add(worker)
+        self._dead_workers.add(worker)
         self.processes.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
 
     def _note_death(self, worker: int) -> None:
-        self._died.add(worker)
+        self._dead_workers.add(worker)
         self._tell(lambda server: server.worker_gone(worker))
 
     def _tell(self, tell: Callable[[CoordinatorServer], Any]) -> None:
@@ -134,8 +134,8 @@ class IdleWorkerTraining:
             dead.close()
             try:
                 self.server = self._new_server(dead.endpoint, take_over=True)
-                if self._trains_in is not None:
-                    self.server.rollout_started(self._trains_in)
+                if self._training_step is not None:
+                    self.server.rollout_started(self._training_step)
             except RunError as error:
                 self.server = None
                 self._give_up(f"no worker coordinator could take over ({error})")
@@ -150,7 +150,7 @@ class IdleWorkerTraining:
 
     def _lost_rows(self, rl_step: int, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Rows for trainers that died in this rollout's training and tell nothing any more."""
-        died, self._died = self._died, set()
+        died, self._dead_workers = self._dead_workers, set()
         if not died or self.server is None:
             return []
         terms = {(row["worker"], row["term"]) for row in rows}

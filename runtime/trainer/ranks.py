@@ -106,7 +106,7 @@ def micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[
     # No two of more than half a budget share a micro-batch.
     least = max(-(-sum(min(n, budget) for n in lengths) // budget), sum(2 * n > budget for n in lengths))
     per_rank = -(-least // ranks)
-    while (bins := _filled(order, lengths, ranks * per_rank, budget)) is None:
+    while (bins := _bins(order, lengths, ranks * per_rank, budget)) is None:
         # By 2 %: one at a time would take seconds for thousands of sequences.
         per_rank += 1 + per_rank // 50
     bins.sort(key=lambda members: (-sum(lengths[i] for i in members), members))
@@ -154,7 +154,7 @@ def own_micro_batches(
     return batches + [[] for _ in range(most - len(batches))]
 
 
-def _filled(order: Sequence[int], lengths: Sequence[int], num: int, budget: int) -> list[list[int]] | None:
+def _bins(order: Sequence[int], lengths: Sequence[int], num: int, budget: int) -> list[list[int]] | None:
     """`num` micro-batches that hold all sequences within the budget, or None where they do not fit so."""
     bins: list[list[int]] = [[] for _ in range(num)]
     heap = [(0, n) for n in range(num)]

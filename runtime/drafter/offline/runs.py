@@ -47,7 +47,7 @@ def live_drafts(trace: Trace, drafter: str) -> list[Kept]:
         if drafted == deep * len(accepted):
             by_step.setdefault(int(step), []).extend(int(n) for n in accepted)
             depth = max(depth, int(deep))
-    return [_kept(step, accepted, depth) for step, accepted in sorted(by_step.items())]
+    return [_drafts_of(step, accepted, depth) for step, accepted in sorted(by_step.items())]
 
 
 def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
@@ -67,19 +67,19 @@ def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
             continue
         depth = int(of_step["max_depth"].max())
         initial, in_service = (
-            _kept(int(step), _verified(of_step[updates == count]), depth) for count in (0, updates.max())
+            _drafts_of(int(step), _verified_drafts(of_step[updates == count]), depth) for count in (0, updates.max())
         )
         if initial.drafts and in_service.drafts:
             pairs.append((initial, in_service))
     return pairs
 
 
-def _verified(rows: pd.DataFrame) -> list[int]:
+def _verified_drafts(rows: pd.DataFrame) -> list[int]:
     rows_kept = [[int(n) for n in kept] for kept in rows["accept_if_drafted"]]
     return [kept[at] for kept in rows_kept for at in walk(kept)]
 
 
-def _kept(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
+def _drafts_of(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
     counts = np.asarray(accepted, np.int64)
     return Kept(rl_step=rl_step, drafts=len(counts), kept=tuple(int((counts > i).sum()) for i in range(depth)))
 
@@ -139,7 +139,7 @@ def idle_times(trace: Trace) -> list[IdleTime]:
         end = ends.loc[step]
         last = float(end.max())
         rows = [] if training is None else training[training["rl_step"] == step].to_dict("records")
-        held_s = [_within(row, float(end.get(row["worker"], 0.0)), last) for row in rows]
+        held_s = [_overlap_s(row, float(end.get(row["worker"], 0.0)), last) for row in rows]
         times.append(
             IdleTime(
                 rl_step=int(step),
@@ -155,6 +155,6 @@ def idle_times(trace: Trace) -> list[IdleTime]:
     return times
 
 
-def _within(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:
+def _overlap_s(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:
     """Seconds of a training period between two times."""
     return max(float(min(row["t_start"] + row["duration"], idle_until) - max(row["t_start"], idle_from)), 0.0)
