@@ -180,28 +180,27 @@ class FeedReceiver:
 
     def _receive(self) -> None:
         try:
-            self._serve()
-        except Exception as failure:  # `check` raises whatever it was in the trainer's own loop
-            self._failure = failure
-
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            if not self._socket.poll(QUIET_MS):
+            while not self._closed.is_set():
+                if self._socket.poll(QUIET_MS):
+                    self._deliver(self._socket.recv_multipart())
+                    continue
                 with self._silence:
                     self._silences += 1
                     self._silence.notify_all()
-                continue
-            frames = self._socket.recv_multipart()
-            try:
-                message = _decoder.decode(frames[0])
-                content = message if isinstance(message, _Status) else _sequence(message, frames)
-            except (msgspec.DecodeError, ValueError, KeyError, IndexError, RuntimeError):
-                self.malformed += 1
-                continue
-            if isinstance(content, _Status):
-                self._on_status(content.rl_step, content.busy, content.rollout_s)
-            else:
-                self._on_sequence(content)
+        except Exception as failure:  # `check` raises whatever it was in the trainer's own loop
+            self._failure = failure
+
+    def _deliver(self, frames: list[bytes]) -> None:
+        try:
+            message = _decoder.decode(frames[0])
+            content = message if isinstance(message, _Status) else _sequence(message, frames)
+        except (msgspec.DecodeError, ValueError, KeyError, IndexError, RuntimeError):
+            self.malformed += 1
+            return
+        if isinstance(content, _Status):
+            self._on_status(content.rl_step, content.busy, content.rollout_s)
+        else:
+            self._on_sequence(content)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -107,10 +107,8 @@ class PackedBatch:
         return len(self.token_ids)
 
 
-def pack(
-    sequences: Sequence[TrainingSequence], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> PackedBatch:
-    """Pack sequences in their order, states in `dtype` or, without one, in that of the first sequence.
+def pack(sequences: Sequence[TrainingSequence], device: torch.device | str = "cpu") -> PackedBatch:
+    """Pack sequences in their order, states in float32.
 
     `aux` is None unless all sequences have theirs. At least one sequence is needed.
 
@@ -118,7 +116,6 @@ def pack(
     (99, 19)
     """
     assert sequences, "nothing to pack"
-    dtype = dtype or sequences[0].hidden.dtype
     packed = [s for s in sequences if s.num_rows >= 2]
     lengths = tuple(s.num_rows - 1 for s in packed)
     with_aux = all(s.aux is not None for s in sequences)
@@ -133,9 +130,9 @@ def pack(
     return PackedBatch(
         token_ids=joined([s.token_ids[1:-1] for s in packed], first.token_ids).long().to(device),
         next_token_ids=joined([s.token_ids[2:] for s in packed], first.token_ids).long().to(device),
-        hidden=joined([s.hidden[:-1] for s in packed], first.hidden).to(device, dtype),
-        next_hidden=joined([s.hidden[1:] for s in packed], first.hidden).to(device, dtype),
-        aux=joined(aux, first.aux).to(device, dtype) if with_aux and first.aux is not None else None,
+        hidden=joined([s.hidden[:-1] for s in packed], first.hidden).to(device, torch.float32),
+        next_hidden=joined([s.hidden[1:] for s in packed], first.hidden).to(device, torch.float32),
+        aux=joined(aux, first.aux).to(device, torch.float32) if with_aux and first.aux is not None else None,
         positions=joined([s.first_position + t for s, t in zip(packed, steps, strict=True)], numbers).to(device),
         mask=joined([t + 2 >= s.prompt_tokens for s, t in zip(packed, steps, strict=True)], numbers.bool()).to(device),
         lengths=lengths,

@@ -122,11 +122,10 @@ class DrafterTraining:
         device: torch.device | str = "cpu",
         *,
         temperature: float = 1.0,
-        keep_s: float = KEEP_S,
     ) -> None:
         self.device = torch.device(device)
         self._cuda = self.device.type == "cuda"
-        self.temperature, self.keep_s = temperature, keep_s
+        self.temperature, self.keep_s = temperature, KEEP_S
         self.head = head.to(self.device, torch.float32)
         self.loss, self.optim = loss, optim
         self.updates = 0
@@ -171,7 +170,7 @@ class DrafterTraining:
         began = time.perf_counter()
         message = self._message
         message.clear()
-        self._own_part(sequences)
+        self._fill_message(sequences)
         message.leave.fill_(leave())
         # By vote, since all have to go back to the same state.
         message.keep.fill_(not self.updates or time.monotonic() - self._backup_at >= self.keep_s)
@@ -216,7 +215,7 @@ class DrafterTraining:
         if not teaching:
             return []
         with torch.no_grad(), self.autocast():
-            batch = pack(teaching, self.device, torch.float32)
+            batch = pack(teaching, self.device)
             return drafter_loss(head or self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
     def share(self, group: TrainingGroup) -> None:
@@ -275,14 +274,14 @@ class DrafterTraining:
         self._restore(state)
         self._keep()
 
-    def _own_part(self, sequences: Sequence[TrainingSequence]) -> None:
+    def _fill_message(self, sequences: Sequence[TrainingSequence]) -> None:
         """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag."""
         message = self._message
         teaching = [sequence for sequence in sequences if sequence.teaches]
         if not teaching:
             return
         with self.autocast():
-            result = drafter_loss(self.head, self.frozen, pack(teaching, self.device, torch.float32), self.loss)
+            result = drafter_loss(self.head, self.frozen, pack(teaching, self.device), self.loss)
         if not result.rows:
             return
         # Gradients gather in the message itself, which is what members exchange.

@@ -127,19 +127,16 @@ class SpotTrainer:
         if anew:
             shutil.rmtree(place.folder, ignore_errors=True)
         if data is not None and (path := data_path(data, place.worker)).exists():
-            self._take(read_data(path))
+            self._restore_data(read_data(path))
         head = load_head(place.head)
         self.training = DrafterTraining(
             head, target, config.loss, config.optim, self.device, temperature=place.temperature
         )
         self.publish(state, rl_step)
         self.checkpoint = DrafterCheckpoint(place.folder)
-        in_service, saved = self.training.state_dict(), self.training.state_dict()
-        if self.checkpoint.load(saved) is not None:
+        saved = self.training.state_dict()
+        if self.checkpoint.load(saved) is not None and int(saved["counters"][0]) >= self.training.updates:
             self.training.load_state_dict(saved)
-            if self.training.updates < self._updates_before:
-                self.training.load_state_dict(in_service)
-        self._told_failures = 0
         # On another machine than the driver's it is not there yet.
         Path(place.feed.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._client = CoordinatorClient(place.coordinator, place.worker, keys=place.keys)
@@ -244,8 +241,8 @@ class SpotTrainer:
 
     def complaints(self) -> list[str]:
         """What went wrong with checkpoints since the last call."""
-        failures = self.checkpoint.failures[self._told_failures :]
-        self._told_failures += len(failures)
+        failures = list(self.checkpoint.failures)
+        del self.checkpoint.failures[: len(failures)]
         return failures
 
     def annotate(self) -> list[Row]:
@@ -304,7 +301,7 @@ class SpotTrainer:
         while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
             self._heldout.popleft()
 
-    def _take(self, data: TrainerData) -> None:
+    def _restore_data(self, data: TrainerData) -> None:
         """Have, before anything comes, what another process had."""
         for sequence in data.held:
             self.buffer.add(sequence)

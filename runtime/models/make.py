@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -48,6 +48,10 @@ _EMBEDDING_STD = 0.3
 _EMBEDDED_WAVE = 0.5
 _OUTPUT_WAVE = 0.1
 _MTP_LR = 3e-3
+
+SmallModel: TypeAlias = LlamaForCausalLM | Qwen2ForCausalLM
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""Inputs and labels, both [rows, width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +101,15 @@ def make_model(
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)
         tokenizer = make_tokenizer(TASKS[task])
-        model = _untrained(shape, tokenizer, mtp)
+        model = _new_model(shape, tokenizer, mtp)
         num_parameters = sum(p.numel() for p in model.parameters())
         progress(f"training {num_parameters:,} parameters on {task}")
-        loss = pretrain(model, tokenizer, TASKS[task], train, shape, seed, progress)
-        layer = teach_mtp(model, tokenizer, TASKS[task], train, shape, seed, progress) if mtp else None
+        initialise(model, tokenizer)
+        of_texts = (tokenizer, TASKS[task], train, shape.tokens_per_batch)
+        loss = pretrain(model, _batches(*of_texts, np.random.default_rng(seed)), shape, progress)
+        layer = None
+        if mtp:
+            layer = teach_mtp(model, _batches(*of_texts, np.random.default_rng(seed + 1)), shape, seed, progress)
         trained_s = time.perf_counter() - started
         progress(f"trained in {trained_s:.0f} s; sampling it")
         sampled = measure(
@@ -169,7 +177,7 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
     )
 
 
-def _untrained(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> LlamaForCausalLM | Qwen2ForCausalLM:
+def _new_model(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> SmallModel:
     """A Llama, or a Qwen2, which has biases of queries, keys and values, for a model with an MTP layer."""
     heads = size.hidden // _HEAD_SIZE
     shape: dict[str, Any] = {
@@ -188,21 +196,12 @@ def _untrained(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> Lla
     return LlamaForCausalLM(LlamaConfig(head_dim=_HEAD_SIZE, **shape))
 
 
-def pretrain(
-    model: LlamaForCausalLM | Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    task: Task,
-    problems: Sequence[TaskProblem],
-    size: Size,
-    seed: int,
-    progress: Callable[[str], None],
-) -> float:
-    """Train `model` in place on fresh traces of `problems`; return the mean loss of the last steps, nats per token.
+def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable[[str], None]) -> float:
+    """Train `model` in place; return the mean loss of the last steps, nats per token.
 
     Only response tokens count. Block matrices are moved by Muon, the rest by AdamW; learning rates rise over the first
     steps, stay, and fall to 0 over the last 60 %. Nothing depends on the clock.
     """
-    initialise(model, tokenizer)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     of_blocks = {id(p) for p in matrices}
     other_params = [p for p in model.parameters() if id(p) not in of_blocks]
@@ -211,7 +210,6 @@ def pretrain(
         torch.optim.AdamW(other_params, lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     base_lr = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    batches = _batches(tokenizer, task, problems, size.tokens_per_batch, np.random.default_rng(seed))
     losses: list[float] = []
     model.train()
     for step in range(size.steps):
@@ -236,23 +234,14 @@ def _schedule(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / _WARMUP_STEPS, (num_steps - step) / (0.6 * num_steps))
 
 
-def teach_mtp(
-    model: LlamaForCausalLM | Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    task: Task,
-    problems: Sequence[TaskProblem],
-    size: Size,
-    seed: int,
-    progress: Callable[[str], None],
-) -> MtpHead:
-    """An MTP layer for a model that stays as it is: it learns the model's distributions along fresh traces."""
+def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progress: Callable[[str], None]) -> MtpHead:
+    """An MTP layer for a model that stays as it is: it learns the model's distributions."""
     training = DrafterTraining(
         fresh_mtp(model.config, seed),
         FrozenTarget.of(model),
         LossConfig(kind="mtp", unroll=2),
         OptimConfig(lr=_MTP_LR),
     )
-    batches = _batches(tokenizer, task, problems, size.tokens_per_batch, np.random.default_rng(seed + 1))
     accept: list[float] = []
     for _ in range(max(size.steps // 2, 1)):
         ids, labels = next(batches)
@@ -262,9 +251,7 @@ def teach_mtp(
     return training.head
 
 
-def _sequences(
-    model: LlamaForCausalLM | Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
-) -> Iterator[TrainingSequence]:
+def _sequences(model: SmallModel, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[TrainingSequence]:
     """The rows of a batch with the model's states."""
     for number, (row, targets) in enumerate(zip(ids, labels, strict=True)):
         scored = (targets != _IGNORED).nonzero()[:, 0]
@@ -278,7 +265,7 @@ def _sequences(
 
 
 @torch.no_grad()
-def initialise(model: LlamaForCausalLM | Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def initialise(model: SmallModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Start `model` where it learns fastest: blocks that add nothing yet, and numbers that lie in order.
 
     Embeddings are wide (standard deviation .3) and the last matrix of each block branch is 0, so depth costs no steps
@@ -306,8 +293,8 @@ def _batches(
     problems: Sequence[TaskProblem],
     tokens_per_batch: int,
     rng: np.random.Generator,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield inputs and labels, both [rows, width], of traces of similar length; rows * width <= tokens_per_batch."""
+) -> Batches:
+    """Inputs and labels, both [rows, width], of fresh traces of similar length; rows * width <= tokens_per_batch."""
     vocab = tokenizer.get_vocab()
     while True:
         pool = []

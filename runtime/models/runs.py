@@ -73,7 +73,7 @@ def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Pr
     return chosen
 
 
-def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[PromptedText]:
+def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[PromptedText]:
     """One response to each prompt, sampled from a Hugging Face model at temperature 1; those of one token are left out.
 
     The same seed and weights give the same texts.
@@ -94,17 +94,17 @@ def write_texts(path: Path, texts: Sequence[PromptedText]) -> None:
     write_file(path, "\n".join(rows) + "\n")
 
 
-def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress, loss: LossConfig = LOSS) -> Path:
+def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
     """The folder `out` with a head that knows the model as it is, trained first where it is not there."""
     if (out / "config.json").is_file():
         return out
     prompts = prompts_of(model, "train", sizes.warm_up_texts)
     target, _ = load_target(model)
-    texts = written(target, prompts, max_tokens=sizes.max_response_tokens, seed=0)
+    texts = sample_texts(target, prompts, max_tokens=sizes.max_response_tokens, seed=0)
     data = out.with_name(f"{out.name}-texts.jsonl")
     write_texts(data, texts)
     config = WarmUpConfig(
-        loss=loss,
+        loss=LOSS,
         texts=TextConfig(max_response_tokens=sizes.max_response_tokens),
         updates=sizes.warm_up_updates,
         until_accept_length=sizes.warm_up_length,

@@ -60,8 +60,7 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             save(
                 _tensors(module, optimizer, with_moments=steps > 0),
                 storage_writer=SafetensorsWriter(folder / TENSORS),
@@ -95,8 +94,7 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
             optimizer.zero_grad(set_to_none=True)
             for state in optimizer.state.values():
                 state["step"].fill_(steps)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             load(
                 _tensors(module, optimizer, with_moments=steps > 0),
                 storage_reader=HuggingFaceStorageReader(str(folder / TENSORS)),

@@ -174,7 +174,7 @@ def test_drafters_would_unlearn_if_their_losses_in_bfloat16_were_not_those_of_fl
         # Weights this small keep chains of several steps from being chaotic.
         head, target = made_head(config.method, seed=1, std=0.1).to(device), made_target()
         frozen = FrozenTarget(embedding=target.embedding.to(device), lm_head=target.lm_head.to(device))
-        batch = pack([made_sequence(rows, seed=rows) for rows in (40, 25)], device, torch.float32)
+        batch = pack([made_sequence(rows, seed=rows) for rows in (40, 25)], device)
         # As drafters are trained on a device.
         with torch.autocast(device, torch.bfloat16, enabled=bool(found)):
             loss = drafter_loss(head, frozen, batch, config).loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,8 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from tltlab.errors import ConfigError
 from tltlab.runtime.trainer.attention import causal_attention
 
-from .layouts import WEIGHTS_FILE
-from .target import FrozenTarget
+from .target import WEIGHTS_FILE, FrozenTarget
 
 
 class Attention(nn.Module):
@@ -130,24 +129,17 @@ class DrafterHead(nn.Module, ABC):
         cos, sin = self.rotary(self.layer.self_attn.o_proj.weight, positions)
         return cos, sin
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        states: Tensor,
-        positions: Tensor | None = None,
-        lengths: Sequence[int] | None = None,
-    ) -> Tensor:
-        """One causal pass over embeddings and states (1, T, H); the states drafted, (1, T, H).
+    def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor | None = None) -> Tensor:
+        """One causal pass over embeddings and states (B, T, H); the states drafted, (B, T, H).
 
-        `lengths` are the rows of each sequence packed in it, by default one sequence; `positions` (1, T) are counted
-        from 0 in each where not given.
+        `positions` (B, T) are counted from 0 where not given.
         """
-        lengths = (states.shape[1],) if lengths is None else lengths
+        length = states.shape[1]
         if positions is None:
-            positions = torch.cat([torch.arange(length, device=states.device) for length in lengths])[None]
+            positions = torch.arange(length, device=states.device)[None]
         x, residual = self.inputs(embeddings, states, positions)
         q, k, v = self.layer.self_attn.project(x, self.rotation(positions))
-        return self.finish(residual, causal_attention(q, k, v, lengths))
+        return self.finish(residual, causal_attention(q, k, v, [length]))
 
     def serving_weights(self) -> dict[str, Tensor]:
         """Copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""

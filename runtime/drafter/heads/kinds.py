@@ -41,13 +41,10 @@ def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHea
             f"{target_folder} is a MiMo, whose states come before its final norm, and an EAGLE head reads those after "
             'it: take loss.kind = "eagle3", or "mtp" for the layer that it brings along'
         )
-    config = layer_config(target)
-    head: DrafterHead
-    if method == "eagle":
-        head = EagleHead(config)
-    else:
-        layers = default_aux_layers(target.num_hidden_layers)
-        head = Eagle3Head(config, layers, verifier=str(target_folder))
+    config, layers = layer_config(target), default_aux_layers(target.num_hidden_layers)
+    head: DrafterHead = (
+        EagleHead(config) if method == "eagle" else Eagle3Head(config, layers, verifier=str(target_folder))
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, value in sorted(head.named_parameters()):
@@ -93,15 +90,15 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
         )
 
 
-def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: str | Path | None = None) -> DrafterHead:
-    """The head in a checkpoint folder or of the Hugging Face Hub, of whichever kind; `layouts` says which can be read.
+def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterHead:
+    """The head in a checkpoint folder or of the Hugging Face Hub, of whichever kind, in float32; `layouts` reads them.
 
     With `target`, its folder or id, what the checkpoint has of it is shared with it again, and an EAGLE-3 head that
     does not say which of its layers it reads reads the default ones. ConfigError where there is none that we can read.
     """
     mtp = read_mtp(Path(name))
     if mtp is not None:
-        return mtp.to(dtype)
+        return mtp
     checkpoint = read_checkpoint(name, target)
     head: DrafterHead
     if checkpoint.method == "eagle":
@@ -126,4 +123,4 @@ def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: s
             qk_norm=qk_norm,
         )
     head.take_weights(name, checkpoint.weights)
-    return head.to(dtype)
+    return head

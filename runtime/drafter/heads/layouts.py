@@ -20,19 +20,18 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError, one_line
 
-from .target import EMBEDDING, LM_HEAD, local_folder, read_config, read_weights
+from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, local_folder, read_config, read_safetensors, read_weights
 
 Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
 NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """What an EAGLE-3 head may do unlike the first ones, by the names that configs and vLLM have."""
 
-WEIGHTS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
+BIN_FILE = "pytorch_model.bin"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 ATTENTION = "layers.0.self_attn."
 LAYER_FIELDS = (
@@ -173,17 +172,12 @@ def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All weights by canonical name, without buffers that follow from others."""
-    index = folder / f"{WEIGHTS_FILE}.index.json"
+    pickled = (folder / BIN_FILE).is_file() and not any(folder.glob(f"{WEIGHTS_FILE}*"))
     try:
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            tensors: dict[str, Tensor] = {}
-            for file in files:
-                tensors |= load_file(folder / file)
-        elif (folder / WEIGHTS_FILE).is_file() or not (folder / BIN_FILE).is_file():
-            tensors = load_file(folder / WEIGHTS_FILE)
-        else:
+        if pickled:
             tensors = torch.load(folder / BIN_FILE, map_location="cpu", weights_only=True)
+        else:
+            tensors = read_safetensors(folder)
     except (OSError, SafetensorError, UnpicklingError, ValueError, KeyError, RuntimeError) as error:
         cause = one_line(error)[:200]
         raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE} or {BIN_FILE}: {cause}") from error
@@ -251,5 +245,5 @@ def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bo
     if lm_head is None:
         return False
     name = EMBEDDING if getattr(read_config(target), "tie_word_embeddings", False) else LM_HEAD
-    theirs = read_weights(target, [name]).get(name)
-    return theirs is not None and torch.equal(lm_head, theirs.to(lm_head.dtype))
+    of_target = read_weights(target, [name]).get(name)
+    return of_target is not None and torch.equal(lm_head, of_target.to(lm_head.dtype))

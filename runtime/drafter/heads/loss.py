@@ -84,12 +84,7 @@ def drafter_loss(
         hits[chosen] = greedy == batch.next_token_ids[at[chosen]]
         kept &= hits
     total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
-    return DrafterLoss(
-        loss=total,
-        accept=accept,
-        reached=reached,
-        rows=rows,
-    )
+    return DrafterLoss(loss=total, accept=accept, reached=reached, rows=rows)
 
 
 class Chains:

@@ -27,8 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tltlab.errors import ConfigError
 
 from .head import DrafterHead, Layer, layer_config
-from .layouts import WEIGHTS_FILE
-from .target import MIMO, is_mimo, local_folder, read_config, read_weights
+from .target import MIMO, WEIGHTS_FILE, is_mimo, local_folder, read_config, read_weights
 
 PREFIX = "model.mtp_layers.0."
 ARCHITECTURE = "MiMoMTPModel"

@@ -20,6 +20,7 @@ from tltlab.errors import ConfigError, one_line
 MIMO = "MiMoForCausalLM"
 """The architecture whose hidden states vLLM hands on before its final norm, as its MTP layer reads them."""
 
+WEIGHTS_FILE = "model.safetensors"
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -116,20 +117,26 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
     """Those of the named weights that a checkpoint folder holds, and no others. ConfigError where it is unreadable."""
     folder = local_folder(folder)
-    index = folder / "model.safetensors.index.json"
     try:
-        if index.is_file():
-            file_of = json.loads(index.read_text())["weight_map"]
-            files = sorted({file_of[name] for name in names if name in file_of})
-        else:
-            files = ["model.safetensors"]
-        tensors = {}
-        for file in files:
-            with safe_open(folder / file, "pt") as weights:
-                present = set(weights.keys())
-                tensors.update({name: weights.get_tensor(name) for name in names if name in present})
+        return read_safetensors(folder, names)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder}: no readable safetensors of a model: {error}") from error
+
+
+def read_safetensors(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a folder's file or files, all or those of `names` that are there.
+
+    Raises OSError, SafetensorError, ValueError and KeyError for what cannot be read.
+    """
+    index, files = folder / f"{WEIGHTS_FILE}.index.json", [WEIGHTS_FILE]
+    if index.is_file():
+        file_of = json.loads(index.read_text())["weight_map"]
+        files = sorted({file for name, file in file_of.items() if names is None or name in names})
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(folder / file, "pt") as weights:
+            present = weights.keys()
+            tensors |= {name: weights.get_tensor(name) for name in present if names is None or name in names}
     return tensors
 
 

@@ -12,7 +12,7 @@ other weights the target's hidden states, and with them an EAGLE head's drafts, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,12 @@ class DraftModel(TeacherForced):
         hidden = self.model.base_model(input_ids=text[None, :-1], use_cache=False).last_hidden_state[0]
         # Nothing can be drafted before a text's first token.
         first = max(start, 1)
-        hits = _greedy(self.model.get_output_embeddings(), hidden[first - 1 :]) == text[first:]
-        return functional.pad(_runs(hits).clamp(max=max_depth), (first - start, 0)).cpu()
+        lm_head = self.model.get_output_embeddings()
+        greedy = torch.cat([lm_head(part).argmax(-1) for part in hidden[first - 1 :].split(CHUNK)])
+        hits, number = greedy == text[first:], torch.arange(len(greedy), device=text.device)
+        # Where the next miss is, from each position on: hits [1, 1, 0, 1] have runs of [2, 1, 0, 1].
+        misses = torch.where(hits, len(hits), number).flip(0).cummin(0).values.flip(0)
+        return functional.pad((misses - number).clamp(max=max_depth), (first - start, 0)).cpu()
 
 
 class Eagle(TeacherForced):
@@ -120,15 +124,3 @@ class Eagle(TeacherForced):
             return torch.zeros(len(text) - start, dtype=torch.uint8)
         prompt, response = text[:start].tolist(), text[start:].tolist()
         return kept_along(self.head, self.frozen, along(self.target, self.head.aux_layers, prompt, response), max_depth)
-
-
-def _greedy(lm_head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """The likeliest token after each hidden state (N, H): (N) token ids."""
-    return torch.cat([lm_head(part).argmax(-1) for part in hidden.split(CHUNK)])
-
-
-def _runs(hits: Tensor) -> Tensor:
-    """Of (N) booleans, how many in a row are true from each on: [1, 1, 0, 1] is [2, 1, 0, 1]."""
-    number = torch.arange(len(hits), device=hits.device)
-    misses = torch.where(hits, len(hits), number)
-    return misses.flip(0).cummin(0).values.flip(0) - number

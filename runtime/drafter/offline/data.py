@@ -65,21 +65,21 @@ def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.ran
     """
     path, most, cut = Path(data), config.responses, config.max_response_tokens
     if path.is_dir():
-        texts = _drawn(_of_trace(path), most, rng)
+        texts = _random_sample(_texts_of_trace(path), most, rng)
     else:
         texts = [
             PromptedText(
                 prompt_token_ids=_prompt_ids(prompt, config, tokenizer),
                 token_ids=[] if response is None else _token_ids(response, tokenizer),
             )
-            for prompt, response in _drawn(_of_file(path, config), most, rng)
+            for prompt, response in _random_sample(_pairs_of_file(path, config), most, rng)
         ]
     if not texts:
         raise ConfigError(f"{data}: no prompts and no responses in it, nothing to train a drafter on")
     return [PromptedText(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in texts]
 
 
-def _drawn(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[Item]:
+def _random_sample(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[Item]:
     """At most `most` of the items, any as likely as any other, in their order; no more are held at a time."""
     drawn: list[tuple[int, Item]] = []
     for number, item in enumerate(items):
@@ -90,7 +90,7 @@ def _drawn(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[I
     return [item for _, item in sorted(drawn, key=lambda pair: pair[0])]
 
 
-def _of_trace(path: Path) -> Iterator[PromptedText]:
+def _texts_of_trace(path: Path) -> Iterator[PromptedText]:
     if not is_trace(locate(path)):
         raise ConfigError(f"{path}: neither a trace nor a JSONL or Parquet file of prompts and responses")
     trace = read(path)
@@ -104,7 +104,7 @@ def _of_trace(path: Path) -> Iterator[PromptedText]:
                     yield PromptedText(prompt_token_ids=prompt.tolist(), token_ids=response.tolist())
 
 
-def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
+def _pairs_of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
     """The prompt of each row and its response, None in every row of a file of prompts alone."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: not a trace's folder, and its name ends in neither .jsonl nor .parquet")
@@ -121,28 +121,24 @@ def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
 
 def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
     if isinstance(prompt, list):
-        return _given_ids(prompt)
-    if config.chat:
-        messages = [{"role": "user", "content": str(prompt)}]
-        try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except ValueError as error:
-            raise ConfigError(
-                f"the model has no chat template that works: {' '.join(str(error).split())[:200]}"
-            ) from error
-    else:
-        ids = tokenizer(str(prompt))["input_ids"]
-    return list(ids)
+        return _checked_ids(prompt)
+    if not config.chat:
+        return list(tokenizer(str(prompt))["input_ids"])
+    messages = [{"role": "user", "content": str(prompt)}]
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    except ValueError as error:
+        raise ConfigError(f"the model has no chat template that works: {' '.join(str(error).split())[:200]}") from error
 
 
 def _token_ids(response: Any, tokenizer: Any) -> list[int]:
     if isinstance(response, list):
-        return _given_ids(response)
+        return _checked_ids(response)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return [*tokenizer(str(response), add_special_tokens=False)["input_ids"], *end]
 
 
-def _given_ids(ids: list[Any]) -> list[int]:
+def _checked_ids(ids: list[Any]) -> list[int]:
     try:
         return [int(token) for token in ids]
     except (TypeError, ValueError) as error:
@@ -151,7 +147,7 @@ def _given_ids(ids: list[Any]) -> list[int]:
         ) from error
 
 
-def answered(
+def generate_responses(
     model: str, prompts: Sequence[PromptedText], config: TextConfig, *, seed: int, progress: Callable[[str], None]
 ) -> list[PromptedText]:
     """The prompts with the responses that the target gives in an engine. ConfigError where it cannot run."""
@@ -193,7 +189,7 @@ def answered(
     ]
 
 
-def usable(texts: Sequence[PromptedText], vocabulary: int, max_positions: int) -> list[PromptedText]:
+def usable_texts(texts: Sequence[PromptedText], vocabulary: int, max_positions: int) -> list[PromptedText]:
     """Texts cut to a model's positions, of which a drafter learns something; ConfigError for tokens it does not know.
 
     ConfigError too where none is left.

@@ -29,8 +29,8 @@ from tltlab.files import read_json
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
-from tltlab.runtime.drafter.heads.layouts import WEIGHTS_FILE, eagle_layout, verifier_of
-from tltlab.runtime.drafter.heads.target import FrozenTarget, local_folder, read_config
+from tltlab.runtime.drafter.heads.layouts import eagle_layout, verifier_of
+from tltlab.runtime.drafter.heads.target import WEIGHTS_FILE, FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 
 from .chains import chances, kept_along, walk
@@ -199,7 +199,7 @@ def find_source(
     else:
         path = local_folder(path)
     paths = {
-        name: _lies_at(value, path, from_folders)
+        name: _resolved(value, path, from_folders)
         for name, value in {**paths, "model": paths.get("model") or verifier_of(path)}.items()
         if value is not None
     }
@@ -221,14 +221,14 @@ def find_source(
     )
 
 
-def _lies_at(named: str | Path, source: Path, from_folders: Sequence[str]) -> Path:
+def _resolved(path: str | Path, source: Path, from_folders: Sequence[str]) -> Path:
     """Where a path lies that a run or a head names, from wherever it is asked: as it was when that was made.
 
     Then it was relative to a folder above the source, as a rule, or to one that a run names; failing these, it is
     relative to the current one.
     """
     folders = [*source.resolve().parents, *map(Path, from_folders)]
-    return next((folder / named for folder in folders if (folder / named).exists()), Path(named))
+    return next((folder / path for folder in folders if (folder / path).exists()), Path(path))
 
 
 def write_checkpoint(
@@ -264,7 +264,6 @@ def compare(
 
     What is expected is what `head` has on the responses that came back.
     """
-    runs: list[tuple[float, StockRun]] = []
     positions = read_config(target).max_position_embeddings
     # vLLM drafts no more where a draft after the one that it verifies would reach beyond its context.
     beside = max(map(len, prompts)) + 2 * config.depth
@@ -276,30 +275,29 @@ def compare(
         target, folder, method=head.method, depth=config.depth, max_model_len=beside + most, seed=config.seed
     )
     with closing(engine):
-        for temperature in (0.0, config.temperature):
-            runs.append((temperature, engine.generate(prompts, temperature=temperature, max_tokens=most)))
+        runs = {
+            temperature: engine.generate(prompts, temperature=temperature, max_tokens=most)
+            for temperature in (0.0, config.temperature)
+        }
     model, frozen = load_target(target)
     head = head.to(frozen.embedding.device, torch.float32).eval()
-    return [_comparison(temperature, run, prompts, head, model, frozen, config) for temperature, run in runs]
+    checks = []
+    for temperature, run in runs.items():
+        texts = (along(model, head.aux_layers, *text) for text in zip(prompts, run.token_ids, strict=True))
+        kept = [kept_along(head, frozen, text, config.depth).tolist() for text in texts]
+        checks.append(_check(temperature, run, kept, config.depth))
+    return checks
 
 
-def _comparison(
-    temperature: float,
-    run: StockRun,
-    prompts: Sequence[Sequence[int]],
-    head: DrafterHead,
-    model: Any,
-    frozen: FrozenTarget,
-    config: ExportConfig,
-) -> ExportCheck:
+def _check(temperature: float, run: StockRun, kept: Sequence[Sequence[int]], depth: int) -> ExportCheck:
+    """`kept`: the tokens that a draft of the head would have had at each position of each response."""
     if not run.num_drafts:
         raise RunError("the model's responses are too short for a single draft: give other --prompts")
-    kept_at, passes, tokens = np.zeros(config.depth, np.int64), 0, 0
-    for prompt, response in zip(prompts, run.token_ids, strict=True):
-        kept = kept_along(head, frozen, along(model, head.aux_layers, prompt, response), config.depth).tolist()
-        at = walk(kept)
-        kept_at += (np.array([kept[i] for i in at], np.int64)[:, None] > np.arange(config.depth)).sum(0)
-        passes, tokens = passes + len(at), tokens + len(response) - 1
+    kept_at, passes, tokens = np.zeros(depth, np.int64), 0, 0
+    for of_response in kept:
+        places = walk(of_response)
+        kept_at += (np.array([of_response[i] for i in places], np.int64)[:, None] > np.arange(depth)).sum(0)
+        passes, tokens = passes + len(places), tokens + len(of_response) - 1
     responses = np.concatenate([np.array(response[1:], np.int64) for response in run.token_ids])
     return ExportCheck(
         temperature=temperature,

@@ -33,12 +33,12 @@ from .data import (
     PromptedText,
     TargetStates,
     TextConfig,
-    answered,
+    generate_responses,
     load_target,
     load_tokenizer,
     read_texts,
     split_by_prompt,
-    usable,
+    usable_texts,
 )
 
 MARKER = "training.json"
@@ -96,7 +96,7 @@ def train_drafter(
         before = after = _measured(head, frozen, heldout, states, config)
         progress(f"update 0: accept length {_length(before)} on {len(heldout)} held-out responses")
         if config.updates and config.head is None and config.loss.method == "eagle":
-            fit_inputs(head, frozen, pack(epochs.take(FIT_TOKENS), target.device, torch.float32))
+            fit_inputs(head, frozen, pack(epochs.take(FIT_TOKENS), target.device))
         tokens, checks, reached = 0, [], _reaches(before, config)
         while training.updates < config.updates and not reached:
             update = training.update(epochs.take(config.tokens_per_update))
@@ -160,8 +160,8 @@ def _texts(
     texts = read_texts(data, config.texts, load_tokenizer(model), np.random.default_rng([config.seed, 0]))
     if not any(text.token_ids for text in texts):
         progress(f"{len(texts)} prompts; the model answers them at temperature {config.texts.temperature:g}")
-        texts = answered(model, texts, config.texts, seed=config.seed, progress=progress)
-    texts = usable(texts, shape.vocab_size, shape.max_position_embeddings)
+        texts = generate_responses(model, texts, config.texts, seed=config.seed, progress=progress)
+    texts = usable_texts(texts, shape.vocab_size, shape.max_position_embeddings)
     trained, heldout = split_by_prompt(texts, config.heldout, np.random.default_rng([config.seed, 2]))
     progress(
         f"{len(trained)} responses of {sum(len(t.token_ids) for t in trained)} tokens to train on, "
@@ -182,9 +182,7 @@ def _measured(
         for text in heldout:
             sequence = states.of(text)
             if sequence.num_rows >= 2:
-                result = drafter_loss(
-                    head, frozen, pack([sequence], frozen.embedding.device, torch.float32), config.loss
-                )
+                result = drafter_loss(head, frozen, pack([sequence], frozen.embedding.device), config.loss)
                 total, rows = total + float(result.loss) * result.rows, rows + result.rows
             yield sequence
 

@@ -30,7 +30,7 @@ from tltlab.runtime.drafter.offline.runs import (
     last_third,
     live_drafts,
 )
-from tltlab.runtime.models.runs import prompts_of, recipe_of, written
+from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import interval_json, mean_of_few, mean_over_orders
 from tltlab.traces.trace import Trace
@@ -282,7 +282,7 @@ def test_texts_are_the_same_for_the_same_seed_and_prompts_can_be_of_one_kind(ran
     with pytest.raises(ConfigError, match="begins with 'gcd'"):
         prompts_of(random_model, "heldout", 4, "gcd")
     target, _ = load_target(random_model)
-    first, again, other = (written(target, prompts, max_tokens=12, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (sample_texts(target, prompts, max_tokens=12, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert all(1 < len(text.token_ids) <= 12 for text in first)
 

@@ -185,13 +185,13 @@ def test_all_leave_together_when_one_wants_to(pair: Pair):
 
 
 def test_a_member_told_to_leave_in_mid_update_leaves_with_that_update(pair: Pair):
-    told, own_part = threading.Event(), pair.right._own_part
+    told, fill_message = threading.Event(), pair.right._fill_message
 
     def told_meanwhile(sequences: Sequence[TrainingSequence]) -> None:
-        own_part(sequences)
+        fill_message(sequences)
         told.set()
 
-    pair.right._own_part = told_meanwhile  # type: ignore[method-assign]
+    pair.right._fill_message = told_meanwhile  # type: ignore[method-assign]
     texts = [sequence(0)]
     assert [report.leave for report in pair.update(texts, texts, leave=told.is_set)] == [True, True]
 

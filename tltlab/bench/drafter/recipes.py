@@ -20,7 +20,7 @@ from tltlab.runtime.drafter.offline.data import Epochs, TargetStates, load_targe
 from tltlab.runtime.drafter.offline.warm_up import FIT_TOKENS
 from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.drafter.training import DrafterTraining
-from tltlab.runtime.models.runs import Progress, prompts_of, written
+from tltlab.runtime.models.runs import Progress, prompts_of, sample_texts
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.stats import interval_json, paired_interval
 
@@ -66,7 +66,7 @@ def bench_recipes(model: Path, sizes: BenchSizes, *, seed: int, progress: Progre
     """
     target, frozen = load_target(model)
     learned, heldout = (
-        written(
+        sample_texts(
             target,
             prompts_of(model, split, count),
             max_tokens=sizes.max_response_tokens,
@@ -85,7 +85,7 @@ def bench_recipes(model: Path, sizes: BenchSizes, *, seed: int, progress: Progre
         epochs = Epochs(learned, along, np.random.default_rng(seed))
         training = DrafterTraining(head, frozen, loss, OptimConfig(warmup=20), target.device)
         first = Epochs(learned, along, np.random.default_rng(seed)).take(FIT_TOKENS)
-        fit_inputs(head, frozen, pack(first, target.device, torch.float32))
+        fit_inputs(head, frozen, pack(first, target.device))
         students.append(_Student(kind=kind, head=head, training=training, epochs=epochs))
 
     def reached() -> dict[Kind, float]:

@@ -15,7 +15,7 @@ from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import write_json
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.engine.environment import hardware, versions
-from tltlab.runtime.models.runs import Progress, prompts_of, warmed_up, written
+from tltlab.runtime.models.runs import Progress, prompts_of, sample_texts, warmed_up
 from tltlab.traces.trace import read
 
 from . import adaptive, by_product, checkpoint, coordination, members, packing, recipes, reward
@@ -55,7 +55,7 @@ class _Bench:
             return [int(n) for n in both["prompt_tokens"] + both["response_tokens"]]
         prompts = prompts_of(self.model, "train", PACKED_RESPONSES)
         target, _ = load_target(self.model)
-        texts = written(target, prompts, max_tokens=self.sizes.max_response_tokens, seed=self.seed)
+        texts = sample_texts(target, prompts, max_tokens=self.sizes.max_response_tokens, seed=self.seed)
         return [text.num_tokens for text in texts]
 
 

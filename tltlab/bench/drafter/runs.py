@@ -15,7 +15,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.offline.chains import ChainAcceptance, acceptance_along
 from tltlab.runtime.drafter.offline.data import PromptedText, TargetStates, load_target
-from tltlab.runtime.models.runs import Progress, Sizes, written
+from tltlab.runtime.models.runs import Progress, Sizes, sample_texts
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.traces.trace import Trace, read
@@ -106,7 +106,7 @@ def judged(
     All heads are judged on the same responses.
     """
     model, frozen = load_target(target)
-    texts = written(model, prompts, max_tokens=max_tokens, seed=seed)
+    texts = sample_texts(model, prompts, max_tokens=max_tokens, seed=seed)
     if not texts:
         raise ConfigError(f"{target} answers every prompt in one token: there is nothing to draft")
     found = []
