@@ -34,9 +34,9 @@ def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
     return found
 
 
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all tensors of `one` are in `other`, bit by bit."""
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], atol: float = 0.0) -> bool:
+    """Whether all tensors of `one` are in `other`, number by number, or nearly."""
+    return all(torch.allclose(value, other[name], rtol=0, atol=atol) for name, value in one.items())
 
 
 def together(calls: Sequence[Callable[[], Item]]) -> list[Item]:

@@ -19,7 +19,7 @@ from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.drafter.training import MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-from .drafting_text import VOCAB, frozen, head, sequence, together
+from .drafting_text import VOCAB, frozen, head, same, sequence, together
 
 LOSS = LossConfig(token_weight=1.0)
 
@@ -59,10 +59,6 @@ class Lost:
 
 def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTraining:
     return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> bool:
-    return all(torch.allclose(one[name], other[name], rtol=0, atol=atol) for name in one | other)
 
 
 class Pair:

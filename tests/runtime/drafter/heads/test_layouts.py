@@ -101,7 +101,7 @@ def as_eagle3_does(
     return linear(features, w["lm_head.weight"]), features if flags.get("norm_output") else x
 
 
-def rows(head: DrafterHead, target: Path) -> tuple[Tensor, Tensor, Tensor, FrozenTarget]:
+def rows(target: Path) -> tuple[Tensor, Tensor, Tensor, FrozenTarget]:
     """Embeddings (T, H), hidden states, aux states, and what is the target's."""
     frozen, sequence = FrozenTarget.from_folder(target), made_sequence(ROWS)
     assert sequence.aux is not None
@@ -109,7 +109,7 @@ def rows(head: DrafterHead, target: Path) -> tuple[Tensor, Tensor, Tensor, Froze
 
 
 def states_of(head: DrafterHead, target: Path) -> Tensor:
-    embedded, hidden, aux, _ = rows(head, target)
+    embedded, hidden, aux, _ = rows(target)
     with torch.no_grad():
         states: Tensor = head(embedded[None], head.first_states(hidden, aux)[None])[0]
     return states
@@ -121,7 +121,7 @@ def test_an_eagle_release_drafts_as_eagles_own_code(target: Path, tmp_path: Path
     weights, _ = eagle_release(tmp_path / "head", target, fc_bias=fc_bias, qkv_bias=qkv_bias)
     head = load_head(tmp_path / "head", target=target)
     theirs = json.loads((tmp_path / "head" / "config.json").read_text())
-    embedded, hidden, _, _ = rows(head, target)
+    embedded, hidden, _, _ = rows(target)
     expected = as_eagle_does(weights, embedded, hidden)
     assert torch.allclose(states_of(head, target), expected, atol=2e-5)
     assert is_head(tmp_path / "head")
@@ -142,7 +142,7 @@ def test_an_eagle3_head_drafts_as_vllm_has_it_and_is_written_both_ways(target: P
     weights, flags = (SPECFORGE | SPECULATORS)[layout](tmp_path / "head", target)
     head = load_head(tmp_path / "head", target=target)
     assert isinstance(head, Eagle3Head)
-    embedded, _, aux, frozen = rows(head, target)
+    embedded, _, aux, frozen = rows(target)
     layer = "midlayer." if layout in SPECFORGE else "layers.0."
     logits, states = as_eagle3_does(weights, layer, flags, embedded, aux)
     found = states_of(head, target)
