@@ -26,8 +26,8 @@ VOCAB, HIDDEN = 24, 32
 Item = TypeVar("Item")
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
-    end = time.monotonic() + timeout_s
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 300.0
     while not (found := condition()):
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)

@@ -39,10 +39,10 @@ CONFIG = DrafterConfig(
 class Bench:
     """Worker 0 always generates; the trainers of the others are threads of this process."""
 
-    def __init__(self, folder: Path, sockets: Path, num_workers: int = 3) -> None:
+    def __init__(self, folder: Path, sockets: Path) -> None:
         self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
-        self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", num_workers, self._kill)
+        self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
         self.meeting = MeetingPoint()
         self.trainers: dict[int, SpotTrainer] = {}
         self.senders: dict[int, FeedSender] = {}

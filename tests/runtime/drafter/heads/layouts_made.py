@@ -44,7 +44,7 @@ def _shape(target: Path) -> dict[str, Any]:
 def _layer(prefix: str, shape: dict[str, Any], width: int, biases: str = "") -> dict[str, tuple[int, ...]]:
     """Names and shapes of a decoder layer whose attention reads `width`, with biases of those projections."""
     hidden, mlp = shape["hidden_size"], shape["intermediate_size"]
-    head = shape.get("head_dim", hidden // shape["num_attention_heads"])
+    head = hidden // shape["num_attention_heads"]
     out = {"q": shape["num_attention_heads"] * head, "k": shape["num_key_value_heads"] * head}
     out |= {"v": out["k"], "o": hidden}
     return {
@@ -57,16 +57,22 @@ def _layer(prefix: str, shape: dict[str, Any], width: int, biases: str = "") -> 
     }
 
 
-def _drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(shape, generator=generator) * 0.25 + (1.0 if "norm" in name else 0.0)
         for name, shape in shapes.items()
     }
 
 
+def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+
+
 def eagle_release(
-    folder: Path, target: Path, *, fc_bias: bool = False, qkv_bias: bool = False, seed: int = 0
+    folder: Path, target: Path, *, fc_bias: bool = False, qkv_bias: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """EAGLE's release of an EAGLE head, in a pickle as most of them: weights by the names there, and no flags."""
     shape = _shape(target)
@@ -74,7 +80,7 @@ def eagle_release(
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
     if fc_bias:
         shapes["fc.bias"] = (hidden,)
-    weights = _drawn(shapes | _layer("layers.0.", shape, hidden, "qkv" if qkv_bias else ""), seed)
+    weights = _drawn(shapes | _layer("layers.0.", shape, hidden, "qkv" if qkv_bias else ""))
     weights["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     folder.mkdir(parents=True)
     # Silent on biases of fc, which means that there are some: vicuna's.
@@ -89,9 +95,8 @@ def _eagle3(
     shape: dict[str, Any],
     flags: dict[str, Any],
     draft_vocabulary: Sequence[int] | None,
-    biases: str,
-    seed: int,
     *,
+    biases: str = "",
     qwen3: bool = False,
 ) -> dict[str, Tensor]:
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
@@ -110,7 +115,7 @@ def _eagle3(
     if qwen3:
         size = hidden // shape["num_attention_heads"]
         shapes |= {f"{prefix}self_attn.{part}_norm.weight": (size,) for part in "qk"}
-    weights = _drawn(shapes, seed)
+    weights = _drawn(shapes)
     if draft_vocabulary is not None:
         weights["d2t"] = torch.tensor(drafted) - torch.arange(len(drafted))
         weights["t2d"] = torch.tensor([token in drafted for token in range(vocabulary)])
@@ -124,16 +129,12 @@ def specforge(
     *,
     draft_vocabulary: Sequence[int] | None = (1, 4, 5, 6, 9, 12),
     bias: bool = False,
-    seed: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """SpecForge's and EAGLE's EAGLE-3 heads, without an embedding: weights by the names there, and flags."""
     shape, flags = _shape(target), dict(flags or {})
-    weights = _eagle3("midlayer.", shape, flags, draft_vocabulary, "qkv" if bias else "", seed)
-    folder.mkdir(parents=True)
+    weights = _eagle3("midlayer.", shape, flags, draft_vocabulary, biases="qkv" if bias else "")
     config = shape | flags | {"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": bias}
-    config["draft_vocab_size"] = len(weights["lm_head.weight"])
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
+    _written(folder, config | {"draft_vocab_size": len(weights["lm_head.weight"])}, weights)
     return weights, flags
 
 
@@ -145,11 +146,10 @@ def speculators(
     draft_vocabulary: Sequence[int] | None = (0, 2, 3, 7, 8, 11, 12),
     qwen3: bool = False,
     layers: Sequence[int] = (1, 3, 5),
-    seed: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The format of speculators 0.3 and later, with the target's embedding: weights by the names there, and flags."""
     shape, flags = _shape(target), dict.fromkeys(NORMS, False) | dict(flags or {})
-    weights = _eagle3("layers.0.", shape, flags, draft_vocabulary, "", seed, qwen3=qwen3)
+    weights = _eagle3("layers.0.", shape, flags, draft_vocabulary, qwen3=qwen3)
     weights["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     config = {
@@ -168,9 +168,7 @@ def speculators(
         LAYERS: list(layers),
         **flags,
     }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
+    _written(folder, config, weights)
     return weights, flags
 
 
