@@ -22,6 +22,7 @@ from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
 from .buffer import PARTIAL
+from .service import ServedDrafter
 from .worker import SpotPlace, SpotTrainer
 
 MOST_RESTARTS = 3
@@ -67,8 +68,8 @@ class TrainerProcesses:
     """One `SpotTrainer` per place, on the machine and devices of its worker: `machines`, as (node, environment).
 
     Whoever dies is noticed within `WATCH_S`: `on_death(worker)` is called, then it is started again, `MOST_RESTARTS`
-    times. It begins with `target`, and with `state`, in service since `published`, as it is then. What it had to learn
-    from has died with it.
+    times. It begins with `target` and `served`, the drafter in service, as they are then. What it had to learn from has
+    died with it.
     """
 
     def __init__(
@@ -81,8 +82,7 @@ class TrainerProcesses:
     ) -> None:
         self.config, self.events = config, events
         self.target: Any = None
-        self.state: Any = None
-        self.published = 0
+        self.served = ServedDrafter()
         self._places, self._machines, self._on_death = places, machines, on_death
         self._deaths = dict.fromkeys(range(len(places)), 0)
         self._processes: dict[int, _TrainerProcess] = {}
@@ -190,7 +190,7 @@ class TrainerProcesses:
             runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._places[worker], self.config)
-        ready = actor.start.remote(self.target, self.state, self.published, **arguments)
+        ready = actor.start.remote(self.target, self.served.training, self.served.published, **arguments)
         return _TrainerProcess(actor=actor, ready=ready, arguments=arguments)
 
     def _end(self, worker: int, process: _TrainerProcess) -> None:

@@ -56,7 +56,7 @@ class IdleWorkerTraining:
 
     def begin(self, target: Any, served: ServedDrafter, data: Path | None) -> None:
         """Start the trainers, from the drafter in service and with what a checkpoint's folder has of their data."""
-        self.processes.state, self.processes.published = served.training, served.published
+        self.processes.served = served
         self.processes.begin(target, data)
 
     def rollout_starts(self, rl_step: int) -> None:
@@ -72,7 +72,7 @@ class IdleWorkerTraining:
 
     def publish(self, served: ServedDrafter) -> None:
         """All trainers, those that start later too, go on from what serves now."""
-        self.processes.state, self.processes.published = served.training, served.published
+        self.processes.served = served
         self.processes.answers("publish", served.training, served.published)
 
     def set_target(self, target: Any) -> None:
