@@ -29,8 +29,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .head import DrafterHead, Layer
-from .layouts import AUX_LAYERS, NORMS, Norm
 from .target import FrozenTarget
+
+Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""What an EAGLE-3 head may do unlike the first ones, by the names that configs and vLLM have."""
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 class EagleHead(DrafterHead):

@@ -18,7 +18,7 @@ from tltlab.runtime.recipe.drafter import Method
 
 from .eagle import Eagle3Head, EagleHead, default_aux_layers
 from .head import DrafterHead, layer_config
-from .layouts import ATTENTION, read_checkpoint
+from .layouts import read_head
 from .mtp import brought_along, read_mtp
 from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
@@ -93,34 +93,7 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
 def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterHead:
     """The head in a checkpoint folder or of the Hugging Face Hub, of whichever kind, in float32; `layouts` reads them.
 
-    With `target`, its folder or id, what the checkpoint has of it is shared with it again, and an EAGLE-3 head that
-    does not say which of its layers it reads reads the default ones. ConfigError where there is none that we can read.
+    With `target`, its folder or id, what the checkpoint has of it is shared with it again. ConfigError where there is
+    none that we can read.
     """
-    mtp = read_mtp(Path(name))
-    if mtp is not None:
-        return mtp
-    checkpoint = read_checkpoint(name, target)
-    head: DrafterHead
-    if checkpoint.method == "eagle":
-        head = EagleHead(checkpoint.config)
-    else:
-        verifier = checkpoint.verifier if target is None else str(target)
-        qk_norm = f"{ATTENTION}q_norm.weight" in checkpoint.weights
-        if qk_norm and checkpoint.config.attention_bias:
-            raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
-        layers = checkpoint.aux_layers
-        if layers is None:
-            if verifier is None:
-                raise ConfigError(f"{name} does not say which layers of its target it reads: name the target")
-            layers = default_aux_layers(read_config(verifier).num_hidden_layers)
-        head = Eagle3Head(
-            checkpoint.config,
-            layers,
-            checkpoint.draft_vocabulary,
-            verifier,
-            own_lm_head="lm_head.weight" in checkpoint.weights,
-            norms=checkpoint.norms,
-            qk_norm=qk_norm,
-        )
-    head.take_weights(name, checkpoint.weights)
-    return head
+    return read_mtp(Path(name)) or read_head(name, target)

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE and EAGLE-3 heads in the layouts that people have, read into one form.
+"""Checkpoints of EAGLE and EAGLE-3 heads in the layouts that people have, read into our heads.
 
 - EAGLE's releases (SafeAILab/EAGLE `cnets1.py`, `cnets.py`) and SpecForge's (`LlamaForCausalLMEagle3`): `config.json`
   is the layer's own. An EAGLE-3 head's layer is called `midlayer`. EAGLE heads may have biases of `fc` and of q, k, v.
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,14 +24,11 @@ from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError, one_line
 
+from .eagle import AUX_LAYERS, NORMS, Eagle3Head, EagleHead, default_aux_layers
+from .head import DrafterHead
 from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, local_folder, read_config, read_safetensors, read_weights
 
-Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
-NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""What an EAGLE-3 head may do unlike the first ones, by the names that configs and vLLM have."""
-
 BIN_FILE = "pytorch_model.bin"
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 ATTENTION = "layers.0.self_attn."
 LAYER_FIELDS = (
     "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -41,28 +37,13 @@ LAYER_FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadCheckpoint:
-    """A head as its checkpoint has it. `weights` are by the names of vLLM and of speculators, biases as Llama's.
-
-    `aux_layers` are None for the default ones of its target, `draft_vocabulary` for all tokens.
-    """
-
-    method: Literal["eagle", "eagle3"]
-    config: LlamaConfig
-    weights: dict[str, Tensor]
-    aux_layers: tuple[int, ...] | None = None
-    draft_vocabulary: Tensor | None = None
-    norms: frozenset[Norm] = frozenset()
-    verifier: str | None = None
-
-
-def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadCheckpoint:
-    """Read the checkpoint in a folder or of the Hugging Face Hub.
+def read_head(name: str | Path, target: str | Path | None = None) -> DrafterHead:
+    """The EAGLE or EAGLE-3 head in a folder or of the Hugging Face Hub, in float32.
 
     What it has of its `target`'s embedding and LM head is left out, and the LM head stays where it differs from the
-    target's or the target is not told. The head's context is as long as the target's. Raises ConfigError for a
-    checkpoint that is missing, broken or of another kind.
+    target's or the target is not told. The head's context is as long as the target's, and an EAGLE-3 head that does not
+    say which of its layers it reads reads the default ones. Raises ConfigError for a checkpoint that is missing, broken
+    or of another kind.
     """
     folder = local_folder(name)
     config = _read_json(folder)
@@ -78,23 +59,36 @@ def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadC
     weights = _read_weights(folder)
     layer.attention_bias = _even_out_biases(weights)
     _check_embedding(name, weights.pop("embed_tokens.weight", None), target)
+    head: DrafterHead
     if kind is None and "layers.0.hidden_norm.weight" not in weights:
         weights.pop("lm_head.weight", None)
-        return HeadCheckpoint(method="eagle", config=layer, weights=weights)
-    vocabulary = _draft_vocabulary(name, weights, layer)
-    if vocabulary is None and target is not None and _is_targets_lm_head(weights, target):
-        del weights["lm_head.weight"]
-    # As vLLM has it where the config is silent.
-    flags = {"norm_before_residual": kind is not None} | config
-    return HeadCheckpoint(
-        method="eagle3",
-        config=layer,
-        weights=weights,
-        aux_layers=_aux_layers(name, config),
-        draft_vocabulary=vocabulary,
-        norms=frozenset(norm for norm in NORMS if flags.get(norm)),
-        verifier=verifier_of(folder),
-    )
+        head = EagleHead(layer)
+    else:
+        vocabulary = _draft_vocabulary(name, weights, layer)
+        if vocabulary is None and target is not None and _is_targets_lm_head(weights, target):
+            del weights["lm_head.weight"]
+        aux_layers = _aux_layers(name, config)
+        qk_norm = f"{ATTENTION}q_norm.weight" in weights
+        if qk_norm and layer.attention_bias:
+            raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
+        verifier = verifier_of(folder) if target is None else str(target)
+        if aux_layers is None:
+            if verifier is None:
+                raise ConfigError(f"{name} does not say which layers of its target it reads: name the target")
+            aux_layers = default_aux_layers(read_config(verifier).num_hidden_layers)
+        # As vLLM has it where the config is silent.
+        flags = {"norm_before_residual": kind is not None} | config
+        head = Eagle3Head(
+            layer,
+            aux_layers,
+            vocabulary,
+            verifier,
+            own_lm_head="lm_head.weight" in weights,
+            norms=frozenset(norm for norm in NORMS if flags.get(norm)),
+            qk_norm=qk_norm,
+        )
+    head.take_weights(name, weights)
+    return head
 
 
 def is_head(folder: str | Path) -> bool:
