@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from tltlab.errors import RunError
+from tltlab.errors import RunError, one_line
 from tltlab.files import fsync_folder, make_folder, sha256_of, written_sum
 from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
@@ -210,4 +210,4 @@ def _sentence(error: BaseException) -> str:
     while root is not None and not isinstance(root, OSError):
         root = root.__cause__ or root.__context__
     error = root or error
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    return f"{type(error).__name__}: {one_line(error)[:400]}"

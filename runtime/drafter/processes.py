@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tltlab.errors import RunError
+from tltlab.errors import RunError, one_line
 from tltlab.runtime.ray.actors import get, runtime_env
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
@@ -265,5 +265,5 @@ def _kill(pid: int) -> None:
 def _sentence(error: RayError) -> str:
     """The cause of Ray's error in a line."""
     if isinstance(error, RayTaskError):
-        return f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())[:200]}"
-    return " ".join(str(error).split("\n")[0].split())[:200]
+        return f"{type(error.cause).__name__}: {one_line(error.cause)[:200]}"
+    return one_line(str(error).split("\n")[0])[:200]

@@ -63,8 +63,7 @@ class ServedDrafter:
         try:
             weights, training = load_file(folder / WEIGHTS), load_file(folder / TRAINING)
         except (OSError, SafetensorError) as error:
-            cause = one_line(error)[:200]
-            raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {cause}") from error
+            raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {one_line(error)[:200]}") from error
         return cls(**numbers, weights=weights, training=ray.put(training))
 
 

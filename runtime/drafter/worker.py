@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tltlab.coordination.agent import TrainIn
-from tltlab.errors import RunError
+from tltlab.errors import RunError, one_line
 from tltlab.runtime.coordinator.client import CoordinatorClient
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
@@ -343,7 +343,7 @@ class SpotTrainer:
             while next_order is not None:
                 next_order = self._in_group(next_order, period)
         except Exception as error:  # whatever training dies of, the rollout goes on with the drafter it has
-            period.ended, period.detail = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            period.ended, period.detail = "failed", f"{type(error).__name__}: {one_line(error)[:200]}"
         if period.unsaved:
             self._save(period)
         freed = time.perf_counter()

@@ -73,8 +73,8 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         if rank == 0:
             (folder / STATE).write_text(json.dumps({"steps": steps}))
     except (OSError, SafetensorError, CheckpointException) as error:
-        reason = one_line(error)[-200:]
-        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({reason})") from error
+        cause = one_line(error)[-200:]
+        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({cause})") from error
 
 
 def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:

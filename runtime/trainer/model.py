@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.arrays import Tokens
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.weights import Home, TensorMeta
 from tltlab.runtime.recipe.rules import refuse, undivided_heads
 
@@ -203,7 +203,7 @@ def load_policy_model(
             network.to_empty(device="cpu")
             network.tie_weights()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a model from {model}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"cannot load a model from {model}: {one_line(error)[:300]}") from error
     if getattr(network.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
     policy = PolicyModel(network, temperature, sequence_ranks)

@@ -173,8 +173,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         else:
             tensors = read_safetensors(folder)
     except (OSError, SafetensorError, UnpicklingError, ValueError, KeyError, RuntimeError) as error:
-        cause = one_line(error)[:200]
-        raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE} or {BIN_FILE}: {cause}") from error
+        raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE} or {BIN_FILE}: {one_line(error)[:200]}") from error
     named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
     return {
         key: value for key, value in named.items() if key != "t2d" and "rotary" not in key and "verifier_" not in key

@@ -111,7 +111,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no model there: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"{folder}: no model there: {one_line(error)[:300]}") from error
 
 
 def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.data.prompts import rows_of_file
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
@@ -128,7 +128,7 @@ def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     except ValueError as error:
-        raise ConfigError(f"the model has no chat template that works: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"the model has no chat template that works: {one_line(error)[:200]}") from error
 
 
 def _token_ids(response: Any, tokenizer: Any) -> list[int]:
@@ -304,7 +304,7 @@ def load_target(folder: str | Path) -> tuple[Any, FrozenTarget]:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if cuda else torch.float32)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no language model there: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"{folder}: no language model there: {one_line(error)[:300]}") from error
     model = model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
     return model, FrozenTarget.of(model).to(model.device, torch.float32)
 
@@ -314,4 +314,4 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} has no tokenizer that loads: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{folder} has no tokenizer that loads: {one_line(error)[:200]}") from error
