@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .files import sealed, write_json
 
 MOST_CHARS = 60
-_SAID = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
+_SELF_EXPLANATORY = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
 """Faults whose message or place says all: what was got is not shown again."""
 
 Place = tuple[int | str, ...]
@@ -101,12 +101,12 @@ def json_or_text(text: str) -> Any:
 
 
 @contextmanager
-def faults_in(where: object, place: Callable[[Place], str] | None = None) -> Iterator[None]:
+def faults_in(source: object, place: Callable[[Place], str] | None = None) -> Iterator[None]:
     """Within, what pydantic refuses is a ConfigError with all its faults that begins with `where`."""
     try:
         yield
     except ValidationError as error:
-        raise ConfigError(f"{where}: {faults(error, place or dotted)}") from error
+        raise ConfigError(f"{source}: {faults(error, place or dotted)}") from error
 
 
 def dotted(place: Place) -> str:
@@ -153,6 +153,6 @@ def _fault(fault: Any, place: str) -> str:
         message = f"{name} is {shown(context['tag'])}, there are {context['expected_tags']}"
     elif fault["type"] == "union_tag_not_found":
         message = f"it does not say its {fault['ctx']['discriminator']}"
-    if fault["type"] not in _SAID:
+    if fault["type"] not in _SELF_EXPLANATORY:
         message += f" (got {shown(fault['input'])})"
     return f"{place}: {message}" if place else message

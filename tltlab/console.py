@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
     from typer import Option
 
     if name == "AllowCode":
-        told = "Import the policy class that a file names from this module; repeatable."
-        return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=told)]
+        about = "Import the policy class that a file names from this module; repeatable."
+        return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=about)]
     return Annotated[bool, Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 
 
@@ -121,7 +121,7 @@ def progress(message: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def progress_bar(unit: str, total: int) -> Iterator[Callable[[str], None]]:
     """Within, what is yielded is called with a few words as each of `total` parts is done.
 
     A bar on standard error where that is a terminal, else a line for about every tenth part.
@@ -138,12 +138,12 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
             nonlocal number
             number += 1
             if number % every == 0 or number == total:
-                progress(f"{what} {number} of {total}: {part}")
+                progress(f"{unit} {number} of {total}: {part}")
 
         yield line
         return
     after = (MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(TextColumn(what), BarColumn(), *after, console=console, transient=True, redirect_stdout=False) as bar:
+    with Progress(TextColumn(unit), BarColumn(), *after, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=total)
 
         def advance(part: str) -> None:
@@ -213,13 +213,13 @@ def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterato
     """
     if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and has no {marker} of ours; name another folder with --out")
-    begun = False
+    writable = False
     refused: tuple[type[Exception], ...] = (OSError, *refusals)
     try:
         with new_folder(out) as folder:
-            begun = True
+            writable = True
             yield folder
     except refused as error:
-        if not begun and isinstance(error, OSError):
+        if not writable and isinstance(error, OSError):
             raise InputError(f"cannot write {out}: {error.strerror}") from error
         raise RunError(f"{out} was not written: {one_line(error)[:300]}") from error

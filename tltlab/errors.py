@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """For a message about an unknown `name`: the nearest that there is, or nothing.
 
     >>> did_you_mean("simluate", ["simulate", "tune"])
@@ -13,7 +13,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     from difflib import get_close_matches
 
-    nearest = get_close_matches(name, list(known), n=1)
+    nearest = get_close_matches(name, list(names), n=1)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 

@@ -86,12 +86,12 @@ def open_input(path: Path) -> BufferedReader:
 
 def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES, *, encoding: str = "utf-8", errors: str = "strict") -> str:
     """The text of a file, which is read as a whole. Raises OSError, also for more than `most_bytes`, and ValueError."""
-    blocks, left = [], most_bytes
+    blocks, remaining = [], most_bytes
     with open_input(path) as file:
         # In blocks: `read(n)` would ask for the memory of n bytes first.
         while block := file.read(1 << 20):
-            left -= len(block)
-            if left < 0:
+            remaining -= len(block)
+            if remaining < 0:
                 raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB, the most that is read", str(path))
             blocks.append(block)
     return b"".join(blocks).decode(encoding, errors)
@@ -179,18 +179,18 @@ def _beside(path: Path) -> Iterator[Path]:
     prefix = f".{path.name}.tltlab-"
     for name in os.listdir(path.parent):
         if name.startswith(prefix):
-            left = path.parent / name
-            with suppress(OSError), _held_folder(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                if (left / "old").exists() and not path.exists():
-                    os.replace(left / "old", path)
-                shutil.rmtree(left, ignore_errors=True)
+            leftover = path.parent / name
+            with suppress(OSError), _locked_folder(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if (leftover / "old").exists() and not path.exists():
+                    os.replace(leftover / "old", path)
+                shutil.rmtree(leftover, ignore_errors=True)
     while True:
         with (
             tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix, ignore_cleanup_errors=True) as folder,
-            ExitStack() as held,
+            ExitStack() as stack,
         ):
             with suppress(OSError):
-                held.enter_context(_held_folder(Path(folder), fcntl.LOCK_EX))
+                stack.enter_context(_locked_folder(Path(folder), fcntl.LOCK_EX))
             # Before it was held another writer may have taken it for one that was left.
             if os.path.exists(folder):
                 yield Path(folder)
@@ -198,7 +198,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _held_folder(folder: Path, how: int) -> Iterator[None]:
+def _locked_folder(folder: Path, how: int) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how)
@@ -311,10 +311,10 @@ def fsync_tree(path: Path) -> None:
     fsync_file(path)
 
 
-def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
+def lock(folder: Path, activity: str = "this recording") -> IO[bytes]:
     """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
 
-    Raises ConfigError where another process holds it; `what` it is; and where it cannot be written to.
+    Raises ConfigError where another process holds it for `activity`, and where it cannot be written to.
     """
     try:
         file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
@@ -327,15 +327,15 @@ def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
         except (BlockingIOError, PermissionError) as error:
             if not patience_s:
                 file.close()
-                raise ConfigError(f"{folder}: {what} is in progress in another process") from error
+                raise ConfigError(f"{folder}: {activity} is in progress in another process") from error
             # Somebody may only be asking whether it is held.
             time.sleep(patience_s)
-    held = os.fstat(file.fileno())
-    _held[os.getpid(), held.st_dev, held.st_ino] = file
+    status = os.fstat(file.fileno())
+    _locks[os.getpid(), status.st_dev, status.st_ino] = file
     return file
 
 
-_held: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
+_locks: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
 """The lock files of this process. It loses its lock when it closes any of its handles of the file, so none is opened
 just to ask."""
 
@@ -343,8 +343,8 @@ just to ask."""
 def in_progress(folder: Path) -> bool:
     """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
     try:
-        there = os.stat(folder / "lock")
-        if (ours := _held.get((os.getpid(), there.st_dev, there.st_ino))) is not None and not ours.closed:
+        status = os.stat(folder / "lock")
+        if (ours := _locks.get((os.getpid(), status.st_dev, status.st_ino))) is not None and not ours.closed:
             return True
         with open(folder / "lock", "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -374,15 +374,15 @@ def scratch_folder(name: str = "") -> Path:
         sweep()
         # Under its name only when it is held: else another process might sweep it.
         new = Path(tempfile.mkdtemp(prefix=f".tltlab-{pid}-"))
-        held = lock(new)
-        _scratch[pid] = new.rename(new.with_name(new.name[1:])), held
+        lock_file = lock(new)
+        _scratch[pid] = new.rename(new.with_name(new.name[1:])), lock_file
         atexit.register(_end_scratch, pid)
     folder, _ = _scratch[pid]
     if not name:
         return folder
-    made = folder / f"{name}{next(_numbers)}"
-    made.mkdir(mode=0o700)
-    return made
+    subfolder = folder / f"{name}{next(_numbers)}"
+    subfolder.mkdir(mode=0o700)
+    return subfolder
 
 
 def leaves(*paths: Path) -> None:
@@ -401,14 +401,14 @@ def leaves_memory() -> None:
         for pid in family:
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 family += (thread / "children").read_text().split()
-    held = set().union(*(_held_memory(Path("/proc") / pid) for pid in family))
+    inodes = set().union(*(_mapped_memory(Path("/proc") / pid) for pid in family))
     with suppress(OSError, InputError):
         # Who has nothing there needs no folder that tells of it.
-        if paths := [path for path in filter(_left, _SHARED.iterdir()) if path.lstat().st_ino in held]:
+        if paths := [path for path in filter(_is_leftover, _SHARED.iterdir()) if path.lstat().st_ino in inodes]:
             leaves(*paths)
 
 
-def _held_memory(process: Path) -> set[int]:
+def _mapped_memory(process: Path) -> set[int]:
     """Inodes of the shared memory that a process has mapped: semaphores are mapped under another name than theirs."""
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
@@ -420,26 +420,26 @@ def _held_memory(process: Path) -> set[int]:
 
 def leftovers() -> list[Path]:
     """What processes of this user left in the temporary folder, and elsewhere, that have ended since."""
-    found = []
+    paths = []
     for folder in sorted(Path(tempfile.gettempdir()).glob("tltlab-*-*")):
         with suppress(OSError):
-            there = folder.lstat()
-            ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and (folder / "lock").is_file()
+            status = folder.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / "lock").is_file()
             if ours and _SCRATCH.fullmatch(folder.name) and not in_progress(folder):
-                found += [*filter(_left, _elsewhere(folder)), folder]
-    return found
+                paths += [*filter(_is_leftover, _elsewhere(folder)), folder]
+    return paths
 
 
 def sweep() -> list[Path]:
     """Remove `leftovers`, but what a process still uses; what was removed."""
-    gone = []
+    removed = []
     for path in leftovers():
         # A scratch folder is not forgotten as long as something is left that it knows of.
         knows = _SCRATCH.fullmatch(path.name)
-        if not (any(map(_left, _elsewhere(path))) if knows else _in_use(path)):
+        if not (any(map(_is_leftover, _elsewhere(path))) if knows else _in_use(path)):
             _remove(path)
-            gone.append(path)
-    return gone
+            removed.append(path)
+    return removed
 
 
 def _remove(path: Path) -> None:
@@ -455,7 +455,7 @@ def _elsewhere(folder: Path) -> list[Path]:
     return [Path(path) for path in _read_as(list, folder / _ELSEWHERE) if isinstance(path, str)]
 
 
-def _left(path: Path) -> bool:
+def _is_leftover(path: Path) -> bool:
     """Whether something is there that a run may have left: by its name, in its place, of this user."""
     placed = path.parent == _SHARED or path.parent.name == "ray"
     try:
@@ -470,7 +470,7 @@ def _in_use(path: Path) -> bool:
         inode = path.lstat().st_ino if path.parent == _SHARED else None
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.fsencode(path) in (process / "cmdline").read_bytes() or inode in _held_memory(process):
+                if os.fsencode(path) in (process / "cmdline").read_bytes() or inode in _mapped_memory(process):
                     return True
     return False
 
@@ -478,14 +478,14 @@ def _in_use(path: Path) -> bool:
 def _end_scratch(pid: int) -> None:
     if pid != os.getpid() or pid not in _scratch:
         return
-    folder, held = _scratch.pop(pid)
+    folder, lock_file = _scratch.pop(pid)
     # Python removes its semaphores at its end, which may come after this.
-    if any(_left(path) for path in _elsewhere(folder) if not path.name.startswith("sem.")):
+    if any(_is_leftover(path) for path in _elsewhere(folder) if not path.name.startswith("sem.")):
         for path in filter(Path.is_dir, folder.iterdir()):
             _remove(path)
     else:
         _remove(folder)
-    held.close()
+    lock_file.close()
 
 
 @contextmanager

@@ -345,10 +345,10 @@ def available_memory() -> int | None:
         return free
 
 
-def _find(name: str, known: dict[str, _Named], what: str, fields: str) -> _Named:
-    folded = {n.lower(): value for n, value in known.items()}
+def _find(name: str, values: dict[str, _Named], kind: str, fields: str) -> _Named:
+    folded = {n.lower(): value for n, value in values.items()}
     if name.lower() not in folded:
-        raise ConfigError(f"unknown {what} {name!r}: known are {', '.join(known)}; or describe it by {fields}")
+        raise ConfigError(f"unknown {kind} {name!r}: known are {', '.join(values)}; or describe it by {fields}")
     return folded[name.lower()]
 
 

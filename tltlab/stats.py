@@ -163,13 +163,13 @@ def mean_over_orders(groups: Sequence[Sequence[float]], level: float = LEVEL) ->
     What an order does to all its values so cancels, and does not widen the interval: its spread is that within orders.
     Orders without a value are left out; at least one value is needed.
     """
-    used = [np.asarray(group, np.float64) for group in groups if len(group)]
-    mean = float(np.mean([group.mean() for group in used]))
-    freedom = sum(len(group) - 1 for group in used)
+    orders = [np.asarray(group, np.float64) for group in groups if len(group)]
+    mean = float(np.mean([group.mean() for group in orders]))
+    freedom = sum(len(group) - 1 for group in orders)
     margin = math.nan
     if freedom > 0:
-        spread = sum(float(((group - group.mean()) ** 2).sum()) for group in used) / freedom
-        error = math.sqrt(spread * sum(1 / len(group) for group in used)) / len(used)
+        spread = sum(float(((group - group.mean()) ** 2).sum()) for group in orders) / freedom
+        error = math.sqrt(spread * sum(1 / len(group) for group in orders)) / len(orders)
         margin = student_margin(error, freedom, level)
     return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
 
@@ -182,10 +182,10 @@ def mean_interval(values: Sequence[float] | Floats, level: float = LEVEL) -> Spa
     >>> mean_interval([1.0, 1.0, 1.0])
     (1.0, 1.0)
     """
-    known = np.asarray(values, np.float64)
-    if not len(known) or not np.isfinite(known).all():
-        raise ConfigError(f"an interval needs finite measurements, got {known.tolist()}")
-    interval = mean_of_few(known, level=level)
+    measured = np.asarray(values, np.float64)
+    if not len(measured) or not np.isfinite(measured).all():
+        raise ConfigError(f"an interval needs finite measurements, got {measured.tolist()}")
+    interval = mean_of_few(measured, level=level)
     return interval.low, interval.high
 
 

@@ -66,12 +66,12 @@ class Strategy:
         """
         if text == NO_SPECULATION.drafter:
             return NO_SPECULATION
-        found = _WRITTEN.fullmatch(text) or _WRITTEN_BEFORE.fullmatch(text)
-        if found is None:
+        match = _WRITTEN.fullmatch(text) or _WRITTEN_BEFORE.fullmatch(text)
+        if match is None:
             raise ConfigError(f"{text!r} is no strategy: write none, ngram:4 or learned:8x4/48")
-        depth, top_k = int(found[2]), int(found[3] or 1)
+        depth, top_k = int(match[2]), int(match[3] or 1)
         most = 1 + top_k + (depth - 1) * top_k**2 if depth else 0
-        return cls(found[1], depth, top_k, int(found[4] or most))
+        return cls(match[1], depth, top_k, int(match[4] or most))
 
     @property
     def speculates(self) -> bool:

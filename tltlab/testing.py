@@ -88,8 +88,8 @@ def check_choices(factory: Factory) -> None:
 def check_repeatable(factory: Factory) -> None:
     first, second = _run(factory(np.random.default_rng(7))), _run(factory(np.random.default_rng(7)))
     _same(first, second, "two selectors built with the same seed differ; draw only from the rng that was given")
-    asked = _run(factory(np.random.default_rng(7)), ask_reward=True)
-    _same(first, asked, "asking reward() changed what is chosen; it must not change the selector")
+    rewarded = _run(factory(np.random.default_rng(7)), ask_reward=True)
+    _same(first, rewarded, "asking reward() changed what is chosen; it must not change the selector")
 
 
 def check_state_round_trip(factory: Factory) -> None:
@@ -156,10 +156,10 @@ def check_budget(factory: Callable[[], DraftBudget]) -> None:
     _share_out(restored, NUM_ITERATIONS // 3, NUM_ITERATIONS // 3 + 5)
     _reload(original, restored)
     goes_on = _share_out(original, later)
-    for (where, allotted), (_, again) in zip(_share_out(budget), begins + goes_on, strict=True):
-        assert again == allotted, f"allot differs between two budgets built alike {where}"
-    for (where, allotted), (_, after) in zip(goes_on, _share_out(restored, later), strict=True):
-        assert after == allotted, f"a restored budget goes on differently; state_dict must hold all {where}"
+    for (place, allotted), (_, again) in zip(_share_out(budget), begins + goes_on, strict=True):
+        assert again == allotted, f"allot differs between two budgets built alike {place}"
+    for (place, allotted), (_, after) in zip(goes_on, _share_out(restored, later), strict=True):
+        assert after == allotted, f"a restored budget goes on differently; state_dict must hold all {place}"
 
 
 def _share_out(budget: DraftBudget, start: int = 0, stop: int = NUM_ITERATIONS) -> list[tuple[str, list[int]]]:
@@ -169,8 +169,8 @@ def _share_out(budget: DraftBudget, start: int = 0, stop: int = NUM_ITERATIONS) 
     for i in range(start, stop):
         state = _budget_state(i)
         for strategy in strategies:
-            where = f"(state {i}, {strategy})"
-            record.append((where, _allotted(budget, state, strategy, where)))
+            place = f"(state {i}, {strategy})"
+            record.append((place, _allotted(budget, state, strategy, place)))
         if i >= NUM_ITERATIONS // 3:
             for j in range(i % 3):
                 request = replace(_requests(3, i * i % 997)[j], generated_tokens=i * i % 997 + 200 * j)
@@ -179,16 +179,16 @@ def _share_out(budget: DraftBudget, start: int = 0, stop: int = NUM_ITERATIONS) 
     return record
 
 
-def _allotted(budget: DraftBudget, state: StepState, strategy: Strategy, where: str) -> list[int]:
+def _allotted(budget: DraftBudget, state: StepState, strategy: Strategy, place: str) -> list[int]:
     allotted = budget.allot(state, strategy)
-    assert len(allotted) == state.batch, f"allot gave {len(allotted)} numbers for {state.batch} requests {where}"
+    assert len(allotted) == state.batch, f"allot gave {len(allotted)} numbers for {state.batch} requests {place}"
     for tokens in allotted:
-        assert isinstance(tokens, int), f"allot must give ints, got {tokens!r} {where}"
+        assert isinstance(tokens, int), f"allot must give ints, got {tokens!r} {place}"
         assert 0 <= tokens <= strategy.draft_depth, (
-            f"allot gave {tokens} tokens, outside [0, draft_depth = {strategy.draft_depth}] {where}"
+            f"allot gave {tokens} tokens, outside [0, draft_depth = {strategy.draft_depth}] {place}"
         )
     most = state.batch * (strategy.tokens_to_verify - 1)
-    assert sum(allotted) <= most, f"allot gave {sum(allotted)} tokens in all, the strategy verifies {most} {where}"
+    assert sum(allotted) <= most, f"allot gave {sum(allotted)} tokens in all, the strategy verifies {most} {place}"
     return allotted
 
 
@@ -270,21 +270,21 @@ def _text(length: int, seed: int) -> list[int]:
 
 def _propose(drafter: Drafter, key: Key, depth: int) -> Draft:
     draft = drafter.propose(key, depth)
-    where = f"(request {key}, depth {depth})"
-    assert len(draft.tokens) <= depth, f"propose gave {len(draft.tokens)} tokens, deeper than asked {where}"
-    assert all(isinstance(token, int) for token in draft.tokens), f"tokens must be ints, got {draft.tokens} {where}"
+    place = f"(request {key}, depth {depth})"
+    assert len(draft.tokens) <= depth, f"propose gave {len(draft.tokens)} tokens, deeper than asked {place}"
+    assert all(isinstance(token, int) for token in draft.tokens), f"tokens must be ints, got {draft.tokens} {place}"
     assert 0 <= draft.expected <= len(draft.tokens) + 1e-6, (
-        f"expected is {draft.expected}, outside [0, {len(draft.tokens)} drafted] {where}"
+        f"expected is {draft.expected}, outside [0, {len(draft.tokens)} drafted] {place}"
     )
-    assert drafter.propose(key, depth) == draft, f"proposing twice gave two drafts {where}"
+    assert drafter.propose(key, depth) == draft, f"proposing twice gave two drafts {place}"
     return Draft(list(draft.tokens), draft.expected)
 
 
 def _budget_state(i: int) -> StepState:
     """Requests that know nothing, some of them or all of their recent acceptance; now and then none are listed."""
     batch = BATCHES[::-1][i % 12]
-    seen = [None if (i + j) % 3 == 0 else (j * 7 + i) % 11 / 2 for j in range(batch)] if i % 4 else [None] * batch
-    requests = tuple(replace(r, recent_acceptance=a) for r, a in zip(_requests(batch, i), seen, strict=True))
+    acceptance = [None if (i + j) % 3 == 0 else (j * 7 + i) % 11 / 2 for j in range(batch)] if i % 4 else [None] * batch
+    requests = tuple(replace(r, recent_acceptance=a) for r, a in zip(_requests(batch, i), acceptance, strict=True))
     return StepState(rl_step=0, batch=batch, requests=_NoRequests() if i % 7 == 0 else requests)
 
 

@@ -33,9 +33,9 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
         "profile": profiles.rows(data, left_out=left_out),
         "graph pool": graph_pool_rows(),
     }
-    found = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
+    errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
     # What only profiles have is null elsewhere, in JSON too.
-    return found.astype(object).where(found.notna(), None)
+    return errors.astype(object).where(errors.notna(), None)
 
 
 def graph_pool_rows() -> pd.DataFrame:
@@ -56,27 +56,27 @@ def graph_pool_rows() -> pd.DataFrame:
     )
 
 
-def summary(found: pd.DataFrame) -> str:
+def summary(errors: pd.DataFrame) -> str:
     """One screen: each engine profile by what was left out of its fit, then the other models by source."""
-    pooled = found[found["pooled"].eq(True)]
+    pooled = errors[errors["pooled"].eq(True)]
     engines = []
     for (source, what), part in pooled.groupby(["source", pooled["what"].str.rsplit(": ", n=2).str[0]], sort=False):
         cells = {row["left_out"]: _cell(row) for row in part.to_dict("records")}
         engines.append(
             (source, what, part["n_points"].iloc[0], *(cells.get(fold, "") for fold in ("", *profiles.FOLDS)))
         )
-    others = []
-    rest = found[found["pooled"].isna()]
-    for (name, source, used), part in rest.groupby(["model", "source", "used_for_fit"], sort=False):
+    models = []
+    unpooled = errors[errors["pooled"].isna()]
+    for (name, source, used), part in unpooled.groupby(["model", "source", "used_for_fit"], sort=False):
         points = part["n_points"].astype(float)
         mean = float((part["mean_abs_error"] * points).sum() / points.sum())
         worst = float(part["max_abs_error"].max())
-        others.append((name, source, "yes" if used else "no", int(points.sum()), f"{mean:.1%}", f"{worst:.1%}"))
+        models.append((name, source, "yes" if used else "no", int(points.sum()), f"{mean:.1%}", f"{worst:.1%}"))
     heads = ("engine", "what", "points", "fitted", *(f"{fold} left out" for fold in profiles.FOLDS))
     parts = [
         "Errors in %: bias (median of signed ones), median, worst; then the share of points in their 90 % intervals.",
         table(heads, engines, left=2),
-        table(("model", "source", "fitted", "points", "mean", "worst"), others, left=3),
+        table(("model", "source", "fitted", "points", "mean", "worst"), models, left=3),
         "--all shows every set of measurements.",
     ]
     return "\n\n".join(parts)
@@ -88,14 +88,14 @@ def _cell(row: Mapping[Hashable, Any]) -> str:
     return f"{bias:+5.1f} {median:4.1f} {worst:3.0f} {inside:>3}"
 
 
-def text(found: pd.DataFrame) -> str:
+def text(frame: pd.DataFrame) -> str:
     """The table for people, at most `WIDTH` columns wide: what does not fit goes on below, as do graph pools' notes."""
-    widths = {name: max(len(name), int(found[name].str.len().max())) for name in ("model", "source")}
+    widths = {name: max(len(name), int(frame[name].str.len().max())) for name in ("model", "source")}
     widths["what"] = WIDTH - sum(widths.values()) - len(_NUMBERS) - 2
     lines = [" ".join(f"{name:{width}s}" for name, width in widths.items()) + _NUMBERS]
     indent = " " * (widths["model"] + widths["source"] + 2)
-    for row in found.to_dict("records"):
-        first, *rest = wrap(row["what"], widths["what"])
+    for row in frame.to_dict("records"):
+        first, *lines_below = wrap(row["what"], widths["what"])
         names = " ".join(
             f"{cell:{width}s}"
             for cell, width in zip((row["model"], row["source"], first), widths.values(), strict=True)
@@ -103,7 +103,7 @@ def text(found: pd.DataFrame) -> str:
         fitted = "yes" if row["used_for_fit"] else "no"
         errors = f"{row['mean_abs_error']:8.1%}{row['max_abs_error']:8.1%}"
         lines.append(f"{names}{row['n_points']:7d}{fitted:>7s}{errors}")
-        lines += [indent + line for line in rest]
+        lines += [indent + line for line in lines_below]
         if row["model"] == "graph pool":
             lines += [f"{indent}  {line}" for line in wrap(row["note"], WIDTH - len(indent) - 2)]
     return "\n".join(lines)

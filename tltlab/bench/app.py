@@ -53,8 +53,8 @@ def sim(
     from .simulator import bench_sim, text
 
     progress(f"{rounds} rounds, then a sweep of {configurations} tables")
-    found = bench_sim(rounds, configurations, jobs)
-    emit(found, as_json=as_json, text=text(found))
+    result = bench_sim(rounds, configurations, jobs)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
@@ -74,8 +74,8 @@ def accuracy(
     """
     from .accuracy import rows, summary, text
 
-    found = rows(data, left_out=left_out)
-    emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found) if every else summary(found))
+    table = rows(data, left_out=left_out)
+    emit({"rows": table.to_dict("records")}, as_json=as_json, text=text(table) if every else summary(table))
 
 
 @app.command()
@@ -89,8 +89,8 @@ def buckets(
     """
     from .policies import bench_buckets, buckets_text
 
-    found = bench_buckets(rounds)
-    emit(found, as_json=as_json, text=buckets_text(found))
+    result = bench_buckets(rounds)
+    emit(result, as_json=as_json, text=buckets_text(result))
 
 
 @app.command()
@@ -104,8 +104,8 @@ def trace(
     """
     from .streams import bench_stream, text
 
-    found = bench_stream(responses)
-    emit(found, as_json=as_json, text=text(found))
+    result = bench_stream(responses)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
@@ -165,13 +165,13 @@ def drafter(
         if part not in DRAFTER_PARTS:
             raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
     _check(out, folder=True)
-    found: dict[str, Any] = {}
-    said = []
+    result: dict[str, Any] = {}
+    texts = []
     if MODEL_FREE in chosen:
         from .drafters import bench_drafters, text
 
-        found |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
-        said.append(text(found))
+        result |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
+        texts.append(text(result))
     if learned := [part for part in chosen if part != MODEL_FREE]:
         # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -190,9 +190,9 @@ def drafter(
             draft_depth=draft_depth,
         )
         measured = bench_learned(learned, sizes, model=model, trace=trace, out=out, seed=seed, progress=progress)
-        found |= measured
-        said.append(text_of_learned(measured))
-    emit(found, as_json=as_json, text="\n\n".join(said))
+        result |= measured
+        texts.append(text_of_learned(measured))
+    emit(result, as_json=as_json, text="\n\n".join(texts))
 
 
 @app.command()
@@ -223,8 +223,8 @@ def history(
         repeat_every=repeat_every,
         history_mib=history_mib,
     )
-    found = bench_history(run, unbounded_steps=unbounded_steps, progress=progress)
-    emit(found, as_json=as_json, text=history_text(found))
+    result = bench_history(run, unbounded_steps=unbounded_steps, progress=progress)
+    emit(result, as_json=as_json, text=history_text(result))
 
 
 @app.command()
@@ -239,8 +239,8 @@ def policy(
     """
     from .policies import bench_policies, text
 
-    found = bench_policies(calls, rounds)
-    emit(found, as_json=as_json, text=text(found))
+    result = bench_policies(calls, rounds)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
@@ -264,8 +264,8 @@ def seam(
 
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
     sizes = whole_numbers("--batches", batches, least=1)
-    found = bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress)
-    emit(found, as_json=as_json, text=text(found))
+    result = bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
@@ -308,11 +308,11 @@ def runtime(
         prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
         sizes = [size for size in sizes if size <= prompts * group_size]
     folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
-    found = bench_runtime(
+    result = bench_runtime(
         folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, off_batches=sizes,
         progress=progress,
     )  # fmt: skip
-    _tell(found, out, as_json, text)
+    _tell(result, out, as_json, text)
 
 
 @app.command()
@@ -384,7 +384,7 @@ def gpu(
     sizes = whole_numbers("--batches", batches, least=1)
     if shape is not None:
         module.shape(shape, model)
-    found = module.bench_gpu(
+    result = module.bench_gpu(
         part,
         model,
         batches=sizes,
@@ -394,7 +394,7 @@ def gpu(
         out=out,
         progress=progress,
     )
-    emit(found, as_json=as_json, text=module.text(found))
+    emit(result, as_json=as_json, text=module.text(result))
 
 
 @app.command()
@@ -416,8 +416,8 @@ def weights(
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers with commas between them") from error
     if not all(0 < size < 1e4 for size in sizes):
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers above 0")
-    found = bench_weights(sizes, rounds=rounds, progress=progress)
-    emit(found, as_json=as_json, text=text(found))
+    result = bench_weights(sizes, rounds=rounds, progress=progress)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
@@ -458,15 +458,15 @@ def train(
 
     _check(out, folder=True)
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
-    found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
-    emit(found, as_json=as_json, text=text(found))
+    result = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
+    emit(result, as_json=as_json, text=text(result))
 
 
-def _tell(found: dict[str, Any], out: Path | None, as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
+def _tell(result: dict[str, Any], out: Path | None, as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
     """Write the result to a file where one is named, and print it."""
     if out is not None:
-        write_json(out, found)
-    emit(found, as_json=as_json, text=text(found))
+        write_json(out, result)
+    emit(result, as_json=as_json, text=text(result))
 
 
 def _check(out: Path | None, *, folder: bool = False) -> None:

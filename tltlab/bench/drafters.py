@@ -39,7 +39,7 @@ CASES: dict[str, ModelFreeSpec] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Visits:
     """The responses to one prompt: those of earlier visits, and those that are replayed."""
 
     prompt_id: str
@@ -78,7 +78,7 @@ def bench_drafters(
     return {"num_tokens": sum(len(text) for g in groups for text in g.replayed), "depth": depth, "rows": rows}
 
 
-def recorded(path: Path, num_groups: int | None = None) -> list[Group]:
+def recorded(path: Path, num_groups: int | None = None) -> list[Visits]:
     """The prompts of a trace with tokens, by their last visit and what came before; later turns are left out.
 
     Of a prompt visited once, one half of its samples stands for an earlier visit, and one sample is not enough.
@@ -96,13 +96,13 @@ def recorded(path: Path, num_groups: int | None = None) -> list[Group]:
             half = len(replayed) // 2
             earlier, replayed = replayed[:half], replayed[half:]
         if earlier:
-            groups.append(Group(prompt_id=str(prompt_id), prompt=prompt, earlier=earlier, replayed=replayed))
+            groups.append(Visits(prompt_id=str(prompt_id), prompt=prompt, earlier=earlier, replayed=replayed))
     if not groups:
         raise InputError(f"{path}: every prompt has one sample only, so there is no history to draft from")
     return groups[:num_groups]
 
 
-def made_up(num_groups: int, num_samples: int, response_tokens: int, seed: int = 0) -> list[Group]:
+def made_up(num_groups: int, num_samples: int, response_tokens: int, seed: int = 0) -> list[Visits]:
     """Responses that string together the phrases of their problem, with a stray token now and then.
 
     It has the length of reasoning text, not its statistics: what is accepted on it says nothing about a model.
@@ -122,11 +122,11 @@ def made_up(num_groups: int, num_samples: int, response_tokens: int, seed: int =
                     text.append(int(rng.integers(0, 32_000)))
             texts.append(text[:response_tokens])
         prompt, half = rng.integers(0, 32_000, 256).tolist(), num_samples // 2
-        groups.append(Group(prompt_id=f"p{number}", prompt=prompt, earlier=texts[:half], replayed=texts[half:]))
+        groups.append(Visits(prompt_id=f"p{number}", prompt=prompt, earlier=texts[:half], replayed=texts[half:]))
     return groups
 
 
-def visit(spec: ModelFreeSpec, groups: Sequence[Group], depth: int, with_history: bool) -> dict[str, float | None]:
+def visit(spec: ModelFreeSpec, groups: Sequence[Visits], depth: int, with_history: bool) -> dict[str, float | None]:
     """Replay the responses in this process with a fresh drafter."""
     drafter = spec.build()
     gc.collect()
@@ -136,15 +136,15 @@ def visit(spec: ModelFreeSpec, groups: Sequence[Group], depth: int, with_history
             for sample, text in enumerate(group.earlier):
                 drafter.remember((0, group.prompt_id, sample, 0), group.prompt, text)
         drafter.begin(1)
-    found = replay(drafter, groups, depth)
+    figures = replay(drafter, groups, depth)
     gc.collect()
     after = resident_bytes()
-    held = [len(group.prompt) + sum(len(text) for text in group.replayed) for group in groups]
-    grown = None if before is None or after is None or with_history else (after - before) / sum(held)
-    return found | {"bytes_per_token": grown}
+    num_tokens = [len(group.prompt) + sum(len(text) for text in group.replayed) for group in groups]
+    bytes_per_token = None if before is None or after is None or with_history else (after - before) / sum(num_tokens)
+    return figures | {"bytes_per_token": bytes_per_token}
 
 
-def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, float | None]:
+def replay(drafter: Drafter, groups: Sequence[Visits], depth: int) -> dict[str, float | None]:
     """Run all responses side by side, an iteration of each in turn; they stay open."""
     open_ = {(1, group.prompt_id, i, 0): text for group in groups for i, text in enumerate(group.replayed) if text}
     for group in groups:
@@ -165,9 +165,9 @@ def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, f
             start = time.perf_counter()
             draft = drafter.propose(key, min(depth, len(text) - done)).tokens
             lookup_s += time.perf_counter() - start
-            kept = next((i for i, token in enumerate(draft) if token != text[done + i]), len(draft))
-            drafter.observe(key, len(draft), kept)
-            new = text[done : done + kept + 1]
+            num_accepted = next((i for i, token in enumerate(draft) if token != text[done + i]), len(draft))
+            drafter.observe(key, len(draft), num_accepted)
+            new = text[done : done + num_accepted + 1]
             start = time.perf_counter()
             drafter.extend(key, new)
             drafter.catch_up()
@@ -177,7 +177,7 @@ def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, f
                 lookups + 1,
                 inserted + len(new),
                 drafted + len(draft),
-                accepted + kept,
+                accepted + num_accepted,
             )
     return {
         "insert_us_per_token": insert_s / max(inserted, 1) * 1e6,
@@ -193,13 +193,13 @@ def resident_bytes() -> int | None:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"{found['num_tokens']} tokens replayed, drafts of up to {found['depth']}; accepted per look-up (of drafted)",
+        f"{result['num_tokens']} tokens replayed, drafts of up to {result['depth']}; accepted per look-up (of drafted)",
     ]
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         first, later = row["first"], row["later"]
         rows.append(
             (
@@ -301,8 +301,8 @@ def long_run(run: LongRun) -> dict[str, Any]:
             insert_s += time.perf_counter() - start
             # Drafted for before there are siblings to draft from: what is accepted is history's, and its own text's.
             for key, text in zip(keys[:num_probes], texts, strict=False):
-                found = _generate(drafter, key, text.tolist(), run.depth)
-                drafts, accepted = drafts + found[0], accepted + found[1]
+                num_drafts, num_accepted = _generate(drafter, key, text.tolist(), run.depth)
+                drafts, accepted = drafts + num_drafts, accepted + num_accepted
             start = time.perf_counter()
             for at in range(0, run.response_tokens, CHUNK):
                 for key, text in zip(keys[num_probes:], texts[num_probes:], strict=True):
@@ -331,9 +331,10 @@ def long_run(run: LongRun) -> dict[str, Any]:
 
 def problem(number: int, visit: int, num_samples: int, response_tokens: int) -> tuple[Any, list[Any]]:
     """The prompt of a problem and what is answered at a visit, int32: its phrases, as `made_up` strings them."""
-    own = np.random.default_rng([number])
-    prompt = own.integers(0, 32_000, 256, np.int32)
-    phrases = np.split(own.integers(0, 32_000, 16_000, np.int32), np.sort(own.choice(np.arange(1, 16_000), 999, False)))
+    base = np.random.default_rng([number])
+    prompt = base.integers(0, 32_000, 256, np.int32)
+    tokens, borders = base.integers(0, 32_000, 16_000, np.int32), base.choice(np.arange(1, 16_000), 999, False)
+    phrases = np.split(tokens, np.sort(borders))
     rng = np.random.default_rng([number, 1 + visit])
     texts = []
     for _ in range(num_samples):
@@ -351,22 +352,22 @@ def _generate(drafter: Drafter, key: Key, text: Sequence[int], depth: int) -> tu
     done, drafts, accepted = 1, 0, 0
     while done < len(text):
         draft = drafter.propose(key, min(depth, len(text) - done)).tokens
-        kept = next((n for n, token in enumerate(draft) if token != text[done + n]), len(draft))
-        drafter.observe(key, len(draft), kept)
-        drafter.extend(key, text[done : done + kept + 1])
-        done, drafts, accepted = done + kept + 1, drafts + 1, accepted + kept
+        num_accepted = next((n for n, token in enumerate(draft) if token != text[done + n]), len(draft))
+        drafter.observe(key, len(draft), num_accepted)
+        drafter.extend(key, text[done : done + num_accepted + 1])
+        done, drafts, accepted = done + num_accepted + 1, drafts + 1, accepted + num_accepted
     return drafts, accepted
 
 
-def history_text(found: dict[str, Any]) -> str:
+def history_text(result: dict[str, Any]) -> str:
     """The result of `bench_history` for people: resident memory half-way and at its end, times as medians and most."""
-    run = found["settings"]
+    run = result["settings"]
     lines = [
         f"{run['step_tokens']} tokens per RL step, responses of {run['response_tokens']}, "
-        f"at most {run['history_mib']} MiB of history; accepted in the first {found['unbounded_steps']} RL steps",
+        f"at most {run['history_mib']} MiB of history; accepted in the first {result['unbounded_steps']} RL steps",
     ]
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         resident, half = row["resident_mib"], len(row["resident_mib"]) // 2
         times = [f"{np.median(row[name]):.1f} ({max(row[name]):.1f})" if name in row else "-" for name in _TIMES]
         rows.append(

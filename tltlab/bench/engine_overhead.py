@@ -122,10 +122,10 @@ def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?
     rows = table[(table["backend"] == backend) & (names == shape.name) & (table["precision"] == precision)]
     if rows.empty:
         raise ConfigError(f"{path} has no rows of {backend}, {model_name}, {precision}")
-    found = rows[["tp_size", "concurrency", "isl", "osl"]].rename(columns={"tp_size": "tp"})
-    found = found.astype({"tp": int, "concurrency": int}).assign(seconds=rows["silicon_tpot_ms"] * 1e-3)
-    found = found.reset_index(drop=True)
-    return found.assign(fits_memory=fits_kv_cache(found.assign(gpu="H100", model=shape.name)))
+    points = rows[["tp_size", "concurrency", "isl", "osl"]].rename(columns={"tp_size": "tp"})
+    points = points.astype({"tp": int, "concurrency": int}).assign(seconds=rows["silicon_tpot_ms"] * 1e-3)
+    points = points.reset_index(drop=True)
+    return points.assign(fits_memory=fits_kv_cache(points.assign(gpu="H100", model=shape.name)))
 
 
 @cache
@@ -136,8 +136,8 @@ def fit_engine(data: Path, backend: str = "vllm", model_name: str = "Qwen3-32B")
     fits = points["fits_memory"].to_numpy()
     held_out = np.full(len(points), np.nan)
     for tp in points["tp"].unique():
-        own = (points["tp"] == tp).to_numpy()
-        held_out[own] = rows.predict(rows.where(fits & ~own).fit())[own]
+        of_tp = (points["tp"] == tp).to_numpy()
+        held_out[of_tp] = rows.predict(rows.where(fits & ~of_tp).fit())[of_tp]
     used = rows.where(fits)
     terms = used.fit()
     predicted = points.assign(predicted_s=rows.predict(terms), held_out_s=held_out)
@@ -228,26 +228,26 @@ def _kernel_rows(data: Path) -> list[tuple[object, ...]]:
         errors = leave_one_out(Kernels.read(data, name))
         for (kernel, grid), pair in errors.groupby(["kernel", "grid"], sort=False):
             by = {row["method"]: row for row in pair.to_dict("records")}
-            used, other = ("utilisation", "time") if kernel == "gemm" else ("time", "utilisation")
+            method, alternative = ("utilisation", "time") if kernel == "gemm" else ("time", "utilisation")
             what = f"{name} {kernel} kernels, {grid} grid, each left out"
             note = (
-                f"by {used}: median {by[used]['median_abs_error']:.1%}; by {other}: "
-                f"median {by[other]['median_abs_error']:.1%}, mean {by[other]['mean_abs_error']:.1%}"
+                f"by {method}: median {by[method]['median_abs_error']:.1%}; by {alternative}: "
+                f"median {by[alternative]['median_abs_error']:.1%}, mean {by[alternative]['mean_abs_error']:.1%}"
             )
-            mean, most = by[used]["mean_abs_error"], by[used]["max_abs_error"]
-            rows.append(("AIConfigurator kernel tables", what, by[used]["num_points"], False, mean, most, note))
+            mean, most = by[method]["mean_abs_error"], by[method]["max_abs_error"]
+            rows.append(("AIConfigurator kernel tables", what, by[method]["num_points"], False, mean, most, note))
     return rows
 
 
 def _engine_rows(data: Path) -> list[tuple[object, ...]]:
-    found = fit_engine(data)
-    fits = found.points["fits_memory"]
+    fitted = fit_engine(data)
+    fits = fitted.points["fits_memory"]
     what = "vLLM Qwen3-32B H100 time per output token"
     source = "AIConfigurator measurements"
-    off = {name: (found.points[name] / found.points["seconds"] - 1).abs() for name in ("predicted_s", "held_out_s")}
-    folds = off["held_out_s"][fits].groupby(found.points["tp"]).mean()
+    off = {name: (fitted.points[name] / fitted.points["seconds"] - 1).abs() for name in ("predicted_s", "held_out_s")}
+    folds = off["held_out_s"][fits].groupby(fitted.points["tp"]).mean()
     each = ", ".join(f"tp {tp} {error:.1%}" for tp, error in folds.items())
-    e = found.engine
+    e = fitted.engine
     terms = (
         f"{e.kernels:.3f} of kernels, {e.prefill:.3f} of prefill, {e.base_s * 1e3:.2f} ms, "
         f"{e.per_request_s * 1e6:.0f} us a request"
@@ -259,15 +259,15 @@ def _engine_rows(data: Path) -> list[tuple[object, ...]]:
         (source, f"{what}, beyond the KV cache", len(beyond), False, beyond.mean(), beyond.max(), "in no fit"),
     ]
     for backend, name in (("sglang", "Qwen3-32B"), ("trtllm", "Llama-3.1-8B")):
-        own = fit_engine(data, backend, name).points
-        own = own[own["fits_memory"]].reset_index(drop=True)
-        moved = (_terms(data, own, name).predict(asdict(e)) / own["seconds"] - 1).abs()
-        anew = (own["held_out_s"] / own["seconds"] - 1).abs()
+        points = fit_engine(data, backend, name).points
+        points = points[points["fits_memory"]].reset_index(drop=True)
+        moved = (_terms(data, points, name).predict(asdict(e)) / points["seconds"] - 1).abs()
+        anew = (points["held_out_s"] / points["seconds"] - 1).abs()
         label = f"{backend} {name} H100 time per output token"
         rows += [
-            (source, f"{label}, terms of vLLM", len(own), False, moved.mean(), moved.max(), "engines differ"),
-            (source, f"{label}, refitted, each tp left out", len(own), False,
-             anew.groupby(own["tp"]).mean().mean(), anew.max(), "mean of folds"),
+            (source, f"{label}, terms of vLLM", len(points), False, moved.mean(), moved.max(), "engines differ"),
+            (source, f"{label}, refitted, each tp left out", len(points), False,
+             anew.groupby(points["tp"]).mean().mean(), anew.max(), "mean of folds"),
         ]  # fmt: skip
     return rows
 

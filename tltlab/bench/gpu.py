@@ -81,7 +81,7 @@ def bench_gpu(
     from tltlab.runtime.engine.environment import hardware as machine
     from tltlab.runtime.engine.environment import versions
 
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "part": part, "model": str(model), "rounds": rounds, "tokens": tokens, "kv_bytes": kv_bytes,
         "hardware": machine(), "versions": versions(), "rows": [],
     }  # fmt: skip
@@ -97,27 +97,27 @@ def bench_gpu(
         progress(
             f"{', '.join(map(str, case.values()))}: {row['seconds']:.0f} s{' - failed' if 'failed' in row else ''}"
         )
-        found["rows"].append(row)
+        result["rows"].append(row)
         if out is not None:
-            write_json(out, found)
-    return found
+            write_json(out, result)
+    return result
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The result for people: a line for each engine and batch size."""
-    lines = [f"{found['part']} of {found['model']} on {found['hardware']}"]
-    for row in found["rows"]:
+    lines = [f"{result['part']} of {result['model']} on {result['hardware']}"]
+    for row in result["rows"]:
         name = _name(row)
         if "failed" in row:
             lines.append(f"{name}: failed: {row['failed'].strip().splitlines()[-1]}")
-        elif found["part"] == "seam":
+        elif result["part"] == "seam":
             rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row["tokens_per_s"].items())
             lines.append(f"{name}: tokens/s {rates}")
-        elif found["part"] == "update":
+        elif result["part"] == "update":
             times = (statistics.median(row[name]) for name in ("plain_s", "deterministic_s"))
             ratio = row["ratio"]
             lines.append("an update {:.3f} s, deterministic {:.3f} s: ".format(*times) + _times(ratio))
-        elif found["part"] == "sync":
+        elif result["part"] == "sync":
             lines.append(f"{name}: {statistics.median(row['sync_s']):.3f} s for {row['bytes'] / 1e9:.2f} GB")
         else:
             lines.append(f"{name}: {json.dumps(row['memory'])}")
@@ -125,9 +125,9 @@ def text(found: dict[str, Any]) -> str:
                 f"  batch {c['batch']}, depth {c['depth']}: {c['median_s']} s, {json.dumps(c['ran_in'])}"
                 for c in row["cells"]
             ]
-    for batch, ratios in plain_steps(found["rows"]).items():
-        told = ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ratios.items())
-        lines.append(f"plain step at batch {batch} over that without speculation: {told}")
+    for batch, ratios in plain_steps(result["rows"]).items():
+        slowdowns = ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ratios.items())
+        lines.append(f"plain step at batch {batch} over that without speculation: {slowdowns}")
     return "\n".join(lines)
 
 
@@ -137,8 +137,7 @@ def _times(ratio: dict[str, Any]) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    found = row.get("mode") or row.get("way") or f"{row['plan']}, {row['runner']} {row['graphs']}"
-    return str(found)
+    return str(row.get("mode") or row.get("way") or f"{row['plan']}, {row['runner']} {row['graphs']}")
 
 
 def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
@@ -160,18 +159,18 @@ def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
 
 def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """Measure in another process: its result, or `failed`, and the seconds it took."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "row.json"
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "tltlab.bench.gpu", part, json.dumps(arguments), str(answer)],
             capture_output=True,
             text=True,
             env=os.environ | environment,
         )
-        failed = done.returncode != 0 or not answer.is_file()
-        row = {"failed": (done.stderr or done.stdout)[-_TAIL:]} if failed else json.loads(answer.read_text())
-    return row | {"seconds": time.perf_counter() - begun}
+        failed = process.returncode != 0 or not answer.is_file()
+        row = {"failed": (process.stderr or process.stdout)[-_TAIL:]} if failed else json.loads(answer.read_text())
+    return row | {"seconds": time.perf_counter() - start}
 
 
 def _graphs(
@@ -206,7 +205,7 @@ def _graphs(
         elif planned.deepest:
             new_head(model, "eagle", 0).to(torch.bfloat16).save(folder)
             drafters = {drafter: LearnedSpec(method="eagle", model=folder)}
-        begun = time.perf_counter()
+        start = time.perf_counter()
         engine = Engine(
             model, drafters=drafters, max_draft_depth=planned.deepest, vllm_args=settings,
             graphs=planned if graphs == "planned" else None,
@@ -215,7 +214,7 @@ def _graphs(
         captured = engine.captured_graphs()
         cells: list[dict[str, Any]] = []
         row = {
-            "started_s": time.perf_counter() - begun, "captured": asdict(captured), "depths": planned.depths,
+            "started_s": time.perf_counter() - start, "captured": asdict(captured), "depths": planned.depths,
             "planned": planned.full_graphs() if graphs == "planned" else None, "cells": cells,
             "memory": _memory(memory_bytes(graph_pool(model, 1, 1e6), planned), captured.num_bytes),
         }  # fmt: skip
@@ -252,11 +251,11 @@ def plain_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]
         if cell["depth"] == 0 and cell["median_s"]
     }
     reference = _name({"plan": GRAPH_PLANS[0], "runner": "V2", "graphs": "planned"})
-    found: dict[int, dict[str, float]] = {}
+    slowdowns: dict[int, dict[str, float]] = {}
     for (name, batch), seconds in medians.items():
         if (reference, batch) in medians and name != reference:
-            found.setdefault(batch, {})[name] = seconds / medians[reference, batch]
-    return found
+            slowdowns.setdefault(batch, {})[name] = seconds / medians[reference, batch]
+    return slowdowns
 
 
 def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
@@ -283,20 +282,20 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
             policy = mode.split()[1].strip(",")
             most = max(batches) if "planned" in mode else None
             arguments |= vllm_options(policy, max_batch=most, async_scheduling="asynchronous" in mode, record=record)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         llm = stock_llm(model, **arguments)
         try:
-            started_s = time.perf_counter() - begun
+            started_s = time.perf_counter() - start
             params = fixed_length(tokens)
             rates: dict[int, list[float]] = {}
             for batch in batches:
                 for visit in range(WARM_UP + rounds):
                     prompts = [{"prompt_token_ids": _prompt(model, n, visit)} for n in range(batch)]
-                    begun = time.perf_counter()
+                    start = time.perf_counter()
                     outputs = llm.generate(prompts, params, use_tqdm=False)
                     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
                     if visit >= WARM_UP:
-                        rates.setdefault(batch, []).append(num_tokens / (time.perf_counter() - begun))
+                        rates.setdefault(batch, []).append(num_tokens / (time.perf_counter() - start))
         finally:
             llm.llm_engine.engine_core.shutdown()
     return {"started_s": started_s, "tokens_per_s": rates}
@@ -321,13 +320,13 @@ def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, 
     seconds, copies = [], []
     try:
         for version in range(1, WARM_UP + rounds + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             weights = {k: v.cpu() for k, v in state.items()} if way.startswith("host") else state
-            copies.append(time.perf_counter() - begun)
+            copies.append(time.perf_counter() - start)
             engine.update_weights(weights.items(), version)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
     finally:
         engine.close()
     num_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -362,15 +361,15 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
         for visit in range(WARM_UP + rounds):
             for deterministic in ((False, True), (True, False))[visit % 2]:
                 be_repeatable(deterministic)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 trainer.update(visit)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
-                seconds[deterministic].append(time.perf_counter() - begun)
+                seconds[deterministic].append(time.perf_counter() - start)
     finally:
         be_repeatable(False)
         trainer.close()
-    plain, deterministic_s = (seconds[which][WARM_UP:] for which in (False, True))
+    plain, deterministic_s = (seconds[flag][WARM_UP:] for flag in (False, True))
     ratio = interval_json(paired_interval(deterministic_s, plain, rng=rng))
     return {"plain_s": plain, "deterministic_s": deterministic_s, "ratio": ratio}
 

@@ -38,16 +38,16 @@ def bench_policies(calls: int, rounds: int) -> dict[str, Any]:
     the best round, `within_20_us` whether that holds.
     """
     cases = [(name, batch) for name in SHIPPED for batch in BATCHES]
-    taken: dict[tuple[str, int], list[tuple[np.ndarray, np.ndarray]]] = {case: [] for case in cases}
+    times: dict[tuple[str, int], list[tuple[np.ndarray, np.ndarray]]] = {case: [] for case in cases}
     for number in range(rounds):
         for name, batch in cases:
-            taken[name, batch].append(_time(SHIPPED[name], batch, calls, number))
-    return {"goal_us": GOAL_US, "rows": [_row(name, batch, taken[name, batch]) for name, batch in cases]}
+            times[name, batch].append(_time(SHIPPED[name], batch, calls, number))
+    return {"goal_us": GOAL_US, "rows": [_row(name, batch, times[name, batch]) for name, batch in cases]}
 
 
 def _row(name: str, batch: int, rounds: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     decide, allot = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
-    mean_us = min(float((one + other).mean()) for one, other in rounds)
+    mean_us = min(float((decisions + allotments).mean()) for decisions, allotments in rounds)
     return {
         "policy": name,
         "batch": batch,
@@ -76,11 +76,11 @@ def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray
         strategy = selector.choose(state)
         chosen = clock()
         depth = strategy.draft_depth
-        kept = rng.binomial(depth, 0.6, batch).tolist() if depth else ()
+        accepted = rng.binomial(depth, 0.6, batch).tolist() if depth else ()
         outcome = StepOutcome(
-            elapsed_s=1e-2 + 1e-3 * depth, batch=batch, drafted=(depth,) * batch if depth else (), accepted=kept
+            elapsed_s=1e-2 + 1e-3 * depth, batch=batch, drafted=(depth,) * batch if depth else (), accepted=accepted
         )
-        told = clock()
+        resumed = clock()
         selector.observe(strategy, outcome)
         observed = clock()
         if policy.budget:
@@ -89,7 +89,7 @@ def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray
             budget.allot(state, strategy)
         shared_out = clock()
         if i >= _WARM_UP:
-            decide[i - _WARM_UP] = (chosen - began + observed - told) / 1e3
+            decide[i - _WARM_UP] = (chosen - began + observed - resumed) / 1e3
             allot[i - _WARM_UP] = (shared_out - observed) / 1e3
     return decide, allot
 
@@ -119,15 +119,15 @@ def _request(number: int, generated: int) -> RequestState:
     )
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The table for people."""
     rows = [
         (
             row["policy"], row["batch"], *(f"{row['decide_us'][figure]:.1f}" for figure in ("median", "p99")),
             *(f"{row['allot_us'][figure]:.1f}" if row["allot_us"] else "" for figure in ("median", "p99")),
-            f"{row['mean_us']:.1f}", "" if row["within_20_us"] else f"over {found['goal_us']:.0f} us",
+            f"{row['mean_us']:.1f}", "" if row["within_20_us"] else f"over {result['goal_us']:.0f} us",
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]  # fmt: skip
     return table(("policy", "batch", "decide us", "p99", "allot us", "p99", "mean", ""), rows)
 
@@ -170,14 +170,14 @@ def bench_buckets(rounds: int = 5) -> dict[str, Any]:
     }
 
 
-def buckets_text(found: dict[str, Any]) -> str:
+def buckets_text(result: dict[str, Any]) -> str:
     """The figures for people."""
-    agrees = "equal to" if found["equal_to_exhaustive"] else "NOT equal to"
+    agrees = "equal to" if result["equal_to_exhaustive"] else "NOT equal to"
     return (
-        f"{found['num_sizes']} batch sizes x {found['num_strategies']} strategies under {found['num_searches']} caps: "
-        f"median {1e3 * found['seconds']:.0f} ms, at most {1e3 * found['most_seconds']:.0f} ms\n"
-        f"{SMALL_BATCH} x {len(SMALL_STRATEGIES)}: {1e3 * found['small_seconds']:.1f} ms, {agrees} exhaustive search, "
-        f"which takes {1e3 * found['exhaustive_seconds']:.0f} ms"
+        f"{result['num_sizes']} batch sizes x {result['num_strategies']} strategies under {result['num_searches']} caps"
+        f": median {1e3 * result['seconds']:.0f} ms, at most {1e3 * result['most_seconds']:.0f} ms\n"
+        f"{SMALL_BATCH} x {len(SMALL_STRATEGIES)}: {1e3 * result['small_seconds']:.1f} ms, {agrees} exhaustive search, "
+        f"which takes {1e3 * result['exhaustive_seconds']:.0f} ms"
     )
 
 
@@ -187,10 +187,10 @@ class _Case:
     def __init__(self, seed: int, max_batch: int) -> None:
         rng = np.random.default_rng(seed)
         self.weights = {b: float(rng.exponential()) * (max_batch + 1 - b) for b in range(1, max_batch + 1)}
-        self.kept = rng.uniform(0.5, 0.8)
+        self.acceptance = rng.uniform(0.5, 0.8)
 
     def seconds(self, strategy: Strategy, batch: int) -> float:
-        chance = min(self.kept + 0.03 * strategy.top_k, 0.95)
+        chance = min(self.acceptance + 0.03 * strategy.top_k, 0.95)
         tokens = sum(chance**i for i in range(strategy.draft_depth + 1))
         drafting = 0.3 * strategy.draft_depth if strategy.drafter == "learned" else 0.0
         return float((max(6.0, 0.04 * batch * strategy.tokens_to_verify) + drafting + 0.02 * batch) / tokens)

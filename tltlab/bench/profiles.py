@@ -71,8 +71,8 @@ class ProfileFit:
     def term(self, name: str, *, gpu: str = "", family: str = "", version: str = "") -> float:
         """A term for a GPU, a family and a version of it; a level without a name is left at its typical value."""
         levels = {"": "", "gpu": gpu, "family": family, "version": f"{family} {version}"}
-        found = sum(self.values.get((name, level, value), 0.0) for level, value in levels.items())
-        return PRIORS[name].typical * float(np.exp(found))
+        deviation = sum(self.values.get((name, level, value), 0.0) for level, value in levels.items())
+        return PRIORS[name].typical * float(np.exp(deviation))
 
 
 @cache
@@ -80,38 +80,38 @@ def fitted(data: Path) -> ProfileFit:
     """All measurements in one fit; ConfigError where a file is missing."""
     table = measurements(data)
     values = fit(table)
-    found = table.assign(set=set_names(table), error=_errors(table, values), open=uncertainty(table, values, table))
-    return ProfileFit(values=values, table=found)
+    errors = table.assign(set=set_names(table), error=_errors(table, values), open=uncertainty(table, values, table))
+    return ProfileFit(values=values, table=errors)
 
 
 @cache
 def validated(data: Path) -> ProfileFit:
     """The fit, with each model, GPU and family of engines left out of another fit in turn and predicted by that."""
-    found = fitted(data)
-    table = found.table
+    fitting = fitted(data)
+    table = fitting.table
     engine = table["family"] != "kernels"
     for fold, column in FOLDS.items():
         errors = pd.Series(np.nan, table.index)
         for value in table.loc[engine, column].unique():
-            held = engine & (table[column] == value)
-            errors[held] = _errors(table[held], fit(table[~held], found.values, tolerance=1e-4))
+            fold_rows = engine & (table[column] == value)
+            errors[fold_rows] = _errors(table[fold_rows], fit(table[~fold_rows], fitting.values, tolerance=1e-4))
         table = table.assign(**{f"{fold}_error": errors})
-    return ProfileFit(values=found.values, table=table)
+    return ProfileFit(values=fitting.values, table=table)
 
 
-def shipped(found: ProfileFit) -> Profiles:
+def shipped(fitting: ProfileFit) -> Profiles:
     """The profiles of a fit, four digits each; left-out errors where the fit has been validated."""
-    table = found.table[found.table["family"] != "kernels"]
+    table = fitting.table[fitting.table["family"] != "kernels"]
     gpus = sorted(table["gpu"].unique())
     return Profiles(
-        knee=_round(found.term("knee")),
-        expert_spread=_round(found.term("expert_spread")),
+        knee=_round(fitting.term("knee")),
+        expert_spread=_round(fitting.term("expert_spread")),
         quantised=Quantised(
-            memory=_round(found.term("quantised_memory")), compute=_round(found.term("quantised_compute"))
+            memory=_round(fitting.term("quantised_memory")), compute=_round(fitting.term("quantised_compute"))
         ),
-        typical=_efficiencies(found, ""),
-        gpus={name: _efficiencies(found, name) for name in gpus},
-        engines={name: _engine(found, name, of) for name, of in ENGINES.items()},
+        typical=_efficiencies(fitting, ""),
+        gpus={name: _efficiencies(fitting, name) for name in gpus},
+        engines={name: _engine(fitting, name, of) for name, of in ENGINES.items()},
         provenance=(
             f"Fitted jointly by tltlab.bench.profiles to {len(table)} published measurements of engines "
             f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, TLT arXiv 2511.16665, EAGLE-3 arXiv "
@@ -129,15 +129,15 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     Rows that are `pooled` hold all sets of an engine, or of a size. Without `left_out` errors inside the fit alone:
     leaving out takes a fit for each model, GPU and engine.
     """
-    found = validated(data) if left_out else fitted(data)
-    table = found.table[found.table["family"] != "kernels"]
+    fitting = validated(data) if left_out else fitted(data)
+    table = fitting.table[fitting.table["family"] != "kernels"]
     table = table.assign(
         engine=(table["family"] + " " + table["version"]).str.strip(),
         asked=np.where(table["draft_depth"] > 0, "speed-up", "plain"),
         **{f"{fold}_inside": np.nan for fold in ("", *FOLDS)},
     )
-    _mark_inside(table, shipped(found))
-    made: list[tuple[object, ...]] = []
+    _mark_inside(table, shipped(fitting))
+    table_rows: list[tuple[object, ...]] = []
     for column in ("set", "engine"):
         for _, part in table.groupby([column, "asked"], sort=False):
             first = part.iloc[0]
@@ -147,20 +147,21 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
                 else ""
             )
             for fold in ("", *(FOLDS if left_out else ())):
-                made.append(_row(first["engine"], f"{first['asked']}{of}", part, fold, pooled=not of))
-    return pd.DataFrame([*made, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
+                table_rows.append(_row(first["engine"], f"{first['asked']}{of}", part, fold, pooled=not of))
+    return pd.DataFrame([*table_rows, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
 
 
 def _mark_inside(table: pd.DataFrame, ships: Profiles) -> None:
     """Which errors lie in the interval that the measurements' own profile gives, or what it has left without them."""
     for name, profile in ships.engines.items():
-        for one, (_, part) in zip(profile.measured, _own(table, ENGINES[name]).groupby("set", sort=False), strict=True):
-            others = profile.model_copy(update={"measured": tuple(m for m in profile.measured if m is not one)})
-            without = ships.model_copy(update={"engines": ships.engines | {name: others}})
-            shape, kind = model(one.model), SPECULATING if one.draft_depth else ""
+        parts = _rows_of(table, ENGINES[name]).groupby("set", sort=False)
+        for measured, (_, part) in zip(profile.measured, parts, strict=True):
+            remaining = profile.model_copy(update={"measured": tuple(m for m in profile.measured if m is not measured)})
+            without = ships.model_copy(update={"engines": ships.engines | {name: remaining}})
+            shape, kind = model(measured.model), SPECULATING if measured.draft_depth else ""
             bounds = {fold: most for fold, (_, most) in without.left_out(name, shape.experts > 0).items()}
-            own = ships.evidence(name, one.gpu, shape, one.weights)
-            bounds[kind] = (own.speedup_error() if kind else own.error()) or 0.0
+            evidence = ships.evidence(name, measured.gpu, shape, measured.weights)
+            bounds[kind] = (evidence.speedup_error() if kind else evidence.error()) or 0.0
             for fold in ("", *FOLDS):
                 if bound := bounds.get(fold + kind):
                     size = part[_column(fold)].abs()
@@ -172,22 +173,22 @@ def _by_size(table: pd.DataFrame) -> list[tuple[object, ...]]:
     sizes = {name: model(name).stored_params / 1e9 for name in table["model"].unique() if not model(name).experts}
     plain = table[(table["asked"] == "plain") & table["model"].isin(list(sizes))]
     size = plain["model"].map(sizes)
-    made = []
+    table_rows = []
     for least, most in ((0.0, 5.0), (5.0, 10.0), (10.0, 40.0), (40.0, 200.0)):
         part = plain[(size >= least) & (size < most)]
         if len(part):
             names = ", ".join(sorted(part["model"].unique()))
-            made.append(_row("all engines", f"plain, dense, {names}", part, "model", pooled=True))
-    return made
+            table_rows.append(_row("all engines", f"plain, dense, {names}", part, "model", pooled=True))
+    return table_rows
 
 
 def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool) -> tuple[object, ...]:
     error = part[_column(fold)]
     size, bias, inside = error.abs(), float(error.median()), float(part[f"{fold}_inside"].mean())
-    said = f"bias {bias:+.1%}, median {size.median():.1%}"
+    note = f"bias {bias:+.1%}, median {size.median():.1%}"
     how = f"{fold} left out" if fold else "fitted"
-    errors = float(size.mean()), float(size.max()), said, pooled, fold, bias, float(size.median()), inside
-    return source, f"{what}: {how}: {said}", len(error), not fold, *errors
+    errors = float(size.mean()), float(size.max()), note, pooled, fold, bias, float(size.median()), inside
+    return source, f"{what}: {how}: {note}", len(error), not fold, *errors
 
 
 def _column(fold: str) -> str:
@@ -198,38 +199,38 @@ def _errors(table: pd.DataFrame, values: dict[Param, float]) -> Floats:
     return np.asarray(predict(table, values) / table["measured"].to_numpy(np.float64) - 1, np.float64)
 
 
-def _efficiencies(found: ProfileFit, gpu: str) -> Efficiencies:
+def _efficiencies(fitting: ProfileFit, gpu: str) -> Efficiencies:
     names = ("memory", "compute", "kv", "link", "launch")
-    return Efficiencies(**{name: _round(found.term(name, gpu=gpu)) for name in names})
+    return Efficiencies(**{name: _round(fitting.term(name, gpu=gpu)) for name in names})
 
 
-def _engine(found: ProfileFit, name: str, of: Shipped) -> EngineProfile:
-    table = found.table
-    own = _own(table, of)
+def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:
+    table = fitting.table
+    measurements = _rows_of(table, of)
     at = {"family": of.family, "version": of.version}
     seconds = (
         "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "expert_layer_s", "allreduce_s", "per_request_s",
         *DRAFTING,
     )  # fmt: skip
     notes = []
-    if not (own["draft_depth"] > 0).any():
+    if not (measurements["draft_depth"] > 0).any():
         notes.append(NO_DRAFTS)
-    if (own["source"] == "TLT").any():
-        notes.append(TREE_CONTEXT.format(found.term("context_tokens")))
+    if (measurements["source"] == "TLT").any():
+        notes.append(TREE_CONTEXT.format(fitting.term("context_tokens")))
     return EngineProfile(
         engine=name,
         versions=of.versions,
-        memory=_round(found.term("memory", **at) / found.term("memory")),
-        prefill_efficiency=_round(found.term("prefill", **at)),
-        expert_efficiency=_round(found.term("expert_efficiency", **at)),
+        memory=_round(fitting.term("memory", **at) / fitting.term("memory")),
+        prefill_efficiency=_round(fitting.term("prefill", **at)),
+        expert_efficiency=_round(fitting.term("expert_efficiency", **at)),
         draft_vocab=of.draft_vocab,
-        measured=tuple(_measured(part) for _, part in own.groupby("set", sort=False)),
+        measured=tuple(_measured(part) for _, part in measurements.groupby("set", sort=False)),
         notes=tuple(notes),
-        **{term: _round(found.term(term, **at)) for term in seconds},
+        **{term: _round(fitting.term(term, **at)) for term in seconds},
     )
 
 
-def _own(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
+def _rows_of(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
     return table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
 
 
@@ -247,9 +248,9 @@ def _measured(part: pd.DataFrame) -> MeasurementSet:
         context_tokens=_span(context) if len(context) else (0.0, 0.0),
         draft_depth=_span(drafted) if len(drafted) else None,
         source=first["source"],
-        fitted=_left_out(part["error"]),
+        fitted=_fold_errors(part["error"]),
         parameter=nine_in_ten(part["open"].to_numpy(np.float64)),
-        left_out={fold: _left_out(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part},
+        left_out={fold: _fold_errors(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part},
     )
 
 
@@ -257,7 +258,7 @@ def _span(values: pd.Series[float]) -> tuple[float, float]:
     return _round(float(values.min())), _round(float(values.max()))
 
 
-def _left_out(error: pd.Series[float]) -> LeftOut:
+def _fold_errors(error: pd.Series[float]) -> LeftOut:
     size = error.abs()
     numbers = (error.median(), size.median(), size.quantile(0.9), size.max())
     bias, median, most, worst = (round(float(number), 4) for number in numbers)

@@ -85,7 +85,7 @@ def bench_seam(
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The bounds that a row has, with what it took; `per_request` ones are of a request, beyond its index."""
-    found = []
+    bounds = []
     for row in rows:
         policy, batch, took, bound = row["policy"], row["batch"], row["us_per_iteration"], None
         if not row["drafting"]:
@@ -96,25 +96,25 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             bound = PER_REQUEST_US
         if bound is not None:
             names = {"policy": policy, "batch": batch, "drafting": row["drafting"]}
-            found.append(names | {"us": took, "at_most": bound, "met": took <= bound})
-    return found
+            bounds.append(names | {"us": took, "at_most": bound, "met": took <= bound})
+    return bounds
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """Medians and 99th percentiles by batch, then the goals that are missed."""
-    batches = sorted({row["batch"] for row in found["rows"]})
-    cells = {(row["policy"], row["drafting"], row["batch"]): row for row in found["rows"]}
+    batches = sorted({row["batch"] for row in result["rows"]})
+    cells = {(row["policy"], row["drafting"], row["batch"]): row for row in result["rows"]}
     lines = []
-    for policy, drafting in dict.fromkeys((row["policy"], row["drafting"]) for row in found["rows"]):
+    for policy, drafting in dict.fromkeys((row["policy"], row["drafting"]) for row in result["rows"]):
         at = [cells.get((policy, drafting, batch)) for batch in batches]
         figures = [f"{row['us_per_iteration']:.0f} ({row['p99_us']:.0f})" if row else "-" for row in at]
         lines.append((policy, "drafting" if drafting else "off", *figures))
-    missed = [goal for goal in found["goals"] if not goal["met"]]
+    missed = [goal for goal in result["goals"] if not goal["met"]]
     return "\n".join(
         [
             "microseconds of processor time per iteration, median (99th percentile)",
             table(("policy", "", *(f"batch {batch}" for batch in batches)), lines, left=2),
-            f"{len(found['goals']) - len(missed)} of {len(found['goals'])} goals met",
+            f"{len(result['goals']) - len(missed)} of {len(result['goals'])} goals met",
             *(
                 f"  MISSED {goal['policy']}, {'drafting' if goal['drafting'] else 'off'}, batch {goal['batch']}: "
                 f"{goal['us']:.1f} us{' per request' if goal['drafting'] else ''}, at most {goal['at_most']:g}"

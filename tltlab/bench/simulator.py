@@ -47,7 +47,7 @@ LEAST_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TimedRun:
     """Something to time; `goal_ms` is what it should stay below, None for a baseline."""
 
     name: str
@@ -67,7 +67,7 @@ SPREAD = 0.8
 """Standard deviation, in logits, of acceptance between requests."""
 
 
-def cases() -> list[Case]:
+def cases() -> list[TimedRun]:
     """What rollouts of one RL step take: plain, table and bandit, fluid and sampled, and ten times longer responses.
 
     Beside linear costs and requests that are all accepted alike, plain decoding of a mixture of experts, and a table
@@ -86,23 +86,23 @@ def cases() -> list[Case]:
     routed, apart = scenario(step, costs=experts), scenario(step, acceptance_spread=SPREAD)
     tight = scenario(step, costs=COSTS.model_copy(update={"kv_capacity_tokens": 1_000_000}))
 
-    def makespan(where: Scenario, policy: Policy) -> Callable[[], float]:
-        return lambda: where.rollouts(policy)[0].makespan_s
+    def makespan(scenario: Scenario, policy: Policy) -> Callable[[], float]:
+        return lambda: scenario.rollouts(policy)[0].makespan_s
 
     requests, queues = base.steps[0], base.queues[0]
     return [
-        Case(name="plain", run=makespan(base, plain), goal_ms=20),
-        Case(name="plain, an event per iteration", run=lambda: per_iteration_makespan_s(requests, queues, COSTS)),
-        Case(name="plain, closed form", run=lambda: closed_form_makespan_s(requests, queues, COSTS)),
-        Case(name="plain, mixture of experts", run=makespan(routed, plain)),
-        Case(name="plain, lengths x 10", run=makespan(stretched, plain)),
-        Case(name="plain, KV cache of 1 M tokens", run=makespan(tight, plain)),
-        Case(name="plain, 16,384 responses, 64 workers", run=makespan(many, plain), goal_ms=100),
-        Case(name="table, fluid", run=makespan(base, table), goal_ms=30),
-        Case(name="table, fluid, each request's own acceptance", run=makespan(apart, table)),
-        Case(name="table, fluid, lengths x 10", run=makespan(stretched, table)),
-        Case(name="BEG-MAB, fluid", run=makespan(blocks, bandit), goal_ms=60),
-        Case(name="table, sampled", run=makespan(sampled, table), goal_ms=100),
+        TimedRun(name="plain", run=makespan(base, plain), goal_ms=20),
+        TimedRun(name="plain, an event per iteration", run=lambda: per_iteration_makespan_s(requests, queues, COSTS)),
+        TimedRun(name="plain, closed form", run=lambda: closed_form_makespan_s(requests, queues, COSTS)),
+        TimedRun(name="plain, mixture of experts", run=makespan(routed, plain)),
+        TimedRun(name="plain, lengths x 10", run=makespan(stretched, plain)),
+        TimedRun(name="plain, KV cache of 1 M tokens", run=makespan(tight, plain)),
+        TimedRun(name="plain, 16,384 responses, 64 workers", run=makespan(many, plain), goal_ms=100),
+        TimedRun(name="table, fluid", run=makespan(base, table), goal_ms=30),
+        TimedRun(name="table, fluid, each request's own acceptance", run=makespan(apart, table)),
+        TimedRun(name="table, fluid, lengths x 10", run=makespan(stretched, table)),
+        TimedRun(name="BEG-MAB, fluid", run=makespan(blocks, bandit), goal_ms=60),
+        TimedRun(name="table, sampled", run=makespan(sampled, table), goal_ms=100),
     ]
 
 
@@ -112,17 +112,17 @@ def bench_sim(rounds: int, configurations: int, jobs: int, seed: int = 0) -> dic
     for case in chosen:
         case.run()
     wall_ms: dict[str, list[float]] = {case.name: [] for case in chosen}
-    made: dict[str, float] = {}
+    makespans: dict[str, float] = {}
     for _ in range(rounds):
         for case in chosen:
             began, runs = time.perf_counter(), 0
             while not runs or time.perf_counter() - began < LEAST_S:
-                made[case.name] = case.run()
+                makespans[case.name] = case.run()
                 runs += 1
             wall_ms[case.name].append((time.perf_counter() - began) / runs * 1e3)
     rng = np.random.default_rng(seed)
-    found: dict[str, Any] = {
-        "cases": [_row(case, wall_ms[case.name], made[case.name]) for case in chosen],
+    result: dict[str, Any] = {
+        "cases": [_row(case, wall_ms[case.name], makespans[case.name]) for case in chosen],
         "ratios": {
             "per_iteration_over_plain": _ratio(wall_ms, "plain, an event per iteration", "plain", rng),
             "plain_over_closed_form": _ratio(wall_ms, "plain", "plain, closed form", rng, most=1.3),
@@ -137,8 +137,8 @@ def bench_sim(rounds: int, configurations: int, jobs: int, seed: int = 0) -> dic
         "rounds": rounds,
     }
     if configurations:
-        found["sweep"] = bench_sweep(configurations, jobs)
-    return found
+        result["sweep"] = bench_sweep(configurations, jobs)
+    return result
 
 
 def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
@@ -184,11 +184,11 @@ def example_bandit() -> Policy:
     """BEG-MAB with two arms in each of three buckets."""
     deep, middle, shallow = (Strategy.chain("learned", depth) for depth in (8, 4, 2))
     buckets = ((1, (deep, middle)), (9, (middle, shallow)), (65, (shallow, NO_SPECULATION)))
-    made = tuple(Bucket(min_batch=b, strategies=arms) for b, arms in buckets)
-    return Policy(selector=BegMabSpec(buckets=made))
+    specs = tuple(Bucket(min_batch=b, strategies=arms) for b, arms in buckets)
+    return Policy(selector=BegMabSpec(buckets=specs))
 
 
-def _row(case: Case, wall_ms: list[float], makespan_s: float) -> dict[str, Any]:
+def _row(case: TimedRun, wall_ms: list[float], makespan_s: float) -> dict[str, Any]:
     median = float(np.median(wall_ms))
     return {
         "case": case.name,
@@ -209,7 +209,7 @@ def _ratio(
     return {"ratio": interval.estimate, "low": interval.low, "high": interval.high, "goal": most}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The result for people."""
     cases = [
         (
@@ -217,7 +217,7 @@ def text(found: dict[str, Any]) -> str:
             "" if row["goal_ms"] is None else f"{row['goal_ms']:.0f}",
             "" if row["goal_ms"] is None or row["met"] else "MISSED",
         )
-        for row in found["cases"]
+        for row in result["cases"]
     ]  # fmt: skip
     ratios = [
         (
@@ -226,12 +226,12 @@ def text(found: dict[str, Any]) -> str:
             f"[{ratio['low']:.2f}, {ratio['high']:.2f}]",
             "" if ratio["goal"] is None else f"goal {ratio['goal']:g}x",
         )
-        for name, ratio in found["ratios"].items()
+        for name, ratio in result["ratios"].items()
     ]
     lines = [table(("case", "median ms", "least", "most", "goal", ""), cases), "", table((), ratios)]
-    lines.append(f"a bandit decides once per {found['decision_block']} iterations; {found['rounds']} rounds, in turn")
-    if "sweep" in found:
-        s = found["sweep"]
+    lines.append(f"a bandit decides once per {result['decision_block']} iterations; {result['rounds']} rounds, in turn")
+    if "sweep" in result:
+        s = result["sweep"]
         lines.append(
             f"sweep: {s['configurations']} tables x {s['rl_steps']} RL steps of 4,096 responses in {s['wall_s']:.1f} s "
             f"({s['jobs']} process{'es' if s['jobs'] > 1 else ''}; goal {s['goal_s']:.1f})"
@@ -245,17 +245,17 @@ def per_iteration_makespan_s(requests: Requests, queues: list[list[int]], costs:
     env = simpy.Environment()
 
     def worker(queue: list[int]) -> Generator[simpy.Event, Any, None]:
-        left = np.sort(requests.lengths[queue])
+        lengths = np.sort(requests.lengths[queue])
         context = int(requests.prompts[queue].sum())
         yield env.timeout(costs.prefill_s(float(context)))
         done, num_iterations = 0, 0
         contexts = (requests.prompts[queue] + requests.lengths[queue])[np.argsort(requests.lengths[queue])]
-        while done < len(left):
-            batch = len(left) - done
+        while done < len(lengths):
+            batch = len(lengths) - done
             yield env.timeout(cost.seconds(batch, context))
             num_iterations += 1
             context += batch
-            while done < len(left) and left[done] <= num_iterations:
+            while done < len(lengths) and lengths[done] <= num_iterations:
                 context -= int(contexts[done])
                 done += 1
 

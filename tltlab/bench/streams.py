@@ -85,8 +85,8 @@ def run(
     elif phase == "describe":
         describe(read(path))
     else:
-        for one in read(path).iter_rl_steps():
-            _ = one.workload, one.outcomes
+        for step in read(path).iter_rl_steps():
+            _ = step.workload, step.outcomes
     return time.perf_counter() - started, peak_rss_bytes()
 
 
@@ -134,15 +134,15 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"{found['num_responses']} responses in {found['num_rl_steps']} RL steps, "
-        f"{found['trace_bytes'] / 2**20:.0f} MiB on disk",
+        f"{result['num_responses']} responses in {result['num_rl_steps']} RL steps, "
+        f"{result['trace_bytes'] / 2**20:.0f} MiB on disk",
     ]
     rows = [
         (name, f"{phase['wall_s']:.1f}", f"{phase['rows_per_s']:.0f}", f"{phase['peak_rss_bytes'] / 2**20:.0f}")
-        for name, phase in found["phases"].items()
+        for name, phase in result["phases"].items()
     ]
     lines.append(table(("phase", "seconds", "responses/s", "peak MiB"), rows))
     return "\n".join(lines)

@@ -89,7 +89,7 @@ def annotate_trace(
         "max_depth": max_depth,
         "num_positions": num_positions,
         "drafters": lengths.result(),
-        "recorded": [dataclasses.asdict(found) for found in check.result()],
+        "recorded": [dataclasses.asdict(agreement) for agreement in check.result()],
         "notes": check.notes,
     }
     emit(_finite(result), as_json=as_json, text=_text(result))
@@ -106,9 +106,9 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
         raise ConfigError(f"--drafter {text}: {name!r} stands for no speculation; give the drafter another name")
     if age > _OLDEST:
         raise ConfigError(f"--drafter {text}: an age of {age} RL steps does not fit the trace, at most {_OLDEST} does")
-    kind, _, rest = spec_text.partition(":")
+    kind, _, folder = spec_text.partition(":")
     if kind in _LEARNED:
-        return DraftedBy(name or "learned", age), _learned(kind, rest, target)
+        return DraftedBy(name or "learned", age), _learned(kind, folder, target)
     spec = _spec(spec_text)
     if isinstance(spec, LearnedSpec):
         return DraftedBy(name or spec.kind, age), _learned(spec.method, spec.model, target)
@@ -118,27 +118,27 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
 
 
 def _split_name(text: str) -> tuple[str | None, str]:
-    found = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
-    return (found[1], found[2]) if found else (None, text)
+    match = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
+    return (match[1], match[2]) if match else (None, text)
 
 
 def _split_age(text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.+)@(\d+)", text, re.DOTALL)
-    return (found[1], int(found[2])) if found else (text, 0)
+    match = re.fullmatch(r"(.+)@(\d+)", text, re.DOTALL)
+    return (match[1], int(match[2])) if match else (text, 0)
 
 
 def _spec(text: str) -> Any:
     """A drafter of `drafters.DrafterSpec` from `KIND[:key=value,...]`, a JSON object, or a .json or .toml file."""
     try:
         if text.startswith("{"):
-            found = parse_json(text)
+            value = parse_json(text)
         elif text.endswith((".json", ".toml")):
             loads = parse_json if text.endswith(".json") else tomllib.loads
-            found = loads(read_text(Path(text), 1 << 20))
+            value = loads(read_text(Path(text), 1 << 20))
         else:
             kind, _, options = text.partition(":")
-            found = {"kind": kind} | dict(_option(text, part) for part in options.split(",") if part)
-        return _SPEC.validate_python(found)
+            value = {"kind": kind} | dict(_option(text, part) for part in options.split(",") if part)
+        return _SPEC.validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"--drafter {text}: {faults(error)}") from error
     except OSError as error:

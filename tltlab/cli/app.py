@@ -28,13 +28,13 @@ def load(command: str) -> Any:
 
     Raises ConfigError for an unknown name, and for a known one whose extra is not installed.
     """
-    found = _commands()
-    if command not in found:
+    commands = _commands()
+    if command not in commands:
         raise ConfigError(
-            f"no command named {command!r}{did_you_mean(command, found)}; there are: {', '.join(sorted(found))}"
+            f"no command named {command!r}{did_you_mean(command, commands)}; there are: {', '.join(sorted(commands))}"
         )
     try:
-        return found[command].load()
+        return commands[command].load()
     except ModuleNotFoundError as error:
         raise _missing_extra(error) from error
 
@@ -56,10 +56,10 @@ def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
     from packaging.utils import canonicalize_name
 
     module = (error.name or "").split(".")[0]
-    wanted = canonicalize_name(_BROUGHT_BY.get(module, module))
+    package = canonicalize_name(_BROUGHT_BY.get(module, module))
     for extra in metadata("tltlab").get_all("Provides-Extra") or ():
-        for needed in map(Requirement, requires("tltlab") or ()):
-            if canonicalize_name(needed.name) == wanted and needed.marker and needed.marker.evaluate({"extra": extra}):
+        for need in map(Requirement, requires("tltlab") or ()):
+            if canonicalize_name(need.name) == package and need.marker and need.marker.evaluate({"extra": extra}):
                 otherwise = " (or 'tltlab[runtime-cpu]' without CUDA)" if extra == "runtime" else ""
                 hint = f"pip install 'tltlab[{extra}]'{otherwise}"
                 return ConfigError(f"this needs {module}, which is not installed: {hint}")

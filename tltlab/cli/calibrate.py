@@ -83,17 +83,17 @@ def calibrate(
     """
     outs = {"out": out, "acceptance_out": acceptance_out, "stages_out": stages_out, "spot_out": spot_out,
             "freshness_out": freshness_out}  # fmt: skip
-    asked = [name for name, path in outs.items() if path is not None]
-    if not asked:
+    targets = [name for name, path in outs.items() if path is not None]
+    if not targets:
         raise ConfigError(
             "nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out, --stages-out, --spot-out or "
             "--freshness-out"
         )
-    known = hardware(gpu, model, tp)
+    machine = hardware(gpu, model, tp)
     if source.suffix not in TABLES and is_log(trace := read(source)):
-        if out is None or asked not in (["out"], ["out", "stages_out"]):
+        if out is None or targets not in (["out"], ["out", "stages_out"]):
             raise ConfigError(f"{source} has no iterations: it tells costs (--out) and --stages-out, nothing else")
-        if known is not None or kind != "linear":
+        if machine is not None or kind != "linear":
             raise ConfigError("--kind, --gpu, --model and --tp are for iterations: name a log's engine by --log-costs")
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
         trace = trace if chosen is None else trace.select(chosen)
@@ -104,9 +104,9 @@ def calibrate(
     if log_costs is not None or workers is not None:
         raise ConfigError("--log-costs and --workers are for training logs: iterations tell their own")
     if source.is_file():
-        if asked != ["out"] or acceptance != "by-batch":
+        if targets != ["out"] or acceptance != "by-batch":
             raise ConfigError(f"{source} is a table of measured iterations: it tells costs (--out), nothing else")
-        fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, known))
+        fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, machine))
     else:
         trace = read(source)
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
@@ -119,7 +119,7 @@ def calibrate(
         if out is not None and acceptance_out is None:
             outs["acceptance_out"] = out.parent / "acceptance.json"
         fits = _Fits(
-            costs=None if out is None else fit_trace(trace, kind, known),
+            costs=None if out is None else fit_trace(trace, kind, machine),
             acceptance=None if outs["acceptance_out"] is None else fit_kind(trace, acceptance),
             stages=None if stages_out is None else fit_stages(trace),
             spot=None if spot_out is None else fit_spot(trace),
@@ -170,16 +170,16 @@ class _Fits:
     @property
     def notes(self) -> list[str]:
         costs = fitted.costs.notes if (fitted := self.costs or self.log) else ()
-        others = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
-        return list(dict.fromkeys([*costs, *(note for notes in others for note in notes)]))
+        fit_notes = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
+        return list(dict.fromkeys([*costs, *(note for notes in fit_notes for note in notes)]))
 
     def json(self, outs: Mapping[str, Path | None]) -> dict[str, Any]:
         """The keys of `tltlab calibrate --json`."""
         keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages",
                 "spot", "freshness")  # fmt: skip
-        told: dict[str, Any] = dict.fromkeys(keys)
+        data: dict[str, Any] = dict.fromkeys(keys)
         if (fit := self.costs) is not None:
-            told |= {
+            data |= {
                 "kind": fit.kind,
                 "costs": fit.costs.model_dump(mode="json", exclude={"notes"}),
                 "residuals": _records(fit.residuals),
@@ -188,21 +188,21 @@ class _Fits:
                 "held_out_error": fit.held_out_error,
             }
         if (log := self.log) is not None:
-            told |= {"kind": "log", "costs": log.costs.model_dump(mode="json", exclude={"notes"}), "log": log.json()}
+            data |= {"kind": "log", "costs": log.costs.model_dump(mode="json", exclude={"notes"}), "log": log.json()}
         if (accepted := self.acceptance) is not None:
-            told["acceptance"] = _accepted(accepted)
+            data["acceptance"] = _accepted(accepted)
         if (stages := self.stages) is not None:
-            told["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
+            data["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
         if (spot := self.spot) is not None:
-            told["spot"] = {
+            data["spot"] = {
                 "model": spot.model.model_dump(mode="json"),
                 "residuals": _records(spot.residuals),
                 "median_error": spot.median_error,
             }
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
-            told["freshness"] = fresh.model.freshness.model_dump(mode="json") | _accepted(fresh)
-        return told | {"notes": self.notes} | {name: None if path is None else str(path) for name, path in outs.items()}
+            data["freshness"] = fresh.model.freshness.model_dump(mode="json") | _accepted(fresh)
+        return data | {"notes": self.notes} | {name: None if path is None else str(path) for name, path in outs.items()}
 
     def text(self) -> str:
         """The same for people."""
@@ -217,10 +217,10 @@ class _Fits:
             parts.append(self.log.text())
         if (accepted := self.acceptance) is not None and accepted.model is not None:
             error, constant = accepted.held_out_error, accepted.constant_error
-            known = "not tested, there is one RL step only"
+            errors = "not tested, there is one RL step only"
             if error is not None:
-                known = f"tokens per draft on RL steps left out: error {error:.1%}; by the others' mean {constant:.1%}"
-            parts.append(f"acceptance {accepted.kind}: {known}")
+                errors = f"tokens per draft on RL steps left out: error {error:.1%}; by the others' mean {constant:.1%}"
+            parts.append(f"acceptance {accepted.kind}: {errors}")
         if self.stages is not None:
             parts.append(self.stages.table())
         if (spot := self.spot) is not None:
@@ -272,9 +272,9 @@ def _points(source: Path, rl_steps: str | None) -> pd.DataFrame:
     return points[points["rl_step"].isin(chosen or [])].reset_index(drop=True)
 
 
-def _records(found: pd.DataFrame) -> list[dict[Any, Any]]:
+def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
     """Rows for JSON: what is not known is null."""
-    return found.astype(object).where(found.notna(), None).to_dict("records")
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def _terms(costs: CostModel) -> dict[str, float | None]:

@@ -63,9 +63,9 @@ def costs(
         rows.append(_row(model, NO_SPECULATION, size, context, 1.0))
         if chosen and accept_length:
             rows.append(_row(model, chosen, size, context, accept_length))
-    found = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
-    found |= {"evidence": None if model.evidence is None else model.evidence.to_json()}
-    emit(found | {"notes": list(model.notes)}, as_json=as_json, text=_table(found))
+    result = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
+    result |= {"evidence": None if model.evidence is None else model.evidence.to_json()}
+    emit(result | {"notes": list(model.notes)}, as_json=as_json, text=_table(result))
 
 
 def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens: float) -> dict[str, Any]:
@@ -77,19 +77,19 @@ def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens:
     verified = float(batch * strategy.tokens_to_verify)
     within = model.calibrated
     capacity, evidence = model.kv_capacity_tokens, model.evidence
-    asked = {"batch": batch, "verified_tokens": verified, "context_tokens": float(batch * context)}
-    beyond = within.outside(**asked) if within else []
+    load = {"batch": batch, "verified_tokens": verified, "context_tokens": float(batch * context)}
+    beyond = within.outside(**load) if within else []
     beyond += evidence.beyond([strategy.draft_depth]) if evidence else []
-    drafts, took = strategy.speculates, None
+    drafts, interval_s = strategy.speculates, None
     if evidence:
-        took = evidence.interval(seconds, speculates=drafts, extrapolated=bool(beyond))
+        interval_s = evidence.interval(seconds, speculates=drafts, extrapolated=bool(beyond))
     return {
         "batch": batch,
         "strategy": str(strategy),
         "iteration_ms": 1e3 * seconds,
         "tokens_per_s_per_request": tokens / seconds,
         "tokens_per_s": batch * tokens / seconds,
-        "interval_ms": None if took is None else [1e3 * end for end in took],
+        "interval_ms": None if interval_s is None else [1e3 * end for end in interval_s],
         "outside": beyond,
         "fits_kv_cache": capacity is None or batch * context <= capacity,
     }
@@ -116,7 +116,7 @@ def _strategy(text: str, drafter: str) -> Strategy:
     return Strategy(drafter, depth, top_k, verify)
 
 
-def _profile(known: Profiles, profile: EngineProfile) -> dict[str, Any]:
+def _profile(catalogue: Profiles, profile: EngineProfile) -> dict[str, Any]:
     """What a profile was measured with, and how far off it was on what was left out of its fit."""
     return {
         "name": profile.engine,
@@ -125,7 +125,7 @@ def _profile(known: Profiles, profile: EngineProfile) -> dict[str, Any]:
         "left_out": {
             kind: {
                 fold: {"median": middle, "most": most}
-                for fold, (middle, most) in known.left_out(profile.engine, experts).items()
+                for fold, (middle, most) in catalogue.left_out(profile.engine, experts).items()
             }
             for kind, experts in (("dense", False), ("experts", True))
         },
@@ -134,7 +134,7 @@ def _profile(known: Profiles, profile: EngineProfile) -> dict[str, Any]:
 
 def _list(listed: list[dict[str, Any]], engines: list[dict[str, Any]]) -> str:
     on = [_on(row) or row["note"].split(":")[0].split(";")[0] for row in listed]
-    rows = [(row["name"], row["kind"], what) for row, what in zip(listed, on, strict=True)]
+    rows = [(row["name"], row["kind"], description) for row, description in zip(listed, on, strict=True)]
     rows += [
         (f"{row['name']}:GPUS:MODEL", "profile", f"{row['versions']}: {', '.join(row['measured'])}") for row in engines
     ]
@@ -145,15 +145,15 @@ def _on(row: dict[str, Any]) -> str:
     return f"{row['model']} on {row['tp']} x {row['gpu']}" if row["gpu"] else ""
 
 
-def _table(found: dict[str, Any]) -> str:
-    capacity = found["kv_capacity_tokens"]
-    on = f", {_on(found)}" if found["gpu"] else ""
+def _table(result: dict[str, Any]) -> str:
+    capacity = result["kv_capacity_tokens"]
+    on = f", {_on(result)}" if result["gpu"] else ""
     heading = (
-        f"{found['name']}: {found['kind']}{on}; KV cache {f'{capacity:,} tokens' if capacity else 'unlimited'}; "
-        f"{found['context_tokens_per_request']:,} tokens of context per request"
+        f"{result['name']}: {result['kind']}{on}; KV cache {f'{capacity:,} tokens' if capacity else 'unlimited'}; "
+        f"{result['context_tokens_per_request']:,} tokens of context per request"
     )
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         low, high = row["interval_ms"] or (None, None)
         between = "" if low is None else f"{low:.2f}-{high:.2f}"
         beyond = [name.replace("_", " ") for name in row["outside"]]
@@ -165,7 +165,7 @@ def _table(found: dict[str, Any]) -> str:
             f"{row['tokens_per_s']:.0f}",
         )
         rows.append((row["batch"], row["strategy"], *speeds, ", ".join(beyond)))
-    if found["evidence"] is not None:
-        heading += f"\n{found['evidence']['says']}"
+    if result["evidence"] is not None:
+        heading += f"\n{result['evidence']['says']}"
     columns = ["batch", "strategy", "ms", "90 %", "tokens/s each", "in all", "beyond what was measured"]
     return f"{heading}\n{table(columns, rows, left=2, words=True)}"

@@ -67,15 +67,15 @@ def doctor(
     if imports:
         progress("importing torch and vLLM to see whether they work together ...")
     environment = check_environment(Machine.here(imports=imports, vllm=None if run else _vllm(), **needs))
-    found = diagnosis.findings if diagnosis else ()
+    findings = diagnosis.findings if diagnosis else ()
     result: dict[str, Any] = {
         "run": None if run is None else str(run),
         "simulated": None if diagnosis is None else diagnosis.simulated,
         "environment": [asdict(finding) for finding in environment],
-        "findings": [asdict(finding) for finding in found],
+        "findings": [asdict(finding) for finding in findings],
         "fine": [{"name": check.name, "good": check.good} for check in diagnosis.good] if diagnosis else [],
         "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked] if diagnosis else [],
-        "ok": not any(finding.severity == "problem" for finding in (*environment, *found)),
+        "ok": not any(finding.severity == "problem" for finding in (*environment, *findings)),
     }
     emit(result, as_json=as_json, text=_text(run, diagnosis, environment))
 
@@ -95,7 +95,7 @@ def _text(run: Path | None, diagnosis: Diagnosis | None, environment: list[Findi
         kind = " (simulated: its figures are predictions)" if diagnosis.simulated else ""
         lines += [f"{run}{kind}", ""]
         for finding in diagnosis.findings:
-            lines += _told(finding)
+            lines += _finding_lines(finding)
         if not diagnosis.findings:
             lines += ["No problem found.", ""]
         if diagnosis.good:
@@ -105,7 +105,7 @@ def _text(run: Path | None, diagnosis: Diagnosis | None, environment: list[Findi
         lines += ["", "environment"]
     bad = [finding for finding in environment if finding.severity != "fine"]
     for finding in bad:
-        lines += _told(finding)
+        lines += _finding_lines(finding)
     good = [finding for finding in environment if finding.severity == "fine"]
     if diagnosis is not None:
         lines += _wrapped("fine", ", ".join(finding.title for finding in good))
@@ -114,10 +114,10 @@ def _text(run: Path | None, diagnosis: Diagnosis | None, environment: list[Findi
     return "\n".join(lines)
 
 
-def _told(finding: Finding) -> list[str]:
-    where = f"  [{finding.where}]" if finding.where else ""
+def _finding_lines(finding: Finding) -> list[str]:
+    place = f"  [{finding.where}]" if finding.where else ""
     return [
-        *_wrapped(_MARK[finding.severity], finding.title + where),
+        *_wrapped(_MARK[finding.severity], finding.title + place),
         *_wrapped("", finding.evidence),
         *_wrapped("  ->", finding.advice),
         "",
@@ -131,7 +131,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 def _by_reason(not_checked: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     """(why, names) of the checks not made: many lack the same."""
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for name, why in not_checked:
-        found.setdefault(why, []).append(name)
-    return list(found.items())
+        reasons.setdefault(why, []).append(name)
+    return list(reasons.items())

@@ -44,12 +44,12 @@ def experiment(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     module = chosen.load()
     kind = get_type_hints(module.run)["settings"]
-    asked = list(overrides or [])
+    assignments = list(overrides or [])
     if model is not None:
         if "model" not in {field.name for field in fields(kind)}:
             raise ConfigError(f"--model {model}: the experiment {name} runs no model")
-        asked.append(f"model={model}")
-    settings = read_settings(kind, module.FAST if fast else None, asked)
+        assignments.append(f"model={model}")
+    settings = read_settings(kind, module.FAST if fast else None, assignments)
     check_replaceable(out / name)
     progress(f"{name}: {describe_settings(settings)}")
     result = replace(

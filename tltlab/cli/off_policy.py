@@ -73,40 +73,40 @@ def off_policy(
     if logging is not None:
         _check(source, logging, policies, kind, costs, acceptance, num_seeds, level, as_json)
         return
-    found = []
+    results = []
     for name, target in policies.items():
         evaluation = evaluate(source, target, reward=kind, level=level, seed=seed)
-        found.append({"policy": name, "reward": kind, **_plain(evaluation)})
-    emit({"policies": found}, as_json=as_json, text="\n\n".join(map(_table, found)))
+        results.append({"policy": name, "reward": kind, **_plain(evaluation)})
+    emit({"policies": results}, as_json=as_json, text="\n\n".join(map(_table, results)))
 
 
-def _plain(found: Evaluation) -> dict[str, Any]:
+def _plain(evaluation: Evaluation) -> dict[str, Any]:
     """The evaluation as JSON types; what is unknown is null."""
-    others = ("estimates", "logged", "warnings")
-    rest = {name: getattr(found, name) for name in Evaluation.__slots__ if name not in others}
-    estimates = {name: _interval(one) for name, one in found.estimates.items()}
-    return {**estimates, "logged": _interval(found.logged), **rest, "warnings": list(found.warnings)}
+    nested = ("estimates", "logged", "warnings")
+    figures = {name: getattr(evaluation, name) for name in Evaluation.__slots__ if name not in nested}
+    estimates = {name: _interval(estimate) for name, estimate in evaluation.estimates.items()}
+    return {**estimates, "logged": _interval(evaluation.logged), **figures, "warnings": list(evaluation.warnings)}
 
 
-def _interval(one: Estimate) -> dict[str, float | None]:
-    return {key: finite(getattr(one, key)) for key in ("value", "low", "high")}
+def _interval(estimate: Estimate) -> dict[str, float | None]:
+    return {key: finite(getattr(estimate, key)) for key in ("value", "low", "high")}
 
 
-def _table(found: dict[str, Any]) -> str:
-    unit = "tokens/s" if found["reward"] == "paper" else "times plain decoding"
-    lines = [f"policy {found['policy']}: mean reward of a decision in the logged states, {unit}"]
+def _table(result: dict[str, Any]) -> str:
+    unit = "tokens/s" if result["reward"] == "paper" else "times plain decoding"
+    lines = [f"policy {result['policy']}: mean reward of a decision in the logged states, {unit}"]
     rows = []
     for name in ("ips", "snips", "dr", "logged"):
-        value, low, high = (_number(found[name][key]) for key in ("value", "low", "high"))
+        value, low, high = (_number(result[name][key]) for key in ("value", "low", "high"))
         rows.append((name, value, f"[{low}, {high}]"))
     lines += [
         table([], rows, left=3, indent=2),
-        f"  {found['num_decisions']} decisions made at random, in {found['num_clusters']} clusters of RL step and "
-        f"worker, worth {found['effective']:.0f} of the policy's own",
+        f"  {result['num_decisions']} decisions made at random, in {result['num_clusters']} clusters of RL step and "
+        f"worker, worth {result['effective']:.0f} of the policy's own",
     ]
-    if found["num_without_choice"]:
-        lines.append(f"  {found['num_without_choice']} more left out: their policy had no choice, so they say nothing")
-    return "\n".join([*lines, *(f"  warning: {warning}" for warning in found["warnings"])])
+    if result["num_without_choice"]:
+        lines.append(f"  {result['num_without_choice']} more left out: their policy had no choice, so they say nothing")
+    return "\n".join([*lines, *(f"  warning: {warning}" for warning in result["warnings"])])
 
 
 def _number(value: float | None) -> str:

@@ -40,11 +40,11 @@ def report(
     if is_trace(inside) and path.resolve().parent == inside.resolve() and out is None:
         raise ConfigError(f"{path} would lie inside the trace: name another place with --out")
     page = make(run, out=path, verify=verify)
-    left = {part.title: part.reason for part in page.absent}
+    reasons = {part.title: part.reason for part in page.absent}
     size = path.stat().st_size
     text = "\n".join(
         [f"wrote {path} ({size / 1e6:.2f} MB): {', '.join(s.title for s in page.sections)}"]
-        + [f"left out: {title}: {reason}" for title, reason in left.items()]
+        + [f"left out: {title}: {reason}" for title, reason in reasons.items()]
     )
     parts = [section.title for section in page.sections]
-    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": left}, as_json=as_json, text=text)
+    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": reasons}, as_json=as_json, text=text)

@@ -54,12 +54,12 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
 
     Example: tltlab trace validate traces/tiny
     """
-    found = read(trace)
-    summed = found.path is not None and check_sums(found.path)
-    text = f"valid: {_counts_text(found)}"
+    source = read(trace)
+    summed = source.path is not None and check_sums(source.path)
+    text = f"valid: {_counts_text(source)}"
     if not summed:
         text += "\nits tables have no checksums, so damage that leaves them valid would go unnoticed"
-    emit(count(found) | {"valid": True, "checksums": summed}, as_json=as_json, text=text)
+    emit(count(source) | {"valid": True, "checksums": summed}, as_json=as_json, text=text)
 
 
 @app.command()
@@ -76,11 +76,11 @@ def repair(
 
     Example: tltlab trace repair runs/demo/trace
     """
-    found = repair_recording(path, out)
-    text = f"{found.path}: valid: {_counts_text(found)}"
-    notes = found.manifest.notes
+    repaired = repair_recording(path, out)
+    text = f"{repaired.path}: valid: {_counts_text(repaired)}"
+    notes = repaired.manifest.notes
     emit(
-        count(found) | {"path": str(found.path), "notes": notes},
+        count(repaired) | {"path": str(repaired.path), "notes": notes},
         as_json=as_json,
         text=f"{text}\n{notes}" if notes else text,
     )
@@ -150,11 +150,11 @@ def import_trace(
     """
     if form is not None and form not in FORMATS:
         raise ConfigError(f"--format is {form!r}; there are: {', '.join(FORMATS)}")
-    given = tokenizer is not None or chars_per_token is not None
+    counts_tokens = tokenizer is not None or chars_per_token is not None
     trace = import_dump(
         dump,
         form=form,
-        tokens=token_counter(tokenizer, chars_per_token) if given else None,
+        tokens=token_counter(tokenizer, chars_per_token) if counts_tokens else None,
         workers=workers,
         group_size=group_size,
         max_response_tokens=max_response_tokens,
@@ -232,8 +232,8 @@ def generate(
         "prompt_tokens_median": prompt_tokens,
     }  # fmt: skip
     model = _changed(source.model, {name: value for name, value in changes.items() if value is not None})
-    asked = {"num_rl_steps": rl_steps, "prompts_per_step": prompts, "group_size": group_size}
-    shape = source.shape | {name: value for name, value in asked.items() if value is not None}
+    sizes = {"num_rl_steps": rl_steps, "prompts_per_step": prompts, "group_size": group_size}
+    shape = source.shape | {name: value for name, value in sizes.items() if value is not None}
     steps = generate_steps(
         model, **shape, num_prompts=source.num_prompts if num_prompts is None else num_prompts, seed=seed
     )
@@ -245,25 +245,25 @@ def generate(
         name=out.name,
     )
     every = math.ceil(math.prod(shape.values()) / MAX_RESPONSES)
-    kept: list[StepTables] = []
+    sampled: list[StepTables] = []
     num_tokens = 0
     with StreamWriter(out, manifest) as writer:
         for rl_step, (workload, outcomes) in enumerate(steps):
             writer.append(*((workload, outcomes) if tools is None else tools.cut((workload, outcomes), seed)))
             num_tokens += int(outcomes["response_tokens"].sum())
             if rl_step % every == 0:
-                kept.append((workload, outcomes))
+                sampled.append((workload, outcomes))
     model.write(out / MODEL_FILE)
     names = ("workload", "outcomes")
-    tables = {n: pd.concat(frames) for n, frames in zip(names, zip(*kept, strict=True), strict=True)}
-    found = statistics(Trace.from_tables(manifest, tables))
+    tables = {n: pd.concat(frames) for n, frames in zip(names, zip(*sampled, strict=True), strict=True)}
+    figures = statistics(Trace.from_tables(manifest, tables))
     result = {
         "path": str(out),
         "num_rl_steps": shape["num_rl_steps"],
         "num_responses": math.prod(shape.values()),
         "num_tokens": num_tokens,
         "model": model.model_dump(mode="json"),
-        "statistics": found,
+        "statistics": figures,
         "like": source.statistics,
     }
     emit(result, as_json=as_json, text=_generated_text(result))
@@ -278,7 +278,7 @@ def _counts_text(trace: Trace) -> str:
 
 
 def _describe_text(result: dict[str, Any]) -> str:
-    told = [(name, value) for name, value in result["manifest"].items() if value is not None]
+    fields = [(name, value) for name, value in result["manifest"].items() if value is not None]
     tables = ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items())
     columns = {
         "RL step": ("rl_step", "d"), "responses": ("num_responses", "d"), "tokens": ("num_tokens", "d"),
@@ -291,7 +291,7 @@ def _describe_text(result: dict[str, Any]) -> str:
         ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
         for row in result["rl_steps"]
     ]
-    return table([], [*told, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
+    return table([], [*fields, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,19 +312,19 @@ def _source(regime: str | None, like: str | None, prompt_share: float | None) ->
     if Path(like).suffix == ".json":
         return _Source(model=LengthModel.load(like), shape=shape)
     trace = read(like)
-    found = statistics(trace)
-    prompts = max(1, round(found["prompts_per_step"]))
-    seen_groups = found["prompts_per_step"] * found["num_rl_steps_looked_at"]
+    figures = statistics(trace)
+    prompts = max(1, round(figures["prompts_per_step"]))
+    seen_groups = figures["prompts_per_step"] * figures["num_rl_steps_looked_at"]
     return _Source(
         model=fit_lengths(trace, prompt_share=prompt_share),
         shape={
             "num_rl_steps": len(trace.rl_steps),
             "prompts_per_step": prompts,
-            "group_size": max(1, round(found["group_size"])),
+            "group_size": max(1, round(figures["group_size"])),
         },
-        num_prompts=max(prompts, found["num_prompts"]) if found["num_prompts"] < 0.999 * seen_groups else None,
+        num_prompts=max(prompts, figures["num_prompts"]) if figures["num_prompts"] < 0.999 * seen_groups else None,
         num_workers=trace.manifest.num_workers,
-        statistics=found,
+        statistics=figures,
     )
 
 

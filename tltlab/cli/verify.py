@@ -73,16 +73,16 @@ def verify(
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
         if is_log(trace):
             trace = trace if chosen is None else trace.select(chosen)
-            told = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW)
-            emit(told.json(), as_json=as_json, text=told.text())
+            log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW)
+            emit(log.json(), as_json=as_json, text=log.text())
             return
         if costs is not None or workers is not None:
             raise ConfigError("--costs and --workers are for training logs: a recorded run tells its own")
-        found = run_verify(
+        verification = run_verify(
             run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
             allow_code=allow_code or (),
         )  # fmt: skip
-        emit(found.json(), as_json=as_json, text=text(found))
+        emit(verification.json(), as_json=as_json, text=text(verification))
         return
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
@@ -91,7 +91,7 @@ def verify(
 
     with code_allowed(allow_code or ()):
         chosen_policies = verify_policies.named_policies(policies)
-    ran = verify_policies.verify_policies(
+    rollouts = verify_policies.verify_policies(
         run,
         chosen_policies,
         rounds=repeats or ROUNDS,
@@ -100,4 +100,4 @@ def verify(
         out=out,
         say=progress,
     )
-    emit(ran.json(), as_json=as_json, text=verify_policies.text(ran))
+    emit(rollouts.json(), as_json=as_json, text=verify_policies.text(rollouts))

@@ -82,9 +82,9 @@ class WorkerAgent:
             return ()
         if command.seq > self._acked:
             self._acked = command.seq
-            obeyed = isinstance(command, Train) and self._can_obey(command)
+            obeys = isinstance(command, Train) and self._can_obey(command)
             self._highest_term = max(self._highest_term, command.term)
-            if isinstance(command, Train) and obeyed:
+            if isinstance(command, Train) and obeys:
                 self.order = TrainIn(
                     term=command.term,
                     group=command.group,
@@ -125,11 +125,11 @@ class WorkerAgent:
         return self._report(now) if now >= self.wakeup_s else ()
 
     def _can_obey(self, train: Train) -> bool:
-        mine = train.incarnation == self.incarnation and train.term >= self._highest_term
-        may = not self._busy and train.rl_step == self._rl_step
+        addressed = train.incarnation == self.incarnation and train.term >= self._highest_term
+        idle = not self._busy and train.rl_step == self._rl_step
         # One that still yields, of whatever term, has not freed its device.
         free = self.held is None or (isinstance(self.order, TrainIn) and self.held == train.term)
-        return mine and may and free
+        return addressed and idle and free
 
     def _report(self, now: float) -> tuple[WorkerReport, ...]:
         # A device that was promised counts as held: the trainer may take it any moment.

@@ -127,11 +127,11 @@ class Verdict:
                 f"the learned drafter has not learned yet: training predicts a chance of {self.predicted[0]:.3f} for a "
                 f"draft's first token ({self.why})"
             )
-        found = f"{self.measured[0]:.3f} of {self.drafts} first draft tokens were kept since {self.why}"
+        share = f"{self.measured[0]:.3f} of {self.drafts} first draft tokens were kept since {self.why}"
         if self.kind == "fine":
-            return f"the learned drafter does as predicted: {found}, training predicted {self.predicted[0]:.3f}"
+            return f"the learned drafter does as predicted: {share}, training predicted {self.predicted[0]:.3f}"
         return (
-            f"the learned drafter has collapsed: {found}, but training predicted {self.predicted[0]:.3f}; likely the "
+            f"the learned drafter has collapsed: {share}, but training predicted {self.predicted[0]:.3f}; likely the "
             "engine drafts with stale weights, a wrong embedding or LM head, or a wrong vocabulary"
         )
 

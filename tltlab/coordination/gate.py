@@ -136,10 +136,10 @@ def training_cost(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt])
         noise = _NOISE
         for _ in range(3):
             precision = x.T @ x / noise**2 + np.diag(spread**-2.0)
-            found = np.linalg.solve(precision, x.T @ y / noise**2 + prior / spread**2)
-            left = y - x @ found
-            noise = math.sqrt((_NOISE_ROLLOUTS * _NOISE**2 + float(left @ left)) / (_NOISE_ROLLOUTS + len(rows)))
-        slowdown, elasticity = math.expm1(float(found[1])), float(np.clip(found[2], 0.05, 1.0))
+            coefficients = np.linalg.solve(precision, x.T @ y / noise**2 + prior / spread**2)
+            scatter = y - x @ coefficients
+            noise = math.sqrt((_NOISE_ROLLOUTS * _NOISE**2 + float(scatter @ scatter)) / (_NOISE_ROLLOUTS + len(rows)))
+        slowdown, elasticity = math.expm1(float(coefficients[1])), float(np.clip(coefficients[2], 0.05, 1.0))
         error = math.sqrt(float(np.linalg.inv(precision)[1, 1]))
     return TrainingCost(
         rollout_s=typical_s, slowdown=slowdown, slowdown_error=error, delay_s=delay_s, elasticity=elasticity
@@ -154,28 +154,28 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
     Both are at their lower ends, a standard error down, so that noise brings next to none. `first` is the RL step
     that the record begins at.
     """
-    known = [attempt for attempt in attempts if attempt.candidate and attempt.served][-_ATTEMPTS:]
-    if not known:
+    judged = [attempt for attempt in attempts if attempt.candidate and attempt.served][-_ATTEMPTS:]
+    if not judged:
         return 0.0, 0.0
-    before = [attempt for attempt in attempts if attempt.rl_step < known[0].rl_step]
-    begun = before[-1].rl_step if before else first - 1
-    steps = np.diff([begun, *(attempt.rl_step for attempt in known)]).astype(np.float64)
-    gains = np.array([attempt.gain for attempt in known])
+    before = [attempt for attempt in attempts if attempt.rl_step < judged[0].rl_step]
+    start = before[-1].rl_step if before else first - 1
+    steps = np.diff([start, *(attempt.rl_step for attempt in judged)]).astype(np.float64)
+    gains = np.array([attempt.gain for attempt in judged])
     loss = 0.0
-    if len(known) > 1:
-        served = np.log([max(a.candidate or 1.0, a.served or 1.0) for a in known[:-1]])
-        later = np.log([a.served or 1.0 for a in known[1:]])
+    if len(judged) > 1:
+        served = np.log([max(a.candidate or 1.0, a.served or 1.0) for a in judged[:-1]])
+        later = np.log([a.served or 1.0 for a in judged[1:]])
         lost = served - later
         # Texts differ, and each one but the first and the last counts once up and once down.
         texts = math.sqrt((_TEXT_NOISE**2 + float(((lost - lost.mean()) ** 2).sum())) / len(lost))
         loss = max(0.0, (float(lost.sum()) - texts) / float(steps[1:].sum()))
-    weight = _FORGET ** np.arange(len(known))[::-1]
+    weight = _FORGET ** np.arange(len(judged))[::-1]
     weight /= weight.sum()
     lasting = gains - loss * steps
     mean = float(weight @ lasting)
     spread = max(float(weight @ (lasting - mean) ** 2), _PAIR_NOISE**2)
     sure = mean - math.sqrt(spread * float(weight @ weight))
-    if len(known) > 1:
+    if len(judged) > 1:
         # A drafter that improves gains less and less: that scatters, and still the latest two are worth as much.
         sure = max(sure, float(lasting[-2:].min()) - 2.0 * _PAIR_NOISE)
     return loss, max(0.0, sure)
@@ -190,13 +190,13 @@ def above_end(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> 
     Infinite where no period has rollouts enough to tell.
     """
     logs = {row.rl_step: math.log(row.accept_length) for row in rollouts if row.accept_length}
-    begun = [attempt.rl_step for attempt in attempts[-_PERIODS:]]
-    found = []
-    for first, end in zip(begun, [*begun[1:], math.inf], strict=True):
+    starts = [attempt.rl_step for attempt in attempts[-_PERIODS:]]
+    excesses = []
+    for first, end in zip(starts, [*starts[1:], math.inf], strict=True):
         period = np.array([log for step, log in logs.items() if first < step <= end])
         if len(period) >= _TO_JUDGE:
-            found.append(float(period.sum() - len(period) * period[-(len(period) // _TO_JUDGE) :].mean()))
-    return float(np.mean(found)) if found else math.inf
+            excesses.append(float(period.sum() - len(period) * period[-(len(period) // _TO_JUDGE) :].mean()))
+    return float(np.mean(excesses)) if excesses else math.inf
 
 
 def paid(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], cost: TrainingCost) -> bool:
@@ -230,8 +230,8 @@ def worth_training(
     if not any(row.accept_length for row in rollouts) or not attempts:
         return True, "what training takes and brings is not known yet"
     trained = {attempt.rl_step for attempt in attempts}
-    seen = [row.rl_step in trained for row in rollouts if row.accept_length]
-    if all(seen[-CONTROL_EVERY:]):
+    with_training = [row.rl_step in trained for row in rollouts if row.accept_length]
+    if all(with_training[-CONTROL_EVERY:]):
         return False, "a rollout without training, to see what training takes"
     cost = training_cost(rollouts, attempts)
     first = rollouts[0].rl_step

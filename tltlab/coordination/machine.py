@@ -286,8 +286,8 @@ class _Turn:
             joining = self._invited()[: max(0, limit - len(self.period.members))]
             if joining:
                 self._group(replace(self.period, members=(*self.period.members, *joining)))
-        held = any(w.phase in (Phase.TRAINING, Phase.STOPPING) for w in self.workers.values())
-        if math.isfinite(self.release_by_s) and not held:
+        training = any(w.phase in (Phase.TRAINING, Phase.STOPPING) for w in self.workers.values())
+        if math.isfinite(self.release_by_s) and not training:
             self.release_by_s = math.inf
             self.commands.append(Released(rl_step=self.rl_step))
 

@@ -133,8 +133,8 @@ class SpotTraining(FrozenModel):
             checkpoint_left_s=max(0.0, cycle_s - within_s) if done == every else 0.0,
             trained_s=progress.trained_s + max(0.0, gained + share - progress.share) * update_s,
         )
-        begun = range(1 if writing else 0, cycles + (done == every))
-        return after, tuple(setup_s + k * cycle_s + every * update_s - begin_s for k in begun)
+        numbers = range(1 if writing else 0, cycles + (done == every))
+        return after, tuple(setup_s + k * cycle_s + every * update_s - begin_s for k in numbers)
 
     def yield_delay_s(self, progress: Progress, members: int) -> float:
         """For how long a member holds its device after it was told to stop: at most one update and `yield_s`."""

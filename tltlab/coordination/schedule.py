@@ -98,7 +98,7 @@ class TrainingSchedule:
 
     def decide(self, rl_step: int, drafter: DrafterState, *, trusted: bool = True) -> Decision:
         """Whether to train in the rollout of `rl_step`; `trusted` is the canary's word on the drafter in service."""
-        first = self._begun(rl_step)
+        first = self._first_step(rl_step)
         if self.config.kind == "never":
             return Decision(train=False, reason="the schedule says never")
         if not (self.trainings or self.pretrained or drafter.updates):
@@ -133,19 +133,19 @@ class TrainingSchedule:
         tokens: int = 0,
     ) -> None:
         """Record a rollout, in place of an earlier record of its RL step; `RolloutDrift` explains the arguments."""
-        first = self._begun(rl_step)
-        before = [step for step in self.trainings if step < rl_step]
-        known = accept_length is not None and drafts > 0
+        first = self._first_step(rl_step)
+        trainings = [step for step in self.trainings if step < rl_step]
+        drafted = accept_length is not None and drafts > 0
         self.record = [row for row in self.record if row.rl_step != rl_step]
         self.record.append(
             RolloutDrift(
                 rl_step=rl_step,
-                accept_length=accept_length if known else None,
-                drafts=drafts if known else 0,
+                accept_length=accept_length if drafted else None,
+                drafts=drafts if drafted else 0,
                 # A policy that has jumped may be infinitely far, which JSON does not know.
                 drift_kl=drift_kl if drift_kl is not None and math.isfinite(drift_kl) else None,
-                age=rl_step - (before[-1] if before else min(first, rl_step)),
-                training=len(before),
+                age=rl_step - (trainings[-1] if trainings else min(first, rl_step)),
+                training=len(trainings),
                 rollout_s=rollout_s,
                 tokens=tokens,
             )
@@ -159,8 +159,8 @@ class TrainingSchedule:
 
     def attempted(self, attempt: Attempt) -> None:
         """Workers trained in a rollout, whatever became of it; in place of an earlier attempt in that RL step."""
-        others = [other for other in self.attempts if other.rl_step != attempt.rl_step]
-        self.attempts = sorted([*others, attempt], key=lambda other: other.rl_step)
+        earlier = [past for past in self.attempts if past.rl_step != attempt.rl_step]
+        self.attempts = sorted([*earlier, attempt], key=lambda past: past.rl_step)
 
     def summary(self) -> DriftSummary:
         """How the drafter ages, from all rollouts that follow one another without training in between.
@@ -199,7 +199,7 @@ class TrainingSchedule:
         self.attempts = [Attempt(**attempt) for attempt in state.get("attempts", ())]
         self._first = state["first"]
 
-    def _begun(self, rl_step: int) -> int:
+    def _first_step(self, rl_step: int) -> int:
         """The first RL step that was heard of."""
         if self._first is None:
             self._first = rl_step
@@ -307,16 +307,16 @@ def _best(lengths: Floats, drafts: Floats, noise: float, level: float) -> tuple[
 
 def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[RolloutDrift]]:
     """Change per RL step with its 95 % interval, and the rollouts it is from; NaN where they are too few."""
-    periods = {row.training: [other for other in rows if other.training == row.training] for row in rows}
-    used = [row for row in rows if len(periods[row.training]) > 1]
-    levels = len({row.training for row in used})
-    freedom = len(used) - levels - 1
+    periods = {row.training: [peer for peer in rows if peer.training == row.training] for row in rows}
+    fitted_rows = [row for row in rows if len(periods[row.training]) > 1]
+    levels = len({row.training for row in fitted_rows})
+    freedom = len(fitted_rows) - levels - 1
     if freedom < 1:
-        return math.nan, math.nan, math.nan, used
-    age = np.array([row.age for row in used], np.float64)
-    log = np.log([row.accept_length or 1.0 for row in used])
-    weight = np.array([row.drafts for row in used], np.float64)
-    group = np.array([row.training for row in used])
+        return math.nan, math.nan, math.nan, fitted_rows
+    age = np.array([row.age for row in fitted_rows], np.float64)
+    log = np.log([row.accept_length or 1.0 for row in fitted_rows])
+    weight = np.array([row.drafts for row in fitted_rows], np.float64)
+    group = np.array([row.training for row in fitted_rows])
     for values in (age, log):
         for training in np.unique(group):
             inside = group == training
@@ -326,7 +326,7 @@ def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[Rollou
     variance = float(weight @ (log - slope * age) ** 2) / freedom / spread
     margin = student_margin(math.sqrt(variance), freedom)
     change, low, high = (math.expm1(value) for value in (slope, slope - margin, slope + margin))
-    return change, low, high, used
+    return change, low, high, fitted_rows
 
 
 def _sentence(
@@ -335,9 +335,9 @@ def _sentence(
     moved = f"; the target moves by {drift_kl:.2g} nats per token and RL step" if drift_kl is not None else ""
     if math.isnan(change):
         return f"Too few RL steps without training to say how the drafter ages{moved}."
-    seen = f"95 % interval {low:+.2%} to {high:+.2%}, {num_rollouts} rollouts at ages {ages[0]} to {ages[1]}{moved}"
+    basis = f"95 % interval {low:+.2%} to {high:+.2%}, {num_rollouts} rollouts at ages {ages[0]} to {ages[1]}{moved}"
     if high < 0:
-        return f"Without training the drafter loses {-change:.2%} of its accepted length per RL step ({seen})."
+        return f"Without training the drafter loses {-change:.2%} of its accepted length per RL step ({basis})."
     if low > 0:
-        return f"Without training the drafter gains {change:.2%} of accepted length per RL step ({seen})."
-    return f"The drafter shows no change with age, {change:+.2%} of its accepted length per RL step ({seen})."
+        return f"Without training the drafter gains {change:.2%} of accepted length per RL step ({basis})."
+    return f"The drafter shows no change with age, {change:+.2%} of its accepted length per RL step ({basis})."

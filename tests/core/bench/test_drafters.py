@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from tltlab.bench.drafters import (
-    Group,
     LongRun,
+    Visits,
     bench_drafters,
     bench_history,
     history_text,
@@ -23,7 +23,7 @@ TRACES = Path(__file__).parents[3] / "traces"
 
 
 def test_a_replay_counts_what_an_engine_would_accept():
-    group = Group(prompt_id="p", prompt=[1, 2, 3, 1, 2], earlier=[], replayed=[[3, 1, 2, 3, 9, 5]])
+    group = Visits(prompt_id="p", prompt=[1, 2, 3, 1, 2], earlier=[], replayed=[[3, 1, 2, 3, 9, 5]])
     found = replay(NgramDrafter(min_match=2), [group], depth=4)
     # The prefill gives 3. The draft "1 2 3 1" is kept up to the 3, then comes 9; nothing is known after it, then 5.
     assert found["drafted"] == 4 / 2

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tltlab.bench import app as bench
-from tltlab.bench.train.figures import Block, learned, ratio_of_medians, steady, summarise, text
+from tltlab.bench.train.figures import SideRun, learned, ratio_of_medians, steady, summarise, text
 from tltlab.bench.train.run import (
     DEFAULTS,
     FAST,
@@ -29,13 +29,13 @@ from tltlab.bench.train.run import (
     train_sizes,
     trl_folder,
 )
-from tltlab.bench.train.texts import Setting, recipe_text, script_text, written_lines
+from tltlab.bench.train.texts import GrpoJob, recipe_text, script_text, written_lines
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import load_recipe
 
 from .made_traces import trace_of
 
-SETTING = Setting(
+SETTING = GrpoJob(
     model=Path("/models/of our own"), reward="tltlab.runtime.models.tasks:subset_sum_reward", steps=5,
     prompts_per_step=24, group_size=8, max_response_tokens=768, cores=2,
 )  # fmt: skip
@@ -46,13 +46,13 @@ LINES = {OURS: 21, DEFAULTS: 28, VLLM: 32}
 def quiet(_: str) -> None: ...
 
 
-def block(side: str, seconds: list[float], **more) -> Block:
-    num = len(seconds)
+def block(side: str, seconds: list[float], **more) -> SideRun:
+    n = len(seconds)
     stages = {"rollout_s": [0.5 * s for s in seconds], "rest_s": [0.5 * s for s in seconds]} if side == OURS else {}
-    return Block(side=side, seed=0, seconds=seconds, rewards=[0.25] * num, lengths=[60.0] * num, stages=stages, **more)
+    return SideRun(side=side, seed=0, seconds=seconds, rewards=[0.25] * n, lengths=[60.0] * n, stages=stages, **more)
 
 
-def of_result(blocks: list[Block], lines: dict[str, int]) -> dict:
+def of_result(blocks: list[SideRun], lines: dict[str, int]) -> dict:
     setting = {"prompts_per_step": 24, "group_size": 8, "max_response_tokens": 768, "steps": 5}
     return {"setting": setting, "hardware": "2 CPU cores", "start_heldout_reward": 0.2} | summarise(
         blocks, lines, heldout=512
@@ -135,7 +135,7 @@ def test_the_interval_of_a_ratio_is_as_wide_as_either_side_varies():
 
 
 def test_a_goal_is_missed_by_its_ratio_and_unknown_where_trl_does_not_run():
-    failed = Block(side=VLLM, seed=0, as_is="no weights", error="AttributeError: none")
+    failed = SideRun(side=VLLM, seed=0, as_is="no weights", error="AttributeError: none")
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 40.0, 41.0]), failed]
     found = of_result(blocks, LINES)
     assert {goal["against"]: goal["met"] for goal in found["goals"]} == {DEFAULTS: False, VLLM: None}

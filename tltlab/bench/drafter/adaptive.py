@@ -24,7 +24,7 @@ from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, pro
 from tltlab.stats import Interval, interval_json, paired_interval
 from tltlab.traces.trace import Trace
 
-from .runs import BenchSizes, judged, kept, policy_kl, run_steps
+from .runs import BenchSizes, judged, kept_folders, policy_kl, run_steps
 
 GOAL = 1.15
 KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}
@@ -100,12 +100,12 @@ def around_updates(model: Path, head: Path, run: Path, sizes: BenchSizes, seed: 
     `length`: accept lengths on the updated policy of the drafter that the run began with and of the one in service.
     """
     prompts = prompts_of(model, "heldout", sizes.texts)
-    targets = [model, *(kept(run, step)[0] for step in range(1, sizes.steps + 1))]
-    heads = [head, *(kept(run, step)[1] for step in range(1, sizes.steps + 1))]
-    found = []
+    targets = [model, *(kept_folders(run, step)[0] for step in range(1, sizes.steps + 1))]
+    heads = [head, *(kept_folders(run, step)[1] for step in range(1, sizes.steps + 1))]
+    judgements = []
     for step, target in enumerate(targets):
         following = heads[min(step + 1, sizes.steps)]
-        found.append(
+        judgements.append(
             judged(
                 target,
                 [heads[0], heads[step], following],
@@ -117,7 +117,7 @@ def around_updates(model: Path, head: Path, run: Path, sizes: BenchSizes, seed: 
         )
     rows = []
     for step in range(sizes.steps):
-        before, after = found[step], found[step + 1]
+        before, after = judgements[step], judgements[step + 1]
         rows.append(
             {
                 "rl_step": step,
@@ -126,7 +126,7 @@ def around_updates(model: Path, head: Path, run: Path, sizes: BenchSizes, seed: 
                 "recovered": after[2].positions[0] if step + 1 < sizes.steps else None,
                 "initial_length": after[0].accept_length,
                 "length": after[1].accept_length,
-                "initial_length_at_start": found[0][0].accept_length,
+                "initial_length_at_start": judgements[0][0].accept_length,
             }
         )
     return rows
@@ -188,8 +188,8 @@ def _late(steps: Sequence[Kept]) -> set[int]:
     return {number for numbers in by_run.values() for number in last_third(numbers)}
 
 
-def _in(steps: Sequence[Kept], wanted: set[int]) -> list[Kept]:
-    return [step for step in steps if step.rl_step in wanted]
+def _in(steps: Sequence[Kept], rl_steps: set[int]) -> list[Kept]:
+    return [step for step in steps if step.rl_step in rl_steps]
 
 
 def _mean(steps: Sequence[Kept]) -> float | None:
@@ -198,21 +198,21 @@ def _mean(steps: Sequence[Kept]) -> float | None:
 
 def _change(pairs: Sequence[tuple[float | None, float | None]], rng: np.random.Generator) -> dict[str, Any] | None:
     """The mean difference of pairs of which both are known."""
-    known = [(now, then) for now, then in pairs if now is not None and then is not None]
-    if not known:
+    complete = [(now, then) for now, then in pairs if now is not None and then is not None]
+    if not complete:
         return None
-    now, then = zip(*known, strict=True)
+    now, then = zip(*complete, strict=True)
     return interval_json(paired_interval(now, then, statistic="mean_difference", rng=rng))
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    depth = found["draft_depth"]
+    depth = result["draft_depth"]
     lines = [
-        f"{found['steps']} GRPO steps, {found['workers']} workers, {len(found['runs'])} seed(s), draft depth {depth}: "
-        "tokens per draft, live",
+        f"{result['steps']} GRPO steps, {result['workers']} workers, {len(result['runs'])} seed(s), draft depth {depth}"
+        ": tokens per draft, live",
     ]
-    run = found["runs"][0]
+    run = result["runs"][0]
     frozen = {step["rl_step"]: step["accept_length"] for step in run["live"]["frozen"]}
     rows = [
         (
@@ -222,21 +222,21 @@ def text(found: Mapping[str, Any]) -> str:
         for step in run["live"]["adaptive"]
     ]  # fmt: skip
     lines.append(table(("step", "frozen", "adaptive", "policy moved, nats/token"), rows, left=0))
-    start, late = found["accept_length_at_start"], found["accept_length"]
-    drafter = found["initial_drafter"]
+    start, late = result["accept_length_at_start"], result["accept_length"]
+    drafter = result["initial_drafter"]
     lines += [
         f"at step 0: frozen {start['frozen']:.2f}, adaptive {start['adaptive']:.2f}; "
         f"last third: frozen {decimals(late['frozen'])}, adaptive {decimals(late['adaptive'])}",
-        f"adaptive / frozen in the last third  {as_text(found['ratio'])} (goal {found['goal']})",
-        f"the same responses, in service / initial drafter  {as_text(found['paired_ratio'])}",
-        "kept at each position, frozen    " + " ".join(decimals(p) for p in found["by_position"]["frozen"]),
-        "kept at each position, adaptive  " + " ".join(decimals(p) for p in found["by_position"]["adaptive"]),
-        f"first token around an update of the policy: falls by {as_text(found['falls'], sign=-1)}, "
-        f"the next training gives {as_text(found['recovers'])}",
-        f"the policy went {found['kl_from_start']:.3g} nats per token from its start, {found['kl_per_step']:.2g} a "
+        f"adaptive / frozen in the last third  {as_text(result['ratio'])} (goal {result['goal']})",
+        f"the same responses, in service / initial drafter  {as_text(result['paired_ratio'])}",
+        "kept at each position, frozen    " + " ".join(decimals(p) for p in result["by_position"]["frozen"]),
+        "kept at each position, adaptive  " + " ".join(decimals(p) for p in result["by_position"]["adaptive"]),
+        f"first token around an update of the policy: falls by {as_text(result['falls'], sign=-1)}, "
+        f"the next training gives {as_text(result['recovers'])}",
+        f"the policy went {result['kl_from_start']:.3g} nats per token from its start, {result['kl_per_step']:.2g} a "
         f"step; the initial drafter's accept length went from {drafter['at_start']:.2f} to {drafter['at_end']:.2f}",
     ]
-    if found["little_drift"]:
+    if result["little_drift"]:
         lines.append(
             "The target drifted little, as its first drafter sees it: what the adaptive one gains comes from more "
             "training, not from following."
@@ -247,7 +247,7 @@ def text(found: Mapping[str, Any]) -> str:
 def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
     """Mean accept length of one over that of the other in the RL steps that both have; None where there is none."""
     first, second = ({step.rl_step: step.accept_length for step in steps} for steps in (adaptive, frozen))
-    both = sorted(first.keys() & second.keys())
-    if not both:
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
         return None
-    return paired_interval([first[s] for s in both], [second[s] for s in both], rng=rng)
+    return paired_interval([first[s] for s in shared], [second[s] for s in shared], rng=rng)

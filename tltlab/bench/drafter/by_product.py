@@ -14,7 +14,7 @@ from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
 from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 
-from .runs import BenchSizes, judged, kept, run_steps
+from .runs import BenchSizes, judged, kept_folders, run_steps
 
 TRAINED, OTHER = "subset-sum", "gcd"
 BEGINS = {TRAINED: "nums ", OTHER: "gcd "}
@@ -34,13 +34,13 @@ def bench_by_product(
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=trained_beside(head, sizes), train=train)
     progress(f"{sizes.steps} RL steps on {TRAINED} alone")
     run_steps(recipe, out / "run", sizes.steps, progress, keep=True)
-    target, final = kept(out / "run", sizes.steps)
+    target, final = kept_folders(out / "run", sizes.steps)
     rows = []
     for task in (TRAINED, OTHER):
         prompts = prompts_of(model, "heldout", sizes.texts, BEGINS[task])
-        how: dict[str, Any] = {"depth": sizes.draft_depth, "max_tokens": sizes.max_response_tokens, "seed": seed}
-        (start,) = judged(model, [head], prompts, **how)
-        initial, trained = judged(target, [head, final], prompts, **how)
+        settings: dict[str, Any] = {"depth": sizes.draft_depth, "max_tokens": sizes.max_response_tokens, "seed": seed}
+        (start,) = judged(model, [head], prompts, **settings)
+        initial, trained = judged(target, [head, final], prompts, **settings)
         rows.append(
             {
                 "task": task,
@@ -73,16 +73,16 @@ def _of_task(source: Path, task: str, out: Path) -> Path:
     return out
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"a drafter warmed up on two tasks, {found['steps']} GRPO steps on {found['trained_on']}: tokens per draft of "
-        f"{found['draft_depth']}",
+        f"a drafter warmed up on two tasks, {result['steps']} GRPO steps on {result['trained_on']}: tokens per draft "
+        f"of {result['draft_depth']}",
     ]
     drafters = ("at_start", "initial_drafter", "final_drafter")
-    rows = [(row["task"], *(decimals(row[key]["accept_length"]) for key in drafters)) for row in found["rows"]]
+    rows = [(row["task"], *(decimals(row[key]["accept_length"]) for key in drafters)) for row in result["rows"]]
     lines.append(table(("task", "at the start", "initial drafter, final policy", "final drafter"), rows))
-    exported = found["exported"]
+    exported = result["exported"]
     if "failed" in exported:
         lines.append(f"not exported: {exported['failed']}")
     else:

@@ -27,7 +27,7 @@ TLT_MS = {"full": 893.0, "full, async": 280.0, "selective, async": 97.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class StateShape:
     """What decides the sizes of a drafter's state; the defaults are Qwen2.5-7B's."""
 
     hidden: int = 3584
@@ -59,7 +59,7 @@ def bench_checkpoint(
     megabytes: int = 240,
     rounds: int = 12,
     *,
-    shape: Shape | None = None,
+    shape: StateShape | None = None,
     folder: Path | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
@@ -78,7 +78,7 @@ def bench_checkpoint(
     """
     if megabytes < 1 or rounds < 1:
         raise ConfigError("a checkpoint is measured on at least 1 MB and once")
-    shape = shape or Shape()
+    shape = shape or StateShape()
     full = _state(shape, megabytes * 1_000_000 // 4, seed)
     trained = {name: value for name, value in full.items() if not name.startswith("frozen.")}
     ways: dict[str, Mapping[str, Tensor]] = {"full": full, "full, async": full, "selective, async": trained}
@@ -105,7 +105,7 @@ def bench_checkpoint(
     failures = [sentence for saver in savers.values() for sentence in saver.failures]
     if failures:
         raise RunError(f"a checkpoint of the benchmark was not written: {failures[0]}")
-    kept = {way: times[1:] for way, times in measured.items()}
+    counted = {way: times[1:] for way, times in measured.items()}
     rows: list[dict[str, Any]] = [
         {
             "way": way,
@@ -114,11 +114,11 @@ def bench_checkpoint(
             "complete_s": statistics.median(complete for _, complete in times),
             "tlt_ms": TLT_MS[way],
         }
-        for way, times in kept.items()
+        for way, times in counted.items()
     ]
 
     def ratio(way: str) -> dict[str, Any]:
-        slow, fast = ([blocking for blocking, _ in kept[name]] for name in ("full", way))
+        slow, fast = ([blocking for blocking, _ in counted[name]] for name in ("full", way))
         return asdict(paired_interval(slow, fast, rng=np.random.default_rng(seed)))
 
     return {
@@ -135,30 +135,30 @@ def bench_checkpoint(
         "seed": seed,
         "hardware": hardware(),
         "versions": versions(),
-        "seconds": {way: [{"blocking_s": b, "complete_s": c} for b, c in times] for way, times in kept.items()},
+        "seconds": {way: [{"blocking_s": b, "complete_s": c} for b, c in times] for way, times in counted.items()},
     }
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """A table of what `bench_checkpoint` returned."""
     rows = [
         (
             row["way"], f"{row['bytes'] / 1e6:.0f}", f"{row['blocking_s'] * 1e3:.1f}",
             f"{row['complete_s'] * 1e3:.0f}", f"{row['tlt_ms']:.0f}",
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]  # fmt: skip
     lines = [table(("way", "MB", "blocks ms", "on disk ms", "TLT ms"), rows)]
-    ratio = found["ratio"]
+    ratio = result["ratio"]
     lines.append(
         f"selective async blocks {ratio['estimate']:.1f} [{ratio['low']:.1f}, {ratio['high']:.1f}] times shorter than "
-        f"a synchronous full save (medians {found['median_ratio']:.1f}; TLT {found['tlt_ratio']:.1f}); "
-        f"{found['trained_share']:.0%} of the state is trained"
+        f"a synchronous full save (medians {result['median_ratio']:.1f}; TLT {result['tlt_ratio']:.1f}); "
+        f"{result['trained_share']:.0%} of the state is trained"
     )
     return "\n".join(lines)
 
 
-def _state(shape: Shape, numbers: int, seed: int) -> dict[str, Tensor]:
+def _state(shape: StateShape, numbers: int, seed: int) -> dict[str, Tensor]:
     """Tensors in the proportions of `shape`, about `numbers` float32 in all."""
     frozen, trained = shape.frozen(), shape.trained()
     share = numbers / (sum(frozen.values()) + 3 * sum(trained.values()))

@@ -39,8 +39,8 @@ class PairedRun(GrpoRun):
 
     def __init__(self, recipe: Recipe, out: Path) -> None:
         super().__init__(recipe, out)
-        self._held: dict[int, float] = {}
-        self._other: list[int] = []
+        self._without_s: dict[int, float] = {}
+        self._other_work: list[int] = []
 
     def step(self) -> StepReport:
         rl_step = self.rl_step
@@ -54,16 +54,16 @@ class PairedRun(GrpoRun):
             shares = self.pool.share([request for group in groups for request in group])
             start = time.perf_counter()
             parts = self.pool.rehearse(shares, rl_step, ahead=True)
-            self._held[rl_step] = time.perf_counter() - start
+            self._without_s[rl_step] = time.perf_counter() - start
             report = super().step()
             same = report.num_tokens == sum(len(r.token_ids) for part in parts for r in part.responses)
         else:
             report = super().step()
-            self._held[rl_step], same = self.state.repeats[-1]["repeat_s"], self.state.repeats[-1]["same_tokens"]
+            self._without_s[rl_step], same = self.state.repeats[-1]["repeat_s"], self.state.repeats[-1]["same_tokens"]
         if not same:
-            self._other.append(rl_step)
-        held_s = {str(step): seconds for step, seconds in self._held.items()}
-        write_json(self.out / HELD, {"held_s": held_s, "other_work": self._other})
+            self._other_work.append(rl_step)
+        held_s = {str(step): seconds for step, seconds in self._without_s.items()}
+        write_json(self.out / HELD, {"held_s": held_s, "other_work": self._other_work})
         return report
 
 
@@ -83,15 +83,15 @@ def bench_coordination(
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=trained_beside(head, sizes), repeat_every=2)
     progress(f"{sizes.pairs} rollouts of {sizes.workers} workers, each with and without training")
     folder = out / "run"
-    trace = run_steps(recipe, folder, sizes.pairs, progress, made=PairedRun)
-    said = read_json(folder / HELD)
-    held = {int(step): float(s) for step, s in said["held_s"].items() if int(step) not in said["other_work"]}
+    trace = run_steps(recipe, folder, sizes.pairs, progress, kind=PairedRun)
+    record = read_json(folder / HELD)
+    without_s = {int(step): float(s) for step, s in record["held_s"].items() if int(step) not in record["other_work"]}
     return {
         "workers": sizes.workers,
         "pairs": sizes.pairs,
-        "other_work": len(said["other_work"]),
+        "other_work": len(record["other_work"]),
         "goal": GOAL,
-        **figures(trace, held),
+        **figures(trace, without_s),
     }
 
 
@@ -150,10 +150,10 @@ def _row(times: IdleTime, held_s: float | None) -> dict[str, Any]:
     return begins | {name: getattr(times, name) for name in names}
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"{found['workers']} workers, {len(found['rows'])} rollouts with training, each also without",
+        f"{result['workers']} workers, {len(result['rows'])} rollouts with training, each also without",
     ]
     rows = [
         (
@@ -161,17 +161,17 @@ def text(found: Mapping[str, Any]) -> str:
             "-" if row["held_rollout_s"] is None else f"{row['held_rollout_s']:.2f}",
             *(f"{row[key]:.2f}" for key in ("idle_s", "held_s", "train_s")), row["updates"],
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]  # fmt: skip
     header = ("step", "rollout s", "without s", "idle s", "held s", "trained s", "updates")
     lines.append(table(header, rows, left=0))
     lines.append(
-        f"the rollout is slower by {as_text(found['slow_down'])} (goal: upper end at most {found['goal']}); workers "
-        f"idle {found['idle_share']:.0%} of it; {found['wait_share']:.1%} is waiting after the last token"
+        f"the rollout is slower by {as_text(result['slow_down'])} (goal: upper end at most {result['goal']}); workers "
+        f"idle {result['idle_share']:.0%} of it; {result['wait_share']:.1%} is waiting after the last token"
     )
-    if found["idle_held"] is not None:
-        lines.append(f"of idle time {found['idle_held']:.0%} held by trainers, {found['idle_trained']:.0%} in updates")
-    for name, said in (("yield_s", "from the order to stop to the free device"), ("wait_s", "after the last token")):
-        if (spread := found[name]) is not None:
-            lines.append(f"{said}: median {spread['median'] * 1e3:.0f} ms, at most {spread['max'] * 1e3:.0f} ms")
+    if result["idle_held"] is not None:
+        lines += [f"of idle time {result['idle_held']:.0%} held by trainers, {result['idle_trained']:.0%} in updates"]
+    for name, label in (("yield_s", "from the order to stop to the free device"), ("wait_s", "after the last token")):
+        if (spread := result[name]) is not None:
+            lines.append(f"{label}: median {spread['median'] * 1e3:.0f} ms, at most {spread['max'] * 1e3:.0f} ms")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.runs import Progress
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-from .checkpoint import Shape
+from .checkpoint import StateShape
 
 MEMBERS = (1, 2, 3, 4)
 HIDDEN, VOCABULARY, TOKENS = 256, 512, 256
@@ -43,8 +43,8 @@ TCP_INFO_BYTES, BYTES_SENT, BYTES_RETRANS, NOTSENT_BYTES, DATA_SEGMENTS = 216, 2
 of that, of `tcpi_notsent_bytes` and of `tcpi_data_segs_out`."""
 
 HEADS = {
-    "7B": Shape(),
-    "32B": Shape(hidden=5120, intermediate=27648, kv_width=1024),
+    "7B": StateShape(),
+    "32B": StateShape(hidden=5120, intermediate=27648, kv_width=1024),
 }
 """EAGLE heads of Qwen2.5's shapes."""
 LINKS = {"NVLink": 370e9, "400 Gb/s": 45e9, "100 Gb/s": 11e9}
@@ -79,8 +79,8 @@ def bench_members(rounds: int = 8, *, progress: Progress) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     size = _training(0)._message.flat.nbytes
     for world in MEMBERS:
-        found = _together(world, rounds)
-        sent = statistics.mean(one.bytes_sent for one in found)
+        members = _together(world, rounds)
+        sent = statistics.mean(member.bytes_sent for member in members)
         rows.append(
             {
                 "members": world,
@@ -88,10 +88,10 @@ def bench_members(rounds: int = 8, *, progress: Progress) -> dict[str, Any]:
                 "ring_bytes": 2 * (world - 1) / world * size,
                 "bytes_sent": sent,
                 "ring_rounds": 2 * (world - 1),
-                "messages": statistics.mean(one.messages for one in found),
-                "update_s": statistics.median(one.update_s for one in found),
-                "exchange_s": statistics.median(one.exchange_s for one in found),
-                "of_members": [asdict(one) for one in found],
+                "messages": statistics.mean(member.messages for member in members),
+                "update_s": statistics.median(member.update_s for member in members),
+                "exchange_s": statistics.median(member.exchange_s for member in members),
+                "of_members": [asdict(member) for member in members],
             }
         )
         progress(f"{world} members: {sent / 1e6:.2f} MB sent by each in an update")
@@ -110,7 +110,7 @@ def on_paper(members: Sequence[int] = (2, 4, 8), tokens: int = PAPER_TOKENS) -> 
     Alone 6 (P + V H) T FLOP for P parameters, V H of the LM head and T tokens, forward and backward of the head, of the
     LM head, which has no gradient of its own, and once the target's logits; AdamW moves 28 bytes a parameter.
     """
-    found = []
+    rows = []
     for model, shape in HEADS.items():
         parameters = sum(shape.trained().values())
         adam_s = 28 * parameters / MEMORY
@@ -118,10 +118,10 @@ def on_paper(members: Sequence[int] = (2, 4, 8), tokens: int = PAPER_TOKENS) -> 
         for link, speed in LINKS.items():
             for world in members:
                 exchange_s = 2 * (world - 1) / world * 4 * parameters / speed
-                taken = tokens_of_member(tokens, world, pass_s, exchange_s)
+                member_tokens = tokens_of_member(tokens, world, pass_s, exchange_s)
                 alone_s, all_s = pass_s + adam_s, pass_s + exchange_s + adam_s
-                less_s = pass_s * taken / tokens + exchange_s + adam_s
-                found.append(
+                less_s = pass_s * member_tokens / tokens + exchange_s + adam_s
+                rows.append(
                     {
                         "model": model,
                         "parameters": parameters,
@@ -130,31 +130,31 @@ def on_paper(members: Sequence[int] = (2, 4, 8), tokens: int = PAPER_TOKENS) -> 
                         "alone_ms": alone_s * 1e3,
                         "exchange_ms": exchange_s * 1e3,
                         "updates_with_all_tokens": alone_s / all_s,
-                        "tokens_of_member": taken,
+                        "tokens_of_member": member_tokens,
                         "updates": alone_s / less_s,
-                        "tokens": world * taken / tokens * alone_s / less_s,
+                        "tokens": world * member_tokens / tokens * alone_s / less_s,
                     }
                 )
-    return found
+    return rows
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """Tables of what `bench_members` returned."""
-    counted = [
+    measured_rows = [
         (
             str(row["members"]), f"{row['message_bytes'] / 1e6:.2f}", f"{row['bytes_sent'] / 1e6:.2f}",
             f"{row['ring_bytes'] / 1e6:.2f}", f"{row['messages']:.1f}", str(row["ring_rounds"]),
             f"{row['exchange_s'] * 1e3:.1f}", f"{row['update_s'] * 1e3:.1f}",
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]  # fmt: skip
-    paper = [
+    paper_rows = [
         (
             row["model"], row["link"], str(row["members"]), f"{row['alone_ms']:.0f}", f"{row['exchange_ms']:.0f}",
             f"{row['updates_with_all_tokens']:.2f}", str(row["tokens_of_member"]), f"{row['updates']:.2f}",
             f"{row['tokens']:.2f}",
         )
-        for row in found["paper"]
+        for row in result["paper"]
     ]  # fmt: skip
     head = ("members", "message MB", "sent MB", "ring's", "messages", "rounds", "exchange ms", "update ms")
     like = (
@@ -162,10 +162,10 @@ def text(found: Mapping[str, Any]) -> str:
     )  # fmt: skip
     return "\n".join(
         [
-            table(head, counted),
+            table(head, measured_rows),
             f"On paper, {PAPER_TOKENS} tokens an update and H100s, over one member alone: updates/s if each takes all",
             "of them; then tokens, updates/s and tokens/s as trainers do",
-            table(like, paper),
+            table(like, paper_rows),
         ]
     )
 
@@ -226,10 +226,10 @@ def _sent(apart: int) -> tuple[int, int]:
     """
     total = segments = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.type != socket.SOCK_STREAM or one.getpeername()[1] == apart:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.type != socket.SOCK_STREAM or connection.getpeername()[1] == apart:
                 continue
-            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
             if len(info) == TCP_INFO_BYTES:
                 sent, again = struct.unpack_from("Q", info, BYTES_SENT), struct.unpack_from("Q", info, BYTES_RETRANS)
                 total += sent[0] - again[0] + struct.unpack_from("I", info, NOTSENT_BYTES)[0]
@@ -256,7 +256,7 @@ def _together(world: int, rounds: int) -> list[Member]:
     try:
         for process in processes:
             process.start()
-        found = [out.get(timeout=3 * TIMEOUT_S) for _ in processes]
+        answers = [out.get(timeout=3 * TIMEOUT_S) for _ in processes]
     except Empty:
         raise RunError(f"{world} members did not end in {3 * TIMEOUT_S:g} s") from None
     finally:
@@ -264,7 +264,7 @@ def _together(world: int, rounds: int) -> list[Member]:
             process.kill()
             process.join()
         point.close()
-    failed = [one for one in found if isinstance(one, str)]
+    failed = [answer for answer in answers if isinstance(answer, str)]
     if failed:
         raise RunError(f"a member of {world} failed: {failed[0]}")
-    return [one for one in found if isinstance(one, Member)]
+    return [answer for answer in answers if isinstance(answer, Member)]

@@ -35,7 +35,7 @@ TLT_RATIO = 2.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class HeadShape:
     """The head that is trained: the target's hidden size, its MLP, its attention heads and vocabulary."""
 
     hidden_size: int = 128
@@ -47,7 +47,7 @@ class Shape:
 def bench_packing(
     lengths: Sequence[int],
     *,
-    shape: Shape = Shape(),
+    shape: HeadShape = HeadShape(),
     batch: int = 8,
     samples: int = 96,
     rounds: int = 8,
@@ -84,22 +84,22 @@ def bench_packing(
     for side in trained.values():
         side.train(frozen, warm)
     for number, lengths_now in enumerate(in_batches):
-        data = [[_sequence(shape, int(n), seed + number) for n in one] for one in lengths_now]
+        data = [[_sequence(shape, int(n), seed + number) for n in row] for row in lengths_now]
         for name in sorted(sides, reverse=bool(number % 2)):
             seconds[name].append(trained[name].train(frozen, data))
     per_round = num_batches * batch
     interval = paired_interval(seconds["padded"], seconds["packed"], rng=rng)
-    rows = sum(int(one.size * one.max()) for lengths_now in in_batches for one in lengths_now)
+    rows = sum(int(row.size * row.max()) for lengths_now in in_batches for row in lengths_now)
     return {
         "samples_per_s": {name: round(per_round * rounds / sum(took), 2) for name, took in seconds.items()},
         "ratio": {name: round(getattr(interval, name), 3) for name in ("estimate", "low", "high")},
         "tlt_ratio": TLT_RATIO,
-        "filled": round(1 - sum(int(one.sum()) for one in in_batches) / rows, 3),
+        "filled": round(1 - sum(int(row.sum()) for row in in_batches) / rows, 3),
         "batch": batch,
         "rounds": rounds,
         "samples": per_round * rounds,
-        "mean_tokens": round(float(np.mean([one.mean() for one in in_batches])), 1),
-        "longest_tokens": max(int(one.max()) for one in in_batches),
+        "mean_tokens": round(float(np.mean([row.mean() for row in in_batches])), 1),
+        "longest_tokens": max(int(row.max()) for row in in_batches),
         "scale": round(scale, 4),
         "hidden_size": shape.hidden_size,
         "vocab_size": shape.vocab_size,
@@ -107,15 +107,15 @@ def bench_packing(
     }
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """A record of `bench_packing` in a few lines."""
-    speed, ratio = found["samples_per_s"], found["ratio"]
+    speed, ratio = result["samples_per_s"], result["ratio"]
     return (
         f"padded {speed['padded']:.1f} samples/s, packed {speed['packed']:.1f}: {ratio['estimate']:.2f}x "
-        f"(95 % {ratio['low']:.2f} to {ratio['high']:.2f}); TLT reports {found['tlt_ratio']}x\n"
-        f"{found['samples']} sequences of {found['mean_tokens']:.0f} tokens in the mean and "
-        f"{found['longest_tokens']} at most, {found['batch']} to a batch; {found['filled']:.0%} of the padded rows are "
-        f"padding"
+        f"(95 % {ratio['low']:.2f} to {ratio['high']:.2f}); TLT reports {result['tlt_ratio']}x\n"
+        f"{result['samples']} sequences of {result['mean_tokens']:.0f} tokens in the mean and "
+        f"{result['longest_tokens']} at most, {result['batch']} to a batch; {result['filled']:.0%} of the padded rows "
+        f"are padding"
     )
 
 
@@ -131,8 +131,8 @@ def padded_loss(head: DrafterHead, frozen: FrozenTarget, sequences: Sequence[Tra
     positions = rows.expand(len(sequences), -1)
     states = head(functional.embedding(tokens, frozen.embedding), hidden, positions)
     distance = functional.smooth_l1_loss(states, target, reduction="none").mean(-1)
-    wanted = torch.softmax(target @ frozen.lm_head.T, -1)
-    cross = -(wanted * torch.log_softmax(head.logits(states, frozen), -1)).sum(-1)
+    probabilities = torch.softmax(target @ frozen.lm_head.T, -1)
+    cross = -(probabilities * torch.log_softmax(head.logits(states, frozen), -1)).sum(-1)
     config = LossConfig()
     per_row = config.hidden_weight * distance + config.token_weight * cross
     return (per_row * counted).sum() / counted.sum()
@@ -143,7 +143,7 @@ class _Side:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: HeadShape,
         seed: int,
         loss: Callable[[DrafterHead, FrozenTarget, Sequence[TrainingSequence]], Tensor],
     ) -> None:
@@ -171,13 +171,13 @@ class _Side:
         return time.perf_counter() - started
 
 
-def _target(shape: Shape, seed: int) -> FrozenTarget:
+def _target(shape: HeadShape, seed: int) -> FrozenTarget:
     generator = torch.Generator().manual_seed(seed)
     embedding, lm_head = (torch.randn(shape.vocab_size, shape.hidden_size, generator=generator) for _ in range(2))
     return FrozenTarget(embedding=embedding, lm_head=lm_head)
 
 
-def _sequence(shape: Shape, num_tokens: int, seed: int) -> TrainingSequence:
+def _sequence(shape: HeadShape, num_tokens: int, seed: int) -> TrainingSequence:
     generator = torch.Generator().manual_seed(seed)
     return TrainingSequence(
         key=(0, "bench", seed, 0),

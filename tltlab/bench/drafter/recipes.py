@@ -101,14 +101,14 @@ def bench_recipes(model: Path, sizes: BenchSizes, *, seed: int, progress: Progre
         for student in students:
             student.update()
     by_updates = reached()
-    progress(f"after {sizes.updates} updates: {_said(by_updates)}")
+    progress(f"after {sizes.updates} updates: {_lengths_text(by_updates)}")
     took = {s.kind: list(s.seconds) for s in students}
     budget_s = max(sum(seconds) for seconds in took.values())
     for student in students:
         while sum(student.seconds) < budget_s and student.training.updates < MOST_MORE * sizes.updates:
             student.update()
     by_seconds = reached()
-    progress(f"after {budget_s:.0f} s of updates each: {_said(by_seconds)}")
+    progress(f"after {budget_s:.0f} s of updates each: {_lengths_text(by_seconds)}")
     rng = np.random.default_rng(seed)
     return {
         "model": str(model),
@@ -136,15 +136,15 @@ def bench_recipes(model: Path, sizes: BenchSizes, *, seed: int, progress: Progre
     }
 
 
-def _said(lengths: Mapping[Kind, float]) -> str:
+def _lengths_text(lengths: Mapping[Kind, float]) -> str:
     return ", ".join(f"{kind} {length:.2f}" for kind, length in lengths.items())
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"{found['responses']} responses to learn from, {found['heldout_responses']} held out, drafts of "
-        f"{found['depth']} tokens",
+        f"{result['responses']} responses to learn from, {result['heldout_responses']} held out, drafts of "
+        f"{result['depth']} tokens",
     ]
     rows = [
         (
@@ -152,8 +152,8 @@ def text(found: Mapping[str, Any]) -> str:
             decimals(row["accept_length_same_seconds"]), row["updates_same_seconds"],
             f"{row['tlt']['accept_length']:.2f}, {row['tlt']['cost']:.0f}x",
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]  # fmt: skip
-    after = (f"after {found['updates']} updates", "cost of an update", f"after {found['seconds']:.0f} s")
+    after = (f"after {result['updates']} updates", "cost of an update", f"after {result['seconds']:.0f} s")
     lines.append(table(("recipe", *after, "updates", "TLT: length, cost"), rows))
     return "\n".join(lines)

@@ -48,19 +48,19 @@ def bench_reward(
     }
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"{found['steps']} GRPO steps, {found['seeds']} seed(s), {found['heldout']} held-out prompts",
+        f"{result['steps']} GRPO steps, {result['seeds']} seed(s), {result['heldout']} held-out prompts",
     ]
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         without, all_ = row["without"], row["with"]
         rewards = (without["first"], without["held_out"], all_["held_out"], without["trained"], all_["trained"])
         rows.append((row["seed"], *(f"{reward:.3f}" for reward in rewards)))
     lines.append(table(("seed", "before", "without", "with", "in training without", "with"), rows, left=0))
-    equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[found["equal"]]
+    equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[result["equal"]]
     lines.append(
-        f"with minus without: held out {as_text(found['held_out'])}, in training {as_text(found['trained'])}: {equal}"
+        f"with minus without: held out {as_text(result['held_out'])}, in training {as_text(result['trained'])}: {equal}"
     )
     return "\n".join(lines)

@@ -51,8 +51,8 @@ class _Bench:
         """Prompt and response tokens of the trace's responses, else of some that the model now gives."""
         if self.trace is not None:
             recorded = read(self.trace)
-            both = recorded.workload.merge(recorded.outcomes, on=["rl_step", "prompt_id", "sample", "turn"])
-            return [int(n) for n in both["prompt_tokens"] + both["response_tokens"]]
+            responses = recorded.workload.merge(recorded.outcomes, on=["rl_step", "prompt_id", "sample", "turn"])
+            return [int(n) for n in responses["prompt_tokens"] + responses["response_tokens"]]
         prompts = prompts_of(self.model, "train", PACKED_RESPONSES)
         target, _ = load_target(self.model)
         texts = sample_texts(target, prompts, max_tokens=self.sizes.max_response_tokens, seed=self.seed)
@@ -114,27 +114,27 @@ def bench_learned(
     with folder_or_temporary(out, "tltlab-bench-") as folder:
         bench = _Bench(folder, sizes, model, trace, seed, progress)
         bench.out.mkdir(parents=True, exist_ok=True)
-        if there := [name for name in parts if (bench.out / name).exists()]:
+        if earlier := [name for name in parts if (bench.out / name).exists()]:
             raise ConfigError(
-                f"{bench.out / there[0]} holds runs of an earlier benchmark; name another folder with --out"
+                f"{bench.out / earlier[0]} holds runs of an earlier benchmark; name another folder with --out"
             )
-        found: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "seconds": {}}
+        result: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "seconds": {}}
         for name, (work, _) in PARTS.items():
             if name not in parts:
                 continue
             progress(f"{name} begins")
             began = time.perf_counter()
-            found[name] = work(bench)
-            found["seconds"][name] = time.perf_counter() - began
-            write_json(bench.out / RESULT, found)
-            progress(f"{name} took {found['seconds'][name]:.0f} s")
-    return found
+            result[name] = work(bench)
+            result["seconds"][name] = time.perf_counter() - began
+            write_json(bench.out / RESULT, result)
+            progress(f"{name} took {result['seconds'][name]:.0f} s")
+    return result
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The parts' results for people, one under the other."""
     return "\n\n".join(
-        f"{name} ({found['seconds'][name]:.0f} s)\n{said(found[name])}"
-        for name, (_, said) in PARTS.items()
-        if name in found
+        f"{name} ({result['seconds'][name]:.0f} s)\n{part_text(result[name])}"
+        for name, (_, part_text) in PARTS.items()
+        if name in result
     )

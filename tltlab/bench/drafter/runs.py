@@ -63,24 +63,24 @@ FAST = BenchSizes(
 
 def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
     """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    given = {name: value for name, value in changed.items() if value is not None}
-    return replace(FAST if fast else BenchSizes(), **given)
+    changes = {name: value for name, value in changed.items() if value is not None}
+    return replace(FAST if fast else BenchSizes(), **changes)
 
 
 def run_steps(
-    recipe: Recipe, out: Path, steps: int, progress: Progress, *, keep: bool = False, made: type[GrpoRun] = GrpoRun
+    recipe: Recipe, out: Path, steps: int, progress: Progress, *, keep: bool = False, kind: type[GrpoRun] = GrpoRun
 ) -> Trace:
     """Run RL steps into the folder `out`. Returns the trace; the policy is saved at the end.
 
-    `keep`: policy and drafter after each step are kept too, in the folders of `kept`.
+    `keep`: policy and drafter after each step are kept too, in the folders of `kept_folders`.
     """
-    with made(recipe, out) as run:
+    with kind(recipe, out) as run:
         for number in range(steps):
             progress(str(run.step()))
             if keep or number == steps - 1:
                 saved = run.save()
             if keep:
-                target, head = kept(out, number + 1)
+                target, head = kept_folders(out, number + 1)
                 shutil.copytree(saved, target)
                 shutil.copytree(out / "drafter" / "final", head)
     trace = read(out / "trace")
@@ -89,7 +89,7 @@ def run_steps(
     return trace
 
 
-def kept(out: Path, step: int) -> tuple[Path, Path]:
+def kept_folders(out: Path, step: int) -> tuple[Path, Path]:
     """Where `run_steps` keeps the policy and the drafter after so many RL steps."""
     return out / "kept" / str(step) / "policy", out / "kept" / str(step) / "drafter"
 
@@ -109,12 +109,12 @@ def judged(
     texts = sample_texts(model, prompts, max_tokens=max_tokens, seed=seed)
     if not texts:
         raise ConfigError(f"{target} answers every prompt in one token: there is nothing to draft")
-    found = []
+    acceptances = []
     for folder in heads:
         head = load_head(folder).to(model.device)
         states = TargetStates(model, head.aux_layers, MAX_BYTES)
-        found.append(acceptance_along(head, frozen, (states.of(text) for text in texts), depth))
-    return found
+        acceptances.append(acceptance_along(head, frozen, (states.of(text) for text in texts), depth))
+    return acceptances
 
 
 @torch.inference_mode()
@@ -125,7 +125,7 @@ def policy_kl(now: Path, start: Path, texts: Sequence[PromptedText]) -> float:
     for text in texts:
         ids = torch.tensor([text.prompt_token_ids + text.token_ids], device=models[0].device)
         first = len(text.prompt_token_ids) - 1
-        logp, other = (torch.log_softmax(model(input_ids=ids).logits[0, first:-1].float(), -1) for model in models)
-        total += float((logp.exp() * (logp - other)).sum())
+        logp, start_logp = (torch.log_softmax(model(input_ids=ids).logits[0, first:-1].float(), -1) for model in models)
+        total += float((logp.exp() * (logp - start_logp)).sum())
         tokens += len(text.token_ids)
     return total / tokens if tokens else 0.0

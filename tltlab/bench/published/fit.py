@@ -43,15 +43,15 @@ class Fitted:
     calibrated: CalibratedRange
     notes: tuple[str, ...]
 
-    def open(self, asked: pd.DataFrame, constants: Constants) -> Floats:
+    def open(self, queries: pd.DataFrame, constants: Constants) -> Floats:
         """Standard deviation that the measurements leave to predictions of a table like them, relative, by Laplace.
 
-        `constants` are those of the asked hardware, in proportion to the fitted ones.
+        `constants` are those of the hardware of `queries`, in proportion to the fitted ones.
         """
         rows, context = PublishedRows.of_table(self.predictions), {_CONTEXT: self.context_tokens or 0.0}
         values = known_terms(self.constants) | context
-        own = {name: values[name] for name in rows.ranges}
-        return uncertainty(rows, own, (PublishedRows.of_table(asked), known_terms(constants) | context))
+        fitted_values = {name: values[name] for name in rows.ranges}
+        return uncertainty(rows, fitted_values, (PublishedRows.of_table(queries), known_terms(constants) | context))
 
     def costs(self, gpu: str, model: str, tp: int) -> RooflineCosts:
         """The cost model of `model` on `tp` of these GPUs, by these constants."""
@@ -73,7 +73,7 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     rows, values = estimator.rows_, estimator.values_
     predicted = rows.predict(values)
     context = values.get(_CONTEXT)
-    known = [] if context is None else [
+    context_notes = [] if context is None else [
         f"the context of the speed-ups is not known: fitted, {context:.0f} tokens per request"
     ]  # fmt: skip
     table = measurements.assign(predicted=predicted, error=predicted / rows.measured - 1)
@@ -86,10 +86,10 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
         predictions=table,
         residuals=errors,
         cross_validation=pd.DataFrame(
-            [row for fold in folds for row in _left_out(values, measurements, fold)], columns=columns
+            [row for fold in folds for row in _fold_errors(values, measurements, fold)], columns=columns
         ),
         calibrated=rows.covered_with(context),
-        notes=(*known, *notes_of(rows, values)),
+        notes=(*context_notes, *notes_of(rows, values)),
     )
 
 
@@ -210,10 +210,10 @@ class PublishedRows(RooflineRows):
         So per token of output there are batch/osl prefills; until its `first` token a request does not decode.
         """
         prefill = self.prompt_s(c)
-        decoding, one = self.batch, np.ones_like(self.batch)
+        decoding, tokens = self.batch, np.ones_like(self.batch)
         tpot = prefill
         for _ in range(4):
-            step = self.forward_s(c, decoding, one, self.isl + self.osl / 2)
+            step = self.forward_s(c, decoding, tokens, self.isl + self.osl / 2)
             tpot = step + decoding * prefill / self.osl
             decoding = self.batch * self.osl * tpot / (self.osl * tpot + first + tpot)
         return tpot
@@ -227,8 +227,8 @@ class PublishedRows(RooflineRows):
     def covered_with(self, context_tokens: float | None) -> CalibratedRange:
         """The span of the measurements, speed-ups without a context having this one."""
         in_loop = self.isl + self.osl / 2
-        known = np.where(self.context_unknown, context_tokens or 0.0, self.context)
-        context = self.batch * np.where(np.isin(self.kind, ("tpot", "wave")), in_loop, known)
+        per_request = np.where(self.context_unknown, context_tokens or 0.0, self.context)
+        context = self.batch * np.where(np.isin(self.kind, ("tpot", "wave")), in_loop, per_request)
         tokens = self.batch * self.verified
         plain = np.where(self.kind == "speedup", self.batch, tokens)
         return CalibratedRange(
@@ -248,7 +248,7 @@ _SECONDS: dict[str, Callable[[Any, Terms, Floats], Floats]] = {
 """By the kind of a measurement, what it took."""
 
 
-def _left_out(values: Mapping[str, float], measurements: pd.DataFrame, column: str) -> Iterator[tuple[object, ...]]:
+def _fold_errors(values: Mapping[str, float], measurements: pd.DataFrame, column: str) -> Iterator[tuple[object, ...]]:
     if measurements[column].nunique(dropna=False) < 2:
         value = measurements[column].iloc[0]
         raise ConfigError(f"fold {column} has one value only, {value}: nothing would be left to fit")

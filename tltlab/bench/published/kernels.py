@@ -67,9 +67,9 @@ class Kernels:
         (batches, past), _ = _grid(attention.drop_duplicates(["batch_size", "step"]), ["batch_size", "step"])
         cells = pd.MultiIndex.from_product([batches.astype(int), past.astype(int)])
         for _, rows in attention.groupby(["num_heads", "num_key_value_heads"]):
-            found = rows.set_index(["batch_size", "step"])["latency_ms"].reindex(cells).to_numpy(np.float64)
+            latency_ms = rows.set_index(["batch_size", "step"])["latency_ms"].reindex(cells).to_numpy(np.float64)
             shape = int(rows["num_heads"].iloc[0]), int(rows["num_key_value_heads"].iloc[0])
-            shapes[shape] = found.reshape(len(batches), len(past)) * 1e-3
+            shapes[shape] = latency_ms.reshape(len(batches), len(past)) * 1e-3
         return cls(
             gpu=device, tokens=tokens, n=n, k=k, gemm=times, batches=batches, past=past, attention=shapes,
             reduce={
@@ -83,13 +83,13 @@ class Kernels:
         rows = np.asarray(m, np.float64)
         ideal = self.ideal_gemm_s(self.tokens[:, None, None], self.n[None, :, None], self.k[None, None, :])
         excess = _filled(np.log(self.gemm / ideal))
-        found = np.zeros_like(rows)
+        log_excess = np.zeros_like(rows)
         at = [_between(np.log(axis), np.log(x)) for axis, x in ((self.tokens, rows), (self.n, n), (self.k, k))]
         for corner in product((0, 1), repeat=3):
             cells = tuple(i + c for c, (i, _) in zip(corner, at, strict=True))
             weights = [share if c else 1 - share for c, (_, share) in zip(corner, at, strict=True)]
-            found = found + weights[0] * weights[1] * weights[2] * excess[cells]
-        return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(found), np.float64)
+            log_excess = log_excess + weights[0] * weights[1] * weights[2] * excess[cells]
+        return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(log_excess), np.float64)
 
     def ideal_gemm_s(self, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
         compute = 2 * m * n * k / self.gpu.peak_flops
@@ -104,8 +104,8 @@ class Kernels:
             raise ConfigError(f"no all-reduce over {tp} GPUs was measured: tp is one of 1, {_listed(self.reduce)}")
         sizes, seconds = self.reduce[tp]
         per_value = seconds[-1] / sizes[-1]
-        asked = np.asarray(values, np.float64)
-        return np.asarray(np.interp(asked, sizes, seconds) + per_value * np.maximum(asked - sizes[-1], 0), np.float64)
+        counts = np.asarray(values, np.float64)
+        return np.asarray(np.interp(counts, sizes, seconds) + per_value * np.maximum(counts - sizes[-1], 0), np.float64)
 
     def layers_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> Floats:
         """Seconds of all layers on `tokens` tokens, attention apart: four matrix products and two all-reduces each."""
@@ -134,12 +134,12 @@ class Kernels:
         heads, kv_heads = per_gpu_heads(shape, tp)
         if (heads, kv_heads) in self.attention:
             return shape.layers * self.attention[heads, kv_heads]
-        known = sorted(h for h, kv in self.attention if kv == kv_heads)
-        below, above = [h for h in known if h < heads], [h for h in known if h > heads]
+        measured_heads = sorted(h for h, kv in self.attention if kv == kv_heads)
+        below, above = [h for h in measured_heads if h < heads], [h for h in measured_heads if h > heads]
         if not below or not above:
             raise ConfigError(
                 f"{shape.name} with tp {tp} has {heads} heads and {kv_heads} KV heads per GPU; measured with as many "
-                f"KV heads are {_listed(known)} heads"
+                f"KV heads are {_listed(measured_heads)} heads"
             )
         share = (heads - below[-1]) / (above[0] - below[-1])
         low, high = self.attention[below[-1], kv_heads], self.attention[above[0], kv_heads]
@@ -168,11 +168,11 @@ class Kernels:
         at = np.unique(batch)
         terms = {"fixed": np.ones_like(batch)} | context_columns(batch, context, at) | fixed_columns(batch, at)
         knots = attention_knots(non_negative(terms, took), at)
-        own = [knots[i] for i in np.searchsorted(at, batch)]
-        off = np.array([k.fixed_s for k in own]) + np.array([k.per_context_s for k in own]) * context - took
-        found = pd.DataFrame({"batch": batch.astype(int), "context_tokens": context, "error": np.abs(off / took)})
-        found["of_forward"] = np.abs(off / (took + self.forward_s(shape, tp, batch)))
-        return knots, found.groupby("batch", as_index=False).agg(
+        row_knots = [knots[i] for i in np.searchsorted(at, batch)]
+        off = np.array([k.fixed_s for k in row_knots]) + np.array([k.per_context_s for k in row_knots]) * context - took
+        errors = pd.DataFrame({"batch": batch.astype(int), "context_tokens": context, "error": np.abs(off / took)})
+        errors["of_forward"] = np.abs(off / (took + self.forward_s(shape, tp, batch)))
+        return knots, errors.groupby("batch", as_index=False).agg(
             num_points=("error", "size"),
             context_tokens=("context_tokens", "max"),
             mean_abs_error=("error", "mean"),
@@ -230,7 +230,7 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
     m = kernels.tokens
     large = (kernels.n[:, None] * kernels.k[None, :]) >= 2**22
     everything = np.ones_like(large)
-    found: list[tuple[str, str, str, Floats]] = []
+    error_parts: list[tuple[str, str, str, Floats]] = []
 
     def gemm(grid: str, low: int, mid: int, high: int, chosen: Flags) -> None:
         u = np.log(kernels.gemm / ideal)
@@ -238,7 +238,7 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
             ("utilisation", ideal[mid] * np.exp(_mixed(np.log(m), low, mid, high, u))),
             ("time", _mixed(m, low, mid, high, kernels.gemm)),
         ):
-            found.append(("gemm", grid, method, (predicted / kernels.gemm[mid] - 1)[chosen]))
+            error_parts.append(("gemm", grid, method, (predicted / kernels.gemm[mid] - 1)[chosen]))
 
     index = {int(x): i for i, x in enumerate(m)}
     single = [i for x, i in index.items() if x <= 16 or x - 1 not in index]
@@ -251,14 +251,14 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
         half, far = index.get(int(m[last]) // 2), index[int(m[last]) * 4]
         if half is not None:
             flat = ideal[far] * kernels.gemm[last] / ideal[last]
-            found.append(("gemm", "beyond", "utilisation", (flat / kernels.gemm[far] - 1)[large]))
+            error_parts.append(("gemm", "beyond", "utilisation", (flat / kernels.gemm[far] - 1)[large]))
             line = _mixed(m, half, far, last, kernels.gemm)
-            found.append(("gemm", "beyond", "time", (line / kernels.gemm[far] - 1)[large]))
-    found += _attention_errors(kernels)
-    frame = pd.DataFrame(found, columns=["kernel", "grid", "method", "errors"])
+            error_parts.append(("gemm", "beyond", "time", (line / kernels.gemm[far] - 1)[large]))
+    error_parts += _attention_errors(kernels)
+    frame = pd.DataFrame(error_parts, columns=["kernel", "grid", "method", "errors"])
     rows = []
-    for (kernel, grid, method), parts in frame.groupby(["kernel", "grid", "method"], sort=False)["errors"]:
-        errors = np.abs(np.concatenate([np.ravel(part) for part in parts]))
+    for (kernel, grid, method), group in frame.groupby(["kernel", "grid", "method"], sort=False)["errors"]:
+        errors = np.abs(np.concatenate([np.ravel(part) for part in group]))
         errors = errors[~np.isnan(errors)]
         rows.append(
             {
@@ -276,14 +276,14 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
 
 def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, Floats]]:
     # Reading keys and values is proportional to the past: utilisation in logarithms is the time in logarithms.
-    found: list[tuple[str, str, str, Floats]] = []
+    parts: list[tuple[str, str, str, Floats]] = []
     for table in kernels.attention.values():
         for mid in range(1, len(kernels.past) - 1):
             by_log = np.exp(_mixed(np.log(kernels.past), mid - 1, mid, mid + 1, np.log(table.T)))
             by_time = _mixed(kernels.past, mid - 1, mid, mid + 1, table.T)
             for method, predicted in (("utilisation", by_log), ("time", by_time)):
-                found.append(("attention", "whole", method, predicted / table.T[mid] - 1))
-    return found
+                parts.append(("attention", "whole", method, predicted / table.T[mid] - 1))
+    return parts
 
 
 def _mixed(x: Floats, low: int, at: int, high: int, y: Floats) -> Floats:
@@ -317,17 +317,17 @@ def _filled(excess: Floats) -> Floats:
 
 def _between(axis: Floats, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], Floats]:
     """The interval of `axis` that x lies in and how far along, held to its ends."""
-    asked = np.asarray(x, np.float64)
-    i = np.clip(np.searchsorted(axis, asked, side="right") - 1, 0, len(axis) - 2)
-    return i, np.asarray(np.clip((asked - axis[i]) / (axis[i + 1] - axis[i]), 0.0, 1.0), np.float64)
+    points = np.asarray(x, np.float64)
+    i = np.clip(np.searchsorted(axis, points, side="right") - 1, 0, len(axis) - 2)
+    return i, np.asarray(np.clip((points - axis[i]) / (axis[i + 1] - axis[i]), 0.0, 1.0), np.float64)
 
 
-def _on(past: Floats, seconds: Floats, asked: float) -> float:
+def _on(past: Floats, seconds: Floats, tokens: float) -> float:
     """Linear in the past tokens through what was measured, and on with the last slope."""
-    known = ~np.isnan(seconds)
-    x, y = past[known], seconds[known]
-    beyond = max(0.0, asked - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
-    return float(np.interp(asked, x, y) + beyond)
+    measured = ~np.isnan(seconds)
+    x, y = past[measured], seconds[measured]
+    beyond = max(0.0, tokens - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return float(np.interp(tokens, x, y) + beyond)
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -49,16 +49,16 @@ def from_speedups(table: pd.DataFrame, source: str) -> pd.DataFrame:
 
 
 def _rows(table: pd.DataFrame, kind: str, source: str) -> pd.DataFrame:
-    found = table.assign(kind=kind, source=source)
+    rows = table.assign(kind=kind, source=source)
     for name in COLUMNS:
-        if name not in found:
-            found[name] = np.nan
-    found = found[list(COLUMNS)].reset_index(drop=True)
-    wrong = ~(found["measured"] > 0) | ~(found["batch"] > 0) | ~(found["tp"] > 0)
+        if name not in rows:
+            rows[name] = np.nan
+    rows = rows[list(COLUMNS)].reset_index(drop=True)
+    wrong = ~(rows["measured"] > 0) | ~(rows["batch"] > 0) | ~(rows["tp"] > 0)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        raise ConfigError(f"{source}: row {at} has no positive batch, tp and measured value: {found.loc[at].to_dict()}")
-    return found
+        raise ConfigError(f"{source}: row {at} has no positive batch, tp and measured value: {rows.loc[at].to_dict()}")
+    return rows
 
 
 def _need(table: pd.DataFrame, columns: Sequence[str], source: str) -> None:

@@ -54,35 +54,35 @@ def _served(data: Path) -> Iterator[pd.DataFrame]:
     numbers = ("tp_size", "isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms")
     texts = ("system", "backend", "precision", "model_path")
     dense = measured_table(data / "decode_tpot_h100.csv", (*numbers, "concurrency"), texts)
-    other = measured_table(data / "decode_tpot_fp8_and_moe.csv", (*numbers, "batch_size", "moe_ep_size"), texts)
-    other = other.rename(columns={"batch_size": "concurrency"})
-    experts = other["moe_tp_size"] * other["moe_ep_size"]
-    dense_model = np.array([not model(name).experts for name in other["model_path"]])
-    other = other[(dense_model | (experts == other["tp_size"])) & (other["attention_dp_size"].fillna(1) == 1)]
-    both = pd.concat([dense, other], ignore_index=True)
-    both = both.assign(
-        gpu=both["system"].str[:4].str.upper(),
-        model=[model(name).name for name in both["model_path"]],
-        tp=both["tp_size"].astype(int),
-        tpot_s=both["silicon_tpot_ms"] * 1e-3,
-        ttft_s=both["silicon_ttft_ms"] * 1e-3,
-        weights=np.where(both["precision"] == "fp8", "fp8", "bf16"),
+    moe = measured_table(data / "decode_tpot_fp8_and_moe.csv", (*numbers, "batch_size", "moe_ep_size"), texts)
+    moe = moe.rename(columns={"batch_size": "concurrency"})
+    experts = moe["moe_tp_size"] * moe["moe_ep_size"]
+    dense_model = np.array([not model(name).experts for name in moe["model_path"]])
+    moe = moe[(dense_model | (experts == moe["tp_size"])) & (moe["attention_dp_size"].fillna(1) == 1)]
+    servers = pd.concat([dense, moe], ignore_index=True)
+    servers = servers.assign(
+        gpu=servers["system"].str[:4].str.upper(),
+        model=[model(name).name for name in servers["model_path"]],
+        tp=servers["tp_size"].astype(int),
+        tpot_s=servers["silicon_tpot_ms"] * 1e-3,
+        ttft_s=servers["silicon_ttft_ms"] * 1e-3,
+        weights=np.where(servers["precision"] == "fp8", "fp8", "bf16"),
     )
-    apart = (both["isl"] == 4000) & (both["osl"] == 1000) & (both["gpu"] == "H100")
-    at_once = (both["backend"] == "sglang") & (both["weights"] == "bf16")
-    longest = (_LONGEST_WAIT * both["osl"] * both["tpot_s"]).clip(upper=_LONGEST_WAIT_S)
-    waited = ~at_once & (both["ttft_s"] >= longest)
-    both = both[~apart & ~waited & fits_kv_cache(both)]
-    for key, rows in both.groupby(["backend", "backend_version", "model"], dropna=False, sort=False):
+    apart = (servers["isl"] == 4000) & (servers["osl"] == 1000) & (servers["gpu"] == "H100")
+    at_once = (servers["backend"] == "sglang") & (servers["weights"] == "bf16")
+    longest = (_LONGEST_WAIT * servers["osl"] * servers["tpot_s"]).clip(upper=_LONGEST_WAIT_S)
+    waited = ~at_once & (servers["ttft_s"] >= longest)
+    servers = servers[~apart & ~waited & fits_kv_cache(servers)]
+    for key, rows in servers.groupby(["backend", "backend_version", "model"], dropna=False, sort=False):
         backend, version, _ = map(str, key)
-        made = from_waves(rows, "AIConfigurator")
+        part = from_waves(rows, "AIConfigurator")
         # TensorRT-LLM's times to first token do not add up with its times per token to the batch.
-        made = made.assign(kind="wave" if at_once[rows.index[0]] else "tpot" if backend == "trtllm" else "served")
+        part = part.assign(kind="wave" if at_once[rows.index[0]] else "tpot" if backend == "trtllm" else "served")
         # One campaign with MiniMax-M2.5's, of 0.18: same lengths, same batches.
         of = "0.18" if version == "nan" else ".".join(version.split(".")[:2])
         if backend == "sglang":
             of = "0.5"
-        yield made.assign(family=_SERVERS[backend], version=of, weights=rows["weights"].to_numpy())
+        yield part.assign(family=_SERVERS[backend], version=of, weights=rows["weights"].to_numpy())
 
 
 def _iterations(data: Path) -> Iterator[pd.DataFrame]:
@@ -121,7 +121,7 @@ def _iterations(data: Path) -> Iterator[pd.DataFrame]:
 
 def _speculation(data: Path) -> Iterator[pd.DataFrame]:
     bundle = _bundle(data)
-    known = bundle.rename(
+    speedups = bundle.rename(
         columns={
             "batch": "batch_size",
             "steps": "draft_depth",
@@ -129,7 +129,7 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
             "accept": "accept_length",
         }
     )
-    yield from_speedups(known, "SpecBundle").assign(family="sglang", version="0.5", draft_vocab=float(EAGLE3_VOCAB))
+    yield from_speedups(speedups, "SpecBundle").assign(family="sglang", version="0.5", draft_vocab=float(EAGLE3_VOCAB))
     cells = tlt_cells(data)
     # Batch 1 of Table 4 is a row of Fig. 13.
     cells = cells[(cells["table"] != "table4") | (cells["batch_size"] > 1)]
@@ -173,6 +173,6 @@ def _bundle(data: Path) -> pd.DataFrame:
 
 
 def _plain(table: pd.DataFrame, source: str, *, family: str, version: str) -> pd.DataFrame:
-    found = pd.DataFrame({name: table.get(name, np.nan) for name in COLUMNS}).reset_index(drop=True)
-    found = found.assign(kind="iteration", source=source, draft_depth=np.nan, top_k=np.nan, accept_length=np.nan)
-    return found.assign(tp=found["tp"].fillna(1), family=family, version=version)
+    measured = pd.DataFrame({name: table.get(name, np.nan) for name in COLUMNS}).reset_index(drop=True)
+    measured = measured.assign(kind="iteration", source=source, draft_depth=np.nan, top_k=np.nan, accept_length=np.nan)
+    return measured.assign(tp=measured["tp"].fillna(1), family=family, version=version)

@@ -128,19 +128,19 @@ class Design:
             "version": (table["family"] + " " + table["version"]).to_numpy(str),
         }
         rows = ProfileRows.of_table(table.assign(kind=table["kind"].replace("attention", "iteration")))
-        told = _told(rows, table)
+        masks = _term_rows(rows, table)
         params: list[Param] = []
         index: dict[str, list[npt.NDArray[np.intp]]] = {}
         for term, prior in PRIORS.items():
             index[term] = []
-            own = told.get(term, np.ones(len(table), bool))
+            mask = masks.get(term, np.ones(len(table), bool))
             for level in ("", *LEVELS):
-                if not getattr(prior, level or "shared") or not own.any():
+                if not getattr(prior, level or "shared") or not mask.any():
                     continue
-                values, at = np.unique(levels[level][own], return_inverse=True)
+                values, at = np.unique(levels[level][mask], return_inverse=True)
                 # Rows that a term does not act on point past the end, where the deviation is 0.
                 places = np.full(len(table), -1)
-                places[own] = at + len(params)
+                places[mask] = at + len(params)
                 index[term].append(places)
                 params += [(term, level, str(value)) for value in values]
         kernel = table["family"].to_numpy(str) == "kernels"
@@ -155,8 +155,8 @@ class Design:
             weight=np.sqrt(np.minimum(size, _ENOUGH) / size) / _TYPICAL_ERROR * np.where(kernel, _KERNELS, 1.0),
             kernel=kernel,
             attention=kinds == "attention",
-            quantised=told["quantised_memory"],
-            qk_norm=told["qk_norm_layer_s"],
+            quantised=masks["quantised_memory"],
+            qk_norm=masks["qk_norm_layer_s"],
         )
 
     @property
@@ -178,30 +178,30 @@ class Design:
         A row depends on its own terms alone, so one difference per term serves all of that term's parameters.
         """
         value = self.values(x)
-        base, found = np.log(self.predict(value)), np.zeros((len(self.sets), len(self.params)))
+        base, slopes = np.log(self.predict(value)), np.zeros((len(self.sets), len(self.params)))
         for term, at in self.index.items():
             moved = np.log(self.predict(value | {term: value[term] * np.exp(_STEP)}))
             slope = (moved - base) / _STEP
             for places in at:
-                own = np.flatnonzero(places >= 0)
-                found[own, places[own]] = slope[own]
-        return found
+                rows = np.flatnonzero(places >= 0)
+                slopes[rows, places[rows]] = slope[rows]
+        return slopes
 
     def predict(self, value: Mapping[str, Floats]) -> Floats:
         """What values of the terms say about every row."""
-        rows, few = self.rows, self.quantised
+        rows, quantised = self.rows, self.quantised
         experts = np.asarray(rows.ideal.expert_layers, np.float64) / np.asarray(rows.ideal.layers, np.float64)
-        memory = value["memory"] * np.where(few, value["quantised_memory"], 1.0)
+        memory = value["memory"] * np.where(quantised, value["quantised_memory"], 1.0)
         layer = (
             value["layer_s"]
             + value["qk_norm_layer_s"] * self.qk_norm
-            + value["quantised_layer_s"] * few
+            + value["quantised_layer_s"] * quantised
             + value["expert_layer_s"] * experts
         )
         terms = RowTerms(
             memory_efficiency=capped(memory, MOST_EFFICIENT),
             compute_efficiency=capped(
-                value["compute"] * np.where(few, value["quantised_compute"], 1.0), MOST_EFFICIENT
+                value["compute"] * np.where(quantised, value["quantised_compute"], 1.0), MOST_EFFICIENT
             ),
             kv_efficiency=capped(value["kv"], MOST_EFFICIENT),
             link_efficiency=capped(value["link"], MOST_EFFICIENT),
@@ -218,15 +218,15 @@ class Design:
         )
         context = value["context_tokens"][rows.context_unknown]
         unknown = float(np.clip(context[0], *UNKNOWN_CONTEXT)) if len(context) else 0.0
-        found = rows.predict_with(terms.where, unknown)
+        seconds = rows.predict_with(terms.where, unknown)
         if self.attention.any():
             fixed = value["attention_layer_s"] * rows.ideal.layers
             reading = rows.batch * rows.context * rows.ideal.context_s / terms.kv_efficiency
-            found = np.where(self.attention, fixed + reading, found)
-        return np.asarray(found, np.float64)
+            seconds = np.where(self.attention, fixed + reading, seconds)
+        return np.asarray(seconds, np.float64)
 
 
-def _told(rows: PublishedRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bool_]]:
+def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bool_]]:
     """Which rows a term acts on, where that is not all."""
     engine = (table["family"] != "kernels").to_numpy()
     parallel = (table["tp"] > 1).to_numpy()
@@ -297,8 +297,8 @@ def _residual_slopes(design: Design, x: Floats) -> Floats:
     return np.asarray(by_row, np.float64)
 
 
-def uncertainty(table: pd.DataFrame, values: Mapping[Param, float], asked: pd.DataFrame) -> Floats:
-    """Standard deviation of the logarithm of each `asked` prediction, as far as the parameters leave it open.
+def uncertainty(table: pd.DataFrame, values: Mapping[Param, float], queries: pd.DataFrame) -> Floats:
+    """Standard deviation of the logarithm of each prediction of `queries`, as far as the parameters leave it open.
 
     By Laplace: the posterior of a fit to `table` that found `values`, to second order around them. A GPU, family or
     version that is not in `table` has the spread of its prior.
@@ -306,14 +306,14 @@ def uncertainty(table: pd.DataFrame, values: Mapping[Param, float], asked: pd.Da
     design = Design.of(_thinned(table))
     slopes = _residual_slopes(design, np.array([values[param] for param in design.params]) / design.spread)
     covariance = np.linalg.inv(slopes.T @ slopes + np.eye(len(design.params)))
-    new = Design.of(asked)
+    new = Design.of(queries)
     x = np.array([values.get(param, 0.0) for param in new.params])
     by_row = new.slopes(x) * new.spread
     place = {param: at for at, param in enumerate(design.params)}
-    known = np.array([param in place for param in new.params])
+    fitted = np.array([param in place for param in new.params])
     at = [place[param] for param in new.params if param in place]
-    variance = np.einsum("ij,jk,ik->i", by_row[:, known], covariance[np.ix_(at, at)], by_row[:, known])
-    return np.asarray(np.sqrt(variance + (by_row[:, ~known] ** 2).sum(axis=1)), np.float64)
+    variance = np.einsum("ij,jk,ik->i", by_row[:, fitted], covariance[np.ix_(at, at)], by_row[:, fitted])
+    return np.asarray(np.sqrt(variance + (by_row[:, ~fitted] ** 2).sum(axis=1)), np.float64)
 
 
 def predict(table: pd.DataFrame, values: Mapping[Param, float]) -> Floats:

@@ -35,14 +35,14 @@ class Shares:
 def shares(data: Path, gpu_name: str) -> Shares:
     """What the kernels of one GPU reach: 16 tokens for weights, 1,024 to 4,096 for FLOPs, 4 Ki to 16 Ki of context."""
     kernels, device = Kernels.read(data, gpu_name), gpu(gpu_name)
-    found = []
+    ratios = []
     for name, tp in SHAPES:
         shape = model(name)
         ideal = Ideal.of(device, shape, tp)
         reduces = [2 * shape.layers * float(kernels.all_reduce_s(tp, m * shape.hidden)) for m in (16, 1024, 4096)]
         few, many, more = kernels.forward_s(shape, tp, [16, 1024, 4096]) - reduces
         short, long = (kernels.attention_s(shape, tp, 32, past) for past in (4096, 16384))
-        found.append(
+        ratios.append(
             (
                 float(ideal.weights_s) / few,
                 float(ideal.token_s) * 3072 / (more - many),
@@ -50,7 +50,7 @@ def shares(data: Path, gpu_name: str) -> Shares:
                 float(ideal.link_token_s) * 3072 / (reduces[2] - reduces[1]) if tp > 1 else np.nan,
             )
         )
-    memory, compute, kv, link = np.nanmedian(found, axis=0).tolist()
+    memory, compute, kv, link = np.nanmedian(ratios, axis=0).tolist()
     smallest = float(kernels.all_reduce_s(4, 4096))
     return Shares(memory=memory, compute=compute, kv=kv, link=link, allreduce_s=smallest)
 
@@ -81,12 +81,12 @@ def preset(
     evidence: Evidence,
 ) -> RooflineCosts:
     """A cost model for one GPU, model and tp, its numbers rounded to three digits; speculation off costs nothing."""
-    found = {name: None if value is None else float(f"{value:.3g}") for name, value in constants.model_dump().items()}
+    rounded = {name: None if value is None else float(f"{value:.3g}") for name, value in constants.model_dump().items()}
     return RooflineCosts(
         gpu=gpu_name,
         model=model_name,
         tp=tp,
-        constants=Constants.model_validate(found | {"sd_idle_s": 0.0}),
+        constants=Constants.model_validate(rounded | {"sd_idle_s": 0.0}),
         switch_s=SWITCH_S,
         kv_capacity_tokens=kv_capacity_tokens(gpu(gpu_name), model(model_name), tp, MEMORY_FRACTION),
         calibrated=calibrated,

@@ -169,9 +169,9 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    cases = found["cases"]
+    cases = result["cases"]
     header = ("", *(f"{case['workers']} workers" for case in cases))
 
     def rows(key: str, unit: float, digits: int) -> list[tuple[str, ...]]:

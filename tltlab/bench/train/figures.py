@@ -18,7 +18,7 @@ GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class SideRun:
     """One run of one side: `seconds`, `rewards` (means) and `lengths` (mean response tokens), one of each per RL step.
 
     `whole_s` is the whole process with its start, `stages` the seconds of each part of our steps. `as_is` says how a
@@ -37,7 +37,7 @@ class Block:
     error: str | None = None
 
 
-def steady(blocks: Sequence[Block], side: str) -> list[float]:
+def steady(blocks: Sequence[SideRun], side: str) -> list[float]:
     """Seconds of a side's RL steps but the first of each run, in which compilers and caches warm up."""
     return [seconds for block in blocks if block.side == side for seconds in block.seconds[1:]]
 
@@ -61,7 +61,7 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
     estimate = float(statistic(*arrays))
     if min(map(len, arrays)) < 2:
         return Interval(estimate=estimate, low=float("nan"), high=float("nan"), level=0.95, method="none")
-    found = bootstrap(
+    ends = bootstrap(
         arrays,
         statistic,
         n_resamples=2000,
@@ -69,10 +69,10 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Interval(estimate=estimate, low=float(found.low), high=float(found.high), level=0.95, method="percentile")
+    return Interval(estimate=estimate, low=float(ends.low), high=float(ends.high), level=0.95, method="percentile")
 
 
-def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] | None:
+def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> dict[str, Any] | None:
     """How much more held-out reward `tltlab train` ends with than a side, over seeds that both ran; None without one.
 
     `difference` has Student's interval over seeds; each reward is a mean over `heldout` prompts, whose chance is known,
@@ -85,23 +85,23 @@ def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] 
     if not pairs:
         return None
     chance = sum(reward * (1 - reward) / heldout for pair in pairs for reward in pair)
-    found = mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
+    interval = mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
     return {
         "against": side,
         "seeds": len(pairs),
-        "difference": interval_json(found),
-        "equal": found.low <= 0 <= found.high if len(pairs) > 1 else None,
+        "difference": interval_json(interval),
+        "equal": interval.low <= 0 <= interval.high if len(pairs) > 1 else None,
     }
 
 
-def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int) -> dict[str, Any]:
+def summarise(blocks: Sequence[SideRun], lines: Mapping[str, int], *, heldout: int) -> dict[str, Any]:
     """Figures of every side, `lines` being those that a user writes for it, who learned more, and the goals.
 
     Rewards of each step are means over a side's runs, and `heldout_reward` is one over `heldout` prompts each.
     `mean_response_tokens` is of the steps that the seconds are of: longer responses take longer.
     """
     sides = []
-    for side, written in lines.items():
+    for side, num_lines in lines.items():
         ran = [block for block in blocks if block.side == side and block.seconds]
         seconds = steady(ran, side)
         tokens = [length for block in ran for length in block.lengths[1:]]
@@ -121,14 +121,14 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int
                     name: float(np.mean([value for block in ran for value in block.stages[name][1:]]))
                     for name in (ran[0].stages if seconds else {})
                 },
-                "lines": written,
+                "lines": num_lines,
                 "as_is": next((block.as_is for block in blocks if block.side == side and block.as_is), None),
                 "error": next((block.error for block in blocks if block.side == side and block.error), None),
             }
         )
     ours = steady(blocks, "tltlab")
     goals = []
-    for side, wanted in GOALS.items():
+    for side, goal in GOALS.items():
         theirs = steady(blocks, side)
         if side in lines:
             ratio = ratio_of_medians(theirs, ours) if theirs and ours else None
@@ -136,25 +136,25 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int
                 {
                     "against": side,
                     "ratio": interval_json(ratio),
-                    "wanted": wanted,
-                    "met": None if ratio is None else ratio.estimate >= wanted,
+                    "wanted": goal,
+                    "met": None if ratio is None else ratio.estimate >= goal,
                 }
             )
     return {
         "sides": sides,
-        "learned": [found for side in GOALS if side in lines and (found := learned(blocks, side, heldout))],
+        "learned": [comparison for side in GOALS if side in lines and (comparison := learned(blocks, side, heldout))],
         "goals": goals,
         "blocks": [asdict(block) for block in blocks],
     }
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """A result for a terminal: a row per side, where our time goes, who learned more, how many times faster ours is."""
-    setting = found["setting"]
+    setting = result["setting"]
     responses = f"{setting['prompts_per_step']} x {setting['group_size']}"
     lines = [
         f"{responses} responses a step, cap {setting['max_response_tokens']}, float32, {setting['steps']} RL steps, "
-        f"{found['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
+        f"{result['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
     ]
     rows = [
         (
@@ -162,12 +162,12 @@ def text(found: Mapping[str, Any]) -> str:
             decimals(side["mean_response_tokens"]), side["lines"], _interval(side["heldout_reward"]),
             " ".join(decimals(reward) for reward in side["rewards"]),
         )
-        for side in found["sides"]
+        for side in result["sides"]
     ]  # fmt: skip
     header = ("", "s per step", "first", "whole", "tokens", "lines", "held-out", "reward by step")
     lines.append(table(header, rows))
-    lines.append(f"held-out reward before training {found['start_heldout_reward']:.2f}")
-    for side in found["sides"]:
+    lines.append(f"held-out reward before training {result['start_heldout_reward']:.2f}")
+    for side in result["sides"]:
         if side["as_is"]:
             lines.append(f"{side['side']} as it is: {side['as_is']}")
         if side["as_is"] and not side["error"]:
@@ -178,26 +178,26 @@ def text(found: Mapping[str, Any]) -> str:
             whole = sum(side["stages"].values())
             shares = ", ".join(f"{name[:-2]} {value / whole:.0%}" for name, value in side["stages"].items())
             lines.append(f"{side['side']}: {shares}")
-    for row in found["learned"]:
+    for row in result["learned"]:
         equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[row["equal"]]
         lines.append(
             f"held-out reward, tltlab less {row['against']}: {as_text(row['difference'])} over {row['seeds']} seed(s): "
             f"{equal}"
         )
-    for goal in found["goals"]:
-        said = "unknown" if goal["met"] is None else "met" if goal["met"] else "MISSED"
-        lines.append(f"{said:8s}against {goal['against']}: {_interval(goal['ratio'])} times, goal {goal['wanted']:g}")
+    for goal in result["goals"]:
+        mark = "unknown" if goal["met"] is None else "met" if goal["met"] else "MISSED"
+        lines.append(f"{mark:8s}against {goal['against']}: {_interval(goal['ratio'])} times, goal {goal['wanted']:g}")
     return "\n".join(lines)
 
 
-def as_text(found: Mapping[str, Any] | None, *, sign: int = 1) -> str:
+def as_text(interval: Mapping[str, Any] | None, *, sign: int = 1) -> str:
     """An estimate with its ends, all times `sign`."""
-    if found is None:
+    if interval is None:
         return "unknown"
-    estimate = sign * found["estimate"]
-    if found["low"] is None or found["high"] is None:
+    estimate = sign * interval["estimate"]
+    if interval["low"] is None or interval["high"] is None:
         return f"{estimate:.3f} (no interval from one value)"
-    low, high = sorted((sign * found["low"], sign * found["high"]))
+    low, high = sorted((sign * interval["low"], sign * interval["high"]))
     return f"{estimate:.3f} [{low:.3f}, {high:.3f}]"
 
 
@@ -206,8 +206,8 @@ def decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _interval(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _interval(interval: Mapping[str, Any] | None) -> str:
+    if interval is None:
         return "-"
-    ends = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
-    return f"{found['estimate']:.2f}{ends}"
+    ends = "" if interval["low"] is None else f" [{interval['low']:.2f}, {interval['high']:.2f}]"
+    return f"{interval['estimate']:.2f}{ends}"

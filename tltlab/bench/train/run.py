@@ -30,8 +30,8 @@ from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.traces.trace import read
 
-from .figures import Block, summarise
-from .texts import Setting, recipe_text, script_text, written_lines
+from .figures import SideRun, summarise
+from .texts import GrpoJob, recipe_text, script_text, written_lines
 
 Progress = Callable[[str], None]
 
@@ -102,10 +102,10 @@ def bench_train(
         root = folder.resolve()
         if (root / RESULT).exists() or any((root / f"{side}-0").exists() for side in sizes.sides):
             raise ConfigError(f"{root} holds an earlier benchmark; name another folder with --out")
-        beside = trl_folder(trl, root / "trl-packages", progress)
+        packages = trl_folder(trl, root / "trl-packages", progress)
         setting = _setting(model, sizes, root, policy, seed, progress)
         start = heldout_reward(setting.model, setting, sizes.heldout)
-        blocks: list[Block] = []
+        blocks: list[SideRun] = []
         for number in range(sizes.blocks):
             for side in sizes.sides:
                 place_of = root / f"{side}-{number}"
@@ -114,40 +114,40 @@ def bench_train(
                 if side == OURS:
                     block = run_ours(this, place_of)
                 else:
-                    block = run_trl(this, place_of, beside, vllm=side == VLLM, progress=progress)
+                    block = run_trl(this, place_of, packages, vllm=side == VLLM, progress=progress)
                 if block.seconds:
                     final = place_of / "run" / "checkpoints" / "final" if side == OURS else place_of / "policy"
                     block = replace(block, heldout_reward=heldout_reward(final, setting, sizes.heldout))
                     progress(f"{side}: {np.median(block.seconds):.1f} s per RL step")
                 blocks.append(block)
-            found = _result(setting, sizes, blocks, beside, start)
-            write_json(root / RESULT, found)
-    return found
+            result = _result(setting, sizes, blocks, packages, start)
+            write_json(root / RESULT, result)
+    return result
 
 
-def trl_folder(given: Path | None, made: Path, progress: Progress) -> Path:
+def trl_folder(folder: Path | None, default: Path, progress: Progress) -> Path:
     """The folder that TRL is in: the one given, or one that pip fills; ConfigError where there is none."""
-    if given is not None:
-        if not (given / "trl" / "__init__.py").is_file():
+    if folder is not None:
+        if not (folder / "trl" / "__init__.py").is_file():
             raise ConfigError(
-                f"no TRL in {given}; make it with: pip install --target {given} --no-deps {' '.join(TRL)}"
+                f"no TRL in {folder}; make it with: pip install --target {folder} --no-deps {' '.join(TRL)}"
             )
-        return given.resolve()
-    if (made / "trl" / "__init__.py").is_file():
-        return made
-    command = [sys.executable, "-m", "pip", "install", "--target", str(made), "--no-deps", *TRL]
+        return folder.resolve()
+    if (default / "trl" / "__init__.py").is_file():
+        return default
+    command = [sys.executable, "-m", "pip", "install", "--target", str(default), "--no-deps", *TRL]
     progress(" ".join(command))
-    made.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    default.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
         raise ConfigError(
-            f"pip cannot install TRL ({last_line(done.stderr)}); where there is a network: pip install --target "
+            f"pip cannot install TRL ({last_line(process.stderr)}); where there is a network: pip install --target "
             f"FOLDER --no-deps {' '.join(TRL)}, then name it with --trl FOLDER"
         )
-    return made
+    return default
 
 
-def run_ours(setting: Setting, folder: Path) -> Block:
+def run_ours(setting: GrpoJob, folder: Path) -> SideRun:
     """One run of `tltlab train` in a process of its own; RunError where it fails."""
     folder.mkdir(parents=True)
     recipe = folder / "recipe.toml"
@@ -160,7 +160,7 @@ def run_ours(setting: Setting, folder: Path) -> Block:
     return replace(ours_of_trace(folder / "run" / "trace", setting.seed, setting.responses), whole_s=whole_s)
 
 
-def ours_of_trace(path: Path, seed: int, responses: int) -> Block:
+def ours_of_trace(path: Path, seed: int, responses: int) -> SideRun:
     """What a trace of ours says. A step takes until the next one starts; the last one, which has none, its stages."""
     trace = read(path)
     if trace.steps is None:
@@ -170,7 +170,7 @@ def ours_of_trace(path: Path, seed: int, responses: int) -> Block:
     whole = stages.sum(axis=1).tolist()
     seconds = np.diff(steps["t_start"]).tolist() + whole[-1:]
     tokens = trace.outcomes.groupby("rl_step")["response_tokens"].sum().reindex(steps["rl_step"]).to_numpy()
-    return Block(
+    return SideRun(
         side=OURS,
         seed=seed,
         seconds=seconds,
@@ -181,7 +181,7 @@ def ours_of_trace(path: Path, seed: int, responses: int) -> Block:
     )
 
 
-def run_trl(setting: Setting, folder: Path, beside: Path, *, vllm: bool, progress: Progress) -> Block:
+def run_trl(setting: GrpoJob, folder: Path, packages: Path, *, vllm: bool, progress: Progress) -> SideRun:
     """One run of TRL's trainer in a process of its own.
 
     Its vLLM mode runs as it is, and where that fails once more with vLLM on torch's linear (`bench_trl`): the block
@@ -194,7 +194,7 @@ def run_trl(setting: Setting, folder: Path, beside: Path, *, vllm: bool, progres
     times = folder / "times.json"
     command = [sys.executable, "-m", "tltlab.bench.train.trl", str(script), str(times)]
     environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(beside), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH")))),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder.parent / "datasets"),
     }
@@ -210,9 +210,9 @@ def run_trl(setting: Setting, folder: Path, beside: Path, *, vllm: bool, progres
         failed = _run([*command, "--torch-linear"], folder, environment)
     whole_s = time.perf_counter() - began
     if failed:
-        return Block(side=side, seed=setting.seed, as_is=as_is, error=failed)
-    found = read_json(times)
-    return Block(side=side, seed=setting.seed, as_is=as_is, whole_s=whole_s, **found)
+        return SideRun(side=side, seed=setting.seed, as_is=as_is, error=failed)
+    figures = read_json(times)
+    return SideRun(side=side, seed=setting.seed, as_is=as_is, whole_s=whole_s, **figures)
 
 
 def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str | None:
@@ -223,10 +223,10 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     log = folder / "log.txt"
     with log.open("w") as file:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=folder, env=inherited | dict(environment), stdout=file, stderr=subprocess.STDOUT, check=False
         )
-    return last_line(log.read_text(errors="replace")) if done.returncode else None
+    return last_line(log.read_text(errors="replace")) if process.returncode else None
 
 
 def last_line(text: str) -> str:
@@ -235,7 +235,7 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(lines) if line), "it said nothing")[:300]
 
 
-def heldout_reward(model: Path, setting: Setting, count: int) -> float:
+def heldout_reward(model: Path, setting: GrpoJob, count: int) -> float:
     """Mean reward of one response to each of the first held-out prompts, from the same sampler for every policy."""
     disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -256,14 +256,14 @@ def heldout_reward(model: Path, setting: Setting, count: int) -> float:
     return float(np.mean(rewards))
 
 
-def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, seed: int, progress: Progress) -> Setting:
+def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, seed: int, progress: Progress) -> GrpoJob:
     """The run that all sides do, on the model given or on one that is trained now."""
     if model is None:
         model = made_model(root / "model", progress, size=sizes.model)
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
-    return Setting(
+    return GrpoJob(
         model=model.resolve(),
         reward=report["reward"],
         steps=sizes.steps,
@@ -276,7 +276,7 @@ def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, see
     )
 
 
-def _result(setting: Setting, sizes: TrainSizes, blocks: Sequence[Block], beside: Path, start: float) -> dict[str, Any]:
+def _result(setting: GrpoJob, sizes: TrainSizes, blocks: Sequence[SideRun], trl: Path, start: float) -> dict[str, Any]:
     """All that was measured and what it comes to."""
     texts = {
         OURS: recipe_text(setting),
@@ -286,7 +286,7 @@ def _result(setting: Setting, sizes: TrainSizes, blocks: Sequence[Block], beside
     return (
         made_by()
         | {
-            "versions": versions() | {found.name: found.version for found in distributions(path=[str(beside)])},
+            "versions": versions() | {package.name: package.version for package in distributions(path=[str(trl)])},
             "hardware": hardware(),
         }
         | {"setting": asdict(setting) | {"model": setting.model.name}, "start_heldout_reward": start}

@@ -165,9 +165,9 @@ class ScriptedActor:
             def answer() -> Any:
                 with meter.part(SCRIPTED):
                     result = getattr(self._actor, method)(*args, **options)
-                    there = meter.travels(f"{label} returns", result, to_driver=True)
+                    received = meter.travels(f"{label} returns", result, to_driver=True)
                     del result
-                    return there
+                    return received
 
             return Ref(answer)
 
@@ -239,9 +239,9 @@ class ScriptedWorker:
         }
 
     def _decision(self, rl_step: int, number: int, batch: int) -> dict[str, Any]:
-        which = {"rl_step": rl_step, "worker": self.number, "iteration": number, "bucket": 1}
+        key = {"rl_step": rl_step, "worker": self.number, "iteration": number, "bucket": 1}
         ran = STRATEGY if batch <= DRAFTS_BELOW else NO_SPECULATION
-        return which | asdict(ran) | {"propensity": 0.5, "reward": 1.0}
+        return key | asdict(ran) | {"propensity": 0.5, "reward": 1.0}
 
 
 class ScriptedPolicy(torch.nn.Module):
@@ -295,8 +295,8 @@ class ScriptedRank:
         if self.trainer is None:
             return None
         with self.meter.part(RANK):
-            given = [arg.get() if isinstance(arg, Ref) else arg for arg in args]
-            return getattr(self.trainer, method)(*given, **options)
+            values = [arg.get() if isinstance(arg, Ref) else arg for arg in args]
+            return getattr(self.trainer, method)(*values, **options)
 
 
 class ScriptedPool(WorkerPool):

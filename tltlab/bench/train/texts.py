@@ -11,7 +11,7 @@ TRL_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class GrpoJob:
     """The run that both do: model folder of `tltlab make-model`, its reward by import path, and how much of it.
 
     `cores` CPU cores are shared by engines and trainer, which do not work at the same time.
@@ -33,7 +33,7 @@ class Setting:
         return self.prompts_per_step * self.group_size
 
 
-def recipe_text(setting: Setting) -> str:
+def recipe_text(setting: GrpoJob) -> str:
     """The recipe for `tltlab train`; what it leaves out has the same value in TRL's script, or none there."""
     # An engine built to speculate takes a fifth longer also where its policy never does.
     no_drafts = "max_draft_depth = 0\n" if setting.policy == "none" else ""
@@ -61,7 +61,7 @@ num_prompts = 0
 """
 
 
-def script_text(setting: Setting, out: Path, *, vllm: bool) -> str:
+def script_text(setting: GrpoJob, out: Path, *, vllm: bool) -> str:
     """The script for TRL 1.16, as its documentation begins one; the policy is saved to `out`.
 
     Settings stand in it where TRL's default would learn otherwise than the recipe does (learning rate and its decay,

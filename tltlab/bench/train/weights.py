@@ -42,12 +42,12 @@ def tensors_of(num_bytes: float, shape: str = SHAPE) -> list[TensorMeta]:
         "mlp.up_proj": (m.intermediate, m.hidden), "mlp.down_proj": (m.hidden, m.intermediate),
         "input_layernorm": (m.hidden,), "post_attention_layernorm": (m.hidden,),
     }  # fmt: skip
-    found = [TensorMeta("model.embed_tokens.weight", torch.bfloat16, (m.vocab, m.hidden))]
+    tensors = [TensorMeta("model.embed_tokens.weight", torch.bfloat16, (m.vocab, m.hidden))]
     layers = 0
-    while sum(tensor.nbytes for tensor in found) < num_bytes:
-        found += [TensorMeta(f"model.layers.{layers}.{n}.weight", torch.bfloat16, size) for n, size in layer.items()]
+    while sum(tensor.nbytes for tensor in tensors) < num_bytes:
+        tensors += [TensorMeta(f"model.layers.{layers}.{n}.weight", torch.bfloat16, size) for n, size in layer.items()]
         layers += 1
-    return found
+    return tensors
 
 
 @ray.remote(num_cpus=0)
@@ -57,7 +57,7 @@ class Reader:
     def __init__(self, tensors: Sequence[TensorMeta]) -> None:
         torch.set_num_threads(1)
         self.mapped = Mapped()
-        self.own = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in tensors}
+        self.tensors = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in tensors}
 
     def weights(self, call: str, info: Any, data: Any = None) -> bool:
         """`RolloutWorker.weights`."""
@@ -66,14 +66,14 @@ class Reader:
         if call == "bucket":
             assert isinstance(info, Bucket)
             for name, tensor in self.mapped.tensors(info):
-                self.own[name].copy_(tensor)
+                self.tensors[name].copy_(tensor)
         elif call == "finish":
             # As an engine does.
             self.mapped = Mapped()
         return True
 
     def sums(self) -> list[int]:
-        return [_sum(tensor) for tensor in self.own.values()]
+        return [_sum(tensor) for tensor in self.tensors.values()]
 
 
 def _sum(tensor: torch.Tensor) -> int:
@@ -142,14 +142,14 @@ def _measured(metas: Sequence[TensorMeta], rounds: int) -> list[dict[str, Any]]:
 
     seconds: dict[str, list[float]] = {"copy": [], **{way: [] for way in senders}}
     for number in range(WARM_UP + rounds):
-        for what in ("copy", *senders):
-            begun = time.perf_counter()
-            copied() if what == "copy" else sent(what)
-            seconds[what].append(time.perf_counter() - begun)
-            if number == 0 and what != "copy" and ray.get(reader.sums.remote()) != expected:
+        for name in ("copy", *senders):
+            start = time.perf_counter()
+            copied() if name == "copy" else sent(name)
+            seconds[name].append(time.perf_counter() - start)
+            if number == 0 and name != "copy" and ray.get(reader.sums.remote()) != expected:
                 raise RunError("what came is not what was sent")
     ray.kill(reader)
-    seconds = {what: times[WARM_UP:] for what, times in seconds.items()}
+    seconds = {name: times[WARM_UP:] for name, times in seconds.items()}
     return [
         {
             "bytes": num_bytes, "tensors": len(metas), "way": way, "transfer_s": seconds[way],
@@ -160,10 +160,10 @@ def _measured(metas: Sequence[TensorMeta], rounds: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The result for people: a row for each size."""
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         ratio = row["ratio"]
         seconds = (sum(row[name]) / len(row[name]) for name in ("transfer_s", "copy_s"))
         span = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"

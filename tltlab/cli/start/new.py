@@ -42,10 +42,10 @@ def new(
     """
     if kind not in KINDS:
         raise ConfigError(f"cannot write a {kind!r}{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
-    written = write(kind, name or _DEFAULT[kind], Path.cwd(), model=model)
-    names = [str(path.relative_to(Path.cwd())) for path in written]
-    then = _NEXT[kind].format(file=names[0])
-    emit({"files": names, "next": then}, as_json=as_json, text=f"wrote {', '.join(names)}; next: {then}")
+    paths = write(kind, name or _DEFAULT[kind], Path.cwd(), model=model)
+    names = [str(path.relative_to(Path.cwd())) for path in paths]
+    command = _NEXT[kind].format(file=names[0])
+    emit({"files": names, "next": command}, as_json=as_json, text=f"wrote {', '.join(names)}; next: {command}")
 
 
 def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:

@@ -55,15 +55,15 @@ def text(rows: list[dict[str, Any]]) -> str:
     """The settings for people, section by section."""
     lines = []
     for section in dict.fromkeys(row["section"] for row in rows):
-        own = [row for row in rows if row["section"] == section]
-        cells = [(row["name"], row["default"], row["type"], row["about"]) for row in own]
+        members = [row for row in rows if row["section"] == section]
+        cells = [(row["name"], row["default"], row["type"], row["about"]) for row in members]
         lines += [f"[{section}]" if section != WHOLE else WHOLE, table([], cells, left=4, indent=2), ""]
     return "\n".join(lines).rstrip()
 
 
 def rows_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, Any]]:
     """A row for each setting, sections after what stands by itself; `about` is what the section's docstring says."""
-    own, inner = [], []
+    top, inner = [], []
     for name, field in model.model_fields.items():
         inside = name if section == WHOLE else f"{section}.{name}"
         part = _section(field)
@@ -71,8 +71,8 @@ def rows_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, Any]
             inner += rows_of(part, inside)
             continue
         about = _about(model, name)
-        own.append({"section": section, "name": name, "default": _default(field), "type": _type(field), "about": about})
-    return own + inner
+        top.append({"section": section, "name": name, "default": _default(field), "type": _type(field), "about": about})
+    return top + inner
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -102,19 +102,19 @@ def _type(field: FieldInfo) -> str:
         for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         if getattr(mark, name, None) is not None
     ]
-    return " ".join([_written(field.annotation), ", ".join(limits)]).rstrip()
+    return " ".join([_type_text(field.annotation), ", ".join(limits)]).rstrip()
 
 
-def _written(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Literal:
         return "|".join(map(str, inside))
     if origin in (Union, types.UnionType):
-        return " or ".join(_written(one) for one in inside if one is not type(None))
+        return " or ".join(_type_text(member) for member in inside if member is not type(None))
     if origin is Annotated:
-        return _written(inside[0])
+        return _type_text(inside[0])
     if origin in (tuple, list):
-        return f"list of {_written(inside[0])}"
+        return f"list of {_type_text(inside[0])}"
     if origin is dict:
         return "section"
     return str(getattr(kind, "__name__", kind)).replace("str", "text").replace("bool", "true|false")

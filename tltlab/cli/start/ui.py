@@ -31,9 +31,9 @@ def ui(
     """
     runs = Runs(folder)
     with Server(runs, port) as server:
-        found = len(runs.paths())
-        told = {"url": server.url, "folder": str(folder), "runs": found}
-        emit(told, as_json=as_json, text=f"{found} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
+        num_runs = len(runs.paths())
+        result = {"url": server.url, "folder": str(folder), "runs": num_runs}
+        emit(result, as_json=as_json, text=f"{num_runs} runs and traces of {folder} at {server.url} (Ctrl-C ends it)")
         sys.stdout.flush()
         if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()

@@ -73,38 +73,38 @@ def what_if(
                 advance.append(stack.enter_context(progress_bar("stage", total)))
             advance[0](stage)
 
-        found = run(
+        answer = run(
             lengths, gpus=gpus, model=model, engine=engine, tp=tp, accept=accept, systems=systems, column=column,
             jobs=jobs, seed=seed, say=say,
         )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
-    result: dict[str, Any] = found.json() | {"systems": system_rows(found.systems), "figures": "simulated"}
-    result |= {key: found.systems.attrs[key] for key in attributes}
+    result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
+    result |= {key: answer.systems.attrs[key] for key in attributes}
     result |= {"trace": str(lengths), "seed": seed, **made_by("numpy", "scipy", "simpy")}
     if out is not None and out.suffix in _PAGES:
         write_file(out, render(comparison_page(result, lengths)))
     elif out is not None and out.suffix in FORMATS:
-        save_figure(found.plot(), out)
+        save_figure(answer.plot(), out)
     elif out is not None:
         write_json(out, result)
-    lines = [text(found), "", system_table(found.systems)]
+    lines = [text(answer), "", system_table(answer.systems)]
     emit(result, as_json=as_json, text="\n".join(lines if out is None else [*lines, f"wrote {out}"]))
 
 
-def text(found: WhatIf) -> str:
+def text(answer: WhatIf) -> str:
     """The answer for people, words first."""
     from tltlab.sim.what_if import THE_VERDICT
 
-    used = ", ".join(own if own == name else f"{own} ({name})" for name, own in found.used.items())
-    evidence = [] if found.evidence == found.setting else [found.evidence.partition(";")[0]]
+    used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.used.items())
+    evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
     rows = [
-        ("on", ", ".join([f"{found.setting}: {found.workers} workers", *evidence])),
-        ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in found.drafting)),
+        ("on", ", ".join([f"{answer.setting}: {answer.workers} workers", *evidence])),
+        ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in answer.drafting)),
         ("in the table", f"the verdict's speed-up is that of {THE_VERDICT.name}"),
         ("used", used or "a trace"),
-        *([("ignored", ", ".join(found.ignored))] if found.ignored else []),
-        ("responses", f"{found.trace.num_rows('outcomes')} of {len(found.trace.rl_steps)} RL steps"),
-        *(("assumed", note) for note in found.notes),
-        ("simulated in", f"{found.wall_s:.1f} s"),
+        *([("ignored", ", ".join(answer.ignored))] if answer.ignored else []),
+        ("responses", f"{answer.trace.num_rows('outcomes')} of {len(answer.trace.rl_steps)} RL steps"),
+        *(("assumed", note) for note in answer.notes),
+        ("simulated in", f"{answer.wall_s:.1f} s"),
     ]
-    return "\n".join([found.verdict, "", table([], rows, words=True)])
+    return "\n".join([answer.verdict, "", table([], rows, words=True)])

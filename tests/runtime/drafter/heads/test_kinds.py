@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
+from tltlab.bench.drafter.packing import HeadShape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
@@ -342,7 +342,7 @@ def test_both_sides_of_the_packing_benchmark_compute_the_same_loss():
 
 
 def test_the_packing_benchmark_says_how_little_of_padded_batches_lengths_with_a_tail_fill():
-    shape = Shape(hidden_size=32, intermediate_size=64, num_heads=2, vocab_size=64)
+    shape = HeadShape(hidden_size=32, intermediate_size=64, num_heads=2, vocab_size=64)
     tail = [20] * 60 + [600] * 4
     found = bench_packing(tail, shape=shape, batch=8, samples=32, rounds=3, longest=300)
     assert found["longest_tokens"] == 300

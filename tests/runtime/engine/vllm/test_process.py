@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 import tltlab
-from tltlab.bench.train.texts import Setting, script_text
+from tltlab.bench.train.texts import GrpoJob, script_text
 from tltlab.cli.app import main
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import FixedSpec
@@ -430,7 +430,7 @@ def test_trls_trainer_runs_under_a_policy_and_leaves_a_trace_without_a_line_chan
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Colocated, from its package; on a CPU vLLM must keep its weights where TRL can write them."""
-    setting = Setting(
+    setting = GrpoJob(
         model=random_model, reward="even:evenness", steps=2, prompts_per_step=4, group_size=4,
         max_response_tokens=48, cores=1,
     )  # fmt: skip
