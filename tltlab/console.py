@@ -27,6 +27,7 @@ AGAIN_S = 0.1
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from typer import Typer
 
     Json = bool
     AllowCode = list[str] | None
@@ -42,6 +43,16 @@ def __getattr__(name: str) -> Any:
         about = "Import the policy class that a file names from this module; repeatable."
         return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=about)]
     return Annotated[bool, Option("--json", help="Print one JSON object on standard output and nothing else there.")]
+
+
+def command_group(help: str, **options: Any) -> Typer:
+    """A Typer for subcommands, which every group of commands is built with."""
+    from typer import Typer
+
+    return Typer(
+        help=help, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]}, **options,
+    )  # fmt: skip
 
 
 def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:

@@ -8,16 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.config import json_or_text
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, command_group, emit, progress
 from tltlab.errors import ConfigError
 
-audit = typer.Typer(
+audit = command_group(
     help="Sample a real engine and hold the samples against the exact distribution of its model, case by case.",
     invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

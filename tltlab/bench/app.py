@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, progress, whole_numbers
+from tltlab.console import Json, command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 
@@ -22,19 +22,7 @@ Batches = Annotated[str, typer.Option(help="Batch sizes, with commas between the
 FirstSeed = Annotated[int, typer.Option(min=0, help="The first seed.")]
 Result = Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")]
 
-app = typer.Typer(
-    help="Benchmarks, as ratios within one run.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback()
-def _group() -> None:
-    """Benchmarks, as ratios within one run."""
+app = command_group(help="Benchmarks, as ratios within one run.", no_args_is_help=True)
 
 
 @app.command()
@@ -53,8 +41,7 @@ def sim(
     from .simulator import bench_sim, text
 
     progress(f"{rounds} rounds, then a sweep of {configurations} tables")
-    result = bench_sim(rounds, configurations, jobs)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_sim(rounds, configurations, jobs), as_json, text)
 
 
 @app.command()
@@ -89,8 +76,7 @@ def buckets(
     """
     from .policies import bench_buckets, buckets_text
 
-    result = bench_buckets(rounds)
-    emit(result, as_json=as_json, text=buckets_text(result))
+    _tell(bench_buckets(rounds), as_json, buckets_text)
 
 
 @app.command()
@@ -104,8 +90,7 @@ def trace(
     """
     from .streams import bench_stream, text
 
-    result = bench_stream(responses)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_stream(responses), as_json, text)
 
 
 @app.command()
@@ -223,8 +208,7 @@ def history(
         repeat_every=repeat_every,
         history_mib=history_mib,
     )
-    result = bench_history(run, unbounded_steps=unbounded_steps, progress=progress)
-    emit(result, as_json=as_json, text=history_text(result))
+    _tell(bench_history(run, unbounded_steps=unbounded_steps, progress=progress), as_json, history_text)
 
 
 @app.command()
@@ -239,8 +223,7 @@ def policy(
     """
     from .policies import bench_policies, text
 
-    result = bench_policies(calls, rounds)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_policies(calls, rounds), as_json, text)
 
 
 @app.command()
@@ -264,8 +247,7 @@ def seam(
 
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
     sizes = whole_numbers("--batches", batches, least=1)
-    result = bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), as_json, text)
 
 
 @app.command()
@@ -312,7 +294,7 @@ def runtime(
         folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, off_batches=sizes,
         progress=progress,
     )  # fmt: skip
-    _tell(result, out, as_json, text)
+    _tell(result, as_json, text, out)
 
 
 @app.command()
@@ -352,7 +334,7 @@ def driver(
         workers=workers, responses=responses, tokens=tokens, group_size=group_size, ranks=ranks, policy=policy,
         reward_processes=reward_processes, rl_steps=steps,
     )  # fmt: skip
-    _tell(bench_driver(case, before, progress), out, as_json, text)
+    _tell(bench_driver(case, before, progress), as_json, text, out)
 
 
 @app.command()
@@ -394,7 +376,7 @@ def gpu(
         out=out,
         progress=progress,
     )
-    emit(result, as_json=as_json, text=module.text(result))
+    _tell(result, as_json, module.text)
 
 
 @app.command()
@@ -416,8 +398,7 @@ def weights(
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers with commas between them") from error
     if not all(0 < size < 1e4 for size in sizes):
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers above 0")
-    result = bench_weights(sizes, rounds=rounds, progress=progress)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_weights(sizes, rounds=rounds, progress=progress), as_json, text)
 
 
 @app.command()
@@ -458,12 +439,13 @@ def train(
 
     _check(out, folder=True)
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
-    result = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, text)
 
 
-def _tell(result: dict[str, Any], out: Path | None, as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
-    """Write the result to a file where one is named, and print it."""
+def _tell(
+    result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str], out: Path | None = None
+) -> None:
+    """Print the result, and write it to a file where one is named."""
     if out is not None:
         write_json(out, result)
     emit(result, as_json=as_json, text=text(result))

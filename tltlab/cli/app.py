@@ -39,6 +39,19 @@ def load(command: str) -> Any:
         raise _missing_extra(error) from error
 
 
+def click_command(name: str) -> Any:
+    """A command as Click has it, with its parameters and its subcommands; ConfigError as `load`."""
+    import typer
+    from typer.main import get_command
+
+    target = load(name)
+    if isinstance(target, typer.Typer):
+        return get_command(target)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(target)
+    return get_command(app)
+
+
 def command_names() -> list[str]:
     """The commands that are installed, in order."""
     return sorted(_commands())
@@ -107,16 +120,10 @@ def _run(args: list[str]) -> int:
 def _call(name: str, args: list[str]) -> int:
     import typer
     from typer.exceptions import TyperException
-    from typer.main import get_command
 
-    target = load(name)
-    if isinstance(target, typer.Typer):
-        app = target
-    else:
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        app.command(context_settings={"help_option_names": ["-h", "--help"]})(target)
+    command = click_command(name)
     try:
-        code = get_command(app).main(args, prog_name=f"tltlab {name}", standalone_mode=False)
+        code = command.main(args, prog_name=f"tltlab {name}", standalone_mode=False)
     except TyperException as error:
         _fail(f"{error.format_message()} (see 'tltlab {name} --help')", 2)
     except typer.Abort as error:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.console import Json, emit, progress, table
+from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
 from tltlab.importers.token_counts import token_counter
@@ -25,14 +25,7 @@ from tltlab.traces.trace import Trace, locate, read, read_one, together
 
 from .annotate import annotate_trace
 
-app = typer.Typer(
-    help="Describe, validate, repair, import, generate and annotate traces.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group(help="Describe, validate, repair, import, generate and annotate traces.", no_args_is_help=True)
 
 MODEL_FILE = "lengths.json"
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, a run, or a CSV of lengths.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,13 +36,13 @@ def completion(
 
 def words(line: list[str]) -> list[str]:
     """What may stand at the end of a line: commands, or the options and subcommands of the one that it names."""
-    from tltlab.cli.app import command_names, load
+    from tltlab.cli.app import click_command, command_names
 
     before, current = line[:-1], line[-1] if line else ""
     if not before:
         return [name for name in command_names() if name.startswith(current)]
     try:
-        command = _command(load(before[0]))
+        command = click_command(before[0])
     except ConfigError:
         return []
     inner = getattr(command, "commands", {})
@@ -51,13 +51,3 @@ def words(line: list[str]) -> list[str]:
             command, inner = inner[word], {}
     options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
     return [word for word in (*inner, *options, "--help") if word.startswith(current)]
-
-
-def _command(target: Any) -> Any:
-    from typer.main import get_command
-
-    if isinstance(target, typer.Typer):
-        return get_command(target)
-    app = typer.Typer(add_completion=False)
-    app.command()(target)
-    return get_command(app)
