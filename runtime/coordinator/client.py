@@ -25,7 +25,7 @@ class CoordinatorClient(SocketThread):
     A trainer's loop::
 
         order = client.wait_for_order(1.0)
-        if isinstance(order, TrainIn) and client.trainer(order.term):
+        if isinstance(order, Train) and client.trainer(order.term):
             while client.order == order:
                 ...  # one optimizer step
             client.trainer(None)  # or join the changed group, where only `group` is another
@@ -43,7 +43,7 @@ class CoordinatorClient(SocketThread):
 
     @property
     def order(self) -> Order:
-        """What the trainer shall do now: `Hold` or `TrainIn`."""
+        """What the trainer shall do now: `Hold` or `Train`."""
         with self._changed:
             self._check()
             return self._agent.order

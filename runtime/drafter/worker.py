@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tltlab.coordination.agent import TrainIn
+from tltlab.coordination.messages import Train
 from tltlab.errors import RunError, one_line
 from tltlab.runtime.coordinator.client import CoordinatorClient
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -149,7 +149,7 @@ class SpotTrainer:
             while not self._closed.is_set():
                 self._feed.check()
                 order = self._client.wait_for_order(POLL_S * 5)
-                if isinstance(order, TrainIn):
+                if isinstance(order, Train):
                     self._period(order)
         finally:
             self._feed.close()
@@ -333,13 +333,13 @@ class SpotTrainer:
             prompt_tokens=start + sequence.prompt_tokens,
         )
 
-    def _period(self, order: TrainIn) -> None:
+    def _period(self, order: Train) -> None:
         """Be in the group of `order` and in those that follow it under its term, then free the device."""
         if not self._client.trainer(order.term):
             return
         period = TrainingPeriod(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
         try:
-            next_order: TrainIn | None = order
+            next_order: Train | None = order
             while next_order is not None:
                 next_order = self._in_group(next_order, period)
         except Exception as error:  # whatever training dies of, the rollout goes on with the drafter it has
@@ -357,7 +357,7 @@ class SpotTrainer:
         else:
             self._client.trainer(None)
 
-    def _in_group(self, order: TrainIn, period: TrainingPeriod) -> TrainIn | None:
+    def _in_group(self, order: Train, period: TrainingPeriod) -> Train | None:
         """Train in one composition of the group; the order for the next one, None when the period is over."""
         begin = time.perf_counter()
         period.members = max(period.members, len(order.members))
@@ -379,7 +379,7 @@ class SpotTrainer:
             return None
         return self._next_order(order)
 
-    def _train(self, order: TrainIn, group: DrafterGroup | None, period: TrainingPeriod) -> None:
+    def _train(self, order: Train, group: DrafterGroup | None, period: TrainingPeriod) -> None:
         """One update after the other until this member, or another one, has to leave."""
 
         def has_to_leave() -> bool:
@@ -418,7 +418,7 @@ class SpotTrainer:
         return tokens_of_member(tokens, group.world, self._token_s * tokens, self.training.exchange_s)
 
     @contextmanager
-    def _meet(self, order: TrainIn) -> Iterator[DrafterGroup | None]:
+    def _meet(self, order: Train) -> Iterator[DrafterGroup | None]:
         """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came."""
         if len(order.members) == 1:
             yield None
@@ -440,14 +440,14 @@ class SpotTrainer:
         ) as group:
             yield group
 
-    def _next_order(self, order: TrainIn) -> TrainIn | None:
+    def _next_order(self, order: Train) -> Train | None:
         """What comes after an order whose group has parted: the next one of its term, or None to free the device."""
         deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
         while self._client.order == order and not self._closed.wait(MEET_S):
             if time.perf_counter() > deadline:
                 raise RunError("its training group parted and the coordinator said nothing")
         next_order = self._client.order
-        if self._closed.is_set() or not isinstance(next_order, TrainIn) or next_order.term != order.term:
+        if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
             return None
         return next_order
 

@@ -17,21 +17,7 @@ class Hold:
     """Do not train: finish at most the optimizer step under way, and give the device back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainIn:
-    """Train in this group; fields as in `messages.Train`.
-
-    Another `group` under the same term: go on with other members from the next optimizer step on.
-    """
-
-    term: int
-    group: int
-    rl_step: int
-    leader: int
-    members: tuple[int, ...]
-
-
-Order = Hold | TrainIn
+Order = Hold | Train
 
 
 class WorkerAgent:
@@ -47,8 +33,8 @@ class WorkerAgent:
     >>> train = Train(worker=1, seq=7, term=3, group=7, rl_step=0, leader=1, members=(1,), incarnation=1000)
     >>> agent.receive(train, now=5.1)[0].term
     3
-    >>> agent.order
-    TrainIn(term=3, group=7, rl_step=0, leader=1, members=(1,))
+    >>> agent.order == train
+    True
     >>> agent.requests(0, busy=True, now=6.0)[0].term is None  # the trainer had not yet taken the device
     True
     >>> agent.order
@@ -82,18 +68,8 @@ class WorkerAgent:
             return ()
         if command.seq > self._acked:
             self._acked = command.seq
-            obeys = isinstance(command, Train) and self._can_obey(command)
+            self.order = command if isinstance(command, Train) and self._can_obey(command) else Hold()
             self._highest_term = max(self._highest_term, command.term)
-            if isinstance(command, Train) and obeys:
-                self.order = TrainIn(
-                    term=command.term,
-                    group=command.group,
-                    rl_step=command.rl_step,
-                    leader=command.leader,
-                    members=command.members,
-                )
-            else:
-                self.order = Hold()
         return self._report(now)
 
     def trainer(self, term: int | None, now: float) -> tuple[WorkerReport, ...]:
@@ -104,7 +80,7 @@ class WorkerAgent:
         """
         if term == self.held:
             return ()
-        if term is not None and not (self.held is None and isinstance(self.order, TrainIn) and self.order.term == term):
+        if term is not None and not (self.held is None and isinstance(self.order, Train) and self.order.term == term):
             return ()
         self.held = term
         if term is not None:
@@ -128,12 +104,12 @@ class WorkerAgent:
         addressed = train.incarnation == self.incarnation and train.term >= self._highest_term
         idle = not self._busy and train.rl_step == self._rl_step
         # One that still yields, of whatever term, has not freed its device.
-        free = self.held is None or (isinstance(self.order, TrainIn) and self.held == train.term)
+        free = self.held is None or (isinstance(self.order, Train) and self.held == train.term)
         return addressed and idle and free
 
     def _report(self, now: float) -> tuple[WorkerReport, ...]:
         # A device that was promised counts as held: the trainer may take it any moment.
-        promised = self.order.term if isinstance(self.order, TrainIn) else None
+        promised = self.order.term if isinstance(self.order, Train) else None
         report = WorkerReport(
             worker=self.worker,
             seq=self._seq,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tltlab.coordination.agent import Hold, TrainIn, WorkerAgent
+from tltlab.coordination.agent import Hold, WorkerAgent
 from tltlab.coordination.messages import StopTraining, Train
 
 
@@ -53,7 +53,7 @@ def test_an_order_to_train_is_obeyed_and_the_device_counts_as_held_from_then_on(
     agent = idle_agent()
     (report,) = agent.receive(train(), 2.0)
     assert (report.term, report.acked) == (3, 7)
-    assert agent.order == TrainIn(term=3, group=7, rl_step=0, leader=1, members=(1, 2))
+    assert agent.order == train()
     assert agent.held is None
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
-from tltlab.coordination.agent import Hold, TrainIn, WorkerAgent
+from tltlab.coordination.agent import Hold, WorkerAgent
 from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Phase, advance, restarted, wakeup_s
 from tltlab.coordination.messages import (
     Kill,
@@ -315,11 +315,11 @@ class Process:
         self.agent = WorkerAgent(worker=index, first_seq=first_seq)
 
     def trainer_acts(self, now):
-        return self.agent.trainer(self.looked.term if isinstance(self.looked, TrainIn) else None, now)
+        return self.agent.trainer(self.looked.term if isinstance(self.looked, Train) else None, now)
 
     @property
     def may_train(self):
-        return self.alive and (self.agent.held is not None or isinstance(self.agent.order, TrainIn))
+        return self.alive and (self.agent.held is not None or isinstance(self.agent.order, Train))
 
 
 WORKERS = st.integers(0, 4)
@@ -374,7 +374,7 @@ class Faults(RuleBasedStateMachine):
         before = worker.agent.order
         self.to_coordinator += worker.agent.receive(command, self.now)
         order = worker.agent.order
-        if isinstance(order, TrainIn) and order is not before:
+        if isinstance(order, Train) and order is not before:
             assert order.term >= self.heard_term[worker.index], "an order of an older term was obeyed"
             assert self.leaders.setdefault(order.term, order.leader) == order.leader == order.members[0]
             assert self.groups.setdefault(order.group, (order.term, order.members)) == (order.term, order.members)

@@ -12,9 +12,9 @@ import time
 import pytest
 import zmq
 
-from tltlab.coordination.agent import Hold, TrainIn
+from tltlab.coordination.agent import Hold
 from tltlab.coordination.machine import CoordinatorConfig
-from tltlab.coordination.messages import Kill, StopTraining, WorkerReport
+from tltlab.coordination.messages import Kill, StopTraining, Train, WorkerReport
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.coordinator import thread as coordinator_thread
 from tltlab.runtime.coordinator.client import CoordinatorClient
@@ -39,10 +39,10 @@ class Worker:
         with contextlib.suppress(RunError):
             while True:
                 order = self.client.wait_for_order(5.0)
-                if not isinstance(order, TrainIn) or not self.client.trainer(order.term):
+                if not isinstance(order, Train) or not self.client.trainer(order.term):
                     continue
                 self.training = True
-                while isinstance(now := self.client.order, TrainIn) and now.term == order.term:
+                while isinstance(now := self.client.order, Train) and now.term == order.term:
                     if not self.orders or self.orders[-1] != now:
                         self.orders.append(now)
                     self.step_ends.wait(self.step_s)
@@ -310,9 +310,9 @@ def trainer(endpoint, index, pipe):
     threading.Thread(target=engine, daemon=True).start()
     while True:
         order = client.wait_for_order(60.0)
-        if isinstance(order, TrainIn) and client.trainer(order.term):
+        if isinstance(order, Train) and client.trainer(order.term):
             pipe.send("trains")
-            while isinstance(client.order, TrainIn) and client.order.term == order.term:
+            while isinstance(client.order, Train) and client.order.term == order.term:
                 time.sleep(0.01)
             pipe.send("yields")
             client.trainer(None)

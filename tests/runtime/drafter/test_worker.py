@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tltlab.coordination.agent import TrainIn
 from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.messages import Train
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.group import MeetingPoint
@@ -136,7 +136,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
     update, late = trainer.training.update, []
 
     def watched(*args: Any, **kwargs: Any) -> UpdateReport:
-        late.append(not isinstance(trainer._client.order, TrainIn))
+        late.append(not isinstance(trainer._client.order, Train))
         return update(*args, **kwargs)
 
     trainer.training.update = watched  # type: ignore[method-assign]
