@@ -102,14 +102,14 @@ def recorded(path: Path, num_groups: int | None = None) -> list[Visits]:
     return groups[:num_groups]
 
 
-def made_up(num_groups: int, num_samples: int, response_tokens: int, seed: int = 0) -> list[Visits]:
+def made_up(num_groups: int, num_samples: int, response_tokens: int) -> list[Visits]:
     """Responses that string together the phrases of their problem, with a stray token now and then.
 
     It has the length of reasoning text, not its statistics: what is accepted on it says nothing about a model.
     """
     if response_tokens < 2:
         raise ConfigError(f"response_tokens is {response_tokens}, it must be at least 2")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     groups = []
     for number in range(num_groups):
         phrases = [rng.integers(0, 32_000, rng.integers(8, 25)).tolist() for _ in range(1000)]
@@ -173,12 +173,10 @@ def replay(drafter: Drafter, groups: Sequence[Visits], depth: int) -> dict[str, 
             drafter.catch_up()
             insert_s += time.perf_counter() - start
             at[key] += len(new)
-            lookups, inserted, drafted, accepted = (
-                lookups + 1,
-                inserted + len(new),
-                drafted + len(draft),
-                accepted + num_accepted,
-            )
+            lookups += 1
+            inserted += len(new)
+            drafted += len(draft)
+            accepted += num_accepted
     return {
         "insert_us_per_token": insert_s / max(inserted, 1) * 1e6,
         "lookup_us": lookup_s / max(lookups, 1) * 1e6,

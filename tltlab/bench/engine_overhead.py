@@ -112,16 +112,16 @@ class EngineFit:
     used: SecondsByTerm
 
 
-def read_tpot(data: Path, backend: str, model_name: str, precision: str = "bf16?") -> pd.DataFrame:
+def read_tpot(data: Path, backend: str, model_name: str) -> pd.DataFrame:
     """Measured times per output token on H100: tp, concurrency, isl, osl and seconds, `fits_memory` by arithmetic."""
     path = data / "decode_tpot_h100.csv"
     numbers = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms")
     table = measured_table(path, numbers, ("backend", "precision", "model_path"))
     shape = model(model_name)
     names = table["model_path"].str.split("/").str[-1].str.removesuffix("-Instruct")
-    rows = table[(table["backend"] == backend) & (names == shape.name) & (table["precision"] == precision)]
+    rows = table[(table["backend"] == backend) & (names == shape.name) & (table["precision"] == "bf16?")]
     if rows.empty:
-        raise ConfigError(f"{path} has no rows of {backend}, {model_name}, {precision}")
+        raise ConfigError(f"{path} has no rows of {backend}, {model_name}, bf16?")
     points = rows[["tp_size", "concurrency", "isl", "osl"]].rename(columns={"tp_size": "tp"})
     points = points.astype({"tp": int, "concurrency": int}).assign(seconds=rows["silicon_tpot_ms"] * 1e-3)
     points = points.reset_index(drop=True)

@@ -25,7 +25,7 @@ import numpy as np
 from tltlab import hardware
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.stats import interval_json, paired_interval
+from tltlab.stats import interval_json, interval_text, paired_interval
 
 PARTS = ("graphs", "seam", "sync", "update")
 SEAM_MODES = (
@@ -81,19 +81,10 @@ def bench_gpu(
     from tltlab.runtime.engine.environment import hardware as machine
     from tltlab.runtime.engine.environment import versions
 
-    result: dict[str, Any] = {
-        "part": part, "model": str(model), "rounds": rounds, "tokens": tokens, "kv_bytes": kv_bytes,
-        "hardware": machine(), "versions": versions(), "rows": [],
-    }  # fmt: skip
+    settings: dict[str, Any] = {"model": str(model), "rounds": rounds, "tokens": tokens, "kv_bytes": kv_bytes}
+    result: dict[str, Any] = {"part": part, **settings, "hardware": machine(), "versions": versions(), "rows": []}
     for case, environment in _cases(part):
-        arguments = {
-            "model": str(model),
-            "batches": list(batches),
-            "rounds": rounds,
-            "tokens": tokens,
-            "kv_bytes": kv_bytes,
-        } | case
-        row = case | _alone(part, arguments, environment)
+        row = case | _alone(part, settings | {"batches": list(batches)} | case, environment)
         progress(
             f"{', '.join(map(str, case.values()))}: {row['seconds']:.0f} s{' - failed' if 'failed' in row else ''}"
         )
@@ -114,9 +105,9 @@ def text(result: dict[str, Any]) -> str:
             rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row["tokens_per_s"].items())
             lines.append(f"{name}: tokens/s {rates}")
         elif result["part"] == "update":
-            times = (statistics.median(row[name]) for name in ("plain_s", "deterministic_s"))
-            ratio = row["ratio"]
-            lines.append("an update {:.3f} s, deterministic {:.3f} s: ".format(*times) + _times(ratio))
+            plain_s, deterministic_s = (statistics.median(row[name]) for name in ("plain_s", "deterministic_s"))
+            ratio = interval_text(row["ratio"])
+            lines.append(f"an update {plain_s:.3f} s, deterministic {deterministic_s:.3f} s: {ratio} times as long")
         elif result["part"] == "sync":
             lines.append(f"{name}: {statistics.median(row['sync_s']):.3f} s for {row['bytes'] / 1e9:.2f} GB")
         else:
@@ -129,11 +120,6 @@ def text(result: dict[str, Any]) -> str:
         slowdowns = ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ratios.items())
         lines.append(f"plain step at batch {batch} over that without speculation: {slowdowns}")
     return "\n".join(lines)
-
-
-def _times(ratio: dict[str, Any]) -> str:
-    span = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-    return f"{ratio['estimate']:.2f}{span} times as long"
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -314,9 +300,7 @@ def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, 
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     arguments = {"max_num_seqs": 8, "max_model_len": 512, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": True}
-    engine = Engine(
-        model, max_draft_depth=0, own_process="own" in way, vllm_args=_WITHOUT_WEIGHTS | arguments
-    )  # fmt: skip
+    engine = Engine(model, max_draft_depth=0, own_process="own" in way, vllm_args=_WITHOUT_WEIGHTS | arguments)
     seconds, copies = [], []
     try:
         for version in range(1, WARM_UP + rounds + 1):
@@ -352,9 +336,7 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
         )
         for n in range(batches[0])
     ]  # fmt: skip
-    trainer = Trainer(
-        model, TrainConfig(), temperature=1.0, max_response_tokens=tokens, seed=0
-    )  # fmt: skip
+    trainer = Trainer(model, TrainConfig(), temperature=1.0, max_response_tokens=tokens, seed=0)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     try:
         trainer.old_logprobs(samples)

@@ -132,7 +132,8 @@ def _policy(case: str, drafting: bool) -> Policy | None:
     return policy.model_copy(update={"activation": None if drafting else Activation(max_requests=0)})
 
 
-def _loop_ns(turns: int = 20_000) -> float:
+def _loop_ns() -> float:
+    turns = 20_000
     began = time.thread_time_ns()
     for _ in range(turns):
         pass

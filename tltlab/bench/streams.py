@@ -31,28 +31,24 @@ def bench_stream(
     num_responses: int,
     *,
     step_responses: int = 16_384,
-    group_size: int = 16,
     phases: Sequence[Phase] = PHASES,
-    seed: int = 0,
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Write a synthetic trace, then validate, describe and iterate it, each in a process of its own.
 
-    `step_responses` responses per RL step in groups of `group_size`, and as many RL steps as `num_responses` take,
+    `step_responses` responses per RL step in groups of 16, and as many RL steps as `num_responses` take,
     the last one full. The trace goes to a temporary folder in `folder` and is removed. Returns `num_responses`,
     `num_rl_steps`, `trace_bytes` (on disk) and `phases`: for "write" and each of `phases` its `wall_s`, `rows_per_s`
     and `peak_rss_bytes` (of the process, with the interpreter and its libraries). Raises ConfigError.
     """
-    sizes = {"num_responses": num_responses, "step_responses": step_responses, "group_size": group_size}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}, it must be at least 1")
+    if num_responses < 1:
+        raise ConfigError(f"num_responses is {num_responses}, it must be at least 1")
     num_rl_steps = -(-num_responses // step_responses)
     measured = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix="stream-bench.") as temporary:
         path = Path(temporary) / "trace"
         for phase in ("write", *phases):
-            wall_s, peak = alone(run, phase, path, num_rl_steps, step_responses, group_size, seed)
+            wall_s, peak = alone(run, phase, path, num_rl_steps, step_responses)
             rows_per_s = num_rl_steps * step_responses / wall_s
             measured[phase] = {"wall_s": wall_s, "rows_per_s": rows_per_s, "peak_rss_bytes": peak}
         trace_bytes = sum(file.stat().st_size for file in path.iterdir())
@@ -73,13 +69,11 @@ def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         return pool.submit(function, *args, **options).result()
 
 
-def run(
-    phase: str, path: Path, num_rl_steps: int, step_responses: int, group_size: int, seed: int
-) -> tuple[float, int]:
+def run(phase: str, path: Path, num_rl_steps: int, step_responses: int) -> tuple[float, int]:
     """One phase in this process: its wall time in seconds and the peak resident bytes of the process."""
     started = time.perf_counter()
     if phase == "write":
-        write(path, num_rl_steps, step_responses, group_size, seed)
+        write(path, num_rl_steps, step_responses, 16, 0)
     elif phase == "validate":
         count(read(path))
     elif phase == "describe":
@@ -136,13 +130,12 @@ def peak_rss_bytes() -> int:
 
 def text(result: dict[str, Any]) -> str:
     """The result for people."""
-    lines = [
+    heading = (
         f"{result['num_responses']} responses in {result['num_rl_steps']} RL steps, "
-        f"{result['trace_bytes'] / 2**20:.0f} MiB on disk",
-    ]
+        f"{result['trace_bytes'] / 2**20:.0f} MiB on disk\n"
+    )
     rows = [
         (name, f"{phase['wall_s']:.1f}", f"{phase['rows_per_s']:.0f}", f"{phase['peak_rss_bytes'] / 2**20:.0f}")
         for name, phase in result["phases"].items()
     ]
-    lines.append(table(("phase", "seconds", "responses/s", "peak MiB"), rows))
-    return "\n".join(lines)
+    return heading + table(("phase", "seconds", "responses/s", "peak MiB"), rows)

@@ -102,17 +102,11 @@ class TrainingCost:
 
     @property
     def seconds(self) -> float:
-        return self.delay_s + max(self.slowdown, 0.0) * self.rollout_s
+        return self.seconds_at(0.0)
 
-    @property
-    def least_s(self) -> float:
-        """What it may well take, one standard error down."""
-        return self.delay_s + max(self.slowdown - self.slowdown_error, 0.0) * self.rollout_s
-
-    @property
-    def most_s(self) -> float:
-        """What it may well take, one standard error up."""
-        return self.delay_s + max(self.slowdown + self.slowdown_error, 0.0) * self.rollout_s
+    def seconds_at(self, errors: float) -> float:
+        """What it takes where its slowdown is so many standard errors longer."""
+        return self.delay_s + max(self.slowdown + errors * self.slowdown_error, 0.0) * self.rollout_s
 
 
 def training_cost(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> TrainingCost:
@@ -245,13 +239,13 @@ def worth_training(
     price = f"a training takes {cost.seconds:.3g} s"
     pays = paid(rollouts, attempts, cost) or fallen > 1.5 * max(attempt.gain for attempt in attempts[-_ATTEMPTS:])
     # Training again says more about what it takes: while that is in doubt, it is given the benefit of it.
-    if pays and worth_s >= cost.least_s:
+    if pays and worth_s >= cost.seconds_at(-1.0):
         return True, f"{price}, and not training would have cost {worth_s:.3g} s"
-    wasted_s = 0.0
+    wasted_s, most_s = 0.0, cost.seconds_at(1.0)
     for before, attempt in zip([first - 1, *(a.rl_step for a in attempts)], attempts, strict=False):
         brought_s = second_s * max(attempt.gain, 0.0) * (attempt.rl_step - before)
-        wasted_s += max(0.0, cost.most_s - brought_s)
-    if wasted_s + cost.most_s <= PROBE_SHARE * sum(row.rollout_s for row in rollouts):
+        wasted_s += max(0.0, most_s - brought_s)
+    if wasted_s + most_s <= PROBE_SHARE * sum(row.rollout_s for row in rollouts):
         return True, f"{price}, a look at what it would bring now"
     if not pays:
         return False, f"{price}, and what the last ones brought was lost again too soon"

@@ -152,9 +152,7 @@ def _row(times: IdleTime, held_s: float | None) -> dict[str, Any]:
 
 def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    lines = [
-        f"{result['workers']} workers, {len(result['rows'])} rollouts with training, each also without",
-    ]
+    lines = [f"{result['workers']} workers, {len(result['rows'])} rollouts with training, each also without"]
     rows = [
         (
             row["rl_step"], f"{row['rollout_s']:.2f}",

@@ -12,7 +12,7 @@ import os
 import socket
 import statistics
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from queue import Empty
 from typing import Any
@@ -104,19 +104,20 @@ def bench_members(rounds: int = 8, *, progress: Progress) -> dict[str, Any]:
     }
 
 
-def on_paper(members: Sequence[int] = (2, 4, 8), tokens: int = PAPER_TOKENS) -> list[dict[str, Any]]:
+def on_paper() -> list[dict[str, Any]]:
     """Updates of EAGLE heads by size, link and members, from `group`'s formula without latency.
 
     Alone 6 (P + V H) T FLOP for P parameters, V H of the LM head and T tokens, forward and backward of the head, of the
     LM head, which has no gradient of its own, and once the target's logits; AdamW moves 28 bytes a parameter.
     """
+    tokens = PAPER_TOKENS
     rows = []
     for model, shape in HEADS.items():
         parameters = sum(shape.trained().values())
         adam_s = 28 * parameters / MEMORY
         pass_s = 6 * (parameters + shape.vocabulary * shape.hidden) * tokens / FLOPS
         for link, speed in LINKS.items():
-            for world in members:
+            for world in (2, 4, 8):
                 exchange_s = 2 * (world - 1) / world * 4 * parameters / speed
                 member_tokens = tokens_of_member(tokens, world, pass_s, exchange_s)
                 alone_s, all_s = pass_s + adam_s, pass_s + exchange_s + adam_s
@@ -202,9 +203,9 @@ def _member(rank: int, world: int, address: str, rounds: int) -> Member:
     before = _sent(apart)
     reports = [training.update([_sequence()], group) for _ in range(rounds)]
     between = _sent(apart)
-    for _ in range(rounds if group is not None else 0):
-        assert group is not None
-        group.sum(torch.ones(SMALL))
+    if group is not None:
+        for _ in range(rounds):
+            group.sum(torch.ones(SMALL))
     after = _sent(apart)
     if group is not None:
         # Whoever is done first must not take its connections away from the others.

@@ -50,9 +50,7 @@ def bench_reward(
 
 def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    lines = [
-        f"{result['steps']} GRPO steps, {result['seeds']} seed(s), {result['heldout']} held-out prompts",
-    ]
+    lines = [f"{result['steps']} GRPO steps, {result['seeds']} seed(s), {result['heldout']} held-out prompts"]
     rows = []
     for row in result["rows"]:
         without, all_ = row["without"], row["with"]

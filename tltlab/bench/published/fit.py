@@ -15,7 +15,7 @@ from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
 from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of, uncertainty
 from tltlab.costs.base import CalibratedRange
-from tltlab.costs.roofline import Constants, Ideal, RooflineCosts, Terms, prefill_token_s
+from tltlab.costs.roofline import Constants, Ideal, Terms, prefill_token_s
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 
@@ -28,17 +28,15 @@ _CONTEXT = "context_tokens"
 class Fitted:
     """Constants with what speaks for them.
 
-    `predictions` is the table of measurements with `predicted` and `error` (relative). `residuals` has a row per
-    source and batch: `source`, `batch`, `num_points`, `mean_abs_error`, `max_abs_error`. `cross_validation` the same
-    per fold, each predicted by a fit without it: `fold`, `left_out`, ..., and as `most_errors` has them `median_error`
-    and `most_error`. `notes` says which constants the data leave open, and the context that was fitted where none was
-    given (`context_tokens` per request, None where all are known).
+    `predictions` is the table of measurements with `predicted` and `error` (relative). `cross_validation` has a row per
+    fold, each predicted by a fit without it: `fold`, `left_out`, `num_points`, `mean_abs_error`, `max_abs_error`, and
+    as `most_errors` has them `median_error` and `most_error`. `notes` says which constants the data leave open, and the
+    context that was fitted where none was given (`context_tokens` per request, None where all are known).
     """
 
     constants: Constants
     context_tokens: float | None
     predictions: pd.DataFrame
-    residuals: pd.DataFrame
     cross_validation: pd.DataFrame
     calibrated: CalibratedRange
     notes: tuple[str, ...]
@@ -52,12 +50,6 @@ class Fitted:
         values = known_terms(self.constants) | context
         fitted_values = {name: values[name] for name in rows.ranges}
         return uncertainty(rows, fitted_values, (PublishedRows.of_table(queries), known_terms(constants) | context))
-
-    def costs(self, gpu: str, model: str, tp: int) -> RooflineCosts:
-        """The cost model of `model` on `tp` of these GPUs, by these constants."""
-        return RooflineCosts(
-            gpu=gpu, model=model, tp=tp, constants=self.constants, calibrated=self.calibrated, notes=self.notes
-        )
 
 
 def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
@@ -77,14 +69,11 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
         f"the context of the speed-ups is not known: fitted, {context:.0f} tokens per request"
     ]  # fmt: skip
     table = measurements.assign(predicted=predicted, error=predicted / rows.measured - 1)
-    errors = table["error"].abs().groupby([table["source"], table["batch"]]).agg(["size", "mean", "max"]).reset_index()
-    errors.columns = pd.Index(["source", "batch", "num_points", "mean_abs_error", "max_abs_error"])
     columns = ["fold", "left_out", "num_points", "mean_abs_error", "max_abs_error", "median_error", "most_error"]
     return Fitted(
         constants=constants_of(values),
         context_tokens=context,
         predictions=table,
-        residuals=errors,
         cross_validation=pd.DataFrame(
             [row for fold in folds for row in _fold_errors(values, measurements, fold)], columns=columns
         ),

@@ -182,11 +182,12 @@ class Kernels:
 
 
 @cache
-def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableCosts:
+def from_kernels(kernels: Kernels, model_name: str, tp: int) -> TableCosts:
     """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
 
-    `past_tokens` is the span of contexts per request over which attention is made linear.
+    Attention is made linear over contexts of 255 to 32,767 tokens per request.
     """
+    past_tokens = 255, 32767
     shape = model(model_name)
     tokens = np.asarray([m for m in FORWARD_TOKENS if m in kernels.tokens], np.float64)
     measured = kernels.forward_s(shape, tp, tokens)
@@ -255,23 +256,17 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
             line = _mixed(m, half, far, last, kernels.gemm)
             error_parts.append(("gemm", "beyond", "time", (line / kernels.gemm[far] - 1)[large]))
     error_parts += _attention_errors(kernels)
-    frame = pd.DataFrame(error_parts, columns=["kernel", "grid", "method", "errors"])
-    rows = []
-    for (kernel, grid, method), group in frame.groupby(["kernel", "grid", "method"], sort=False)["errors"]:
-        errors = np.abs(np.concatenate([np.ravel(part) for part in group]))
-        errors = errors[~np.isnan(errors)]
-        rows.append(
-            {
-                "kernel": kernel,
-                "grid": grid,
-                "method": method,
-                "num_points": len(errors),
-                "median_abs_error": float(np.median(errors)),
-                "mean_abs_error": float(errors.mean()),
-                "max_abs_error": float(errors.max()),
-            }
-        )
-    return pd.DataFrame(rows)
+    frame = pd.concat(
+        pd.DataFrame({"kernel": kernel, "grid": grid, "method": method, "error": np.abs(np.ravel(errors))})
+        for kernel, grid, method, errors in error_parts
+    )
+    errors = frame.dropna().groupby(["kernel", "grid", "method"], as_index=False, sort=False)
+    return errors.agg(
+        num_points=("error", "size"),
+        median_abs_error=("error", "median"),
+        mean_abs_error=("error", "mean"),
+        max_abs_error=("error", "max"),
+    )
 
 
 def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, Floats]]:

@@ -49,11 +49,7 @@ def from_speedups(table: pd.DataFrame, source: str) -> pd.DataFrame:
 
 
 def _rows(table: pd.DataFrame, kind: str, source: str) -> pd.DataFrame:
-    rows = table.assign(kind=kind, source=source)
-    for name in COLUMNS:
-        if name not in rows:
-            rows[name] = np.nan
-    rows = rows[list(COLUMNS)].reset_index(drop=True)
+    rows = table.assign(kind=kind, source=source).reindex(columns=list(COLUMNS)).reset_index(drop=True)
     wrong = ~(rows["measured"] > 0) | ~(rows["batch"] > 0) | ~(rows["tp"] > 0)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])

@@ -172,7 +172,7 @@ def _size(folder: Path) -> int:
 def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
     cases = result["cases"]
-    header = ("", *(f"{case['workers']} workers" for case in cases))
+    workers = [f"{case['workers']} workers" for case in cases]
 
     def rows(key: str, unit: float, digits: int) -> list[tuple[str, ...]]:
         names = sorted({n for case in cases for n in case[key]}, key=lambda n: -cases[-1][key].get(n, 0))
@@ -193,8 +193,8 @@ def text(result: Mapping[str, Any]) -> str:
     ]
     return "\n\n".join(
         (
-            table(("an RL step", *header[1:]), totals),
-            table(("seconds of the driver", *header[1:]), rows("seconds", 1, 3)),
-            table(("MB that travel", *header[1:]), rows("bytes", 1e6, 2)),
+            table(("an RL step", *workers), totals),
+            table(("seconds of the driver", *workers), rows("seconds", 1, 3)),
+            table(("MB that travel", *workers), rows("bytes", 1e6, 2)),
         )
     )

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.console import table
-from tltlab.stats import Interval, interval_json, mean_of_few
+from tltlab.stats import Interval, interval_json, interval_text, mean_of_few
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
@@ -207,7 +207,4 @@ def decimals(value: float | None) -> str:
 
 
 def _interval(interval: Mapping[str, Any] | None) -> str:
-    if interval is None:
-        return "-"
-    ends = "" if interval["low"] is None else f" [{interval['low']:.2f}, {interval['high']:.2f}]"
-    return f"{interval['estimate']:.2f}{ends}"
+    return "-" if interval is None else interval_text(interval)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -26,14 +26,12 @@ from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.make import Size
 from tltlab.runtime.models.measure import sample
-from tltlab.runtime.models.runs import prompts_of
+from tltlab.runtime.models.runs import Progress, prompts_of
 from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.traces.trace import read
 
 from .figures import SideRun, summarise
 from .texts import GrpoJob, recipe_text, script_text, written_lines
-
-Progress = Callable[[str], None]
 
 RESULT = "train.json"
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
@@ -283,12 +281,11 @@ def _result(setting: GrpoJob, sizes: TrainSizes, blocks: Sequence[SideRun], trl:
         DEFAULTS: script_text(setting, Path("policy"), vllm=False),
         VLLM: script_text(setting, Path("policy"), vllm=True),
     }
-    return (
-        made_by()
-        | {
-            "versions": versions() | {package.name: package.version for package in distributions(path=[str(trl)])},
-            "hardware": hardware(),
-        }
-        | {"setting": asdict(setting) | {"model": setting.model.name}, "start_heldout_reward": start}
-        | summarise(blocks, {side: written_lines(texts[side]) for side in sizes.sides}, heldout=sizes.heldout)
-    )
+    return {
+        **made_by(),
+        "versions": versions() | {package.name: package.version for package in distributions(path=[str(trl)])},
+        "hardware": hardware(),
+        "setting": asdict(setting) | {"model": setting.model.name},
+        "start_heldout_reward": start,
+        **summarise(blocks, {side: written_lines(texts[side]) for side in sizes.sides}, heldout=sizes.heldout),
+    }

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, ClassVar
@@ -95,24 +95,15 @@ class Meter:
     def sent(self, name: str, value: Any, *, to_driver: bool = False) -> Callable[[], Any]:
         """The same, unpickled once it is asked for: what lies in Ray's store."""
         buffers: list[pickle.PickleBuffer] = []
-
-        def packed() -> tuple[bytes, list[bytes]]:
+        with nullcontext() if to_driver else self.part(f"{name}: pickled"):
             body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
             # Ray lays buffers into shared memory: a copy on the way there, none on the way back.
-            return body, [bytes(buffer.raw()) for buffer in buffers]
-
-        if to_driver:
-            body, raw = packed()
-        else:
-            with self.part(f"{name}: pickled"):
-                body, raw = packed()
+            raw = [bytes(buffer.raw()) for buffer in buffers]
         self.bytes[name] += len(body) + sum(map(len, raw))
 
         def received() -> Any:
-            if to_driver:
-                with self.part(f"{name}: unpickled"):
-                    return pickle.loads(body, buffers=raw)
-            return pickle.loads(body, buffers=raw)
+            with self.part(f"{name}: unpickled") if to_driver else nullcontext():
+                return pickle.loads(body, buffers=raw)
 
         return received
 

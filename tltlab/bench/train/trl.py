@@ -29,11 +29,9 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._logs: list[dict[str, Any]] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Time begins."""
         self._marks = [time.perf_counter()]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """An optimizer step ended."""
         self._marks.append(time.perf_counter())
 
     def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
@@ -42,7 +40,6 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._logs.append(logs)
 
     def on_train_end(self, args: Any, *_: Any, **__: Any) -> None:
-        """All is known."""
         updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         ends = self._marks[::updates]
         write_json(

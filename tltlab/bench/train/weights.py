@@ -24,7 +24,7 @@ from tltlab.runtime.engine.weights import (
     visible,
 )
 from tltlab.runtime.ray.start import start_ray
-from tltlab.stats import interval_json, paired_interval
+from tltlab.stats import interval_json, interval_text, paired_interval
 
 WARM_UP = 1
 SHAPE = "Qwen2.5-0.5B"
@@ -32,9 +32,9 @@ LARGEST_COPY_BYTES = 1 << 30
 """Memory that the copy goes into, again and again: more than caches hold."""
 
 
-def tensors_of(num_bytes: float, shape: str = SHAPE) -> list[TensorMeta]:
+def tensors_of(num_bytes: float) -> list[TensorMeta]:
     """Those of a model in bfloat16 with as many layers as come to so many bytes at least, by Hugging Face name."""
-    m = hardware.model(shape)
+    m = hardware.model(SHAPE)
     width, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     layer = {
         "self_attn.q_proj": (width, m.hidden), "self_attn.k_proj": (kv, m.hidden), "self_attn.v_proj": (kv, m.hidden),
@@ -164,15 +164,6 @@ def text(result: dict[str, Any]) -> str:
     """The result for people: a row for each size."""
     rows = []
     for row in result["rows"]:
-        ratio = row["ratio"]
-        seconds = (sum(row[name]) / len(row[name]) for name in ("transfer_s", "copy_s"))
-        span = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        rows.append(
-            (
-                f"{row['bytes'] / 1e9:.2f} GB",
-                row["way"],
-                *(f"{s:.3f}" for s in seconds),
-                f"{ratio['estimate']:.2f}{span}",
-            )
-        )
+        seconds = (f"{sum(row[name]) / len(row[name]):.3f}" for name in ("transfer_s", "copy_s"))
+        rows.append((f"{row['bytes'] / 1e9:.2f} GB", row["way"], *seconds, interval_text(row["ratio"])))
     return table(("weights", "way", "to an engine s", "one copy s", "ratio"), rows, left=2)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from tltlab.config import shown
 from tltlab.console import Json, emit, table
@@ -87,11 +86,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "required" if value is PydanticUndefined else "none" if value is None else shown(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return "none" if value is None else shown(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
 
 
 def _type(field: FieldInfo) -> str:
