@@ -15,10 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
-from typer.main import get_command
 
-from tltlab.cli.app import load, main
+from tltlab.cli.app import click_command, main
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.experiments import find
 from tltlab.policies.policy import SHIPPED, load_policy
@@ -84,21 +82,12 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line.startswith("tltlab ")]
 
 
-def command_of(name: str) -> Any:
-    """A command as Typer runs it."""
-    target = load(name)
-    app = target if isinstance(target, typer.Typer) else typer.Typer()
-    if app is not target:
-        app.command()(target)
-    return get_command(app)
-
-
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """The values that a command line gives to its options, none where it only names the command.
 
     Raises where the command refuses the line.
     """
-    command, rest = command_of(arguments[0]), arguments[1:]
+    command, rest = click_command(arguments[0]), arguments[1:]
     if hasattr(command, "commands") and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"tltlab {arguments[0]} has no {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
@@ -157,7 +146,7 @@ def test_options_named_in_a_sentence_are_options_of_some_command(name: str):
     named = {code.split()[0] for code in inline_code(name) if code.startswith("--")}
     offered = set()
     for command in ("simulate", "train", "tune", "trace", "bench", "audit", "compare", "calibrate", "verify"):
-        found = command_of(command)
+        found = click_command(command)
         for each in getattr(found, "commands", {"": found}).values():
             offered |= {option for parameter in each.params for option in parameter.opts}
     assert named <= offered | {"--no-build-isolation"}

@@ -18,6 +18,11 @@ def test_every_reading_of_the_graph_pool_is_shown_with_why():
 def test_sources_are_whole_and_the_table_is_160_columns_wide(shared_data: Path):
     found = rows(shared_data, left_out=False)
     assert list(found.columns) == COLUMNS
+    assert (found["mean_abs_error"] <= found["max_abs_error"]).all()
+    assert (found["note"].str.len() > 0).all()
+    assert found[found["model"] == "table"]["what"].is_unique
+    for name in ("roofline", "table"):
+        assert set(found[found["model"] == name]["used_for_fit"]) == {True, False}
     shown = text(found)
     assert max(map(len, shown.splitlines())) <= WIDTH == 160
     words = " ".join(shown.split())

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 
 from tltlab.bench.engine_overhead import (
-    accuracy_rows,
     fit_engine,
     read_speedups,
     shipped_table,
@@ -16,7 +15,6 @@ from tltlab.bench.engine_overhead import (
     with_speculation,
 )
 from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
-from tltlab.bench.roofline import COLUMNS
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
@@ -148,11 +146,3 @@ def test_the_shipped_table_is_what_the_measurements_give(shared_data: Path):
             assert pd.DataFrame(shipped[name]).to_numpy() == pytest.approx(pd.DataFrame(value).to_numpy(), rel=1e-3)
         elif isinstance(value, float):
             assert shipped[name] == pytest.approx(value, rel=1e-3), name
-
-
-def test_accuracy_rows_have_the_columns_of_the_report(shared_data: Path):
-    rows = accuracy_rows(shared_data)
-    assert tuple(rows) == COLUMNS
-    assert rows["what"].is_unique
-    assert (rows["mean_abs_error"] <= rows["max_abs_error"]).all()
-    assert set(rows["used_for_fit"]) == {True, False}

@@ -61,6 +61,8 @@ for modules, argv in json.loads(sys.argv[1]):
             code = ended.code or 0
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
+TRACE = f"trace describe {Path(__file__).parents[3] / 'traces' / 'tiny'}"
+"""What the core does without any extra."""
 Done = tuple[int, str, str]
 """Exit code, standard output, standard error."""
 
@@ -192,13 +194,14 @@ def test_where_modules_are_missing_a_command_names_its_extra_and_the_overview_is
     # joblib comes with scikit-learn, so the core has it.
     all_missing = [name for name in OF_EXTRAS if name != "joblib"]
     cases = [*(([module], command) for module, _, command in one_missing),
-             *((all_missing, command) for command in ("--help", *of_extras))]  # fmt: skip
+             *((all_missing, command) for command in ("--help", TRACE, *of_extras))]  # fmt: skip
     found = without(*((modules, command.replace("OUT", str(tmp_path / "out")).split()) for modules, command in cases))
     for module, extra, _ in one_missing:
         says_what_to_install(found.pop(0), extra, module)
     code, out, _ = found.pop(0)
     assert code == 0
     assert "  train             Train with GRPO" in out
+    assert found.pop(0)[0] == 0
     for done, extra in zip(found, of_extras.values(), strict=True):
         says_what_to_install(done, extra)
 

@@ -207,13 +207,6 @@ def test_timeline_of_all_rl_steps(command, timed, tmp_path):
     assert (code, text.strip()) == (0, f"wrote {tmp_path / 'a.png'} (RL step all)")
 
 
-def test_every_command_has_help_with_an_example(command):
-    for name in ("describe", "validate", "repair", "import", "generate"):
-        code, out, _ = command("trace", name, "--help")
-        assert code == 0
-        assert f"Example: tltlab trace {name}" in " ".join(out.split())
-
-
 def test_an_empty_trace_can_be_described(command, tmp_path):
     frame = log_normal(prompts=1, rl_steps=1)
     empty = Trace.from_tables(
