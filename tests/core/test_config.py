@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tltlab.acceptance.load import load_acceptance
-from tltlab.config import shown
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
@@ -67,11 +66,6 @@ def test_a_bad_manifest_too(tmp_path: Path):
     with pytest.raises(TraceError, match=r"mine\.json: .*kind: ") as caught:
         Manifest.read(path)
     assert len(str(caught.value)) < len(str(path)) + 600
-
-
-def test_what_was_got_is_shown_up_to_60_characters():
-    assert shown("short") == "'short'"
-    assert len(shown(LONG)) == 60
 
 
 @pytest.mark.parametrize("tp", [3, 7, 0])

@@ -108,10 +108,6 @@ def test_trls_vllm_mode_corrects_for_who_drew_a_token_as_our_recipe_does(tmp_pat
     }
 
 
-def test_blank_lines_and_comments_are_not_counted():
-    assert written_lines("# said\n\n  # more\nsteps = 5  # of 2\n[train]\n") == 2
-
-
 def test_the_first_step_of_a_run_warms_up_and_is_left_out():
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 60.0, 70.0]), block(OURS, [8.0, 3.0, 2.0])]
     assert steady(blocks, OURS) == [3.0, 4.0, 3.0, 2.0]

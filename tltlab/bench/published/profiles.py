@@ -114,10 +114,10 @@ class Design:
     index: Mapping[str, list[npt.NDArray[np.intp]]]
     sets: npt.NDArray[np.str_]
     weight: Floats
-    kernel: npt.NDArray[np.bool_]
-    attention: npt.NDArray[np.bool_]
-    quantised: npt.NDArray[np.bool_]
-    qk_norm: npt.NDArray[np.bool_]
+    kernel: Flags
+    attention: Flags
+    quantised: Flags
+    qk_norm: Flags
 
     @classmethod
     def of(cls, table: pd.DataFrame) -> Design:
@@ -226,7 +226,7 @@ class Design:
         return np.asarray(seconds, np.float64)
 
 
-def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bool_]]:
+def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, Flags]:
     """Which rows a term acts on, where that is not all."""
     engine = (table["family"] != "kernels").to_numpy()
     parallel = (table["tp"] > 1).to_numpy()

@@ -118,8 +118,8 @@ trainer.save_model()
 def written_lines(text: str) -> int:
     """Lines that a user writes: neither blank nor only a comment.
 
-    >>> written_lines("# a\\n\\nb = 1  # c\\n")
-    1
+    >>> written_lines("# a\\n\\n  # b\\nc = 1  # d\\n[e]\\n")
+    2
     """
     lines = (line.strip() for line in text.splitlines())
     return sum(bool(line) and not line.startswith("#") for line in lines)
