@@ -26,7 +26,6 @@ from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
     by_position,
-    idle_times,
     last_third,
     live_drafts,
 )
@@ -125,16 +124,13 @@ def coordinated() -> Trace:
     )
 
 
-def test_idle_time_ends_with_the_last_token_and_what_comes_after_is_waiting():
-    found = idle_times(coordinated())[0]
-    assert (found.idle_s, found.held_s, found.wait_s) == pytest.approx((6.0, 5.0, 0.5))
-    assert found.train_s == pytest.approx(2.7 * 5.0 / 5.4)
-    assert (found.updates, found.yield_s, found.ran_s) == (3, (0.3,), 10.0)
-
-
-def test_coordination_is_judged_by_pairs_and_the_first_one_warms_up():
+def test_coordination_is_judged_by_pairs_and_idle_time_ends_with_the_last_token():
     found = bench_coordination.figures(coordinated(), {0: 1.0, 1: 10.0, 2: 10.5})
-    assert [row["rl_step"] for row in found["rows"]] == [1, 2]
+    assert [row["rl_step"] for row in found["rows"]] == [1, 2], "the first one warms up"
+    assert found["rows"][0] == pytest.approx(
+        {"rl_step": 1, "rollout_s": 10.5, "held_rollout_s": 10.0, "idle_s": 6.0, "held_s": 5.0, "wait_s": 0.5,
+         "train_s": 2.7 * 5.0 / 5.4, "updates": 3}
+    )  # fmt: skip
     assert found["slow_down"]["estimate"] == pytest.approx(math.sqrt(10.5 / 10.0 * 10.5 / 10.5) - 1)
     assert found["met"] is None
     assert found["idle_share"] == pytest.approx(6 / 20)
