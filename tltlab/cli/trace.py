@@ -49,10 +49,11 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
     """
     source = read(trace)
     summed = source.path is not None and check_sums(source.path)
-    text = f"valid: {_counts_text(source)}"
+    counts = count(source)
+    text = f"valid: {_counts_text(counts)}"
     if not summed:
         text += "\nits tables have no checksums, so damage that leaves them valid would go unnoticed"
-    emit(count(source) | {"valid": True, "checksums": summed}, as_json=as_json, text=text)
+    emit(counts | {"valid": True, "checksums": summed}, as_json=as_json, text=text)
 
 
 @app.command()
@@ -70,13 +71,9 @@ def repair(
     Example: tltlab trace repair runs/demo/trace
     """
     repaired = repair_recording(path, out)
-    text = f"{repaired.path}: valid: {_counts_text(repaired)}"
-    notes = repaired.manifest.notes
-    emit(
-        count(repaired) | {"path": str(repaired.path), "notes": notes},
-        as_json=as_json,
-        text=f"{text}\n{notes}" if notes else text,
-    )
+    counts, notes = count(repaired), repaired.manifest.notes
+    text = f"{repaired.path}: valid: {_counts_text(counts)}" + (f"\n{notes}" if notes else "")
+    emit(counts | {"path": str(repaired.path), "notes": notes}, as_json=as_json, text=text)
 
 
 @app.command()
@@ -93,8 +90,9 @@ def merge(
     """
     merged = together([read_one(locate(trace)) for trace in traces])
     path = merged.write(out)
-    text = f"wrote {path}: {_counts_text(merged)}\n{merged.manifest.notes}"
-    emit(count(merged) | {"path": str(path), "notes": merged.manifest.notes}, as_json=as_json, text=text)
+    counts, notes = count(merged), merged.manifest.notes
+    text = f"wrote {path}: {_counts_text(counts)}\n{notes}"
+    emit(counts | {"path": str(path), "notes": notes}, as_json=as_json, text=text)
 
 
 @app.command("import")
@@ -158,7 +156,8 @@ def import_trace(
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")
-    emit(count(trace) | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {_counts_text(trace)}")
+    counts = count(trace)
+    emit(counts | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {_counts_text(counts)}")
 
 
 app.command("annotate")(annotate_trace)
@@ -262,8 +261,7 @@ def generate(
     emit(result, as_json=as_json, text=_generated_text(result))
 
 
-def _counts_text(trace: Trace) -> str:
-    counts = count(trace)
+def _counts_text(counts: dict[str, Any]) -> str:
     return (
         f"{counts['num_responses']} responses, {counts['num_tokens']} tokens, {counts['num_rl_steps']} RL steps; "
         f"tables: {', '.join(counts['tables'])}"
