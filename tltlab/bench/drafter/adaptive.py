@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,9 @@ def around_updates(model: Path, head: Path, run: Path, sizes: BenchSizes, seed: 
     judgements = []
     for step, target in enumerate(targets):
         following = heads[min(step + 1, sizes.steps)]
-        judgements.append(
-            judged(
-                target,
-                [heads[0], heads[step], following],
-                prompts,
-                depth=sizes.draft_depth,
-                max_tokens=sizes.max_response_tokens,
-                seed=seed,
-            )
-        )
+        judgements.append(judged(target, [heads[0], heads[step], following], prompts, sizes, seed=seed))
     rows = []
-    for step in range(sizes.steps):
-        before, after = judgements[step], judgements[step + 1]
+    for step, (before, after) in enumerate(pairwise(judgements)):
         rows.append(
             {
                 "rl_step": step,

@@ -38,9 +38,8 @@ def bench_by_product(
     rows = []
     for task in (TRAINED, OTHER):
         prompts = prompts_of(model, "heldout", sizes.texts, BEGINS[task])
-        settings: dict[str, Any] = {"depth": sizes.draft_depth, "max_tokens": sizes.max_response_tokens, "seed": seed}
-        (start,) = judged(model, [head], prompts, **settings)
-        initial, trained = judged(target, [head, final], prompts, **settings)
+        (start,) = judged(model, [head], prompts, sizes, seed=seed)
+        initial, trained = judged(target, [head, final], prompts, sizes, seed=seed)
         rows.append(
             {
                 "task": task,

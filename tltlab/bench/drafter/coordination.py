@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.bench.train.figures import as_text
+from tltlab.bench.train.figures import as_text, decimals
 from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
@@ -155,8 +155,7 @@ def text(result: Mapping[str, Any]) -> str:
     lines = [f"{result['workers']} workers, {len(result['rows'])} rollouts with training, each also without"]
     rows = [
         (
-            row["rl_step"], f"{row['rollout_s']:.2f}",
-            "-" if row["held_rollout_s"] is None else f"{row['held_rollout_s']:.2f}",
+            row["rl_step"], f"{row['rollout_s']:.2f}", decimals(row["held_rollout_s"]),
             *(f"{row[key]:.2f}" for key in ("idle_s", "held_s", "train_s")), row["updates"],
         )
         for row in result["rows"]

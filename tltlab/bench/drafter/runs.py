@@ -99,21 +99,21 @@ MAX_BYTES = 1 << 29
 
 
 def judged(
-    target: Path, heads: Sequence[Path], prompts: Sequence[Prompt], *, depth: int, max_tokens: int, seed: int
+    target: Path, heads: Sequence[Path], prompts: Sequence[Prompt], sizes: BenchSizes, *, seed: int
 ) -> list[ChainAcceptance]:
     """How many drafts of each head the policy in `target` keeps along the responses that it now gives to `prompts`.
 
     All heads are judged on the same responses.
     """
     model, frozen = load_target(target)
-    texts = sample_texts(model, prompts, max_tokens=max_tokens, seed=seed)
+    texts = sample_texts(model, prompts, max_tokens=sizes.max_response_tokens, seed=seed)
     if not texts:
         raise ConfigError(f"{target} answers every prompt in one token: there is nothing to draft")
     acceptances = []
     for folder in heads:
         head = load_head(folder).to(model.device)
         states = TargetStates(model, head.aux_layers, MAX_BYTES)
-        acceptances.append(acceptance_along(head, frozen, (states.of(text) for text in texts), depth))
+        acceptances.append(acceptance_along(head, frozen, (states.of(text) for text in texts), sizes.draft_depth))
     return acceptances
 
 
