@@ -59,10 +59,10 @@ def profile(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM and torch take seconds to import: wrong options should not wait for them.
     from tltlab.runtime.engine.environment import hardware, versions
-    from tltlab.runtime.engine.profile import Grid, engine_settings, start_engine
+    from tltlab.runtime.engine.profile import ProfileGrid, engine_settings, start_engine
     from tltlab.runtime.engine.profile import profile as measure
 
-    grid = Grid(**numbers, iterations=iterations)
+    grid = ProfileGrid(**numbers, iterations=iterations)
     started = time.perf_counter()
     engine = start_engine(model, grid, learned, args, seed)
     try:

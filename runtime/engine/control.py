@@ -26,14 +26,14 @@ from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .drafter_pool import DrafterPool, Response
+from .drafter_pool import DrafterPool, ResponseTokens
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
 from .metrics import Metrics, NullTally, Tally
 from .seat import Seat, what_was_raised
 
 logger = logging.getLogger(__name__)
 
-_LATELY = 0.2
+_NEWEST_WEIGHT = 0.2
 """Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
 
 
@@ -63,7 +63,7 @@ class Live:
         return len(self.output)
 
 
-_Asked = tuple[list[int], list[Live], list[tuple[Key, int]]]
+_DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
 """The places of requests in a batch, they, and the depth for each key."""
 
 
@@ -72,7 +72,7 @@ def _room(live: Live) -> int:
     return max(live.max_response_tokens - len(live.output) - 1, 0)
 
 
-class _Running(Sequence[Live]):
+class _BatchRequests(Sequence[Live]):
     """The requests of an iteration, looked up when a policy first reads them: most never do."""
 
     def __init__(self, ids: Sequence[str], live: Mapping[str, Live]) -> None:
@@ -132,7 +132,7 @@ class Control:
         # No request has room for fewer tokens than this, its last one left out.
         self._least_room = 0
         # The last batch, if all of it has generated: places and requests.
-        self._growing: tuple[Sequence[str], list[int], list[Live]] | None = None
+        self._batch_places: tuple[Sequence[str], list[int], list[Live]] | None = None
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -158,14 +158,14 @@ class Control:
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
-        self._suspended = self.seat.selector, self.seat.budget
+        self._suspended_policy = self.seat.selector, self.seat.budget
         self.set_selector(None)
 
     def resume(self) -> None:
         """Go back to the policy that `suspend` set aside."""
-        self.set_selector(*self._suspended)
+        self.set_selector(*self._suspended_policy)
 
-    def remember(self, responses: Sequence[Response]) -> None:
+    def remember(self, responses: Sequence[ResponseTokens]) -> None:
         """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
         self.drafters.remember(responses)
         self.learn_lengths([(key, len(response)) for key, _, response in responses])
@@ -173,7 +173,8 @@ class Control:
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Let the budget learn how many tokens responses that were generated elsewhere have."""
         for key, num_tokens in lengths:
-            self._ended(Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1)))
+            live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
+            self._tell_budget(live)
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -230,7 +231,7 @@ class Control:
         """A request enters the engine; `output` is a view that grows as it generates."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self._least_room = min(self._least_room, _room(live))
-        self._growing = None
+        self._batch_places = None
         self.keys.add(key)
         self.speechless.add(request_id)
         self.drafters.open(key, prompt, output)
@@ -239,15 +240,15 @@ class Control:
     def finish(self, request_id: str) -> Live | None:
         """A request leaves, complete or aborted; what was known of it."""
         live = self.live.pop(request_id, None)
-        self._growing = None
+        self._batch_places = None
         self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
             self.drafters.close(live.key)
-            self._ended(live)
+            self._tell_budget(live)
         return live
 
-    def _ended(self, live: Live) -> None:
+    def _tell_budget(self, live: Live) -> None:
         """Let the budget learn how a request did that has ended."""
         try:
             self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
@@ -261,15 +262,15 @@ class Control:
         with self.inside:
             self.ledger.start()
 
-    def scheduled(self, what: Scheduled) -> int:
+    def scheduled(self, work: Scheduled) -> int:
         """Choose what the iteration drafts at its end; the depth for the engine's workers."""
         with self.inside:
-            self._what, self._verified = what, self.ledger.schedule(what)
+            self._work, self._verified = work, self.ledger.schedule(work)
             if self.seat.selector is None:
                 return 0
-            choice = self.seat.answer(len(what.request_ids), what.waiting, self.ledger.rl_step)
+            choice = self.seat.answer(len(work.request_ids), work.waiting, self.ledger.rl_step)
             if choice is None:
-                choice = self._ask(what.request_ids)
+                choice = self._ask(work.request_ids)
             self.ledger.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
 
@@ -300,25 +301,25 @@ class Control:
             self.set_selector(None)
             self.failure = failure
 
-    def watched(self, what: Scheduled, strategy: Strategy) -> None:
+    def watched(self, work: Scheduled, strategy: Strategy) -> None:
         """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
         with self.inside:
-            self.ledger.schedule(what)
+            self.ledger.schedule(work)
             self.ledger.choose(Choice(strategy))
 
     def _state(self, request_ids: Sequence[str]) -> StepState:
         """What a policy sees of the iteration that was scheduled last."""
-        what = self._what
+        work = self._work
         return StepState(
             rl_step=self.ledger.rl_step,
             worker=self.ledger.worker,
             batch=len(request_ids),
-            waiting=what.waiting,
-            context_tokens=what.context_tokens,
-            free_kv_tokens=what.free_kv_tokens,
+            waiting=work.waiting,
+            context_tokens=work.context_tokens,
+            free_kv_tokens=work.free_kv_tokens,
             strategy=self._verified,
             drafters=self.drafters,
-            requests=cast(Sequence[RequestState], _Running(request_ids, self.live)),
+            requests=cast(Sequence[RequestState], _BatchRequests(request_ids, self.live)),
         )
 
     @property
@@ -371,21 +372,21 @@ class Control:
                 # What is kept of drafts that were made without all of the text says little of the choice.
                 self.ledger.in_force = replace(self.ledger.in_force, learns=False)
             with self.inside:
-                places, lives, asked = self._ask_for(request_ids, strategy)
+                places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
-                made = self.drafters.propose(
-                    strategy, asked, [learned[n] for n in places] if learned else [[]] * len(asked)
+                proposals = self.drafters.propose(
+                    strategy, depths, [learned[n] for n in places] if learned else [[]] * len(depths)
                 )
             drafts = [[] for _ in request_ids]
-            for n, live, (drafter, draft) in zip(places, lives, made, strict=True):
+            for n, live, (drafter, draft) in zip(places, lives, proposals, strict=True):
                 live.drafter, drafts[n] = drafter, draft
         self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
-    def _ask_for(self, request_ids: Sequence[str], strategy: Strategy) -> _Asked:
+    def _draft_orders(self, request_ids: Sequence[str], strategy: Strategy) -> _DraftOrders:
         """Who is to be drafted for, and how deep."""
-        if self._growing is not None and self._growing[0] is request_ids:
-            _, places, lives = self._growing
+        if self._batch_places is not None and self._batch_places[0] is request_ids:
+            _, places, lives = self._batch_places
         else:
             places, lives = [], []
             for n, live in enumerate(map(self.live.get, request_ids)):
@@ -393,7 +394,7 @@ class Control:
                     places.append(n)
                     lives.append(live)
             # Until a request comes or goes.
-            self._growing = (request_ids, places, lives) if len(lives) == len(request_ids) else None
+            self._batch_places = (request_ids, places, lives) if len(lives) == len(request_ids) else None
         rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
         with self.seat.deciding:
             shares = self._shares(strategy, lives)
@@ -403,17 +404,17 @@ class Control:
             shares = [share for share in shares if share]
         return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
 
-    def sampled(self, what: Scheduled, counts: Sequence[int]) -> None:
+    def sampled(self, work: Scheduled, counts: Sequence[int]) -> None:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         with self.inside:
             if self.speechless:
-                for request_id, got in zip(what.request_ids, counts, strict=True):
-                    if got and request_id in self.speechless:
+                for request_id, count in zip(work.request_ids, counts, strict=True):
+                    if count and request_id in self.speechless:
                         self.speechless.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
-            iteration = self.ledger.verified(what, counts)
-            if what.drafts:
-                self._learn(what.request_ids, iteration)
+            iteration = self.ledger.verified(work, counts)
+            if work.drafts:
+                self._learn(work.request_ids, iteration)
             self.ledger.sampled(iteration)
 
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
@@ -426,7 +427,7 @@ class Control:
             live.drafted += drafted
             live.accepted += kept
             recent = live.recent_acceptance
-            live.recent_acceptance = float(kept) if recent is None else recent + _LATELY * (kept - recent)
+            live.recent_acceptance = float(kept) if recent is None else recent + _NEWEST_WEIGHT * (kept - recent)
             verified[live.drafter or drafter].append((live.key, drafted, kept))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)

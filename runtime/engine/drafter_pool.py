@@ -21,10 +21,10 @@ from tltlab.strategy import Strategy
 
 from .ledger import Clock
 
-Response = tuple[Key, Sequence[int], Sequence[int]]
+ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, its prompt's tokens and its response's so far."""
 
-LATELY = 0.02
+NEWEST_WEIGHT = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
 
@@ -54,7 +54,7 @@ class DrafterReport:
 
 
 @dataclass(slots=True, eq=False)
-class _Growing:
+class _RunningText:
     """A request in the engine: a drafter has been shown the first `shown` tokens of `output`, which grows by itself."""
 
     key: Key
@@ -63,20 +63,20 @@ class _Growing:
 
 
 @dataclass(slots=True, eq=False)
-class _Fed:
+class _DrafterFeed:
     """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed.
 
     It is `behind` where text was left to wait.
     """
 
     drafter: Drafter
-    texts: dict[Key, _Growing] = field(default_factory=dict)
+    texts: dict[Key, _RunningText] = field(default_factory=dict)
     turn: float = -math.inf
     behind: bool = False
 
     def open(self, key: Key, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.drafter.open(key, prompt)
-        self.texts[key] = _Growing(key, output)
+        self.texts[key] = _RunningText(key, output)
 
     def feed(self) -> None:
         extend = self.drafter.extend
@@ -113,12 +113,12 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
         self._weights = DrafterState()
-        self._lately: dict[str, float] = {}
+        self._accept_estimates: dict[str, float] = {}
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
-        self._of_other_weights: dict[str, Any] | None = None
-        self._running: dict[Key, tuple[Sequence[int], Sequence[int]]] = {}
-        self._fed: dict[str, _Fed] = {}
+        self._awaited_state: dict[str, Any] | None = None
+        self._requests: dict[Key, tuple[Sequence[int], Sequence[int]]] = {}
+        self._drafter_feeds: dict[str, _DrafterFeed] = {}
         learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
             raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
@@ -143,21 +143,21 @@ class DrafterPool(Mapping[str, DrafterState]):
             self.check(strategy)
         # All of them before anything changes: one that cannot be built leaves things as they were.
         drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
-        before, self._fed = self._fed, {}
+        previous, self._drafter_feeds = self._drafter_feeds, {}
         for name, drafter in drafters.items():
-            fed = self._fed[name] = before.pop(name) if name in before else _Fed(drafter)
-            for key, (prompt, output) in self._running.items():
-                if key not in fed.texts:
-                    fed.open(key, prompt, output)
-        for fed in before.values():
-            for key in list(fed.texts):
-                fed.close(key)
+            feed = self._drafter_feeds[name] = previous.pop(name) if name in previous else _DrafterFeed(drafter)
+            for key, (prompt, output) in self._requests.items():
+                if key not in feed.texts:
+                    feed.open(key, prompt, output)
+        for feed in previous.values():
+            for key in list(feed.texts):
+                feed.close(key)
 
     def model_free(self, strategies: Sequence[Strategy]) -> tuple[str, ...]:
         """The model-free drafters that `strategies` may end up with, all of them if there are none."""
-        speculating = [s.drafter for s in strategies if s.speculates]
-        wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
-        return tuple(name for name in self.specs if name in wanted and self._is_model_free(name))
+        drafters = [s.drafter for s in strategies if s.speculates]
+        names = {part for name in drafters for part in self._parts(name)} if strategies else set(self.specs)
+        return tuple(name for name in self.specs if name in names and self._is_model_free(name))
 
     def needed(self, strategies: Sequence[Strategy]) -> frozenset[str]:
         """The drafters without which `strategies` cannot be run, and the learned one, which is trained all the same."""
@@ -196,7 +196,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     @property
     def feeds(self) -> bool:
         """Whether any model-free drafter wants the tokens."""
-        return bool(self._fed)
+        return bool(self._drafter_feeds)
 
     def worker_depth(self, strategy: Strategy) -> int:
         """How deep the learned drafter must draft under `strategy`; 0 when it is not asked."""
@@ -213,77 +213,77 @@ class DrafterPool(Mapping[str, DrafterState]):
         without it.
         """
         late_s = 0.0
-        for name in self._asked(strategy.drafter):
-            fed = self._fed[name]
-            drafter, most = fed.drafter, fed.drafter.piece_tokens + self.max_depth * len(fed.texts)
-            start_s = fed_s = clock()
-            if not fed.behind:
+        for name in self._candidates(strategy.drafter):
+            feed = self._drafter_feeds[name]
+            drafter, most = feed.drafter, feed.drafter.piece_tokens + self.max_depth * len(feed.texts)
+            start_s = entry_s = clock()
+            if not feed.behind:
                 # What came when requests entered and left.
-                fed.behind = not drafter.catch_up(most)
-                fed_s = clock()
-            late = fed.behind
-            fed.feed()
-            fed.behind = not drafter.catch_up(most)
-            late_s += fed_s - start_s + (clock() - fed_s) * (1.0 if late else 1.0 - 1.0 / max(turn - fed.turn, 1))
-            fed.turn = turn
+                feed.behind = not drafter.catch_up(most)
+                entry_s = clock()
+            late = feed.behind
+            feed.feed()
+            feed.behind = not drafter.catch_up(most)
+            late_s += entry_s - start_s + (clock() - entry_s) * (1.0 if late else 1.0 - 1.0 / max(turn - feed.turn, 1))
+            feed.turn = turn
         return late_s
 
     def behind(self, strategy: Strategy) -> bool:
         """Whether a drafter that `strategy` may ask was left text to put in later."""
-        return any(self._fed[name].behind for name in self._asked(strategy.drafter))
+        return any(self._drafter_feeds[name].behind for name in self._candidates(strategy.drafter))
 
     def propose(
-        self, strategy: Strategy, asked: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
+        self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> list[tuple[str, list[int]]]:
         """For each (key, depth) who drafts and at most `depth` tokens; `learned` is what the workers drafted for it."""
         spec = self.specs[strategy.drafter]
         if not isinstance(spec, HybridSpec):
-            return self._propose(strategy.drafter, asked, learned)
+            return self._propose(strategy.drafter, depths, learned)
         first, otherwise = spec.first, spec.otherwise
-        lately = self._lately.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
-        firsts = self._drafter(first).propose_all(asked)
+        estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
+        firsts = self._drafter(first).propose_all(depths)
         drafts = [(first, draft.tokens) for draft in firsts]
-        others = [n for n, (_, depth) in enumerate(asked) if not spec.choose(firsts[n], min(lately, depth))]
-        instead = self._propose(otherwise, [asked[n] for n in others], [learned[n] for n in others])
-        for n, draft in zip(others, instead, strict=True):
+        places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
+        replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
+        for n, draft in zip(places, replacements, strict=True):
             drafts[n] = draft
         return drafts
 
     def _propose(
-        self, name: str, asked: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
+        self, name: str, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> list[tuple[str, list[int]]]:
         if self._learned_spec is not None and name == self.learned:
             if self._serves():
-                return [(name, tokens[:depth]) for (_, depth), tokens in zip(asked, learned, strict=True)]
+                return [(name, tokens[:depth]) for (_, depth), tokens in zip(depths, learned, strict=True)]
             if self._learned_spec.fallback is None:
-                return [(name, []) for _ in asked]
+                return [(name, []) for _ in depths]
             name = self._learned_spec.fallback
-        return [(name, draft.tokens) for draft in self._drafter(name).propose_all(asked)]
+        return [(name, draft.tokens) for draft in self._drafter(name).propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
         if not verified:
             return
-        lately = self._lately.get(name, float(verified[0][2]))
+        estimate = self._accept_estimates.get(name, float(verified[0][2]))
         for _, _, num_accepted in verified:
-            lately += LATELY * (num_accepted - lately)
-        self._lately[name] = lately
+            estimate += NEWEST_WEIGHT * (num_accepted - estimate)
+        self._accept_estimates[name] = estimate
         if name == self.learned:
             for _, num_drafted, num_accepted in verified:
                 self._counts[name].add(num_drafted, num_accepted)
                 self.canary.observe(num_drafted, num_accepted)
             return
-        alike = Counter([draft[1:] for draft in verified])
-        for (num_drafted, num_accepted), times in alike.items():
+        outcomes = Counter([draft[1:] for draft in verified])
+        for (num_drafted, num_accepted), times in outcomes.items():
             self._counts[name].add(num_drafted, num_accepted, times)
-        if name in self._fed:
-            self._fed[name].drafter.observe_all(verified)
+        if name in self._drafter_feeds:
+            self._drafter_feeds[name].drafter.observe_all(verified)
 
     def begin(self, rl_step: int) -> None:
         """A rollout of `rl_step` begins. One that is done again, or an evaluation's -1, ages no drafter."""
-        for fed in self._fed.values():
-            fed.drafter.begin(rl_step)
-            fed.turn = -math.inf
+        for feed in self._drafter_feeds.values():
+            feed.drafter.begin(rl_step)
+            feed.turn = -math.inf
         later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
         if later and self.learned is not None:
             # The first rollout under new weights finds them of age 0.
@@ -292,38 +292,38 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def open(self, key: Key, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
         """A request enters with its prompt; `output` is a view that grows as it generates."""
-        self._running[key] = prompt, output
-        for fed in self._fed.values():
-            fed.open(key, prompt, output)
+        self._requests[key] = prompt, output
+        for feed in self._drafter_feeds.values():
+            feed.open(key, prompt, output)
 
     def close(self, key: Key) -> None:
         """The request leaves, and its output is whole."""
-        del self._running[key]
-        for fed in self._fed.values():
-            fed.close(key)
+        del self._requests[key]
+        for feed in self._drafter_feeds.values():
+            feed.close(key)
 
-    def remember(self, responses: Iterable[Response]) -> None:
+    def remember(self, responses: Iterable[ResponseTokens]) -> None:
         """Show the drafters in use whole responses that they did not see grow: (key, prompt, response) each."""
         for key, prompt, response in responses:
-            for fed in self._fed.values():
-                fed.drafter.remember(key, prompt, response)
+            for feed in self._drafter_feeds.values():
+                feed.drafter.remember(key, prompt, response)
 
-    def recall(self, responses: Sequence[Response]) -> None:
+    def recall(self, responses: Sequence[ResponseTokens]) -> None:
         """Have the drafters in use remember these responses and no others; nothing may be running."""
-        for fed in self._fed.values():
-            fed.drafter.recall(responses)
+        for feed in self._drafter_feeds.values():
+            feed.drafter.recall(responses)
 
     def forget(self) -> None:
         """Drop what every model-free drafter knows and how well each did."""
         for drafter in self._model_free.values():
             drafter.forget()
-        self._lately = {}
+        self._accept_estimates = {}
         self._counts.clear()
 
     @property
     def memory_bytes(self) -> int:
         """What the drafters in use remember takes, by their own estimate; it walks all of it."""
-        return sum(getattr(fed.drafter, "memory_bytes", 0) for fed in self._fed.values())
+        return sum(getattr(feed.drafter, "memory_bytes", 0) for feed in self._drafter_feeds.values())
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """What the drafters in use know between rollouts, and how well all did.
@@ -331,8 +331,8 @@ class DrafterPool(Mapping[str, DrafterState]):
         Without `history` the responses that drafters remember are left out: whoever loads it has them recalled.
         """
         return {
-            "drafters": {name: fed.drafter.state_dict() for name, fed in self._fed.items() if history},
-            "lately": dict(self._lately),
+            "drafters": {name: feed.drafter.state_dict() for name, feed in self._drafter_feeds.items() if history},
+            "lately": dict(self._accept_estimates),
             "canary": self.canary.state_dict(),
             "updates": self._weights.updates,
             "age": self._weights.age,
@@ -346,15 +346,15 @@ class DrafterPool(Mapping[str, DrafterState]):
 
         How a learned drafter did is taken back with its weights: now, or when they are what is swapped in next.
         """
-        for name, fed in self._fed.items():
-            fed.drafter.load_state_dict(state["drafters"].get(name, {}))
-        self._lately = dict(state["lately"])
+        for name, feed in self._drafter_feeds.items():
+            feed.drafter.load_state_dict(state["drafters"].get(name, {}))
+        self._accept_estimates = dict(state["lately"])
         # What was found out about weights says nothing about others, but these may be on their way.
-        self._of_other_weights = None
+        self._awaited_state = None
         if state["updates"] == self._weights.updates:
             self._recall(state)
         else:
-            self._of_other_weights = state
+            self._awaited_state = state
 
     def _recall(self, state: dict[str, Any]) -> None:
         """Take back what was known of the weights that serve."""
@@ -380,10 +380,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         updates = self._weights.updates + 1 if updates is None else updates
         self._weights = DrafterState(updates=updates)
         self._fresh = True
-        self._lately.pop(self.learned, None)
+        self._accept_estimates.pop(self.learned, None)
         self._counts.clear()
         self.canary.expect(predicted, f"weights of {updates} updates were swapped in{self._when()}")
-        state, self._of_other_weights = self._of_other_weights, None
+        state, self._awaited_state = self._awaited_state, None
         if state is not None and state["updates"] == updates:
             self._recall(state)
 
@@ -421,7 +421,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         if name not in self.specs:
             raise KeyError(name)
         weights = self._weights if name == self.learned else DrafterState()
-        return replace(weights, accept_estimate=self._lately.get(name))
+        return replace(weights, accept_estimate=self._accept_estimates.get(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -438,11 +438,11 @@ class DrafterPool(Mapping[str, DrafterState]):
             return name, spec.fallback
         return (name,)
 
-    def _asked(self, name: str) -> tuple[str, ...]:
+    def _candidates(self, name: str) -> tuple[str, ...]:
         """The model-free drafters that a strategy naming `name` may ask as things stand."""
         spec = self.specs[name]
         if isinstance(spec, HybridSpec):
-            return tuple(dict.fromkeys((*self._asked(spec.first), *self._asked(spec.otherwise))))
+            return tuple(dict.fromkeys((*self._candidates(spec.first), *self._candidates(spec.otherwise))))
         if isinstance(spec, LearnedSpec):
             return () if spec.fallback is None or self._serves() else (spec.fallback,)
         return (name,)

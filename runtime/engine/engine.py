@@ -26,9 +26,8 @@ from tltlab.runtime.engine.vllm.options import Attachment, engine_settings, spec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
-from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
-from .drafter_pool import Response as Remembered
-from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, Response, Rollout
+from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, ResponseTokens
+from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
 from .graphs import CapturedGraphs, GraphPlan
 from .recording import how_it_ended
 from .seat import PolicyFailed
@@ -86,9 +85,9 @@ class Engine:
             worker=worker,
             seed=seed,
         )
-        self._dead = ""
+        self._death = ""
         self._canary_stops = False
-        self._canary_asked_s = 0.0
+        self._canary_check_s = 0.0
         self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
@@ -181,12 +180,12 @@ class Engine:
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
         """Within, new requests are not captured: for rollouts that are to leave no trace."""
-        before = self._captures and self._call("pause_capture", True)
+        was_paused = self._captures and self._call("pause_capture", True)
         try:
             yield
         finally:
-            if self._captures and not self._dead:
-                self._call("pause_capture", before)
+            if self._captures and not self._death:
+                self._call("pause_capture", was_paused)
 
     def generate(
         self,
@@ -218,15 +217,15 @@ class Engine:
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             adapter.abort_all(self.llm)
-        usual = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-        params = [_params(request, usual) for request in requests]
-        inside, deciding, drafting = self._call("seconds")
+        defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        params = [_params(request, defaults) for request in requests]
+        inside_s, deciding_s, drafting_s = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
         names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
         ended: list[Key] = []
-        later: dict[str, FollowUp] = {}
+        turns: dict[str, FollowUp] = {}
         failure: Exception | None = None
         try:
             for (name, request), settings in zip(names.items(), params, strict=True):
@@ -244,15 +243,15 @@ class Engine:
                                 follow_ups.ended(request, output.outputs[0].token_ids, now_s)
                     if follow_ups is not None and follow_ups.pending:
                         idle = not engine.has_unfinished_requests()
-                        for following in follow_ups.ready(lambda: time.perf_counter() - start, wait_for_one=idle):
-                            request, name = following.request, f"{rl_step}.{len(names)}"
-                            names[name], later[name] = request, following
-                            adapter.add_request(self.llm, name, request.prompt_token_ids, _params(request, usual))
+                        for follow_up in follow_ups.ready(lambda: time.perf_counter() - start, wait_for_one=idle):
+                            request, name = follow_up.request, f"{rl_step}.{len(names)}"
+                            names[name], turns[name] = request, follow_up
+                            adapter.add_request(self.llm, name, request.prompt_token_ids, _params(request, defaults))
                     self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
                     if until is not None and until(ended):
-                        stopped = time.perf_counter() - start
-                        outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
-            iterations, decisions, first = self._call("end")
+                        stop_s = time.perf_counter() - start
+                        outputs |= {name: (output, stop_s) for name, output in adapter.abort_all(self.llm).items()}
+            iterations, decisions, first_token_s = self._call("end")
             inside_after, deciding_after, drafting_after = self._call("seconds")
             self._heed_canary()
             if failed := self._call("failure"):
@@ -263,10 +262,10 @@ class Engine:
         except ConfigError:
             raise
         except Exception as error:  # whatever an engine dies of, what came back whole is handed over
-            failure, first = error, {}
+            failure, first_token_s = error, {}
         duration_s = time.perf_counter() - start
         responses = [
-            _response(names[name], *outputs[name], first, later.get(name)) for name in names if name in outputs
+            _response(names[name], *outputs[name], first_token_s, turns.get(name)) for name in names if name in outputs
         ]
         lost = [request.key for name, request in names.items() if name not in outputs]
         if failure is not None or lost:
@@ -278,18 +277,18 @@ class Engine:
             iterations=iterations,
             decisions=decisions,
             duration_s=duration_s,
-            recorder_s=(inside_after - inside) - (deciding_after - deciding),
-            policy_s=deciding_after - deciding,
-            drafting_s=drafting_after - drafting,
-            follow_ups=[following.request for following in later.values()],
+            recorder_s=(inside_after - inside_s) - (deciding_after - deciding_s),
+            policy_s=deciding_after - deciding_s,
+            drafting_s=drafting_after - drafting_s,
+            follow_ups=[follow_up.request for follow_up in turns.values()],
         )
 
     def _heed_canary(self, every_s: float = 0.0) -> None:
         """Raise DrafterCollapsed where the canary stops the run, which is asked if it was not in the last `every_s`."""
         now = time.perf_counter()
-        if not self._canary_stops or now < self._canary_asked_s + every_s:
+        if not self._canary_stops or now < self._canary_check_s + every_s:
             return
-        self._canary_asked_s = now
+        self._canary_check_s = now
         if complaint := self._call("drafters.complaint"):
             raise DrafterCollapsed(f"worker {self.worker}: {complaint}")
 
@@ -297,7 +296,7 @@ class Engine:
         try:
             return list(self.llm.llm_engine.step())
         except Exception as error:
-            self._dead = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self._death = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise
 
     @property
@@ -316,11 +315,11 @@ class Engine:
         if len({request.key for request in requests}) < len(requests):
             raise ConfigError("two requests of one rollout have the same key (rl_step, prompt_id, sample, turn)")
 
-    def remember(self, responses: Iterable[Remembered]) -> None:
+    def remember(self, responses: Iterable[ResponseTokens]) -> None:
         """Show the drafters in use responses generated elsewhere or earlier: (key, prompt ids, response ids) each."""
         self._call("remember", list(responses))
 
-    def recall(self, responses: Iterable[Remembered]) -> None:
+    def recall(self, responses: Iterable[ResponseTokens]) -> None:
         """Have the drafters in use remember these, (key, prompt ids, response ids) each, and no others; nothing may be
         running.
         """
@@ -427,8 +426,8 @@ class Engine:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of what the engine holds, by the names of a dry run's parts; of weights and caches on each device."""
-        beside = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
-        return cast(dict[str, int], self._call("held_bytes")) | beside
+        host = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
+        return cast(dict[str, int], self._call("held_bytes")) | host
 
     def captured_graphs(self) -> CapturedGraphs:
         """The CUDA graphs that vLLM captured when the engine started."""
@@ -449,7 +448,7 @@ class Engine:
 
     def check_alive(self) -> None:
         """EngineDied for one that failed, or has but a part of its weights."""
-        if why := self._dead or self.weights.unusable:
+        if why := self._death or self.weights.unusable:
             raise EngineDied(f"close this engine and start another, for {why}")
 
     def close(self) -> None:
@@ -465,19 +464,19 @@ def capture_room(engines: int = 1) -> int:
     return int(CAPTURE_SHARE * (available_memory() or UNKNOWN_MEMORY) / engines)
 
 
-def _params(request: GenerationRequest, usual: Mapping[str, float]) -> Any:
-    """The request's sampling settings for vLLM: its own, else the `usual` ones."""
-    of_request = {name: value for name in usual if (value := getattr(request, name)) is not None}
+def _params(request: GenerationRequest, defaults: Mapping[str, float]) -> Any:
+    """The request's sampling settings for vLLM: its own, else the `defaults`."""
+    of_request = {name: value for name in defaults if (value := getattr(request, name)) is not None}
     limits: dict[str, Any] = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
     if request.stop_token_ids:
         limits["stop_token_ids"] = list(request.stop_token_ids)
-    return adapter.sampling_params(request.key, **{**usual, **of_request}, **limits)
+    return adapter.sampling_params(request.key, **{**defaults, **of_request}, **limits)
 
 
 def _response(
     request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float], turn: FollowUp | None = None
-) -> Response:
-    return Response(
+) -> GenerationResponse:
+    return GenerationResponse(
         key=request.key,
         token_ids=list(output.token_ids),
         logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],

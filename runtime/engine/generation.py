@@ -61,7 +61,7 @@ class FollowUps(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class GenerationResponse:
     """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
 
     `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
@@ -91,7 +91,7 @@ class Rollout:
     whose responses come behind the others; `notes` is what the run should say.
     """
 
-    responses: list[Response]
+    responses: list[GenerationResponse]
     iterations: Sequence[Mapping[str, Any]]
     decisions: Sequence[Mapping[str, Any]]
     duration_s: float
@@ -105,7 +105,9 @@ class Rollout:
 class EngineDied(RunError):
     """The engine failed in mid-rollout: `responses` came back whole, `lost` are the keys of those that did not."""
 
-    def __init__(self, message: str, responses: list[Response] | None = None, lost: list[Key] | None = None) -> None:
+    def __init__(
+        self, message: str, responses: list[GenerationResponse] | None = None, lost: list[Key] | None = None
+    ) -> None:
         super().__init__(message, responses, lost)
         self.responses = responses or []
         self.lost = lost or []

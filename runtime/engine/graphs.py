@@ -126,8 +126,8 @@ class GraphPlan:
             return ()
         if self.chosen_at_run_time:
             deepest = self.depths[:0:-1]
-            rest = (len(deepest) + 1, self.max_num_seqs, self.depths[0])
-            return (*((n, n, k) for n, k in enumerate(deepest, start=1)), rest)
+            last = (len(deepest) + 1, self.max_num_seqs, self.depths[0])
+            return (*((n, n, k) for n, k in enumerate(deepest, start=1)), last)
         ranges: list[tuple[int, int, int]] = []
         for batch, k in self.may_run:
             first = ranges.pop()[0] if ranges and ranges[-1][2] == k else batch
@@ -233,14 +233,14 @@ class GraphPlan:
         if self.uneven and not self.any_lengths:
             yield "drafts may differ in length between requests: an iteration in which they do has no full graph"
         if self.drafters and (missing := self.without_full_graph()):
-            because = "the next larger one is of another K (--fill captures all)"
+            reason = "the next larger one is of another K (--fill captures all)"
             if self.runner == "V1":
-                because = f"the V1 runner has them for K = {self.deepest} alone, and adaptivity costs that much"
+                reason = f"the V1 runner has them for K = {self.deepest} alone, and adaptivity costs that much"
                 if self.any_lengths:
-                    because = f"they are of more than {self.capture_sizes[-1]} tokens"
+                    reason = f"they are of more than {self.capture_sizes[-1]} tokens"
             yield (
                 f"{len(missing)} of {len(self.may_run)} pairs of batch and K, the first {missing[0]}, run without a "
-                f"full graph: {because}"
+                f"full graph: {reason}"
             )
         if self.any_lengths:
             yield (

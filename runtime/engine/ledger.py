@@ -134,7 +134,7 @@ class Ledger:
         self.overlapped = overlapped
         self.clock = clock
         self._tell = tell
-        self._is_over = over
+        self._on_end = over
         self.in_force = NO_CHOICE
         self._noughts: tuple[int, ...] = ()
         self._in_flight: deque[Iteration] = deque()
@@ -146,10 +146,10 @@ class Ledger:
         self.rl_step = rl_step
         self.is_open = True
         self.first_token_s: dict[Key, float] = {}
-        self.origin = self._busy_until_s = self._over_s = self.clock()
+        self.origin = self._busy_until_s = self._last_end_s = self.clock()
         self._iterations: list[Row] = []
         self._decisions: list[Row] = []
-        self._over: list[Iteration] = []
+        self._ended: list[Iteration] = []
         self._number = 0
         # Overlapped, an iteration of requests that have ended may still be in flight: it is of no rollout.
         self._strays = len(self._in_flight)
@@ -166,12 +166,12 @@ class Ledger:
         self._start_s = self.clock()
         self._close(self._start_s)
 
-    def schedule(self, what: Scheduled) -> Strategy:
+    def schedule(self, work: Scheduled) -> Strategy:
         """The iteration is put together; the strategy whose drafts it verifies. It will draft nothing unless chosen."""
         verified = self.in_force
-        batch, context_tokens, prefill_tokens = len(what.request_ids), what.context_tokens, what.prefill_tokens
+        batch, context_tokens, prefill_tokens = len(work.request_ids), work.context_tokens, work.prefill_tokens
         self._last = Iteration(
-            self._number, self._start_s, batch, what.waiting, context_tokens, prefill_tokens, verified, self._draft_s
+            self._number, self._start_s, batch, work.waiting, context_tokens, prefill_tokens, verified, self._draft_s
         )
         self._in_flight.append(self._last)
         self._number += 1
@@ -190,19 +190,19 @@ class Ledger:
         if self.is_open:
             self.first_token_s[key] = self.clock() - self.origin
 
-    def verified(self, what: Scheduled, counts: Sequence[int]) -> Iteration:
+    def verified(self, work: Scheduled, counts: Sequence[int]) -> Iteration:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         iteration = self._in_flight.popleft()
-        if what.drafts:
-            iteration.drafted = drafted = list(map(len, map(what.drafts.get, what.request_ids, repeat(()))))
-            iteration.accepted = [got - 1 if n and got else 0 for got, n in zip(counts, drafted, strict=True)]
+        if work.drafts:
+            iteration.drafted = drafted = list(map(len, map(work.drafts.get, work.request_ids, repeat(()))))
+            iteration.accepted = [count - 1 if n and count else 0 for count, n in zip(counts, drafted, strict=True)]
         else:
             # Iterations without drafts share their noughts: a rollout keeps all of its iterations until it ends.
             if len(self._noughts) != iteration.batch:
                 self._noughts = (0,) * iteration.batch
             iteration.drafted = iteration.accepted = self._noughts
         iteration.num_generated = sum(counts)
-        iteration.graph = what.graph
+        iteration.graph = work.graph
         return iteration
 
     def sampled(self, iteration: Iteration) -> None:
@@ -211,7 +211,7 @@ class Ledger:
         self._busy_until_s = self.clock()
         if not self.overlapped:
             return
-        iteration.start_s = max(iteration.start_s, self._over_s)
+        iteration.start_s = max(iteration.start_s, self._last_end_s)
         iteration.draft_s = None
         if self._strays:
             self._strays -= 1
@@ -246,23 +246,23 @@ class Ledger:
 
     def _finish(self, iteration: Iteration, now: float) -> None:
         iteration.duration_s = now - iteration.start_s - iteration.late_s
-        self._over_s = now
+        self._last_end_s = now
         if self.is_open:
-            self._over.append(iteration)
+            self._ended.append(iteration)
         choice = iteration.verified
         if choice.learns and choice.selector is not None and choice.selector.learns_from(choice.strategy):
             iteration.reward = self._tell(choice, iteration.outcome)
-        self._is_over(iteration)
+        self._on_end(iteration)
 
-    def take(self) -> Over:
+    def take(self) -> EndedIterations:
         """The iterations that are over and whose rows nobody has asked for; they are the ledger's no more."""
-        over, self._over = self._over, []
-        return Over(self.rl_step, self.worker, self.origin, over)
+        iterations, self._ended = self._ended, []
+        return EndedIterations(self.rl_step, self.worker, self.origin, iterations)
 
     @property
     def num_over(self) -> int:
         """How many iterations the next `take` gives."""
-        return len(self._over)
+        return len(self._ended)
 
     @property
     def iterations(self) -> list[Row]:
@@ -285,7 +285,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class EndedIterations:
     """Iterations that are over, of the rollout of `rl_step` that began at `origin`."""
 
     rl_step: int
@@ -300,12 +300,12 @@ class Over:
         fields: dict[Strategy, Row] = {}
         for it in self.passed:
             strategy = it.verified.strategy
-            if (ran := fields.get(strategy)) is None:
-                ran = fields[strategy] = asdict(strategy)
-            which: Row = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
+            if (columns := fields.get(strategy)) is None:
+                columns = fields[strategy] = asdict(strategy)
+            place: Row = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
             iterations.append(
                 {
-                    **which,
+                    **place,
                     "t_start": it.start_s - self.origin,
                     "duration": it.duration_s,
                     "draft_duration": it.draft_s,
@@ -313,7 +313,7 @@ class Over:
                     "num_waiting": it.waiting,
                     "context_tokens": it.context_tokens,
                     "prefill_tokens": it.prefill_tokens,
-                    **ran,
+                    **columns,
                     "num_drafted": sum(it.drafted),
                     "num_accepted": sum(it.accepted),
                     "num_generated": it.num_generated,
@@ -325,9 +325,9 @@ class Over:
             )
             if it.verified.selector is not None:
                 decisions.append(
-                    which
+                    place
                     | {"bucket": it.verified.bucket}
-                    | ran
+                    | columns
                     | {"propensity": it.verified.propensity, "reward": it.reward}
                 )
         return iterations, decisions

@@ -56,10 +56,10 @@ class ArmCounts:
     gained_s: float = 0.0
     compared_s: float = 0.0
 
-    def by_position(self, which: int) -> list[int]:
-        """Drafts that had a token at position 0, 1, ...: `which` 0 counts tokens drafted, 1 tokens kept."""
+    def by_position(self, column: int) -> list[int]:
+        """Drafts that had a token at position 0, 1, ...: `column` 0 counts tokens drafted, 1 tokens kept."""
         deepest = max((draft[0] for draft in self.drafts), default=0)
-        return [sum(times for draft, times in self.drafts.items() if draft[which] > at) for at in range(deepest)]
+        return [sum(times for draft, times in self.drafts.items() if draft[column] > at) for at in range(deepest)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,13 @@ class Tally:
         self._plain = None if costs is None else costs.iteration(NO_SPECULATION)
         self._arms: dict[Strategy, ArmCounts] = {}
         self._relative = Reward("relative")
-        self._new: list[Iteration] = []
+        self._uncounted: list[Iteration] = []
         self._failed = False
 
     def add(self, iteration: Iteration) -> None:
         """An iteration has ended."""
-        self._new.append(iteration)
-        if len(self._new) >= _TOGETHER:
+        self._uncounted.append(iteration)
+        if len(self._uncounted) >= _TOGETHER:
             self._count()
 
     @property
@@ -108,7 +108,7 @@ class Tally:
         return self._arms
 
     def _count(self) -> None:
-        new, self._new = self._new, []
+        new, self._uncounted = self._uncounted, []
         if not new or self._failed:
             return
         try:
@@ -189,19 +189,19 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values and a number each."""
 
 
-def _of_arms(read: Callable[[ArmCounts], float]) -> Callable[[Metrics], Samples]:
-    return lambda metrics: [((str(arm),), read(counts)) for arm, counts in metrics.arms.items()]
+def _of_arms(number: Callable[[ArmCounts], float]) -> Callable[[Metrics], Samples]:
+    return lambda metrics: [((str(arm),), number(counts)) for arm, counts in metrics.arms.items()]
 
 
-def _compared(read: Callable[[ArmCounts], float]) -> Callable[[Metrics], Samples]:
-    return lambda metrics: [((str(arm), metrics.by), read(counts)) for arm, counts in metrics.arms.items()]
+def _compared(number: Callable[[ArmCounts], float]) -> Callable[[Metrics], Samples]:
+    return lambda metrics: [((str(arm), metrics.by), number(counts)) for arm, counts in metrics.arms.items()]
 
 
-def _by_position(which: int) -> Callable[[Metrics], Samples]:
+def _by_position(column: int) -> Callable[[Metrics], Samples]:
     return lambda metrics: [
         ((str(arm), str(position)), times)
         for arm, counts in metrics.arms.items()
-        for position, times in enumerate(counts.by_position(which))
+        for position, times in enumerate(counts.by_position(column))
     ]
 
 
@@ -243,12 +243,12 @@ def families(of_engines: Sequence[tuple[Labels, Metrics]]) -> list[Metric]:
     """The metrics of some engines as `prometheus_client` writes them."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    shown: list[Metric] = []
-    for name, text, labels, read in _FAMILIES:
+    collection: list[Metric] = []
+    for name, text, labels, samples in _FAMILIES:
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         family = kind(f"tltlab:{name}", text, labels=("model_name", "engine", *labels))
         for engine, metrics in of_engines:
-            for values, number in read(metrics):
+            for values, number in samples(metrics):
                 family.add_metric((*engine, *values), number)
-        shown.append(family)
-    return shown
+        collection.append(family)
+    return collection

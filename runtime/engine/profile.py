@@ -78,7 +78,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class ProfileGrid:
     """All cells of some batches, depths and contexts, and `iterations` to time in each, over all visits."""
 
     batches: tuple[int, ...]
@@ -143,7 +143,7 @@ class Profile:
 
 
 def start_engine(
-    model: str, grid: Grid, drafter: tuple[str, LearnedSpec] | None, vllm_args: Mapping[str, Any], seed: int = 0
+    model: str, grid: ProfileGrid, drafter: tuple[str, LearnedSpec] | None, vllm_args: Mapping[str, Any], seed: int = 0
 ) -> Engine:
     """An engine for the grid; `drafter` is a learned one and its name, by default drafts are forced, as "ngram".
 
@@ -159,7 +159,7 @@ def start_engine(
     )
 
 
-def graphs_for(grid: Grid, name: str, drafter: tuple[str, LearnedSpec] | None) -> GraphPlan:
+def graphs_for(grid: ProfileGrid, name: str, drafter: tuple[str, LearnedSpec] | None) -> GraphPlan:
     """Graphs of every depth of a grid at all batch sizes; drafts are those of the drafter `name`."""
     policy = Policy(
         selector=ExploreSpec(strategies=tuple(Strategy.chain(name, depth) for depth in grid.depths)),
@@ -171,7 +171,9 @@ def graphs_for(grid: Grid, name: str, drafter: tuple[str, LearnedSpec] | None) -
     return plan_graphs(policy, most, runner=runner, any_lengths=True, plain=True, spacing=1.25)
 
 
-def profile(engine: Engine, grid: Grid, *, seed: int = 0, say: Callable[[str], None] = lambda message: None) -> Profile:
+def profile(
+    engine: Engine, grid: ProfileGrid, *, seed: int = 0, say: Callable[[str], None] = lambda message: None
+) -> Profile:
     """Measure every cell of the grid that fits the engine; ConfigError where none does.
 
     Rows carry the context as it was while they were timed: prompts, and what had been generated.
@@ -204,20 +206,20 @@ def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | Non
     None where two thirds do not make a table.
     """
     decoding = checked(table[table["prefill_tokens"] == 0])
-    out = rng.permutation(len(decoding)) < len(decoding) // 3
-    if not out.any():
+    is_held_out = rng.permutation(len(decoding)) < len(decoding) // 3
+    if not is_held_out.any():
         return None
     rows = measured_rows(decoding)
-    left = rows.where(out)
+    held_out = rows.where(is_held_out)
     try:
-        predicted = MeasuredTableEstimator().fit(rows.where(~out)).predict(left)
+        predicted = MeasuredTableEstimator().fit(rows.where(~is_held_out)).predict(held_out)
     except ConfigError:
         return None
-    return float(np.median(np.abs(predicted / left.seconds - 1.0)))
+    return float(np.median(np.abs(predicted / held_out.seconds - 1.0)))
 
 
 class _Profiler:
-    def __init__(self, engine: Engine, grid: Grid, rng: np.random.Generator, say: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, grid: ProfileGrid, rng: np.random.Generator, say: Callable[[str], None]) -> None:
         self.engine, self.grid, self.rng, self.say = engine, grid, rng, say
         self.settings = engine_settings(engine)
         (self.drafter,) = engine.drafters
@@ -228,10 +230,10 @@ class _Profiler:
 
     def run(self) -> Profile:
         started = time.perf_counter()
-        why = {cell: self._misfit(cell) for cell in self.grid.cells}
-        cells = [cell for cell in self.grid.cells if why[cell] is None]
+        reasons = {cell: self._misfit(cell) for cell in self.grid.cells}
+        cells = [cell for cell in self.grid.cells if reasons[cell] is None]
         if not any(not cell.prefill for cell in cells):
-            raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(why.values()))}")
+            raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(reasons.values()))}")
         self.engine.warm_up(TEMPERATURE)
         timed: dict[Cell, list[list[Mapping[str, Any]]]] = {cell: [] for cell in cells}
         for visit in range(VISITS):
@@ -242,23 +244,23 @@ class _Profiler:
         fewest = min(_FEWEST, self.grid.iterations)
         for cell, visits in timed.items():
             if (num := sum(map(len, visits))) < (VISITS if cell.prefill else fewest):
-                why[cell] = f"{num} iterations were of this cell alone"
-        measured = [cell for cell in cells if why[cell] is None]
+                reasons[cell] = f"{num} iterations were of this cell alone"
+        measured = [cell for cell in cells if reasons[cell] is None]
         if all(cell.prefill for cell in measured):
-            raise RunError(f"no cell was measured; the first: {why[cells[0]]}")
+            raise RunError(f"no cell was measured; the first: {reasons[cells[0]]}")
         table = pd.DataFrame([self._row(cell, [row for rows in timed[cell] for row in rows]) for cell in measured])
         medians = [[np.median([r["duration"] for r in rows]) for rows in timed[cell] if rows] for cell in measured]
-        apart = [abs(both[1] / both[0] - 1.0) for both in medians if len(both) == VISITS]
+        repeat_errors = [abs(pair[1] / pair[0] - 1.0) for pair in medians if len(pair) == VISITS]
         return Profile(
             table=table,
             skipped=[
                 {"batch": c.batch, "draft_depth": c.depth, "context": c.context, "prefill": c.prefill, "why": reason}
-                for c, reason in why.items()
+                for c, reason in reasons.items()
                 if reason is not None
             ],
             seconds=time.perf_counter() - started,
             spread=float((table["spread"] / table["seconds"]).median()),
-            repeat_error=float(np.median(apart)) if apart else None,
+            repeat_error=float(np.median(repeat_errors)) if repeat_errors else None,
             held_out_error=held_out_error(table, self.rng),
         )
 
@@ -272,10 +274,10 @@ class _Profiler:
             (cell.batch * blocks * self.settings["block_size"], "kv_cache_tokens", "tokens of KV cache"),
             (cell.batch * cell.context if cell.prefill else 0, "max_num_batched_tokens", "tokens prefilled at once"),
         )
-        for needed, name, what in limits:
+        for needed, name, unit in limits:
             if needed > self.settings[name]:
-                where = f"batch {cell.batch}, depth {cell.depth}, context {cell.context}"
-                return f"{where}: {needed} {what}, {name} is {self.settings[name]}"
+                place = f"batch {cell.batch}, depth {cell.depth}, context {cell.context}"
+                return f"{place}: {needed} {unit}, {name} is {self.settings[name]}"
         return None
 
     def _visit(self, cell: Cell) -> list[Mapping[str, Any]]:

@@ -28,7 +28,7 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
-from .ledger import Clock, Over, Row
+from .ledger import Clock, EndedIterations, Row
 from .seat import what_was_raised
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Grouping:
     def __init__(self, clock: Clock) -> None:
         self.version = 0
         self._clock = clock
-        self._began_s = self._left_s = -math.inf
+        self._start_s = self._leave_s = -math.inf
         self._version_before = 0
         self._progress = 0
 
@@ -91,7 +91,7 @@ class Grouping:
 
     def left(self) -> None:
         """A request has left."""
-        self._left_s = self._clock()
+        self._leave_s = self._clock()
 
     def ends(self, busy: bool) -> bool:
         """Whether the request that arrives now, in an engine that is `busy` with others, is of another RL step."""
@@ -99,11 +99,11 @@ class Grouping:
             return self.version != self._version_before
         if busy:
             return False
-        return self._clock() - self._left_s > max(self.GAP_S, self.GAP_SHARE * (self._left_s - self._began_s))
+        return self._clock() - self._leave_s > max(self.GAP_S, self.GAP_SHARE * (self._leave_s - self._start_s))
 
     def begin(self) -> None:
         """An RL step begins."""
-        self._began_s = self._left_s = self._clock()
+        self._start_s = self._leave_s = self._clock()
         self._version_before = self.version
 
     @property
@@ -145,24 +145,24 @@ class LiveRecording:
         self.ended = False
         self._clock = control.ledger.clock
         self._grouping = Grouping(self._clock)
-        self._began_s = self._clock()
+        self._start_s = self._clock()
         self._origins: dict[int, float] = {}
         # Of requests that run, in seconds of the clock: those whose first token came in an earlier rollout.
         self._first_token_s: dict[Key, float] = {}
         # Of requests that run: how many tokens they had at each weight update.
-        self._updated_at: dict[Key, list[int]] = {}
+        self._update_tokens: dict[Key, list[int]] = {}
         self._updates_drafter = False
         self._num_arrived = self._num_tokens = 0
         self._visits: dict[str, int] = {}
         self._epochs: dict[tuple[int, str], int] = {}
-        self._arrived_s: dict[Key, float] = {}
-        self._seen: dict[Key, None] = {}
+        self._arrival_s: dict[Key, float] = {}
+        self._keys: dict[Key, None] = {}
         self._forgotten_rl_step = -1
         # Notes, iterations, and rows of a table. The engine's thread alone counts what it has given.
-        self._waiting: deque[tuple[str | Over | tuple[str, Row], int]] = deque()
-        self._given = self._written = 0
-        self._is_idle = self._closing = False
-        self._wake, self._durable, self._ending = Event(), Event(), Lock()
+        self._queue: deque[tuple[str | EndedIterations | tuple[str, Row], int]] = deque()
+        self._queued_bytes = self._durable_bytes = 0
+        self._is_idle = self._is_closing = False
+        self._wake, self._durable, self._end_lock = Event(), Event(), Lock()
         self._process = os.getpid()
         self.path = Path(path)
         self._recorder = Recorder(
@@ -185,7 +185,7 @@ class LiveRecording:
         atexit.register(self.close)
 
     @classmethod
-    def numbered(cls, path: str | Path, control: Control, **who: str) -> LiveRecording:
+    def numbered(cls, path: str | Path, control: Control, **labels: str) -> LiveRecording:
         """The same at the first of PATH, PATH-1, PATH-2, ... where there is nothing yet.
 
         Engines that know nothing of each other, of one process or several, in turn or at once, each get one.
@@ -195,7 +195,7 @@ class LiveRecording:
             if recording_of(place).exists() or place.is_symlink() or (place.exists() and not _is_empty(place)):
                 continue
             try:
-                return cls(place, control, **who)
+                return cls(place, control, **labels)
             except ConfigError:
                 if not recording_of(place).exists():
                     raise
@@ -226,7 +226,7 @@ class LiveRecording:
         self.control.begin(rl_step)
         self._grouping.begin()
         self._origins[rl_step] = ledger.origin
-        row = {"rl_step": rl_step, "t_start": ledger.origin - self._began_s, "policy_version": self._grouping.version}
+        row = {"rl_step": rl_step, "t_start": ledger.origin - self._start_s, "policy_version": self._grouping.version}
         self._give(("steps", row), _ROW_BYTES)
 
     def new_weights(self, method: str | None = None) -> None:
@@ -240,11 +240,11 @@ class LiveRecording:
         if method is not None and (self._updates_drafter or not brings_weights(method)):
             self._updates_drafter &= method != "finish_weight_update"
             return
-        live = self.control.live.values()
+        lives = self.control.live.values()
         before = self._grouping.version
-        if self._grouping.updated(self._num_arrived + self._num_tokens + sum(len(each.output) for each in live)):
-            for each in live:
-                self._updated_at.setdefault(each.key, []).append(len(each.output))
+        if self._grouping.updated(self._num_arrived + self._num_tokens + sum(len(live.output) for live in lives)):
+            for live in lives:
+                self._update_tokens.setdefault(live.key, []).append(len(live.output))
             if not before:
                 self._give(f"recorded by the engine itself; {self._grouping.notes}", _ROW_BYTES)
 
@@ -261,13 +261,13 @@ class LiveRecording:
                 del self._visits[next(iter(self._visits))]
             if len(self._epochs) > self.remembered:
                 del self._epochs[next(iter(self._epochs))]
-        self._seen[live.key] = None
-        if len(self._seen) > self.remembered:
-            oldest = next(iter(self._seen))
-            del self._seen[oldest]
+        self._keys[live.key] = None
+        if len(self._keys) > self.remembered:
+            oldest = next(iter(self._keys))
+            del self._keys[oldest]
             self._forgotten_rl_step = max(self._forgotten_rl_step, oldest[0])
         self._num_arrived += 1
-        self._arrived_s[live.key] = self._clock()
+        self._arrival_s[live.key] = self._clock()
         self._append(
             "workload",
             live.key,
@@ -292,7 +292,7 @@ class LiveRecording:
             response_tokens=len(tokens),
             finish_reason=how_it_ended(finish_reason, len(tokens)),
             worker=ledger.worker,
-            t_submit=self._arrived_s.pop(live.key) - origin,
+            t_submit=self._arrival_s.pop(live.key) - origin,
             t_first_token=None if first_s is None else first_s - origin,
             t_finish=self._clock() - origin,
         )
@@ -301,9 +301,9 @@ class LiveRecording:
 
     def _versions(self, key: Key, num_tokens: int) -> list[int]:
         """The weights that each token of a response was made with."""
-        newest, updated_at = self._grouping.version, self._updated_at.pop(key, [])
+        newest, ends = self._grouping.version, self._update_tokens.pop(key, [])
         versions: list[int] = []
-        for version, until in enumerate([*updated_at, num_tokens], newest - len(updated_at)):
+        for version, until in enumerate([*ends, num_tokens], newest - len(ends)):
             versions += [version] * (until - len(versions))
         return versions
 
@@ -319,7 +319,7 @@ class LiveRecording:
 
     def is_new(self, key: Key) -> bool:
         """Whether no request had this key before: a trace has one response to a key."""
-        return key not in self._seen and key[0] > self._forgotten_rl_step
+        return key not in self._keys and key[0] > self._forgotten_rl_step
 
     def can_have(self, key: Key) -> bool:
         """Whether a trace can have this key: its numbers fit. A prompt id that is no text is a ValueError."""
@@ -335,13 +335,13 @@ class LiveRecording:
         if self._process != os.getpid() or sys.is_finalizing():
             return
         try:
-            if not (self.ended or self._closing):
+            if not (self.ended or self._is_closing):
                 for live in list(self.control.live.values()):
-                    if live.key in self._arrived_s:
+                    if live.key in self._arrival_s:
                         self.left(live, "abort")
                 self.control.end()
                 self._hand_over()
-            self._closing = True
+            self._is_closing = True
             self._wake.set()
             if not self._durable.wait(self.close_s):
                 self._end(f"the disk has not answered for {self.close_s:g} s")
@@ -365,28 +365,28 @@ class LiveRecording:
         self._give((table, row), _ROW_BYTES + _TOKEN_BYTES * tokens)
 
     def _hand_over(self) -> None:
-        over = self.control.ledger.take()
-        if over.passed:
-            self._give(over, sum(_ROW_BYTES + 8 * len(it.drafted) for it in over.passed))
+        ended = self.control.ledger.take()
+        if ended.passed:
+            self._give(ended, sum(_ROW_BYTES + 8 * len(it.drafted) for it in ended.passed))
 
-    def _give(self, what: str | Over | tuple[str, Row], num_bytes: int) -> None:
+    def _give(self, item: str | EndedIterations | tuple[str, Row], num_bytes: int) -> None:
         """Leave something to the thread that writes."""
         if self.ended:
             return
-        self._waiting.append((what, num_bytes))
-        self._given += num_bytes
-        waiting = self._given - self._written
-        if waiting > self.most_bytes:
-            self._end(f"the disk does not keep up, {waiting >> 20} MiB wait to be written")
-            self._waiting.clear()
-        elif waiting > self.flush_bytes and not self._wake.is_set():
+        self._queue.append((item, num_bytes))
+        self._queued_bytes += num_bytes
+        waiting_bytes = self._queued_bytes - self._durable_bytes
+        if waiting_bytes > self.most_bytes:
+            self._end(f"the disk does not keep up, {waiting_bytes >> 20} MiB wait to be written")
+            self._queue.clear()
+        elif waiting_bytes > self.flush_bytes and not self._wake.is_set():
             self._wake.set()
 
     def _write_on(self) -> None:
         """In the thread: write what waits, now and then, until the recording ends or closes; then it is finished."""
         try:
             flushed_s = time.monotonic()
-            while not (self._closing or self.ended):
+            while not (self._is_closing or self.ended):
                 is_full = self._wake.wait(self.idle_s)
                 self._wake.clear()
                 now_s = time.monotonic()
@@ -412,31 +412,31 @@ class LiveRecording:
         """Make durable what waits."""
         num_bytes = self._append_waiting()
         self._recorder.flush()
-        self._written += num_bytes
+        self._durable_bytes += num_bytes
 
     def _append_waiting(self) -> int:
         num_bytes = 0
         rows: dict[str, list[Row]] = {}
-        while self._waiting:
+        while self._queue:
             try:
-                what, size = self._waiting.popleft()
+                item, size = self._queue.popleft()
             except IndexError:  # the engine has thrown it away meanwhile
                 break
             num_bytes += size
-            if isinstance(what, str):
-                self._recorder.note(what)
-            elif isinstance(what, Over):
-                iterations, decisions = what.rows()
+            if isinstance(item, str):
+                self._recorder.note(item)
+            elif isinstance(item, EndedIterations):
+                iterations, decisions = item.rows()
                 rows.setdefault("iterations", []).extend(iterations)
                 rows.setdefault("decisions", []).extend(decisions)
             else:
-                rows.setdefault(what[0], []).append(what[1])
-        for table, of_table in rows.items():
-            self._recorder.append(table, of_table)
+                rows.setdefault(item[0], []).append(item[1])
+        for table, table_rows in rows.items():
+            self._recorder.append(table, table_rows)
         return num_bytes
 
     def _end(self, why: str | Exception) -> None:
-        with self._ending:
+        with self._end_lock:
             if self.ended:
                 return
             self.ended = True

@@ -40,14 +40,14 @@ def what_was_raised(error: Exception) -> str:
     For messages about errors that end nothing; it raises none itself, whatever the error is like.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(tltlab.__file__).parent)
-    theirs = [at for at in frames if not at.filename.startswith(ours) and "site-packages" not in at.filename]
-    where = "".join(f" ({at.filename}, line {at.lineno})" for at in (theirs or frames)[-1:])
+    package = str(Path(tltlab.__file__).parent)
+    foreign = [at for at in frames if not at.filename.startswith(package) and "site-packages" not in at.filename]
+    location = "".join(f" ({at.filename}, line {at.lineno})" for at in (foreign or frames)[-1:])
     try:
         text = str(error)
     except Exception:
         text = "it cannot be shown"
-    return f"{type(error).__name__}: {text}{where}"
+    return f"{type(error).__name__}: {text}{location}"
 
 
 class Seat:
@@ -62,21 +62,21 @@ class Seat:
         self.budget: DraftBudget = UniformBudget()
         self.deciding = Stopwatch(clock)
         self._worker = worker
-        self._replayed: tuple[int, int] = START
-        self._answer: tuple[int, int, int, Choice] | None = None
+        self._replay_place: tuple[int, int] = START
+        self._last_answer: tuple[int, int, int, Choice] | None = None
 
     def take(self, selector: Selector | None, budget: DraftBudget | None) -> None:
         """Choose by `selector` and share out by `budget`, by default evenly, from now on."""
         self.selector = selector
         self.budget = budget or UniformBudget()
-        self._answer = None
+        self._last_answer = None
 
     def answer(self, batch: int, waiting: int, rl_step: int) -> Choice | None:
         """What the selector chose last, where it would choose that again."""
-        before = self._answer
-        if before is None or before[0] != batch or before[1] != waiting or before[2] != rl_step:
+        last = self._last_answer
+        if last is None or last[0] != batch or last[1] != waiting or last[2] != rl_step:
             return None
-        return before[3]
+        return last[3]
 
     def ask(self, state: StepState) -> Choice:
         """The selector's choice for `state`."""
@@ -86,7 +86,7 @@ class Seat:
         learns = not selector.memoryless or type(selector).reward is not Selector.reward
         choice = Choice(strategy, selector, selector.bucket_, selector.propensity_, learns)
         again = selector.memoryless or selector.steady_
-        self._answer = (state.batch, state.waiting, state.rl_step, choice) if again else None
+        self._last_answer = (state.batch, state.waiting, state.rl_step, choice) if again else None
         return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
@@ -103,18 +103,18 @@ class Seat:
         if inner is None:
             raise ConfigError("decisions are replayed under the policy that made them, and none is set")
         self.selector = ReplayedDecisions(inner, rows, worker=self._worker)
-        self._answer = None
-        self.selector.go_to(self._replayed)
+        self._last_answer = None
+        self.selector.go_to(self._replay_place)
 
     def begin(self, rl_step: int) -> None:
         """A rollout of `rl_step` begins."""
-        self._answer = None
+        self._last_answer = None
         if isinstance(self.selector, ReplayedDecisions):
             self.selector.begin(rl_step)
 
     def state_dict(self) -> dict[str, Any]:
         """What policy and budget have learned, and how far a replay has come."""
-        selector, replayed = self.selector, self._replayed
+        selector, replayed = self.selector, self._replay_place
         if isinstance(selector, ReplayedDecisions):
             replayed, selector = selector.place, selector.inner
         return {
@@ -125,12 +125,12 @@ class Seat:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave. A replay, now or to come, goes on where it was."""
-        self._answer = None
+        self._last_answer = None
         rl_step, iteration = state["replayed"]
-        self._replayed = rl_step, iteration
+        self._replay_place = rl_step, iteration
         selector = self.selector
         if isinstance(selector, ReplayedDecisions):
-            selector.go_to(self._replayed)
+            selector.go_to(self._replay_place)
             selector = selector.inner
         if selector is not None:
             selector.load_state_dict(state["selector"])
@@ -150,21 +150,21 @@ class PolicyFile:
         self.changes: Counter[str] = Counter(taken=0, refused=0)
         self.waiting: Policy | None = None
         self._in_force = in_force
-        self._seen: tuple[int, ...] | None = None
-        self._read: tuple[int, ...] | None = None
-        self._ended = threading.Event()
+        self._last_stamp: tuple[int, ...] | None = None
+        self._read_stamp: tuple[int, ...] | None = None
+        self._end = threading.Event()
         threading.Thread(target=self._watch, args=(every_s,), name="tltlab-policy-file", daemon=True).start()
 
     def close(self) -> None:
         """Look no more."""
-        self._ended.set()
+        self._end.set()
 
     def look(self) -> None:
         """Read the file if it is another one than was read last and was so at the last look."""
-        before, self._seen = self._seen, self._stamp()
-        if self._seen != before or self._seen == self._read:
+        before, self._last_stamp = self._last_stamp, self._stamp()
+        if self._last_stamp != before or self._last_stamp == self._read_stamp:
             return
-        self._read = self._seen
+        self._read_stamp = self._last_stamp
         try:
             policy = load_policy(self.path)
         except Exception as error:  # of a class of the user's own, whatever it raises
@@ -200,5 +200,5 @@ class PolicyFile:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _watch(self, every_s: float) -> None:
-        while not self._ended.wait(every_s):
+        while not self._end.wait(every_s):
             self.look()

@@ -42,7 +42,11 @@ class TensorMeta(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class Source(Protocol):
+TensorPlace = tuple[str, str, list[int], int]
+"""Name, dtype, shape, offset in bytes."""
+
+
+class WeightSource(Protocol):
     """Weights by Hugging Face name, whole, one after the other, as often as asked; as vLLM's `WeightSource`.
 
     Ranks that share them iterate in step: gathering is a collective.
@@ -54,7 +58,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class WeightBucket:
     """Where whole tensors lie: (name, dtype, shape, offset) each, from byte `start` on in the memory at `path`.
 
     It is bucket `number` of its update, counted from 0. `token` says that the memory is the one that is meant.
@@ -64,7 +68,7 @@ class Bucket:
     token: str
     start: int
     nbytes: int
-    tensors: list[tuple[str, str, list[int], int]]
+    tensors: list[TensorPlace]
     number: int
     last: bool
 
@@ -108,7 +112,7 @@ class Home(SharedMemory):
             place.copy_(tensor.detach())
             tensor.data = place
 
-    def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> Bucket | None:
+    def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket | None:
         """All weights as one bucket, None where one of them lies elsewhere."""
         places = []
         for name, tensor in weights:
@@ -116,7 +120,7 @@ class Home(SharedMemory):
                 return None
             offset = tensor.data_ptr() - self.memory.data_ptr()
             places.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-        return Bucket(
+        return WeightBucket(
             path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=places, number=0, last=True
         )
 
@@ -138,13 +142,13 @@ class Slots(SharedMemory):
         full_at = bucket_bytes or BUCKET_BYTES
         return cls(max([full_at, *(tensor.nbytes for tensor in weights)]), full_at=full_at)
 
-    def filled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    def filled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
         """Copy tensors of at most `size` bytes in, bucket by bucket.
 
         Asking for the next bucket overwrites the last but `num - 1`: whoever reads that must be done.
         """
         number, used = 0, 0
-        tensors: list[tuple[str, str, list[int], int]] = []
+        tensors: list[TensorPlace] = []
         for name, tensor in weights:
             if tensors and used + tensor.nbytes > self.full_at:
                 yield self._bucket(number, used, tensors, last=False)
@@ -156,18 +160,18 @@ class Slots(SharedMemory):
             used += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         yield self._bucket(number, used, tensors, last=True)
 
-    def _bucket(self, number: int, used: int, tensors: list[tuple[str, str, list[int], int]], *, last: bool) -> Bucket:
+    def _bucket(self, number: int, used: int, tensors: list[TensorPlace], *, last: bool) -> WeightBucket:
         start = number % self.num * self.size
-        return Bucket(
+        return WeightBucket(
             path=self.path, token=self.token, start=start, nbytes=min(used, self.size), tensors=tensors, number=number,
             last=last,
         )  # fmt: skip
 
-    def bytes_of(self, bucket: Bucket) -> npt.NDArray[np.uint8]:
+    def bytes_of(self, bucket: WeightBucket) -> npt.NDArray[np.uint8]:
         """A view of what a bucket of these holds, for a machine that cannot map it."""
         return self.memory[bucket.start : bucket.start + bucket.nbytes].numpy()
 
-    def brought(self, bucket: Bucket, data: npt.NDArray[np.uint8]) -> Bucket:
+    def brought(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> WeightBucket:
         """A bucket of another machine, `data`, as the one of these."""
         self.memory[: len(data)].numpy()[:] = data
         return replace(bucket, path=self.path, token=self.token, start=0)
@@ -180,7 +184,7 @@ class Mapped:
         self._token = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def tensors(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+    def tensors(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
         """Views of what lies in a bucket, by name. RunError where its memory is no more."""
         if bucket.token != self._token:
             if not visible(bucket.path, bucket.token):
@@ -217,7 +221,7 @@ def _mapped(file: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-Asked = list[tuple[int, Any]]
+Calls = list[tuple[int, Any]]
 
 
 class Engines:
@@ -252,44 +256,44 @@ class Engines:
 
     def start_weight_update(self, memory: SharedMemory | None = None) -> None:
         """Who does not see the memory is sent what is in it."""
-        where = None if memory is None else (memory.path, memory.token)
-        seen = self._wait(self._ask("start", where))
-        self.far = {n for n, sees in seen.items() if not sees}
+        place = None if memory is None else (memory.path, memory.token)
+        visibility = self._wait(self._ask("start", place))
+        self.far = {n for n, is_visible in visibility.items() if not is_visible}
 
     def update_weights(self, update_info: Any) -> None:
         self._wait(self._ask("device", update_info))
 
-    def load(self, bucket: Bucket, data: npt.NDArray[np.uint8]) -> Asked:
+    def load(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> Calls:
         """Begin to have a bucket loaded, which holds `data`; `loaded` waits for it."""
         if not self.far:
             return self._ask("bucket", bucket)
         import ray
 
-        held = ray.put(data)
+        reference = ray.put(data)
         return [
-            (n, worker.weights.remote("bucket", bucket, held if n in self.far else None))
+            (n, worker.weights.remote("bucket", bucket, reference if n in self.far else None))
             for n, worker in self.workers.items()
         ]
 
-    def loaded(self, asked: Asked) -> None:
-        self._wait(asked)
+    def loaded(self, calls: Calls) -> None:
+        self._wait(calls)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._wait(self._ask("finish", self.version))
 
-    def _ask(self, call: str, info: Any) -> Asked:
+    def _ask(self, call: str, info: Any) -> Calls:
         return [(n, worker.weights.remote(call, info)) for n, worker in self.workers.items()]
 
-    def _wait(self, asked: Asked) -> dict[int, Any]:
+    def _wait(self, calls: Calls) -> dict[int, Any]:
         import ray
         from ray.exceptions import RayError
 
-        number = {ref: n for n, ref in asked}
+        numbers = {ref: n for n, ref in calls}
         answers = {}
-        while number:
+        while numbers:
             # Whoever is first: in an exchange between devices the others wait for one that is dead.
-            (ref,), _ = ray.wait(list(number), num_returns=1)
-            n = number.pop(ref)
+            (ref,), _ = ray.wait(list(numbers), num_returns=1)
+            n = numbers.pop(ref)
             try:
                 answers[n] = ray.get(ref)
             except RayError as error:
@@ -305,7 +309,7 @@ class Engines:
 class WeightSender:
     """A trainer rank's side of the transfer: rank 0 sends, the others help to gather. `home`: where weights live."""
 
-    def __init__(self, source: Source, rank: int, home: Home | None = None) -> None:
+    def __init__(self, source: WeightSource, rank: int, home: Home | None = None) -> None:
         self.source, self.rank, self.home = source, rank, home
         self._slots: Slots | None = None
         self._device: Any = None
@@ -326,26 +330,26 @@ class WeightSender:
         return engines.failed
 
     def _send(self, engines: Engines) -> None:
-        whole = self.home.bucket(self.source) if self.home is not None else None
-        if self.home is not None and whole is not None:
+        bucket = self.home.bucket(self.source) if self.home is not None else None
+        if self.home is not None and bucket is not None:
             engines.start_weight_update(self.home)
             if not engines.far:
-                engines.loaded(engines.load(whole, self.home.memory.numpy()))
+                engines.loaded(engines.load(bucket, self.home.memory.numpy()))
                 engines.finish_weight_update()
                 return
         if self._slots is None:
             self._slots = Slots.fit(self.source.metadata())
-        if whole is None:
+        if bucket is None:
             engines.start_weight_update(self._slots)
         load_buckets(self.source, self._slots, engines)
 
 
 def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: Engines) -> None:
     """Fill a bucket while engines, whose update has started, load the one before; then end the update."""
-    before: Asked = []
+    previous: Calls = []
     for bucket in slots.filled(weights):
-        asked = engines.load(bucket, slots.bytes_of(bucket))
-        engines.loaded(before)
-        before = asked
-    engines.loaded(before)
+        calls = engines.load(bucket, slots.bytes_of(bucket))
+        engines.loaded(previous)
+        previous = calls
+    engines.loaded(previous)
     engines.finish_weight_update()

@@ -16,7 +16,7 @@ import safetensors.numpy
 from tltlab.drafters.base import Key
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import ColumnRows
 
@@ -59,7 +59,7 @@ class Trajectory:
             prompt_text=self.prompt.text,
         )
 
-    def extended(self, response: Response, version: int, max_response_tokens: int) -> Trajectory:
+    def extended(self, response: GenerationResponse, version: int, max_response_tokens: int) -> Trajectory:
         """With what `response` adds, drawn by policy `version` where it does not say by which."""
         token_ids = _after(self.token_ids, response.token_ids)
         reason: str | None = response.finish_reason
@@ -147,7 +147,7 @@ class Rounds:
         self._tools = tools
         self._start = time.perf_counter()
 
-    def generate(self, shares: Shares, quotas: Sequence[int] | None = None) -> dict[Key, Response]:
+    def generate(self, shares: Shares, quotas: Sequence[int] | None = None) -> dict[Key, GenerationResponse]:
         """Run a round; its responses by key. Requests that were cut before their first token leave no trace."""
         start_s = time.perf_counter() - self._start if self.num_rounds else 0.0
         rollouts = self._tools.generate(shares, self.num_rounds, quotas)
@@ -214,7 +214,7 @@ class Rollouts(ABC):
         return [Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample) for sample in samples]
 
     def _extended(
-        self, trajectories: Sequence[Trajectory], responses: Mapping[Key, Response], tools: RolloutTools
+        self, trajectories: Sequence[Trajectory], responses: Mapping[Key, GenerationResponse], tools: RolloutTools
     ) -> list[Trajectory]:
         """Each with its response, where it has one."""
         cap = self.recipe.rollout.max_response_tokens
@@ -262,7 +262,7 @@ def all_requests(shares: Shares, parts: Sequence[Rollout]) -> Shares:
     return [[*share, *part.follow_ups] for share, part in zip(shares, parts, strict=True)]
 
 
-def turns_of(key: Key, responses: Mapping[Key, Response]) -> Iterator[Response]:
+def turns_of(key: Key, responses: Mapping[Key, GenerationResponse]) -> Iterator[GenerationResponse]:
     """The response of this key and those of the turns after it."""
     while key in responses:
         yield responses[key]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import ray
 
 from tltlab.drafters.base import Key
-from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -166,7 +166,7 @@ class QueuedRequests:
         `swaps` are the weights that ruled, in order: (version, tokens at their end by key of what ran on).
         """
         responses = {
-            request.key: Response(
+            request.key: GenerationResponse(
                 key=request.key, token_ids=[], logprobs=[], finish_reason="abort", t_first_token=0.0, t_finish=0.0
             )
             for request in self._requests

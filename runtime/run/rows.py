@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tltlab.errors import TraceError
 from tltlab.runtime.engine.environment import hardware, versions
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.recorder import ColumnRows
@@ -152,7 +152,7 @@ def repeat_row(
 
 
 def _token_rows(
-    requests: Sequence[GenerationRequest], responses: Sequence[Response], policy_version: int
+    requests: Sequence[GenerationRequest], responses: Sequence[GenerationResponse], policy_version: int
 ) -> ColumnRows:
     """Rows of `tokens`: no object is made per token."""
     schema = TABLES["tokens"]

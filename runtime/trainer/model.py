@@ -263,7 +263,7 @@ class WholeTensors:
     """Parameters and persistent buffers of a model by name, gathered one after the other; floating ones in `dtype`.
 
     What is tied comes once. All ranks of a sharded model iterate in step, and each gets what is gathered, on its
-    device. `names` picks some. A `weights.Source`.
+    device. `names` picks some. A `weights.WeightSource`.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED, Activation, Policy
 
 if TYPE_CHECKING:
-    from tltlab.runtime.engine.vllm.played import Played, World
+    from tltlab.runtime.engine.vllm.played import PlayedEngine, World
 
 BATCHES = (1, 8, 32, 128, 256, 512)
 RECORD, CAPTURE = "record", "capture"
@@ -156,8 +156,8 @@ def _world(folder: Path, max_batch: int) -> World:
     )
 
 
-def _played(world: World, case: str, policy: Policy, batch: int, *, cold: bool = False) -> Played:
-    from tltlab.runtime.engine.vllm.played import Played
+def _played(world: World, case: str, policy: Policy, batch: int, *, cold: bool = False) -> PlayedEngine:
+    from tltlab.runtime.engine.vllm.played import PlayedEngine
 
-    learned = case == "beg-mab-learned"
-    return Played(world, policy, batch, learned=learned, record=case == RECORD, capture=case == CAPTURE, cold=cold)
+    learned, record, capture = (case == name for name in ("beg-mab-learned", RECORD, CAPTURE))
+    return PlayedEngine(world, policy, batch, learned=learned, record=record, capture=capture, cold=cold)

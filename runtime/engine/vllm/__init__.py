@@ -98,13 +98,13 @@ def starting() -> Iterator[None]:
 
 
 @contextmanager
-def uncompiled(wanted: bool) -> Iterator[None]:
-    """Within, if `wanted`, torch compiles nothing in this process, nor in those that vLLM starts meanwhile.
+def uncompiled(active: bool) -> Iterator[None]:
+    """Within, if `active`, torch compiles nothing in this process, nor in those that vLLM starts meanwhile.
 
     vLLM's eager mode on the CPU still compiles parts of its sampler on first use, which takes longer than the engine's
     start. What vLLM decorates for compilation while it is imported here stays uncompiled.
     """
-    if not wanted:
+    if not active:
         yield
         return
     import torch._dynamo

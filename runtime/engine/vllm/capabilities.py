@@ -150,31 +150,31 @@ class Sources:
 
     def has(self, touch: str) -> bool:
         """Whether what is touched is there."""
-        wanted = _Touch.of(touch)
-        definition = self._named(wanted.module, wanted.path[0])
+        symbol = _Touch.of(touch)
+        definition = self._named(symbol.module, symbol.path[0])
         if definition is None:
             return False
         module, node = definition
-        if len(wanted.path) > 1:
+        if len(symbol.path) > 1:
             if not isinstance(node, ast.ClassDef):
                 return False
-            member = self._member(module, node, wanted.path[1])
-            if member is None or not wanted.parameters:
+            member = self._member(module, node, symbol.path[1])
+            if member is None or not symbol.parameters:
                 return member is not None
             node = member
         names = _parameters(node)
         if isinstance(node, ast.ClassDef):
             names = _parameters(self._member(module, node, "__init__"))
-            names.update(name for name in wanted.parameters if self._member(module, node, name) is not None)
-        return names.issuperset(wanted.parameters)
+            names.update(name for name in symbol.parameters if self._member(module, node, name) is not None)
+        return names.issuperset(symbol.parameters)
 
     def values(self, touch: str) -> list[Any]:
         """The constants that a method returns, or a name of a module stands for; none where it is not so simple."""
-        wanted = _Touch.of(touch)
-        definition = self._named(wanted.module, wanted.path[0])
+        symbol = _Touch.of(touch)
+        definition = self._named(symbol.module, symbol.path[0])
         node: ast.AST | None = definition[1] if definition is not None else None
         if isinstance(node, ast.ClassDef):
-            node = self._member(wanted.module, node, wanted.path[1])
+            node = self._member(symbol.module, node, symbol.path[1])
         if isinstance(node, ast.FunctionDef):
             node = next((part for part in node.body if isinstance(part, ast.Return)), None)
         value = getattr(node, "value", None) or ast.Constant(None)

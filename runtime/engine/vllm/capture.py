@@ -36,7 +36,7 @@ WAIT_ITERATIONS = 16
 WAIT_ROWS = 1024
 """How many iterations of how many rows in all may wait, on a CPU, to be put away together."""
 
-_WORD = "tltlab_capture"
+_ATTRIBUTE = "tltlab_capture"
 """Where a model runner has its capture, and a `SchedulerOutput` what its runner's capture is to hear."""
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class NoCapture:
     paused = False
 
     def __init__(self, captured: Captured | None = None) -> None:
-        self._before = captured or Captured()
+        self._previous = captured or Captured()
 
     def enter(self, request_id: str, live: Live) -> None:
         """A request came into the engine."""
@@ -90,7 +90,7 @@ class NoCapture:
     @property
     def captured(self) -> Captured:
         """What it did so far, or the capture before it."""
-        return self._before
+        return self._previous
 
 
 class Capture(NoCapture, ABC):
@@ -130,7 +130,7 @@ class RunnerCapture(Capture):
         self._way = _DirectWay() if runner.device.type == "cpu" else _PinnedWay(runner.device, max_tokens)
         self._lengths = LengthClasses()
         self._prompts: dict[str, tuple[str, int]] = {}
-        self._on = True
+        self._active = True
         self._sequences = self._rows = 0
         self._stopwatch = Stopwatch(time.perf_counter)
         self._failure = ""
@@ -140,7 +140,7 @@ class RunnerCapture(Capture):
         runner, execute, sample = self._runner, self._runner.execute_model, self._runner.sample_tokens
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.heed(getattr(scheduler_output, _WORD, ()))
+            self.heed(getattr(scheduler_output, _ATTRIBUTE, ()))
             return execute(scheduler_output, *args, **kwargs)
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class RunnerCapture(Capture):
             getattr(self, name)(*args)
 
     def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
-        if self._on:
+        if self._active:
             self._store.open(request_id)
             self._prompts[request_id] = prompt_id, prompt_tokens
 
@@ -210,10 +210,10 @@ class RunnerCapture(Capture):
         self._sequences += 1
         self._rows += sequence.num_rows
 
-    def _give_up(self, what: str, error: Exception) -> None:
+    def _give_up(self, part: str, error: Exception) -> None:
         """Go on without: whatever failed, the rollout is everybody's."""
         self._failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        logger.error("%s failed, so capture ends: %s", what, self._failure)
+        logger.error("%s failed, so capture ends: %s", part, self._failure)
         self.stop()
 
     def _expected(self, request_ids: Sequence[str], ends: Array) -> Floats:
@@ -224,7 +224,7 @@ class RunnerCapture(Capture):
         return generated if expected is None else generated + expected[1]
 
     def stop(self) -> Captured:
-        self._on = False
+        self._active = False
         for name in ("execute_model", "sample_tokens"):
             self._runner.__dict__.pop(name, None)
         self._way = _DirectWay()
@@ -253,31 +253,31 @@ class RemoteCapture(Capture):
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._unsent: list[tuple[str, tuple[Any, ...]]] = []
+        self._orders: list[tuple[str, tuple[Any, ...]]] = []
 
     def keep(self, *args: Any) -> None:
-        self._unsent.append(("keep", args))
+        self._orders.append(("keep", args))
 
     def scheduled(self, output: Any) -> None:
-        if self._unsent:
-            setattr(output, _WORD, self._unsent)
-            self._unsent = []
+        if self._orders:
+            setattr(output, _ATTRIBUTE, self._orders)
+            self._orders = []
 
     def landed(self) -> None:
-        self._unsent.append(("landed", ()))
+        self._orders.append(("landed", ()))
 
     def hand_over(self, *args: Any) -> None:
-        self._unsent.append(("hand_over", args))
+        self._orders.append(("hand_over", args))
 
     def idle(self) -> None:
-        orders, self._unsent = self._unsent, []
+        orders, self._orders = self._orders, []
         try:
             self._ask("heed", orders)
         except Exception as error:  # its process has died, and the engine's own calls will say so
             logger.error("the process that captures hidden states does not answer: %s", one_line(error))
 
     def stop(self) -> Captured:
-        self._unsent = []
+        self._orders = []
         return cast(Captured, self._ask("stop"))
 
     @property
@@ -298,7 +298,7 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
     if sink is not None:
         executor.collective_rpc(_attach, args=(sink, max_bytes))
         worker = getattr(executor, "driver_worker", None)
-        scheduler.capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _WORD)
+        scheduler.capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
 
 
 def pause_capture(core: Any, paused: bool) -> bool:
@@ -320,14 +320,14 @@ def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
     )
     capture.attach()
-    setattr(worker.model_runner, _WORD, capture)
+    setattr(worker.model_runner, _ATTRIBUTE, capture)
 
 
 def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
     """What rank 0's capture has by this name, called where it can be."""
     if worker.rpc_rank:
         return None
-    member = getattr(getattr(worker.model_runner, _WORD), name)
+    member = getattr(getattr(worker.model_runner, _ATTRIBUTE), name)
     return member(*args) if callable(member) else member
 
 
@@ -371,7 +371,7 @@ class _DirectWay:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[_Batch] = []
+        self._batches: list[_Batch] = []
         self._num_rows = 0
 
     def leave(self, store: RowStore, batch: _Batch | None) -> None:
@@ -379,9 +379,9 @@ class _DirectWay:
         if batch is None:
             return
         num_rows = int(batch.bounds[-1])
-        self._waiting.append(batch.kept(batch.positions[:num_rows].clone(), batch.hidden, batch.aux))
+        self._batches.append(batch.kept(batch.positions[:num_rows].clone(), batch.hidden, batch.aux))
         self._num_rows += num_rows
-        if len(self._waiting) >= WAIT_ITERATIONS or self._num_rows >= WAIT_ROWS:
+        if len(self._batches) >= WAIT_ITERATIONS or self._num_rows >= WAIT_ROWS:
             self.settle(store)
 
     def clear(self) -> None:
@@ -392,8 +392,8 @@ class _DirectWay:
 
     def settle(self, store: RowStore) -> None:
         """A request of the iterations that landed is about to go."""
-        waiting, self._waiting, self._num_rows = self._waiting, [], 0
-        for batch in waiting:
+        batches, self._batches, self._num_rows = self._batches, [], 0
+        for batch in batches:
             batch.put_into(store)
 
 
@@ -404,35 +404,35 @@ class _PinnedWay(_DirectWay):
         super().__init__()
         self._stream = torch.cuda.Stream(device)
         self._max_tokens = max_tokens
-        self._under_way: deque[tuple[_Batch, list[Tensor], Any] | None] = deque()
-        self._idle: list[list[Tensor]] = []
+        self._transfers: deque[tuple[_Batch, list[Tensor], Any] | None] = deque()
+        self._free_buffers: list[list[Tensor]] = []
 
     def leave(self, store: RowStore, batch: _Batch | None) -> None:
         if batch is None:
-            self._under_way.append(None)
+            self._transfers.append(None)
             return
         sources = [batch.positions, batch.hidden, *batch.aux]
-        pinned = self._idle.pop() if self._idle else [self._pinned(source) for source in sources]
+        pinned = self._free_buffers.pop() if self._free_buffers else [self._pinned(source) for source in sources]
         count = int(batch.bounds[-1])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in zip(pinned, sources, strict=True):
                 target[:count].copy_(source[:count], non_blocking=True)
         arriving = batch.kept(pinned[0], pinned[1], pinned[2:])
-        self._under_way.append((arriving, pinned, self._stream.record_event()))
+        self._transfers.append((arriving, pinned, self._stream.record_event()))
 
     def _pinned(self, source: Tensor) -> Tensor:
         return torch.empty((self._max_tokens, *source.shape[1:]), dtype=source.dtype, pin_memory=True)
 
     def clear(self) -> None:
-        if self._under_way and self._under_way[-1] is not None:
-            torch.cuda.current_stream().wait_event(self._under_way[-1][2])
+        if self._transfers and self._transfers[-1] is not None:
+            torch.cuda.current_stream().wait_event(self._transfers[-1][2])
 
     def land(self, store: RowStore) -> None:
-        oldest = self._under_way.popleft() if self._under_way else None
+        oldest = self._transfers.popleft() if self._transfers else None
         if oldest is None:
             return
         batch, pinned, arrived = oldest
         arrived.synchronize()
         batch.put_into(store)
-        self._idle.append(pinned)
+        self._free_buffers.append(pinned)

@@ -116,11 +116,11 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
         # An engine core in its own process would say so on standard error only.
         raise ConfigError(f"vLLM does not load tltlab's plugin: {missing_plugin()}")
-    takes_weights = {}
+    weight_transfer = {}
     if not missing("weight updates"):
-        takes_weights["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND)
+        weight_transfer["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND)
     try:
-        llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **takes_weights, **args)
+        llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **weight_transfer, **args)
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
     complaint = ""
@@ -133,7 +133,7 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
         raise ConfigError(complaint)
     if own_process:
         _wake_when_dead(llm.llm_engine.engine_core)
-    if takes_weights:
+    if weight_transfer:
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 
@@ -196,12 +196,12 @@ def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
         capture.start_capture(_core(llm), sink, max_bytes)
         return
     try:
-        sent = None if sink is None else pickle.dumps(sink)
+        pickled = None if sink is None else pickle.dumps(sink)
     except Exception as error:  # whatever the objects in it raise
         raise ConfigError(
             f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
         ) from error
-    call(llm, "capture", sent, max_bytes)
+    call(llm, "capture", pickled, max_bytes)
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:
@@ -262,10 +262,10 @@ def abort_all(llm: Any) -> dict[str, Any]:
     engine = llm.llm_engine
     outputs: dict[str, Any] = {}
     for state in list(engine.output_processor.request_states.values()):
-        made = state.make_request_output(
+        request_output = state.make_request_output(
             new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
         )
-        outputs[state.external_req_id] = made.outputs[0]
+        outputs[state.external_req_id] = request_output.outputs[0]
     engine.abort_request(list(outputs))
     return outputs
 

@@ -77,8 +77,8 @@ class Attachment(FrozenModel):
     @property
     def learned(self) -> LearnedSpec | None:
         """The learned drafter that the policy may ask, by itself or in a hybrid."""
-        asked = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
-        for spec in filter(None, map(self.specs.get, asked)):
+        names = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
+        for spec in filter(None, map(self.specs.get, names)):
             parts = map(self.specs.get, (spec.first, spec.otherwise)) if isinstance(spec, HybridSpec) else (spec,)
             if part_of_it := next((part for part in parts if isinstance(part, LearnedSpec)), None):
                 return part_of_it
@@ -176,7 +176,7 @@ def vllm_options(
         model.iteration(NO_SPECULATION)
         plain_costs = model.model_dump(mode="json")
     if for_ in ("openrlhf", "trl"):
-        given = EngineOptions(
+        engine_options = EngineOptions(
             drafters=dict(drafters) if drafters else None,
             max_draft_depth=max_draft_depth,
             max_batch=max_batch,
@@ -186,7 +186,7 @@ def vllm_options(
             reload=reload,
             costs=plain_costs,
         )
-        return _variables(policy, chosen, record, given)
+        return _variables(policy, chosen, record, engine_options)
     attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed, costs=plain_costs)
     if chosen is not None:
         attachment = attachment.model_copy(update={"drafters": pool_specs})
@@ -260,13 +260,13 @@ class Variables(FrozenModel):
             if options:
                 raise ConfigError(f"{OPTIONS} is set, but neither {POLICY} nor {RECORD}")
             return None
-        given = cls.read_options(options)
+        engine_options = cls.read_options(options)
         return cls(
             policy=_policy(policy) if policy else None,
             named="of its own" if policy.startswith("{") else policy,
             record=os.path.abspath(record) if record else None,
-            reload=file_to_reload(policy) if given.reload and policy else None,
-            options=given,
+            reload=file_to_reload(policy) if engine_options.reload and policy else None,
+            options=engine_options,
         )
 
     @classmethod
@@ -287,11 +287,11 @@ class Variables(FrozenModel):
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
         is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
         """
-        given = {
+        arguments = {
             name: getattr(self.options, name) for name in EngineOptions.model_fields if name not in ("strict", "reload")
         }
-        if given["async_scheduling"] is None:
-            given["async_scheduling"] = async_scheduling
+        if arguments["async_scheduling"] is None:
+            arguments["async_scheduling"] = async_scheduling
         if speculative and self.policy is not None:
             head = _learned(speculative)
             if head is None or not any(strategy.drafter == "learned" for strategy in self.policy.strategies):
@@ -299,9 +299,9 @@ class Variables(FrozenModel):
                     "its program speculates by itself, and the policy can steer that where it names the drafter "
                     f"'learned' and the method is one of {', '.join(_LEARNED)} (it is {speculative.get('method')!r})"
                 )
-            given["drafters"] = {**(given["drafters"] or {}), "learned": head}
-            given["max_draft_depth"] = int(speculative["num_speculative_tokens"])
-        options = vllm_options(self.policy, record=self.record, **given)
+            arguments["drafters"] = {**(arguments["drafters"] or {}), "learned": head}
+            arguments["max_draft_depth"] = int(speculative["num_speculative_tokens"])
+        options = vllm_options(self.policy, record=self.record, **arguments)
         if speculative and self.policy is not None:
             options["speculative_config"] = dict(speculative)
         options["additional_config"]["tltlab"] |= {"numbered": True, "reload": self.reload}
@@ -330,8 +330,8 @@ def _policy(text: str) -> Policy:
             return load_policy(json.loads(text))
         return load_policy(text)
     except (TltlabError, ValueError) as error:
-        where = "" if os.path.isabs(text) or "/" not in text else f" (from {os.getcwd()})"
-        raise ConfigError(f"{POLICY}: {error}{where}") from error
+        folder = "" if os.path.isabs(text) or "/" not in text else f" (from {os.getcwd()})"
+        raise ConfigError(f"{POLICY}: {error}{folder}") from error
 
 
 def _variables(
@@ -346,8 +346,8 @@ def _variables(
             variables[POLICY] = chosen.model_dump_json(exclude_none=True)
     if record is not None:
         variables[RECORD] = os.path.abspath(record)
-    if given := options.model_dump(mode="json", exclude_defaults=True):
-        variables[OPTIONS] = json.dumps(given)
+    if fields := options.model_dump(mode="json", exclude_defaults=True):
+        variables[OPTIONS] = json.dumps(fields)
     return variables
 
 

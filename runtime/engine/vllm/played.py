@@ -76,14 +76,14 @@ class World:
         self.max_batch = max_batch
         self.group = group
         self.response_tokens = response_tokens
-        self.taken = 0
+        self.num_engines = 0
         self.model = model
         self._configs: dict[str, Any] = {}
 
     def config(self, speculative: dict[str, Any] | None) -> Any:
         """vLLM's configuration of an engine with this speculative configuration, or that speculates not."""
-        asked = repr(speculative)
-        if asked not in self._configs:
+        name = repr(speculative)
+        if name not in self._configs:
             arguments = EngineArgs(
                 model=self.model,
                 skip_tokenizer_init=True,
@@ -99,8 +99,8 @@ class World:
                 block_size=_BLOCK,
                 speculative_config=speculative,
             )
-            self._configs[asked] = arguments.create_engine_config()
-        return copy.copy(self._configs[asked])
+            self._configs[name] = arguments.create_engine_config()
+        return copy.copy(self._configs[name])
 
     def request(self, number: int) -> tuple[tuple[int, str, int, int], list[int], list[int]]:
         """Key, prompt and text of a request."""
@@ -177,7 +177,7 @@ def _recorded(clock: _Clock, **arguments: Any) -> Any:
     return scheduler
 
 
-class Played:
+class PlayedEngine:
     """The scheduler under `policy` and the worker that is played to it, with `batch` requests at a time.
 
     The policy has a `learned` drafter or not; in its place a trace is recorded, or beside it hidden states are
@@ -202,11 +202,11 @@ class Played:
         self._ages: dict[str, int] = {}
         self._number = 0
         self._sweep = np.zeros(1 << 24, np.uint32) if cold else None
-        world.taken += 1
+        world.num_engines += 1
         options = vllm_options(
             None if record else policy,
             drafters={"learned": LearnedSpec(method="draft_model", model=world.model)} if learned else None,
-            record=world.folder / f"trace-{world.taken}" if record else None,
+            record=world.folder / f"trace-{world.num_engines}" if record else None,
         )
         config = world.config(options.get("speculative_config"))
         config.additional_config = options["additional_config"]
@@ -253,7 +253,7 @@ class Played:
             self.iterate()
         if drafting:
             # What the requests brought along is no iteration's.
-            for fed in self.control.drafters._fed.values():
+            for fed in self.control.drafters._drafter_feeds.values():
                 fed.feed()
                 fed.drafter.catch_up()
         gc.collect()
@@ -268,27 +268,27 @@ class Played:
                     rows.append(row | {"index_us": index_us})
         finally:
             gc.unfreeze()
-        taken = [row for row in rows if not row["index_us"]]
-        if len(taken) < _FEWEST:
+        timed = [row for row in rows if not row["index_us"]]
+        if len(timed) < _FEWEST:
             return None
-        by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
-        ours = np.array([_ours(row) for row in taken])
+        by_part = {part: np.array([row["us"][part] for row in timed]) for part in dict.fromkeys(_PARTS.values())}
+        ours = np.array([_ours(row) for row in timed])
         index = [row["index_us"] for row in rows if row["index_us"]]
         self.scheduler.close_recording()
         return {
             "us_per_iteration": float(np.median(ours)),
             "p99_us": float(np.percentile(ours, 99)),
             "mean_us": float(ours.mean()),
-            "vllm_us": float(np.median([row["us"][_VLLM] for row in taken])),
+            "vllm_us": float(np.median([row["us"][_VLLM] for row in timed])),
             "parts": {part: float(np.median(us)) for part, us in by_part.items()}
-            | {"policy": float(np.median([row["policy"] for row in taken]))}
-            | {part: float(np.mean([row["us"][part] for row in taken])) for part in (_REQUESTS, _CAPTURED)},
+            | {"policy": float(np.median([row["policy"] for row in timed]))}
+            | {part: float(np.mean([row["us"][part] for row in timed])) for part in (_REQUESTS, _CAPTURED)},
             "lookup_us": float(np.median([us["lookup"] for us in index])) if index else 0.0,
             "insert_us": float(np.median([us["insert"] for us in index])) if index else 0.0,
             "beyond_us": _beyond_us(rows),
-            "iterations": len(taken),
-            "drafted": float(np.mean([row["drafted"] for row in taken])),
-            "accepted": float(np.mean([row["accepted"] for row in taken])),
+            "iterations": len(timed),
+            "drafted": float(np.mean([row["drafted"] for row in timed])),
+            "accepted": float(np.mean([row["accepted"] for row in timed])),
         }
 
     def iterate(self) -> dict[str, Any]:
@@ -336,8 +336,8 @@ class Played:
         clock.us.clear()
         result = function(*args)
         clock.switch(_VLLM)
-        for part, taken in clock.us.items():
-            us[part] += taken
+        for part, part_us in clock.us.items():
+            us[part] += part_us
         return result
 
     def _captured(self, runner: _Runner) -> None:
@@ -365,17 +365,17 @@ class Played:
         return [token if n < right else token + 1 for n, token in enumerate(draft)]
 
     @contextmanager
-    def _index_timed(self, wanted: bool) -> Iterator[dict[str, float]]:
-        """Within, if `wanted`, microseconds that the drafters' indices take for look-ups and insertions.
+    def _index_timed(self, active: bool) -> Iterator[dict[str, float]]:
+        """Within, if `active`, microseconds that the drafters' indices take for look-ups and insertions.
 
         What timing a call takes is left out here, but not by the clock.
         """
         seconds: dict[str, list[float]] = {"lookup": [0.0], "insert": [0.0]}
-        taken: dict[str, float] = {}
-        if not wanted:
-            yield taken
+        index_us: dict[str, float] = {}
+        if not active:
+            yield index_us
             return
-        drafters = [fed.drafter for fed in self.control.drafters._fed.values()]
+        drafters = [fed.drafter for fed in self.control.drafters._drafter_feeds.values()]
         trees = [tree for drafter in drafters for tree in getattr(drafter, "_trees", {}).values() if tree.index]
         stores = [store for drafter in drafters for store in getattr(drafter, "_stores", {}).values()]
         for tree in trees:
@@ -383,8 +383,8 @@ class Played:
         for store in stores:
             for name, part in (("propose", "lookup"), ("add", "insert")):
                 setattr(store, name, _timed_call(getattr(store, name), seconds[part]))
-        yield taken
-        taken.update({part: total * 1e6 for part, (total,) in seconds.items()})
+        yield index_us
+        index_us.update({part: total * 1e6 for part, (total,) in seconds.items()})
         for tree in trees:
             tree.index = tree.index._index
         for store in stores:
@@ -404,19 +404,19 @@ def _beyond_us(rows: Sequence[dict[str, Any]]) -> float:
             index[row["strategy"]].append(sum(row["index_us"].values()))
         else:
             plain[row["strategy"]].append(_ours(row))
-    both = plain.keys() & index.keys()
-    if not both:
+    strategies = plain.keys() & index.keys()
+    if not strategies:
         return 0.0
-    beyond = [np.median(plain[strategy]) - np.median(index[strategy]) for strategy in both]
-    return float(np.average(beyond, weights=[len(plain[strategy]) for strategy in both]))
+    beyond = [np.median(plain[strategy]) - np.median(index[strategy]) for strategy in strategies]
+    return float(np.average(beyond, weights=[len(plain[strategy]) for strategy in strategies]))
 
 
 class _TimedIndex:
     """Stands before an index and adds up the seconds of some of its calls."""
 
-    def __init__(self, index: Any, taken: dict[str, list[float]]) -> None:
+    def __init__(self, index: Any, seconds_by_call: dict[str, list[float]]) -> None:
         self._index = index
-        for name, seconds in taken.items():
+        for name, seconds in seconds_by_call.items():
             setattr(self, name, _timed_call(getattr(index, name), seconds))
 
     def __getattr__(self, name: str) -> Any:

@@ -96,11 +96,11 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
         try:
             from .options import Variables
 
-            asked = Variables.read(environment)
-            if asked is None:
+            variables = Variables.read(environment)
+            if variables is None:
                 return make()
-            _check_arguments(engine_args, asked)
-            options = asked.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
+            _check_arguments(engine_args, variables)
+            options = variables.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
             for name, value in options.items():
                 _set(engine_args, name, value)
             beside = options.get("async_scheduling") is False
@@ -108,7 +108,7 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
                 # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
-            _check_configuration(config, asked)
+            _check_configuration(config, variables)
         except Exception as error:
             vars(engine_args).update(before)
             if "VLLM_USE_V2_MODEL_RUNNER" not in environment:
@@ -117,8 +117,8 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
                 raise
             faults.append(_one_line(error))
             continue
-        done = f"{asked}; not the policy: {faults[0]}" if faults else str(asked)
-        say(f"the engine of {config.model_config.model} {done}")
+        sentence = f"{variables}; not the policy: {faults[0]}" if faults else str(variables)
+        say(f"the engine of {config.model_config.model} {sentence}")
         return config
     config = make()
     say(f"nothing is done for the engine of {config.model_config.model}: {'; '.join(dict.fromkeys(faults))}")
@@ -139,21 +139,21 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 
-def _check_arguments(engine_args: Any, asked: Variables) -> None:
+def _check_arguments(engine_args: Any, variables: Variables) -> None:
     """Raise ConfigError where the program has decided something else itself."""
     if without := missing("policies"):
         raise ConfigError(without)
     if "tltlab" in (engine_args.additional_config or {}):
         raise ConfigError("its program gives it options of tltlab's itself")
-    if asked.record is not None:
-        folder = next(each for each in Path(asked.record).parents if each.exists())
+    if variables.record is not None:
+        folder = next(each for each in Path(variables.record).parents if each.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"cannot record to {asked.record}: {folder} is not a folder to write to")
-    if asked.policy is None:
+            raise ConfigError(f"cannot record to {variables.record}: {folder} is not a folder to write to")
+    if variables.policy is None:
         return
     if any(getattr(engine_args, name, None) for name in ("spec_method", "spec_model")):
         raise ConfigError("its program speculates by itself, and not by its speculative_config, which a policy needs")
-    options = asked.engine_options(None, engine_args.speculative_config)
+    options = variables.engine_options(None, engine_args.speculative_config)
     if engine_args.async_scheduling and options.get("async_scheduling") is False:
         raise ConfigError("its program asks for asynchronous scheduling, and the policy for model-free drafts")
 
@@ -173,7 +173,7 @@ def _set(engine_args: Any, name: str, value: Any) -> None:
     setattr(engine_args, name, value)
 
 
-def _check_configuration(config: Any, asked: Variables) -> None:
+def _check_configuration(config: Any, variables: Variables) -> None:
     """Raise ConfigError for an engine that could not start, or whose ranks would each decide for themselves."""
     from .options import Attachment, check_engine
 
@@ -181,7 +181,7 @@ def _check_configuration(config: Any, asked: Variables) -> None:
         raise ConfigError("it pools and generates nothing")
     attachment = Attachment.of_engine(config)
     check_engine(config, attachment, plugged_in=True, sound=speculative_sampling_is_sound())
-    if asked.record is not None and attachment.record is None:
+    if variables.record is not None and attachment.record is None:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
@@ -236,11 +236,11 @@ def attach() -> None:
         ours(self, _record_where_asked, self, otherwise=None)
 
 
-def _then_tell_of_weights(stock: Any, self: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
-    result = stock(self, asked, *args, **kwargs)
+def _then_tell_of_weights(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(self, method, *args, **kwargs)
     scheduler: Any = getattr(self, "scheduler", None)
     if hasattr(scheduler, "new_weights"):
-        name = asked if isinstance(asked, str) else getattr(asked, "__name__", "")
+        name = method if isinstance(method, str) else getattr(method, "__name__", "")
         ours(self, scheduler.new_weights, name if stock.__name__ == "collective_rpc" else None, otherwise=None)
     return result
 
@@ -252,7 +252,7 @@ def _record_where_asked(scheduler: Any) -> None:
         record_only(scheduler)
 
 
-def _asked(config: Any, name: str) -> bool:
+def _has_option(config: Any, name: str) -> bool:
     """Whether the options that are attached to vLLM's configuration have this one."""
     attached = (getattr(config, "additional_config", None) or {}).get("tltlab") or {}
     return attached.get(name) is not None
@@ -268,7 +268,7 @@ def wait_for_recordings() -> None:
 
     @in_place_of(CoreEngineProcManager, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        records = ours(self, _asked, kwargs.get("vllm_config"), "record", otherwise=False)
+        records = ours(self, _has_option, kwargs.get("vllm_config"), "record", otherwise=False)
         self.tltlab_grace_s = GRACE_S if records else 0.0
         stock(self, *args, **kwargs)
 
@@ -293,7 +293,7 @@ def show_metrics() -> None:
 
 
 def _show_metrics_of(client: Any) -> None:
-    if _asked(client.vllm_config, "policy"):
+    if _has_option(client.vllm_config, "policy"):
         _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
 
 
@@ -314,8 +314,8 @@ def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
     Nor is there anything in the client's own loop, which would have to wait for itself. TimeoutError where a core does
     not answer within `ASK_S`.
     """
-    asked = client()
-    task = asked.resources.output_queue_task if asked is not None else None
+    core_client = client()
+    task = core_client.resources.output_queue_task if core_client is not None else None
     if task is None:
         return []
     loop = task.get_loop()
@@ -325,9 +325,9 @@ def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
     message = pickle.dumps(("metrics", ()))
 
     async def ask() -> list[bytes]:
-        cores = asked.core_engines
+        cores = core_client.core_engines
         return list(
-            await asyncio.gather(*(asked._call_utility_async("tltlab", message, engine=core) for core in cores))
+            await asyncio.gather(*(core_client._call_utility_async("tltlab", message, engine=core) for core in cores))
         )
 
     answering = asyncio.run_coroutine_threadsafe(ask(), loop)
@@ -335,8 +335,8 @@ def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
         answers = answering.result(ASK_S)
     finally:
         answering.cancel()
-    model = asked.vllm_config.model_config.served_model_name
-    names = [(model, str(rank)) for rank in asked.engine_ranks_managed]
+    model = core_client.vllm_config.model_config.served_model_name
+    names = [(model, str(rank)) for rank in core_client.engine_ranks_managed]
     return [(name, pickle.loads(answer)) for name, answer in zip(names, answers, strict=True)]
 
 

@@ -54,7 +54,7 @@ class RowStore:
     def clear(self) -> None:
         """Forget every request, and give the memory back."""
         self._slots: dict[str, int] = {}
-        self._asked: Sequence[str] = ()
+        self._batch_ids: Sequence[str] = ()
         self._unused: list[int] = []
         self._spans = np.empty((4, 0), np.int64)
         self._table = np.empty((0, self._width), np.int64)
@@ -71,7 +71,7 @@ class RowStore:
     def open(self, request_id: str) -> None:
         """Keep the rows of this request from now on."""
         self._slots.setdefault(request_id, _WAITS)
-        self._asked = ()
+        self._batch_ids = ()
 
     def put(
         self,
@@ -97,12 +97,12 @@ class RowStore:
             for i in odd:
                 self._settle(request_ids[i], int(starts[i]), int(ends[i]))
             slots = self._slots_of(request_ids)
-            kept = slots >= 0
-            if not kept.all():
-                wanted = np.flatnonzero(kept.repeat(counts))
-                source = torch.from_numpy(wanted)
-                positions, hidden, aux = positions[wanted], hidden[source], [states[source] for states in aux or ()]
-                slots, counts, ends = slots[kept], counts[kept], ends[kept]
+            is_open = slots >= 0
+            if not is_open.all():
+                rows = np.flatnonzero(is_open.repeat(counts))
+                source = torch.from_numpy(rows)
+                positions, hidden, aux = positions[rows], hidden[source], [states[source] for states in aux or ()]
+                slots, counts, ends = slots[is_open], counts[is_open], ends[is_open]
         self._spans[_END, slots] = ends
         num_rows = int(counts.sum())
         owners = slots if num_rows == len(slots) else slots.repeat(counts)
@@ -128,15 +128,15 @@ class RowStore:
                 self.lost += 1
             self._drop(request_id)
         self._slots.pop(request_id, None)
-        self._asked = ()
+        self._batch_ids = ()
         return rows
 
     def _slots_of(self, request_ids: Sequence[str]) -> Array:
         # Most iterations run what the last one ran.
-        if request_ids != self._asked:
-            self._asked = list(request_ids)
-            self._found = np.array([self._slots.get(name, _UNKNOWN) for name in request_ids], np.int64)
-        return self._found
+        if request_ids != self._batch_ids:
+            self._batch_ids = list(request_ids)
+            self._batch_slots = np.array([self._slots.get(name, _UNKNOWN) for name in request_ids], np.int64)
+        return self._batch_slots
 
     def _rows(self, slots: Array | int, positions: Array) -> Tensor:
         page, row = np.divmod(positions, PAGE)
@@ -161,7 +161,7 @@ class RowStore:
             if not self._unused:
                 self._add_slots()
             slot = self._slots[request_id] = self._unused.pop()
-            self._asked = ()
+            self._batch_ids = ()
             self._spans[:, slot] = start, start, start, start
         if slot < 0:
             return
@@ -199,12 +199,12 @@ class RowStore:
 
         O(requests), and each request is dropped but once.
         """
-        others = [name for name, slot in self._slots.items() if slot >= 0 and name != request_id]
-        slots = [self._slots[name] for name in others]
+        names = [name for name, slot in self._slots.items() if slot >= 0 and name != request_id]
+        slots = [self._slots[name] for name in names]
         ends = np.append(self._spans[_END, slots], end)
         # Requests of which nothing is known but that they are alike are told apart by how far they got.
-        lengths = list(zip(self._expected([*others, request_id], ends).tolist(), ends.tolist(), strict=True))
-        shorter = sorted((length, name) for length, name in zip(lengths, others, strict=False) if length < lengths[-1])
+        lengths = list(zip(self._expected([*names, request_id], ends).tolist(), ends.tolist(), strict=True))
+        shorter = sorted((length, name) for length, name in zip(lengths, names, strict=False) if length < lengths[-1])
         victims: list[str] = []
         while num_pages > 0 and len(victims) < len(shorter):
             victims.append(shorter[len(victims)][1])
@@ -222,7 +222,7 @@ class RowStore:
         self._free += pages[pages >= 0].tolist()
         pages[:] = -1
         self._unused.append(slot)
-        self._asked = ()
+        self._batch_ids = ()
 
     def _add_slots(self) -> None:
         before = len(self._table)

@@ -81,11 +81,11 @@ def _at_rest(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.T
     rest = _rest_of(runner)
     if not rest.of_a_model:
         return None
-    given = arguments()
-    if rest.rests(given["scheduler_output"]):
+    values = arguments()
+    if rest.rests(values["scheduler_output"]):
         rest.falls_behind(runner.input_batch)
         return torch.empty((runner.input_batch.num_reqs, 0), dtype=torch.int64, device=runner.device)
-    rest.catches_up(runner, given["common_attn_metadata"], given["hidden_states"], given["sampling_metadata"])
+    rest.catches_up(runner, values["common_attn_metadata"], values["hidden_states"], values["sampling_metadata"])
     return None
 
 
@@ -230,13 +230,13 @@ def time_drafting() -> None:
 
     @in_place_of(V1Runner, "propose_draft_token_ids")
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _timed(self, stock, self, *args, **kwargs)
+        return _call_timed(self, stock, self, *args, **kwargs)
 
     for runner in (V1Runner, V2Runner):
         in_place_of(runner, "take_draft_token_ids")(_take_with_time)
 
 
-class _Stopwatch:
+class _DeviceStopwatch:
     """Seconds from `start` to `stop`, on the device where there is one."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class _Stopwatch:
         return seconds
 
 
-def _timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
     """What `draft` returns, timed by the stopwatch of `runner`."""
     ours(runner, lambda: _stopwatch(runner).start(), otherwise=None)
     result = draft(*args, **kwargs)
@@ -286,11 +286,11 @@ def _time_speculator(runner: Any) -> None:
     """The V2 runner's drafter is an object of its own; its first drafts pass untimed."""
     speculator = getattr(runner, "speculator", None)
     if speculator is not None and not hasattr(speculator.propose, "tltlab"):
-        in_place_of(speculator, "propose")(lambda propose, *args, **more: _timed(runner, propose, *args, **more))
+        in_place_of(speculator, "propose")(lambda propose, *args, **more: _call_timed(runner, propose, *args, **more))
 
 
-def _stopwatch(runner: Any) -> _Stopwatch:
-    watch: _Stopwatch = runner.__dict__.setdefault("tltlab_stopwatch", _Stopwatch())
+def _stopwatch(runner: Any) -> _DeviceStopwatch:
+    watch: _DeviceStopwatch = runner.__dict__.setdefault("tltlab_stopwatch", _DeviceStopwatch())
     return watch
 
 
@@ -359,8 +359,8 @@ def keep_captured_bytes(*runners: Any) -> None:
 
 def captured_bytes(worker: Any) -> int | None:
     """Bytes of device memory that a vLLM worker's graph capture took; None where nothing was captured or kept."""
-    taken = getattr(worker.model_runner, "tltlab_captured_bytes", None)
-    return int(taken) if taken else None
+    num_bytes = getattr(worker.model_runner, "tltlab_captured_bytes", None)
+    return int(num_bytes) if num_bytes else None
 
 
 def captured_graphs(worker: Any) -> CapturedGraphs:

@@ -56,8 +56,8 @@ class PolicyScheduler(Scheduler):
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
         """For a diffusion model one over vLLM's own scheduler of canvases."""
         diffuses = getattr(vllm_config.model_config, "is_diffusion", False)
-        made: PolicyScheduler = super().__new__(_over_canvases(cls) if diffuses else cls)
-        return made
+        scheduler: PolicyScheduler = super().__new__(_over_canvases(cls) if diffuses else cls)
+        return scheduler
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         settings = Attachment.of_engine(vllm_config)
@@ -83,8 +83,8 @@ class PolicyScheduler(Scheduler):
         # Of the last iteration: how deep the workers drafted, in which time, and the requests that have no draft yet.
         self._worker_depth = 0
         self._draft_s: float | None = None
-        self._due: list[str] | None = None
-        self._drafted = False
+        self._due_ids: list[str] | None = None
+        self._has_drafts = False
 
     def _draft_at_most(self, depth: int) -> None:
         self.dynamic_sd_lookup = [depth] * (self.max_num_running_reqs + 1)
@@ -103,7 +103,7 @@ class PolicyScheduler(Scheduler):
             failure = f"tltlab raised {what_was_raised(error)}"
             logger.error("%s; the engine goes on without a policy, a recording or a capture", failure)
             self.control.failure = self.control.failure or failure
-            self._worker_depth, self._due = 0, None
+            self._worker_depth, self._due_ids = 0, None
             if self.num_spec_tokens and self.control.steers:
                 self._draft_at_most(0)
             with suppress(Exception):
@@ -147,9 +147,9 @@ class PolicyScheduler(Scheduler):
             self.capture.enter(session.request_id, live)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._due is not None and self.requests:
+        if self._due_ids is not None and self.requests:
             # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
-            self._give(self._ours(self._draft, self._due, (), self._draft_s))
+            self._give(self._ours(self._draft, self._due_ids, (), self._draft_s))
         if self.policy_file is not None and self.policy_file.waiting is not None:
             self._ours(self.take_policy)
         self._ours(self.control.iteration_starts)
@@ -182,11 +182,11 @@ class PolicyScheduler(Scheduler):
 
     def _scheduled(self, scheduler_output: SchedulerOutput) -> None:
         with self.control.inside:
-            what = self.watch.scheduled(scheduler_output)
+            work = self.watch.scheduled(scheduler_output)
         if self.control.steers:
-            self._worker_depth = self.control.scheduled(what)
+            self._worker_depth = self.control.scheduled(work)
         else:
-            self.watch.watched(what, scheduler_output.num_spec_tokens_to_schedule)
+            self.watch.watched(work, scheduler_output.num_spec_tokens_to_schedule)
         self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -194,16 +194,16 @@ class PolicyScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._ours(self.watch.landed)
         if not self.requests:
-            self._due = None
+            self._due_ids = None
         return outputs
 
     def _back(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
-        what = self.watch.back(scheduler_output, model_runner_output)
-        if what is None:
+        work = self.watch.back(scheduler_output, model_runner_output)
+        if work is None:
             return
         self.capture.landed()
-        if self._beside and (self._drafted or self.control.ledger.in_force.strategy.speculates):
-            self._due = what.request_ids
+        if self._beside and (self._has_drafts or self.control.ledger.in_force.strategy.speculates):
+            self._due_ids = work.request_ids
 
     @property
     def _beside(self) -> bool:
@@ -218,7 +218,7 @@ class PolicyScheduler(Scheduler):
         elif self._worker_depth:
             workers = draft_token_ids.draft_token_ids
             self._give(self._ours(self._draft, draft_token_ids.req_ids, workers, draft_s))
-        elif self._due is not None:
+        elif self._due_ids is not None:
             self._draft_s = draft_s
         elif draft_s and self._beside:
             self._ours(self.watch.drafted, draft_token_ids)
@@ -228,10 +228,10 @@ class PolicyScheduler(Scheduler):
 
         Those `of_workers` were made in `draft_s` seconds.
         """
-        self._due, self._draft_s = None, None
+        self._due_ids, self._draft_s = None, None
         drafts = self.control.drafts(ids, of_workers, draft_s)
-        before, self._drafted = self._drafted, any(drafts)
-        if not self._drafted and not before:
+        before, self._has_drafts = self._has_drafts, any(drafts)
+        if not self._has_drafts and not before:
             return None
         return DraftTokenIds(ids, drafts or [[] for _ in ids])
 
@@ -242,9 +242,9 @@ class PolicyScheduler(Scheduler):
         super().update_draft_token_ids(drafts)
         if len(self.running) > len(drafts.req_ids):
             # What had no room in this iteration would else be verified with the draft of an earlier choice.
-            here = set(drafts.req_ids)
+            drafted_ids = set(drafts.req_ids)
             for request in self.running:
-                if request.spec_token_ids and request.request_id not in here:
+                if request.spec_token_ids and request.request_id not in drafted_ids:
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import load_policy
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import on_cpu, starting, uncompiled
@@ -97,7 +97,7 @@ class PlainStock:
                 now = time.perf_counter()
                 for output in outputs:
                     ended = output.outputs[0]
-                    responses[output.request_id] = Response(
+                    responses[output.request_id] = GenerationResponse(
                         key=names[output.request_id].key,
                         token_ids=list(ended.token_ids),
                         logprobs=list(ended.logprobs.logprobs),
@@ -107,8 +107,8 @@ class PlainStock:
                     )
                 rows.append(_row(len(rows), since - start, now - since, batch, prefilling))
                 if prefilling:
-                    left = (request.num_output_tokens for request in scheduler.running)
-                    prefilling = bool(scheduler.waiting) or not all(left)
+                    counts = (request.num_output_tokens for request in scheduler.running)
+                    prefilling = bool(scheduler.waiting) or not all(counts)
                 since = now
         return Rollout(
             responses=[responses[name] for name in names],
@@ -159,7 +159,7 @@ class StockEngine:
     ) -> None:
         self._cpu = cpu = on_cpu()
         # As for our own engines: 92 % of the memory, and minutes of compiling, are not worth ten prompts.
-        on_a_cpu = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+        cpu_arguments = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
         with starting(), uncompiled(cpu):
             # A process of its own gives all of a device's memory back when it ends.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
@@ -173,7 +173,7 @@ class StockEngine:
                     disable_log_stats=False,
                     generation_config="vllm",
                     seed=seed,
-                    **(on_a_cpu if cpu else {}),
+                    **(cpu_arguments if cpu else {}),
                 )
             except Exception as error:  # vLLM raises what its loaders raise, from KeyError to AttributeError
                 why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
@@ -191,9 +191,9 @@ class StockEngine:
         before = self._counters()
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
         try:
-            asked: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+            inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
             with uncompiled(self._cpu):
-                outputs = self._llm.generate(asked, params, use_tqdm=False)
+                outputs = self._llm.generate(inputs, params, use_tqdm=False)
         except client_errors() as error:
             raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
         after = self._counters()

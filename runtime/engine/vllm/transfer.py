@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tltlab.errors import RunError
-from tltlab.runtime.engine.weights import Bucket, Engines, Mapped, Source, Way
+from tltlab.runtime.engine.weights import Engines, Mapped, Way, WeightBucket, WeightSource
 
 from . import starting
 from .capabilities import missing
@@ -94,11 +94,11 @@ def local_weight_transfer() -> type:
                     self._device.set_weight_update_target(self.model, self.model_config)
                     self._device.receive_weights(self._device.parse_update_info(update_info.device))
                 elif update_info.bucket is not None:
-                    self._load_bucket(Bucket(**update_info.bucket))
+                    self._load_bucket(WeightBucket(**update_info.bucket))
                 else:
                     self.model.load_weights(update_info.weights)
 
-        def _load_bucket(self, bucket: Bucket) -> None:
+        def _load_bucket(self, bucket: WeightBucket) -> None:
             if bucket.number != self._next_bucket:
                 raise ValueError(f"bucket {bucket.number} came where {self._next_bucket} is next")
             self.model.load_weights(self._mapped.tensors(bucket))
@@ -138,7 +138,7 @@ def local_weight_transfer() -> type:
 class DeviceSender:
     """A trainer rank's side of vLLM's backends; the group is formed anew whenever its engines are others."""
 
-    def __init__(self, source: Source, rank: int, way: Way) -> None:
+    def __init__(self, source: WeightSource, rank: int, way: Way) -> None:
         self.source, self.rank, self.way = source, rank, way
         self._members: tuple[Any, ...] = ()
         self._sender: Any = None
@@ -163,7 +163,7 @@ class DeviceSender:
             )
 
         largest = max(tensor.nbytes for tensor in self.source.metadata())
-        # vLLM needs of a `WeightSource` what `Source` has.
+        # vLLM needs of a `WeightSource` what ours has.
         source: Any = self.source
         if self.way == "ipc":
             # What it cannot do without: one tensor never goes in two parts.

@@ -71,8 +71,8 @@ class Watch:
         self._context_tokens = 0
         # Of the batch: who is in it, the tokens of those that have left it since, and whether it was all that runs.
         self._members: set[str] = set()
-        self._left: dict[str, int] = {}
-        self._whole = False
+        self._left_tokens: dict[str, int] = {}
+        self._is_whole = False
 
     @property
     def control(self) -> Control:
@@ -81,19 +81,19 @@ class Watch:
         return control
 
     @property
-    def _records(self) -> LiveRecording | None:
+    def _open_recording(self) -> LiveRecording | None:
         return self.recording if self.recording is not None and not self.recording.ended else None
 
     def came(self, request: Request) -> Live | None:
         """A request is in the scheduler."""
         if request.sampling_params is None:
             return None
-        given, recording = self._given_key(request), self._records
+        key, recording = self._key_of(request), self._open_recording
         if recording is not None:
-            recording.arrives(given[0] if given is not None else None)
-        elif given is not None:
-            self.control.advance(given[0])
-        return self._enter(request, given or self._new_key(request))
+            recording.arrives(key[0] if key is not None else None)
+        elif key is not None:
+            self.control.advance(key[0])
+        return self._enter(request, key or self._new_key(request))
 
     def continues(self, session: Request, before: Live | None) -> Live | None:
         """A streaming session goes on after what has `left`: the output so far is prompt, and this its next turn."""
@@ -111,7 +111,7 @@ class Watch:
             self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
         prompt = list(request.prompt_token_ids or ())
         live = self.control.add(request.request_id, key, prompt, request._output_token_ids, request.max_tokens)
-        if (recording := self._records) is not None:
+        if (recording := self._open_recording) is not None:
             recording.arrived(live)
         return live
 
@@ -121,8 +121,8 @@ class Watch:
         live = self.control.finish(name)
         if name in self._members:
             self._members.discard(name)
-            self._left[name] = len(request._all_token_ids)
-        if live is not None and (recording := self._records) is not None:
+            self._left_tokens[name] = len(request._all_token_ids)
+        if live is not None and (recording := self._open_recording) is not None:
             reason = request.get_finished_reason()
             recording.left(live, None if reason is None else str(reason))
         return live
@@ -139,7 +139,7 @@ class Watch:
         prefill = output.total_num_scheduled_tokens - self._decodes * len(ids) - sum(map(len, drafts.values()))
         for i in self.control.speechless:
             prefill += i in output.num_scheduled_tokens and _awaits_its_first(scheduler.requests[i])
-        what = Scheduled(
+        work = Scheduled(
             request_ids=ids,
             # A diffusion model's are canvases.
             drafts=drafts if self._decodes else {},
@@ -148,13 +148,13 @@ class Watch:
             prefill_tokens=prefill,
             free_kv_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
         )
-        self._in_flight.append(what)
-        return what
+        self._in_flight.append(work)
+        return work
 
-    def watched(self, what: Scheduled, depth: int) -> None:
+    def watched(self, work: Scheduled, depth: int) -> None:
         """Nobody of ours chooses what this iteration drafts: vLLM does, by its own method and `depth` tokens deep."""
         speculative = self.scheduler.vllm_config.speculative_config
-        self.control.watched(what, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
+        self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
     def _join(self, ids: list[str], output: SchedulerOutput) -> None:
         """The batch is another one: count its tokens, all or where that suffices those that came and those that left.
@@ -164,16 +164,16 @@ class Watch:
         joined = [new.req_id for new in output.scheduled_new_reqs]
         whole = len(ids) == len(self.scheduler.running)
         # Then nobody was put back or left out, neither then nor now.
-        same = len(self._batch) - len(self._left) + len(joined) == len(ids)
-        counted = self._batch and self._whole and whole and same
-        self._batch, self._whole = ids, whole
+        same = len(self._batch) - len(self._left_tokens) + len(joined) == len(ids)
+        counted = self._batch and self._is_whole and whole and same
+        self._batch, self._is_whole = ids, whole
         if counted and not output.scheduled_cached_reqs.resumed_req_ids:
             self._members.update(joined)
-            self._context_tokens += self._count(joined) - sum(self._left.values())
+            self._context_tokens += self._count(joined) - sum(self._left_tokens.values())
         else:
             self._members = set(ids)
             self._context_tokens = self._count(ids)
-        self._left.clear()
+        self._left_tokens.clear()
 
     def _count(self, ids: Sequence[str]) -> int:
         """Tokens of these requests, prompts and what they have generated."""
@@ -184,26 +184,26 @@ class Watch:
         self._drafts = None
         if not output.num_scheduled_tokens:
             return None
-        what = self._in_flight.popleft()
-        self._drafts = what.drafts
-        if (ran := getattr(model_output, "cudagraph_stats", None)) is not None:
-            what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
+        work = self._in_flight.popleft()
+        self._drafts = work.drafts
+        if (graph := getattr(model_output, "cudagraph_stats", None)) is not None:
+            work.graph = kind_of(graph.runtime_mode), graph.num_padded_tokens
         with self.control.inside:
-            counts = _counts(what.request_ids, model_output)
-            if what.request_ids is self._batch and not self._left:
+            counts = _counts(work.request_ids, model_output)
+            if work.request_ids is self._batch and not self._left_tokens:
                 self._context_tokens += sum(counts)
             else:
                 # Another batch has been put together before this one's tokens were known, or some are for nobody.
                 self._batch = []
-        self.control.sampled(what, counts)
-        return what
+        self.control.sampled(work, counts)
+        return work
 
     def landed(self) -> None:
         """What came of it has reached the requests."""
-        if self._drafts and self._left and not self._left.keys().isdisjoint(self._drafts):
+        if self._drafts and self._left_tokens and not self._left_tokens.keys().isdisjoint(self._drafts):
             # Who ends in the middle of a draft does not get all that was kept of it.
             self._batch = []
-        recording = self._records
+        recording = self._open_recording
         if not self.scheduler.requests:
             self.control.idle()
             if recording is not None:
@@ -218,23 +218,23 @@ class Watch:
 
     def new_weights(self, method: str | None = None) -> None:
         """The engine may have new weights, see `LiveRecording.new_weights`."""
-        if (recording := self._records) is not None:
+        if (recording := self._open_recording) is not None:
             recording.new_weights(method)
 
-    def _given_key(self, request: Request) -> Key | None:
+    def _key_of(self, request: Request) -> Key | None:
         """The key that came with the request, None unless it is one; of those that share it the samples differ."""
-        params, recording = request.sampling_params, self._records
-        given = (params.extra_args or {}).get(EXTRA) if params is not None else None
-        if given is None:
+        params, recording = request.sampling_params, self._open_recording
+        extra = (params.extra_args or {}).get(EXTRA) if params is not None else None
+        if extra is None:
             return None
         try:
-            rl_step, prompt_id, sample, turn = given
+            rl_step, prompt_id, sample, turn = extra
             key = int(rl_step), str(prompt_id), int(sample), int(turn)
             if recording is not None and not recording.can_have(key):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             # Raising here would end the engine, and with it everybody's requests.
-            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, given)
+            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, extra)
             return None
         if key not in self.control.keys and (recording is None or recording.is_new(key)):
             return key
@@ -246,7 +246,7 @@ class Watch:
         tokens = ",".join(map(str, request.prompt_token_ids or ()))
         prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
         self._num_nameless += 1
-        if self._num_nameless > NAMELESS_PER_STEP and self._records is None:
+        if self._num_nameless > NAMELESS_PER_STEP and self._open_recording is None:
             self.control.advance(self.control.ledger.rl_step + 1)
             self._num_nameless = 1
         rl_step = self.control.ledger.rl_step
@@ -257,12 +257,12 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
     """The recording that the settings ask for; where it cannot begin that is said, and the engine goes on without."""
     if settings.record is None:
         return None
-    who = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
+    labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
     # One that a killed engine has left, or another one's, stays as it is.
     numbered = settings.numbered or recording_of(Path(settings.record)).exists()
     try:
         begin = LiveRecording.numbered if numbered else LiveRecording
-        recording = begin(settings.record, control, hardware=hardware(), **who)
+        recording = begin(settings.record, control, hardware=hardware(), **labels)
         if recording.path != Path(settings.record):
             logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
         return recording
@@ -300,8 +300,8 @@ class _RecordOnly:
 
     def __init__(self, watch: Watch, recording: LiveRecording) -> None:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
-        self._known = False
-        self._before: Live | None = None
+        self._goes_on = False
+        self._last_turn: Live | None = None
         # Of each method what stood for it in the scheduler itself, None for its class's, and what does now.
         self._wrapped: dict[str, tuple[Any, Any]] = {}
 
@@ -310,7 +310,10 @@ class _RecordOnly:
         watch = self._watch
         around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
             "add_request": (self._adds, self._added),
-            "_update_request_as_session": (self._turns, lambda session, *_: watch.continues(session, self._before)),
+            "_update_request_as_session": (
+                self._turns,
+                lambda session, *_: watch.continues(session, self._last_turn),
+            ),
             "schedule": (lambda *_: watch.control.iteration_starts(), None),
             "_update_after_schedule": (self._scheduled, None),
             "update_from_output": (watch.back, lambda *_: watch.landed()),
@@ -333,25 +336,25 @@ class _RecordOnly:
         self._scheduler.__dict__.pop("close_recording", None)
 
     def _adds(self, request: Request) -> None:
-        self._known = request.request_id in self._scheduler.requests
+        self._goes_on = request.request_id in self._scheduler.requests
 
     def _added(self, request: Request) -> None:
-        if not self._known:
+        if not self._goes_on:
             self._watch.came(request)
 
     def _turns(self, session: Request, *_: Any) -> None:
-        self._before = self._watch.left(session)
+        self._last_turn = self._watch.left(session)
 
     def _scheduled(self, output: SchedulerOutput) -> None:
         if output.num_scheduled_tokens:
             with self._watch.control.inside:
-                what = self._watch.scheduled(output)
+                work = self._watch.scheduled(output)
             # Versions before 0.32 draft as deep as they were started to.
             depth = getattr(output, "num_spec_tokens_to_schedule", self._scheduler.num_spec_tokens)
-            self._watch.watched(what, depth)
+            self._watch.watched(work, depth)
 
     def _wrap(self, name: str, before: Callable[..., object], after: Callable[..., object] | None) -> None:
-        before_ours, stock = vars(self._scheduler).get(name), getattr(self._scheduler, name)
+        previous, stock = vars(self._scheduler).get(name), getattr(self._scheduler, name)
 
         @wraps(stock)
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -361,7 +364,7 @@ class _RecordOnly:
                 self._take_down(after, args)
             return result
 
-        self._wrapped[name] = before_ours, method
+        self._wrapped[name] = previous, method
         setattr(self._scheduler, name, method)
 
     def _take_down(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -377,12 +380,12 @@ class _RecordOnly:
     def _unwrap(self) -> None:
         """Take ours away. Where others have wrapped it since it stays, and passes on."""
         attributes = vars(self._scheduler)
-        for name, (before_ours, method) in self._wrapped.items():
+        for name, (previous, method) in self._wrapped.items():
             if attributes.get(name) is method:
-                if before_ours is None:
+                if previous is None:
                     del attributes[name]
                 else:
-                    attributes[name] = before_ours
+                    attributes[name] = previous
         self._wrapped.clear()
         attributes.pop("new_weights", None)
 

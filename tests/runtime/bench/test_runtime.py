@@ -15,7 +15,7 @@ from tltlab.experiments.baseline_figures import ModeRollout, PlainSteps, summari
 from tltlab.experiments.baseline_measured import bench_runtime, measured, modes, text
 from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import Response, Rollout
+from tltlab.runtime.engine.generation import GenerationResponse, Rollout
 
 
 def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> ModeRollout:
@@ -28,7 +28,7 @@ def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int
 
 def rollout(lengths: list[int], finishes: list[float], iterations: list[dict]) -> Rollout:
     responses = [
-        Response(
+        GenerationResponse(
             key=(0, "p", n, 0), token_ids=[5] * length, logprobs=[], finish_reason="stop", t_first_token=0, t_finish=end
         )
         for n, (length, end) in enumerate(zip(lengths, finishes, strict=True))

@@ -214,7 +214,7 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
 )
 def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engine, name: str, rows: int, why: str):
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
-    narrow._dead = narrow.weights.unusable = ""
+    narrow._death = narrow.weights.unusable = ""
     with pytest.raises(ConfigError, match="got none"):
         narrow.update_weights([], 1)
     with pytest.raises(RunError, match=f"left with half of them .*{why}"):

@@ -83,7 +83,7 @@ def test_what_cannot_be_counted_is_said_once_and_not_raised(caplog: pytest.LogCa
 
 def test_what_is_held_does_not_grow_with_iterations():
     counted = tally(*[iteration(NGRAM, 1.0, (3, 1), (3, 1))] * 10_000)
-    assert len(counted._new) < 256
+    assert len(counted._uncounted) < 256
     assert counted.arms[NGRAM].iterations == 10_000
     assert len(counted.arms[NGRAM].drafts) == 1
 

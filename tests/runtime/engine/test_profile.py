@@ -19,8 +19,8 @@ from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.profile import (
     Cell,
     ForcedDrafter,
-    Grid,
     Profile,
+    ProfileGrid,
     graphs_for,
     held_out_error,
     start_engine,
@@ -30,7 +30,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .dispatching import dispatched_kinds
 
-GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
+GRID = ProfileGrid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
 KEY = (0, "p", 0, 0)
 
 
@@ -63,7 +63,7 @@ def test_no_response_ends_before_the_last_timed_iteration():
 )
 def test_a_grid_of_nothing_is_refused(grid: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
-        Grid(**({"batches": (1,), "depths": (0,), "contexts": (8,)} | grid))
+        ProfileGrid(**({"batches": (1,), "depths": (0,), "contexts": (8,)} | grid))
 
 
 def test_on_a_gpu_every_cell_is_timed_in_a_full_graph_plain_steps_too():
@@ -71,7 +71,7 @@ def test_on_a_gpu_every_cell_is_timed_in_a_full_graph_plain_steps_too():
     forced = graphs_for(GRID, "ngram", None)
     assert set(dispatched_kinds(forced).values()) == {"full"}
     assert {depth for _, depth in forced.may_run} == set(GRID.depths)
-    few = Grid(batches=(1,), depths=(0, 2, 5), contexts=(16,))
+    few = ProfileGrid(batches=(1,), depths=(0, 2, 5), contexts=(16,))
     learned = graphs_for(few, "learned", ("learned", LearnedSpec(method="eagle", model="head")))
     assert (learned.runner, learned.networks) == ("V2", ("learned",))
 
@@ -154,14 +154,14 @@ def test_cells_that_do_not_fit_are_left_out_and_say_why(engine: Engine, measured
     (full,) = measured.skipped
     assert (full["batch"], full["draft_depth"], full["context"]) == (4, 5, 96)
     assert full["why"] == "batch 4, depth 5, context 96: 768 tokens of KV cache, kv_cache_tokens is 736"
-    long = Grid(batches=(1, 8), depths=(0,), contexts=(16, 4000), iterations=4)
+    long = ProfileGrid(batches=(1, 8), depths=(0,), contexts=(16, 4000), iterations=4)
     found = measure(engine, long)
     assert set(found.table["batch"]) == {1}
     why = {(c["batch"], c["context"], c["prefill"]): c["why"] for c in found.skipped}
     assert "max_num_seqs is 4" in why[8, 16, False]
     assert "max_model_len is" in why[1, 4000, False]
     with pytest.raises(ConfigError, match="no cell of the grid fits this engine"):
-        measure(engine, Grid(batches=(8,), depths=(0,), contexts=(16,), iterations=4))
+        measure(engine, ProfileGrid(batches=(8,), depths=(0,), contexts=(16,), iterations=4))
 
 
 @pytest.mark.engine

@@ -273,7 +273,7 @@ def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
         engine.serves()
     assert "the disk does not keep up" in caplog.text
     engine.serves()
-    assert not engine.recording._waiting
+    assert not engine.recording._queue
     disk.answers.set()
     engine.recording._thread.join(300)
     # The last one's was on its way as a whole or in part.

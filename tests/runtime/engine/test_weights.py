@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tltlab.errors import RunError
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.weights import Bucket, Engines, Home, Mapped, Slots, TensorMeta
+from tltlab.runtime.engine.weights import Engines, Home, Mapped, Slots, TensorMeta, WeightBucket
 from tltlab.runtime.trainer.model import WholeTensors
 
 KIB = 1 << 10
@@ -116,7 +116,7 @@ def test_memory_that_is_gone_or_another_is_an_error(slots: Slots, tmp_path: Path
     (bucket, *_) = slots.filled(tensors().items())
     for path in (str(tmp_path / "none"), "/proc/self/fd/0"):
         with pytest.raises(RunError, match="their trainer has ended"):
-            Mapped().tensors(Bucket(**asdict(bucket) | {"path": path}))
+            Mapped().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
 
 
 def test_the_policy_is_a_source_that_vllms_nccl_sender_takes(random_model: Path):

@@ -11,7 +11,7 @@ import numpy as np
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
 from tltlab.runtime.rollout.worker import enough
@@ -90,7 +90,7 @@ class ScriptedEngines:
             first = len(request.prompt_token_ids) - 3
             reason, finish = ended.get(request.key, ("abort", float(len(iterations))))
             responses.append(
-                Response(
+                GenerationResponse(
                     key=request.key,
                     token_ids=made[request.key],
                     logprobs=[-(self.version + (first + i) / 100) for i in range(len(made[request.key]))],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.models.make import make_tokenizer
 from tltlab.runtime.models.tasks import TASKS
 from tltlab.runtime.recipe.recipe import EnvironmentConfig
@@ -185,7 +185,7 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
             parts.append(
                 Rollout(
                     responses=[
-                        Response(
+                        GenerationResponse(
                             key=r.key, token_ids=[8, *stops], logprobs=[-1.0, -2.0], finish_reason="stop",
                             t_first_token=1.0, t_finish=2.0, **more,
                         )

@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,
@@ -118,7 +118,7 @@ class ToyTools:
             assert len(prefix) < len(tokens) <= len(prefix) + request.max_response_tokens
             self.num_generated += len(tokens) - len(prefix)
             responses.append(
-                Response(
+                GenerationResponse(
                     key=request.key,
                     token_ids=list(tokens[len(prefix) :]),
                     logprobs=logprobs,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.run.rows import Row, StepReport, step_metrics, step_rows
 
 LENGTHS = [[4, 8], [16, 2]]
@@ -44,7 +44,7 @@ def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, li
     parts = [
         Rollout(
             responses=[
-                Response(
+                GenerationResponse(
                     key=(3, f"p{n}", sample, 0),
                     token_ids=list(range(length)),
                     logprobs=[-1.0] * length,

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 import torch
 
-from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
@@ -176,7 +176,7 @@ class ScriptedWorker:
     def generate(self, requests: list[GenerationRequest], rl_step: int, *_: Any, **__: Any) -> Rollout:
         lengths = np.linspace(0.5, 1.5, len(requests)) * self.case.tokens
         responses = [
-            Response(
+            GenerationResponse(
                 key=request.key,
                 token_ids=self.rng.integers(0, self.num_words, int(length)).tolist(),
                 logprobs=(-self.rng.random(int(length), np.float32)).tolist(),

@@ -15,11 +15,11 @@ from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.engine.weights import (
     BUCKET_BYTES,
-    Bucket,
     Engines,
     Home,
     Mapped,
     TensorMeta,
+    WeightBucket,
     WeightSender,
     visible,
 )
@@ -64,7 +64,7 @@ class Reader:
         if call == "start":
             return visible(*info)
         if call == "bucket":
-            assert isinstance(info, Bucket)
+            assert isinstance(info, WeightBucket)
             for name, tensor in self.mapped.tensors(info):
                 self.tensors[name].copy_(tensor)
         elif call == "finish":
@@ -81,7 +81,7 @@ def _sum(tensor: torch.Tensor) -> int:
 
 
 class Weights:
-    """A `weights.Source` of tensors that lie there."""
+    """A `weights.WeightSource` of tensors that lie there."""
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         noise = torch.randint(-(2**14), 2**14, (1 << 20,), dtype=torch.int16)

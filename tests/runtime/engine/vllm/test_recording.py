@@ -318,7 +318,7 @@ def test_the_engine_does_not_wait_for_a_disk_that_hangs_and_what_waits_is_bounde
         monkeypatch.setattr(LiveRecording, "most_bytes", 10_000)
         recorded.answers()
         assert recorded.recording.ended
-        assert len(recorded.recording._waiting) == 0
+        assert len(recorded.recording._queue) == 0
         recorded.answers()
         assert not recorded.hooked
     finally:

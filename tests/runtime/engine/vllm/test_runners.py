@@ -163,7 +163,7 @@ def raises(*args: Any, **kwargs: Any) -> Any:
     "part",
     [
         "_rest_of", "Rest.came_and_went", "Rest.rests", "Rest.falls_behind", "Rest.catches_up", "_has_drafts",
-        "_Stopwatch.start", "_Stopwatch.stop", "_Stopwatch.read", "_time_speculator",
+        "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip
 def test_whatever_of_ours_raises_in_a_model_runner_is_said_once_and_the_same_tokens_come(
