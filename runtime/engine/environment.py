@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from tltlab.console import made_by
 from tltlab.runtime.engine.vllm import installed_vllm
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -20,13 +20,8 @@ def run_json(recipe: Recipe) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    installed = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": installed_vllm()}
-    for name in ("tltlab", "torch", "ray", "transformers", "simpy", "numpy"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return installed
+    packages: dict[str, str] = made_by("torch", "ray", "transformers", "simpy", "numpy")["versions"]
+    return {"python": packages["python"], "vllm": installed_vllm()} | packages
 
 
 def hardware() -> str:

