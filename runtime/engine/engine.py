@@ -98,8 +98,8 @@ class Engine:
             vllm_args=vllm_args or {},
         )
         if not own_process:
-            overlapped = self.control.overlapped
-            adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
+            scheduler = adapter.scheduler_of(self.llm)
+            scheduler.control = Control(self._pool, worker=worker, overlapped=scheduler.control.overlapped)
         self._pool.beside = takes_drafts
         self.weights = adapter.WeightUpdates(self.llm)
         self._captures = False
@@ -107,10 +107,10 @@ class Engine:
     @property
     def control(self) -> Control:
         """What sits beside the scheduler; only for an engine core of this process."""
-        control = adapter.control_of(self.llm)
-        if control is None:
+        scheduler = adapter.scheduler_of(self.llm)
+        if scheduler is None:
             raise ConfigError("the engine core is in another process: its policy cannot be touched as an object")
-        return control
+        return cast(Control, scheduler.control)
 
     def set_policy(self, policy: Policy | Selector | None, seed: Sequence[int] | None = None) -> None:
         """Choose by `policy` from the next iteration on, None for plain decoding.

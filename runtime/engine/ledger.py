@@ -323,11 +323,7 @@ class EndedIterations:
                     "graph_tokens": it.graph[1] if it.graph is not None else None,
                 }
             )
-            if it.verified.selector is not None:
-                decisions.append(
-                    place
-                    | {"bucket": it.verified.bucket}
-                    | columns
-                    | {"propensity": it.verified.propensity, "reward": it.reward}
-                )
+            if (choice := it.verified).selector is not None:
+                bandit = {"propensity": choice.propensity, "reward": it.reward}
+                decisions.append({**place, "bucket": choice.bucket, **columns, **bandit})
         return iterations, decisions

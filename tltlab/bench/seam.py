@@ -146,10 +146,10 @@ def _world(folder: Path, max_batch: int) -> World:
 
     groups = made_up(-(-max_batch // GROUP), 2 * GROUP, RESPONSE_TOKENS)
     return World(
-        folder,
-        str(shape("Qwen2.5-0.5B", folder / "model", layers=1)),
-        [group.prompt[:PROMPT_TOKENS] for group in groups],
-        [[*group.earlier, *group.replayed] for group in groups],
+        folder=folder,
+        model=str(shape("Qwen2.5-0.5B", folder / "model", layers=1)),
+        prompts=[group.prompt[:PROMPT_TOKENS] for group in groups],
+        texts=[[*group.earlier, *group.replayed] for group in groups],
         max_batch=max_batch,
         group=GROUP,
         response_tokens=RESPONSE_TOKENS,

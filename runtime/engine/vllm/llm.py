@@ -16,7 +16,6 @@ import torch
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.weights import Slots
 
 from . import capture, on_cpu, starting, uncompiled
@@ -170,15 +169,9 @@ def _worker(llm: Any) -> Any:
     return getattr(getattr(_core(llm), "model_executor", None), "driver_worker", None)
 
 
-def control_of(llm: Any) -> Control | None:
-    """The engine's `Control` where the engine core runs in this process, else None."""
-    core = _core(llm)
-    return core.scheduler.control if core is not None else None
-
-
-def set_control(llm: Any, control: Control) -> None:
-    """Attach another `Control` to an engine core of this process."""
-    _core(llm).scheduler.control = control
+def scheduler_of(llm: Any) -> Any:
+    """The engine's scheduler where the engine core runs in this process, else None."""
+    return getattr(_core(llm), "scheduler", None)
 
 
 def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,32 +54,22 @@ _PARTS = {
 _VLLM, _REQUESTS, _CAPTURED = "vllm", "requests", "capture"
 
 
+@dataclass(kw_only=True)
 class World:
     """What all cases share: vLLM's configurations of `model`, and the texts of the requests, some for each prompt.
 
     A response has `response_tokens`; `group` requests in a row have a prompt. Traces go into `folder`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: str,
-        prompts: Sequence[list[int]],
-        texts: Sequence[Sequence[list[int]]],
-        *,
-        max_batch: int,
-        group: int,
-        response_tokens: int,
-    ) -> None:
-        self.folder = folder
-        self.prompts = prompts
-        self.texts = texts
-        self.max_batch = max_batch
-        self.group = group
-        self.response_tokens = response_tokens
-        self.num_engines = 0
-        self.model = model
-        self._configs: dict[str, Any] = {}
+    folder: Path
+    model: str
+    prompts: Sequence[list[int]]
+    texts: Sequence[Sequence[list[int]]]
+    max_batch: int
+    group: int
+    response_tokens: int
+    num_engines: int = 0
+    _configs: dict[str, Any] = field(default_factory=dict)
 
     def config(self, speculative: dict[str, Any] | None) -> Any:
         """vLLM's configuration of an engine with this speculative configuration, or that speculates not."""
@@ -225,6 +216,8 @@ class PlayedEngine:
             self.control.ledger.clock = lambda: self._now_s
             self.control.begin(0)
         self._runner = _capture(self.scheduler) if capture else None
+        # What stands around the runner's sampling.
+        self._sample = self.clock.switching(lambda runner: runner.sample_tokens(), _CAPTURED)
         for n in range(batch):
             # Ages are even, as in the middle of a rollout; a captured one begins at its beginning.
             self._add(0 if capture else n * world.response_tokens // batch)
@@ -308,7 +301,7 @@ class PlayedEngine:
         self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
         if self._runner is not None:
             self._runner.ran(output.num_scheduled_tokens)
-            self._call(us, self._captured, self._runner)
+            self._call(us, self._sample, self._runner)
         depth = output.num_spec_tokens_to_schedule
         learned = [self._learned(i, depth) if scheduler.num_spec_tokens else [] for i in ids]
         index = {name: n for n, name in enumerate(ids)}
@@ -339,12 +332,6 @@ class PlayedEngine:
         for part, part_us in clock.us.items():
             us[part] += part_us
         return result
-
-    def _captured(self, runner: _Runner) -> None:
-        """What stands around the runner's sampling."""
-        before = self.clock.switch(_CAPTURED)
-        runner.sample_tokens()
-        self.clock.switch(before)
 
     def _tokens(self, name: str, draft: Sequence[int]) -> list[int]:
         """What the target makes of a draft: as far as it agrees with the text, and one token more."""

@@ -17,8 +17,8 @@ from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from . import on_cpu, starting, uncompiled
-from .llm import add_request, client_errors, engine_arguments, running, sampling_params
+from . import on_cpu, replaced, starting, uncompiled
+from .llm import add_request, client_errors, engine_arguments, running, sampling_params, scheduler_of
 from .options import vllm_options
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
@@ -60,18 +60,13 @@ class PlainStock:
         """Within, the engine is recorded as `vllm_options(None, record=path)` has it; the trace is there afterwards."""
         from .watch import record_only
 
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        config = scheduler.vllm_config
-        before, config.additional_config = (
-            config.additional_config,
-            vllm_options(None, record=path)["additional_config"],
-        )
-        try:
-            record_only(scheduler)
-            yield
-        finally:
-            config.additional_config = before
-            scheduler.close_recording()
+        scheduler = scheduler_of(self.llm)
+        with replaced(scheduler.vllm_config, "additional_config", vllm_options(None, record=path)["additional_config"]):
+            try:
+                record_only(scheduler)
+                yield
+            finally:
+                scheduler.close_recording()
 
     def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
         """Every request to its end, in the loop of `Engine.generate`. Nothing may be running.
@@ -79,7 +74,7 @@ class PlainStock:
         A row of `iterations` has what can be told from outside: its time, and the requests that ran.
         """
         engine, names, responses = self.llm.llm_engine, {}, {}
-        scheduler = engine.engine_core.engine_core.scheduler
+        scheduler = scheduler_of(self.llm)
         start = time.perf_counter()
         for number, request in enumerate(requests):
             name = f"{rl_step}.{number}"
@@ -105,7 +100,20 @@ class PlainStock:
                         t_first_token=now - start,
                         t_finish=now - start,
                     )
-                rows.append(_row(len(rows), since - start, now - since, batch, prefilling))
+                rows.append(
+                    {
+                        "iteration": len(rows),
+                        "t_start": since - start,
+                        "duration": now - since,
+                        "batch": batch,
+                        # While requests are prefilled nobody counts how many tokens that is.
+                        "prefill_tokens": int(prefilling),
+                        "num_drafted": 0,
+                        "num_accepted": 0,
+                        "num_generated": batch,
+                        "accepted_per_request": None,
+                    }
+                )
                 if prefilling:
                     counts = (request.num_output_tokens for request in scheduler.running)
                     prefilling = bool(scheduler.waiting) or not all(counts)
@@ -118,21 +126,6 @@ class PlainStock:
             recorder_s=0.0,
             policy_s=0.0,
         )
-
-
-def _row(number: int, t_start: float, duration: float, batch: int, prefilling: bool) -> dict[str, Any]:
-    """Of `iterations`; while requests are prefilled nobody counts how many tokens that is."""
-    return {
-        "iteration": number,
-        "t_start": t_start,
-        "duration": duration,
-        "batch": batch,
-        "prefill_tokens": int(prefilling),
-        "num_drafted": 0,
-        "num_accepted": 0,
-        "num_generated": batch,
-        "accepted_per_request": None,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
