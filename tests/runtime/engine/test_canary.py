@@ -74,12 +74,6 @@ def test_when_it_collapses_the_fallback_serves_from_the_next_iteration_on(
     assert engine.drafter_report().serves
 
 
-def test_a_prediction_that_is_honest_about_a_bad_drafter_does_not_trip_it(engine: Engine, bad: Weights):
-    engine.update_draft_weights(bad.items(), [0.02])
-    generate(engine)
-    assert [verdict.kind for verdict in engine.drafter_report().verdicts][-1] == "untrained"
-
-
 def test_a_drafter_that_a_target_update_leaves_behind_is_found(engine: Engine, bad: Weights):
     generate(engine)
     engine.update_weights(bad.items(), 7)

@@ -44,17 +44,6 @@ def test_every_drafter_leaves_greedy_tokens_as_they_are(engine: Engine):
         assert texts(greedy(engine, fixed(name, depth))) == plain, name
 
 
-def test_a_perfect_learned_drafter_has_all_its_drafts_kept(engine: Engine):
-    assert accept_length(greedy(engine, fixed("learned", 4))) > 4.5
-
-
-def test_history_makes_the_suffix_drafter_perfect_on_the_same_responses(engine: Engine):
-    plain = greedy(engine, None)
-    engine.set_policy(fixed("suffix"))
-    show(engine, plain)
-    assert accept_length(engine.generate(requests(60), rl_step=1, temperature=0.0)) > 4.5
-
-
 def test_the_drafters_draft_time_is_told_apart(engine: Engine):
     rows = greedy(engine, fixed("learned", 6)).iterations[2:-2]
     assert all(0 < row["draft_duration"] < row["duration"] for row in rows)
@@ -113,7 +102,8 @@ def test_new_weights_for_the_drafter_change_what_is_drafted_and_not_what_is_said
     worse = greedy(engine, fixed("learned"))
     engine.update_draft_weights(good.items())
     assert texts(worse) == plain
-    assert accept_length(worse) < 2 < accept_length(greedy(engine, fixed("learned")))
+    assert accept_length(worse) < 2
+    assert accept_length(greedy(engine, fixed("learned"))) > 4.5
     assert engine.control.drafters["learned"].updates == before + 2
 
 

@@ -120,14 +120,6 @@ def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
 
 
-def test_a_policy_that_asks_for_more_than_the_engine_has_leaves_the_old_one_in_force(engine: Engine):
-    engine.set_policy(SUFFIX)
-    with pytest.raises(ConfigError, match="depths up to 6"):
-        engine.set_policy(fixed("suffix", 7))
-    rollout = engine.generate(requests(4, 40), rl_step=0, temperature=0.0)
-    assert any(row["drafter"] == "suffix" for row in rollout.iterations)
-
-
 def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: Engine):
     with pytest.raises(ConfigError, match="no learned drafter"):
         engine.update_draft_weights([])

@@ -358,17 +358,6 @@ def test_vllms_batch_sizes_end_with_the_largest():
     assert vllm_batches(272)[-2:] == (256, 272)
 
 
-def test_the_command_writes_arguments_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from tltlab.runtime.cli.export_policy import export_policy
-
-    table((1, 8), (5, 2), (17, 0)).write(tmp_path / "policy.json")
-    export_policy(str(tmp_path / "policy.json"), 32, False, tmp_path / "vllm.json", "Llama-3-8B", 64.0, 1, 1.0, True)
-    told = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "vllm.json").read_text()) == told["vllm"]
-    assert told["vllm"]["max_num_seqs"] == 32
-    assert 0 < told["predicted_graph_gib"] < 64
-
-
 def test_the_shape_of_a_model_comes_from_its_folder(tmp_path: Path):
     config = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 24}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))

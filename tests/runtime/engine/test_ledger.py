@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.engine.ledger import NO_CHOICE, Choice, Iteration, Ledger, Scheduled, Stopwatch
+from tltlab.runtime.engine.ledger import NO_CHOICE, Choice, Ledger, Scheduled, Stopwatch
 from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -99,23 +99,6 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
     }  # fmt: skip
 
 
-def test_nobody_pays_for_text_that_drafters_take_in_late():
-    engine = Engine()
-    engine.iterate(1.0)
-    what = engine.schedule(1)
-    engine.clock.now += 1.0
-    engine.ledger.sampled(engine.ledger.verified(what, [1, 1]))
-    since = engine.clock.now
-    engine.clock.now += 5.5
-    engine.ledger.drafted(since, 0.0, late_s=5.0)
-    engine.iterate(1.0)
-    engine.ledger.end()
-    assert [outcome.elapsed_s for _, outcome in engine.told] == [1.0, 1.5]
-    assert [(row["duration"], row["draft_duration"]) for row in engine.ledger.iterations] == [
-        (1.0, 0.0), (1.5, 0.5), (1.0, 0.0),
-    ]  # fmt: skip
-
-
 def test_time_in_which_nothing_ran_is_no_iterations():
     engine = Engine()
     engine.iterate(1.0)
@@ -193,11 +176,6 @@ def test_an_iteration_in_flight_when_a_rollout_begins_is_of_no_rollout():
     engine.ledger.sampled(engine.ledger.verified(stray, [0, 0]))
     engine.ledger.sampled(engine.ledger.verified(own, [1, 1]))
     assert [row["num_generated"] for row in engine.ledger.iterations] == [2]
-
-
-def test_an_iteration_that_prefilled_says_so():
-    iteration = Iteration(0, 0.0, 4, 0, 10, 3, NO_CHOICE, 0.0, duration_s=2.0)
-    assert iteration.outcome == StepOutcome(elapsed_s=2.0, batch=4, had_prefill=True)
 
 
 def test_a_stopwatch_counts_what_ran_inside_it():

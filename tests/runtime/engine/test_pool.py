@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import pytest
@@ -37,18 +36,6 @@ def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
         pool.observe("learned", [(KEY, 3, kept)])
 
 
-class Repeating(Sequence[int]):
-    """A response of the same four tokens over and over, `length` long."""
-
-    length = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return [5 + n % 4 for n in range(self.length)][index]
-
-
 def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stood_in_for():
     """Depth, proposal and verification of one iteration are three moments; the canary may trip at any of them."""
     drafters = pool()
@@ -56,7 +43,7 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
     control = Control(drafters)
     control.set_selector(Fixed(LEARNED))
     control.begin(0)
-    output = Repeating()
+    text, output = [5 + n % 4 for n in range(40)], list[int]()
     live = control.add("r", KEY, [1], output, 1000)
     depths, makers, draft = [], [], []
     for n in range(24):
@@ -67,7 +54,7 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
         if draft:
             makers.append(live.drafter)
         control.sampled(what, [1])
-        output.length += 9 if n == 0 else 1
+        output += text[len(output) :][: 9 if n == 0 else 1]
         (draft,) = control.drafts(["r"], [[7, 7, 7]], 0.0)
     assert makers == ["learned"] * 20 + ["ngram"] * 3
     assert depths == [3] * 21 + [0] * 3, "the workers' last draft is made while its first one is judged"

@@ -15,7 +15,7 @@ import pytest
 
 from tltlab.runtime.engine.control import Control, Live
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.runtime.engine.recording import LiveRecording, how_it_ended
 from tltlab.traces.trace import Trace, read
 
 from .asking import scheduled
@@ -165,15 +165,6 @@ def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: En
     assert trace.iterations["rl_step"].tolist() == [3, 7, 7, 7]
 
 
-def test_requests_that_are_under_way_at_the_end_are_aborted_ones(engine: Engine):
-    engine.serves()
-    engine.arrives()
-    engine.iterates(1.0)
-    trace = engine.trace()
-    assert trace.outcomes["finish_reason"].tolist() == ["stop", "abort"]
-    assert trace.outcomes["response_tokens"].tolist() == [1, 1]
-
-
 def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
     engine.serves(2)
     engine.arrives()
@@ -184,6 +175,12 @@ def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
         trace.manifest.notes or ""
     )
     assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
+
+
+def test_a_reason_that_nobody_knows_is_an_abort():
+    reasons = (None, "stop", "length", "repetition", "abort", "error", "of a later vLLM")
+    assert [how_it_ended(reason, 3) for reason in reasons] == ["stop", "stop", "length", "stop", *["abort"] * 3]
+    assert how_it_ended("stop", 0) == "abort"
 
 
 class Disk:
@@ -246,6 +243,7 @@ def test_a_trace_that_takes_too_long_to_make_is_not_waited_for(
 def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     engine.serves()
     engine.arrives()
+    engine.iterates(1.0)
     durable = engine.recording._durable
 
     class Interrupts:
@@ -256,7 +254,9 @@ def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypat
     with pytest.raises(KeyboardInterrupt):
         engine.recording.close()
     monkeypatch.setattr(engine.recording, "_durable", durable)
-    assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "abort"]
+    outcomes = engine.trace().outcomes
+    assert outcomes["finish_reason"].tolist() == ["stop", "abort"]
+    assert outcomes["response_tokens"].tolist() == [1, 1]
 
 
 def test_what_is_thrown_away_for_want_of_room_is_what_came_last(

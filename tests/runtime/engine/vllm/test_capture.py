@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedWay
 from tltlab.runtime.engine.vllm.row_store import RowStore
 from tltlab.strategy import Strategy
@@ -282,14 +279,6 @@ def test_an_eagle_drafter_is_shown_what_is_captured_and_an_eagle3_what_enters_it
         check(found, rollout, asked, target, aux_layers)
     assert any(s.first_position for s in rollouts[1][1]), "the test needs a cached prefix"
     assert all(s.num_rows == CONTEXT - 1 for s in rollouts[2][1])
-
-
-def test_a_sink_that_cannot_go_to_where_the_model_runs_is_refused():
-    elsewhere: Any = SimpleNamespace(
-        llm_engine=SimpleNamespace(engine_core=object(), vllm_config=SimpleNamespace(speculative_config=None))
-    )
-    with pytest.raises(ConfigError, match="process of its own, and the sink, which must go there, cannot"):
-        adapter.start_capture(elsewhere, lambda sequence: None, 1 << 20)
 
 
 class Stream:

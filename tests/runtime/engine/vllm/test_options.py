@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -121,11 +120,6 @@ def test_costs_to_compare_with_are_written_out(tmp_path: Path):
         assert Attachment.model_validate(told).control(overlapped=False).metrics().by == by
     with pytest.raises(ConfigError, match="base_s"):
         vllm_options("beg-mab", costs={"kind": "linear"})
-
-
-def test_options_survive_json():
-    options = vllm_options("beg-mab", worker=1, seed=5)
-    assert json.loads(json.dumps(options)) == options
 
 
 def test_what_vllm_cannot_run_is_refused():

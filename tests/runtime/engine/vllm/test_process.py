@@ -333,18 +333,13 @@ def test_a_server_that_is_told_to_end_leaves_a_valid_trace_of_what_it_did(served
     nameless, named = trace.outcomes.query("rl_step < 7"), trace.outcomes.query("prompt_id == 'p0'")
     assert named["rl_step"].tolist() == [7]
     assert trace.rl_steps[0] == 0
+    assert trace.iterations.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
     assert list(nameless["response_tokens"]) == [100] * 6
     assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
     assert [list(named["response_tokens"]), list(named["prompt_id"])] == [[10], ["p0"]]
     assert PROMPTS[0] in [list(prompt) for prompt in trace.tokens.query("rl_step == 7")["prompt_token_ids"]]
     assert trace.manifest.engine is not None
     assert trace.manifest.engine.startswith("vllm ")
-
-
-def test_the_policy_speculated_in_the_other_process(served: Served):
-    rows = tltlab.read(served.trace).iterations
-    assert rows["num_drafted"].sum() > 0
-    assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
 
 
 class Actor:

@@ -27,7 +27,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.runtime import serve_arguments, vllm_options
+from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
@@ -333,13 +333,6 @@ def test_frameworks_that_take_no_arguments_take_the_environment(
         found = attached(configured(random_model, "AsyncEngineArgs", seed=7, enable_prefix_caching=True))
         wanted = vllm_options(source, record=tmp_path / "x", seed=5, max_draft_depth=8)
         assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"] | {"numbered": True})
-
-
-def test_false_is_no_word_of_a_command_line():
-    options = vllm_options("beg-mab")
-    assert "--no-async-scheduling" in serve_arguments(options)
-    assert "async_scheduling" not in "".join(old_verl(options))
-    assert "--no-async-scheduling" in old_verl(vllm_options("beg-mab", for_="verl"))
 
 
 def functions(path: Path, *names: str, **beside: Any) -> list[Callable[..., Any]]:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -244,11 +243,6 @@ def test_whatever_requests_are_they_are_served_and_written_down(
         assert [key[:3] for key in sorted(keys)] == [(5, "p", n) for n in range(6)]
 
 
-@pytest.mark.parametrize("reason", [None, "stop", "length", "abort", "error", "repetition", "of a later vLLM"])
-def test_a_reason_that_nobody_knows_is_an_abort(reason: str | None):
-    assert recording_module.how_it_ended(reason, 3) in ("stop", "length", "abort")
-
-
 def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
     shutil.rmtree(f"{recorded.path}.recording")
     return "No such file"
@@ -293,37 +287,6 @@ def test_a_recording_in_trouble_ends_says_so_once_and_vllm_goes_on(
     assert re.search(why, said[0])
     recorded.scheduler.close_recording()
     assert not recorded.path.exists()
-
-
-def test_the_engine_does_not_wait_for_a_disk_that_hangs_and_what_waits_is_bounded(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    asked, answers = threading.Event(), threading.Event()
-    fsync = os.fsync
-
-    def hangs(descriptor: int) -> None:
-        asked.set()
-        answers.wait(500)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", hangs)
-    monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
-    monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
-    try:
-        recorded.answers()
-        assert asked.wait(300)
-        for _ in range(3):
-            recorded.answers()
-        assert not recorded.recording.ended
-        monkeypatch.setattr(LiveRecording, "most_bytes", 10_000)
-        recorded.answers()
-        assert recorded.recording.ended
-        assert len(recorded.recording._queue) == 0
-        recorded.answers()
-        assert not recorded.hooked
-    finally:
-        answers.set()
-    assert caplog.text.count("the disk does not keep up") == 1
 
 
 def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):

@@ -32,6 +32,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine
 LEARNED = Strategy.chain("learned", 4)
+HEAD = LearnedSpec(method="draft_model", model="the/target")
 
 
 @pytest.fixture
@@ -79,8 +80,7 @@ class Overlapped:
         self.scheduler = scheduled_by("policy_scheduler", engine)
         assert type(self.scheduler).__name__ == "AsyncPolicyScheduler"
         assert self.scheduler.control.overlapped
-        learned = LearnedSpec(method="draft_model", model="the/target")
-        self.scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
+        self.scheduler.control.drafters = DrafterPool({"learned": HEAD}, 4)
         self.scheduler.control.set_selector(selector, budget)
         self.scheduler.control.begin(3)
         self.flight: deque = deque()
@@ -271,12 +271,11 @@ def test_a_scheduler_that_does_not_fit_the_engine_is_refused(engine: Engine, asy
 
 def attached(*strategies: Strategy, depth: int = 4, selector: Any = None) -> dict[str, Any]:
     """The `additional_config` of a policy over `strategies`, in an engine that has a draft model too."""
-    learned = LearnedSpec(method="draft_model", model="the/target")
     attachment = Attachment(
         policy=Policy(
             selector=selector or TableSpec(rows=tuple(TableRow(min_batch=1, strategy=s) for s in strategies))
         ),
-        drafters={**DEFAULT_DRAFTERS, "learned": learned, "hybrid": HybridSpec()},
+        drafters={**DEFAULT_DRAFTERS, "learned": HEAD, "hybrid": HybridSpec()},
         max_draft_depth=depth,
     )
     return {"tltlab": attachment.model_dump(mode="json")}
@@ -378,17 +377,6 @@ def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):
     assert len(after.output) == 1
 
 
-@pytest.mark.parametrize("key", ["nonsense", [3, "a"], [3, "a", "first", 0], 7])
-def test_a_key_that_is_none_ends_no_engine(engine: Engine, key: object):
-    worker = Overlapped(engine, Told())
-    worker.add("a", 2, key=key)
-    (live,) = worker.scheduler.control.live.values()
-    assert live.key[0] == 3
-    assert live.key[1] not in ("a", "nonsense")
-    worker.schedule()
-    worker.finish(kept=0)
-
-
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     "part",
@@ -406,8 +394,7 @@ def test_whatever_of_ours_raises_is_said_once_and_the_engine_goes_on_without_dra
         pytest.skip("not called")
     scheduler = scheduled_by("policy_scheduler", engine, asynchronous=asynchronous)
     worker = Overlapped.of(scheduler)
-    learned = LearnedSpec(method="draft_model", model="the/target")
-    scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
+    scheduler.control.drafters = DrafterPool({"learned": HEAD}, 4)
     scheduler.control.set_selector(Fixed(LEARNED), OneEach())
     owner, name = part.split(".")
 
