@@ -245,7 +245,7 @@ class Engines:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = self.joining(init_info)
-        self._wait([(n, worker.weights.remote("init", (self.way, infos[n]))) for n, worker in self.workers.items()])
+        self.wait([(n, worker.weights.remote("init", (self.way, infos[n]))) for n, worker in self.workers.items()])
 
     def joining(self, init_info: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """What each engine is told: its ranks come after those of the one before in a group that all share."""
@@ -257,14 +257,14 @@ class Engines:
     def start_weight_update(self, memory: SharedMemory | None = None) -> None:
         """Who does not see the memory is sent what is in it."""
         place = None if memory is None else (memory.path, memory.token)
-        visibility = self._wait(self._ask("start", place))
+        visibility = self.wait(self._ask("start", place))
         self.far = {n for n, is_visible in visibility.items() if not is_visible}
 
     def update_weights(self, update_info: Any) -> None:
-        self._wait(self._ask("device", update_info))
+        self.wait(self._ask("device", update_info))
 
     def load(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> Calls:
-        """Begin to have a bucket loaded, which holds `data`; `loaded` waits for it."""
+        """Begin to have a bucket loaded, which holds `data`; `wait` waits for it."""
         if not self.far:
             return self._ask("bucket", bucket)
         import ray
@@ -275,16 +275,14 @@ class Engines:
             for n, worker in self.workers.items()
         ]
 
-    def loaded(self, calls: Calls) -> None:
-        self._wait(calls)
-
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._wait(self._ask("finish", self.version))
+        self.wait(self._ask("finish", self.version))
 
     def _ask(self, call: str, info: Any) -> Calls:
         return [(n, worker.weights.remote(call, info)) for n, worker in self.workers.items()]
 
-    def _wait(self, calls: Calls) -> dict[int, Any]:
+    def wait(self, calls: Calls) -> dict[int, Any]:
+        """By number what each call that did not fail returned."""
         import ray
         from ray.exceptions import RayError
 
@@ -334,7 +332,7 @@ class WeightSender:
         if self.home is not None and bucket is not None:
             engines.start_weight_update(self.home)
             if not engines.far:
-                engines.loaded(engines.load(bucket, self.home.memory.numpy()))
+                engines.wait(engines.load(bucket, self.home.memory.numpy()))
                 engines.finish_weight_update()
                 return
         if self._slots is None:
@@ -349,7 +347,7 @@ def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: E
     previous: Calls = []
     for bucket in slots.filled(weights):
         calls = engines.load(bucket, slots.bytes_of(bucket))
-        engines.loaded(previous)
+        engines.wait(previous)
         previous = calls
-    engines.loaded(previous)
+    engines.wait(previous)
     engines.finish_weight_update()

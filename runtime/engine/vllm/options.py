@@ -287,9 +287,7 @@ class Variables(FrozenModel):
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
         is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
         """
-        arguments = {
-            name: getattr(self.options, name) for name in EngineOptions.model_fields if name not in ("strict", "reload")
-        }
+        arguments = {name: value for name, value in self.options if name not in ("strict", "reload")}
         if arguments["async_scheduling"] is None:
             arguments["async_scheduling"] = async_scheduling
         if speculative and self.policy is not None:

@@ -372,15 +372,15 @@ def captured_graphs(worker: Any) -> CapturedGraphs:
     if dispatcher is not None:
         by_kind = {kind_of(mode.name): descs for mode, descs in dispatcher.get_capture_descs()}
         full = {(d.num_tokens, d.num_tokens // d.num_reqs - 1 if d.uniform else None) for d in by_kind.get("full", ())}
-        name, mode = "V1", dispatcher.cudagraph_mode
+        mode = dispatcher.cudagraph_mode
     else:
         manager = runner.cudagraph_manager
         by_kind = {kind_of(mode.name): descs for mode, descs in manager._capture_descs.items()}
         lengths = [(d.num_tokens, d.uniform_token_count) for d in by_kind.get("full", ())]
         full = {(tokens, None if each is None else each - 1) for tokens, each in lengths}
-        name, mode = "V2", manager.cudagraph_mode
+        mode = manager.cudagraph_mode
     return CapturedGraphs(
-        runner="V1" if name == "V1" else "V2",
+        runner="V2" if dispatcher is None else "V1",
         mode=mode.name,
         full=tuple(sorted(full, key=lambda graph: (graph[0], graph[1] or 0))),
         piecewise=tuple(sorted({d.num_tokens for d in by_kind.get("piecewise", ())})),
