@@ -6,7 +6,6 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,8 +35,7 @@ def training(seed: int) -> DrafterTraining:
     )
     weights = torch.randn(512, HIDDEN)
     target = FrozenTarget(embedding=weights, lm_head=weights)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return DrafterTraining(EagleHead(config), target, LossConfig(), OptimConfig(), device)
+    return DrafterTraining(EagleHead(config), target, LossConfig(), OptimConfig(), "cuda")
 
 
 def sequence() -> TrainingSequence:
@@ -46,8 +44,7 @@ def sequence() -> TrainingSequence:
 
 def member(rank: int, address: str, dies: bool, out: Any) -> None:
     try:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank)
         made = training(seed=rank)
         group = DrafterGroup.join(meeting(address, "term-1", TIMEOUT_S), rank, 2, TIMEOUT_S)
         made.share(group)
@@ -73,19 +70,19 @@ def member(rank: int, address: str, dies: bool, out: Any) -> None:
         out.put((rank, traceback.format_exc()))
 
 
-def run(work: Callable[..., None], *, dies: bool) -> dict[int, Any]:
+def run(*, dies: bool) -> dict[int, Any]:
     context, point = multiprocessing.get_context("spawn"), MeetingPoint()
     out = context.Queue()
-    processes = [context.Process(target=work, args=(rank, point.address, dies, out), daemon=True) for rank in range(2)]
+    members = [context.Process(target=member, args=(rank, point.address, dies, out), daemon=True) for rank in range(2)]
     try:
-        for process in processes:
+        for process in members:
             process.start()
         found = dict(out.get(timeout=240) for _ in range(1 if dies else 2))
-        for process in processes[: len(found)]:
+        for process in members[: len(found)]:
             process.join(30)
             assert process.exitcode == 0
     finally:
-        for process in processes:
+        for process in members:
             process.kill()
             process.join()
         point.close()
@@ -94,13 +91,13 @@ def run(work: Callable[..., None], *, dies: bool) -> dict[int, Any]:
 
 
 def test_else_members_with_a_gpu_each_would_exchange_through_the_host_or_end_with_different_drafters():
-    found = run(member, dies=False)
+    found = run(dies=False)
     assert not any(one["on_host"] for one in found.values())
     assert found[0]["sum"] == found[1]["sum"]
 
 
 def test_else_a_trainer_whose_peer_died_would_wait_in_nccl_for_ever_or_be_killed_by_its_watchdog():
-    found = run(member, dies=True)[0]
+    found = run(dies=True)[0]
     assert "died or hangs" in found["lost"]
     assert found["seconds"] < TIMEOUT_S + 5
     assert found["alone"] == 1

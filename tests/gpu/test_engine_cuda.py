@@ -103,15 +103,11 @@ def negated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: -value if name.endswith("norm.weight") else value for name, value in weights.items()}
 
 
-def runner_of(engine: Engine) -> Any:
-    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 def test_drafters_would_learn_from_other_states_if_capture_under_replayed_graphs_were_not_exact(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """Every captured row is, bit by bit, one that the engine computed logits from, where it computed them."""
-    model = runner_of(engine).model
+    model = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     compute: Callable[..., Any] = model.compute_logits
     seen: set[bytes] = set()
 

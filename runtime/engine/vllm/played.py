@@ -122,25 +122,25 @@ class _Clock:
 
     def _empty_us(self) -> float:
         """What a method that does nothing seems to take, at best."""
-        nothing = self.switching(lambda owner: None, "")
+        nothing = self.switching(lambda: None, "")
         least = math.inf
         for _ in range(200):
-            nothing(self)
+            nothing()
             least = min(least, self.us.pop(""))
         self.us.clear()
         return least
 
     def switching(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The method `inner`, while which `part` runs."""
+        """The function or method `inner`, while which `part` runs."""
 
-        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
             before = self.switch(part)
             try:
-                return inner(owner, *args, **kwargs)
+                return inner(*args, **kwargs)
             finally:
                 self.switch(before)
 
-        return method
+        return function
 
 
 def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
@@ -160,11 +160,7 @@ def _recorded(clock: _Clock, **arguments: Any) -> Any:
     scheduler = type("Stock", (Scheduler,), stock)(**arguments)
     record_only(scheduler)
     for name in WATCHED:
-        wrapped = getattr(scheduler, name)
-        timed = clock.switching(
-            lambda _, *args, _wrapped=wrapped, **kw: _wrapped(*args, **kw), _PARTS.get(name, _REQUESTS)
-        )
-        setattr(scheduler, name, partial(timed, None))
+        setattr(scheduler, name, clock.switching(getattr(scheduler, name), _PARTS.get(name, _REQUESTS)))
     return scheduler
 
 
@@ -216,8 +212,6 @@ class PlayedEngine:
             self.control.ledger.clock = lambda: self._now_s
             self.control.begin(0)
         self._runner = _capture(self.scheduler) if capture else None
-        # What stands around the runner's sampling.
-        self._sample = self.clock.switching(lambda runner: runner.sample_tokens(), _CAPTURED)
         for n in range(batch):
             # Ages are even, as in the middle of a rollout; a captured one begins at its beginning.
             self._add(0 if capture else n * world.response_tokens // batch)
@@ -301,7 +295,7 @@ class PlayedEngine:
         self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
         if self._runner is not None:
             self._runner.ran(output.num_scheduled_tokens)
-            self._call(us, self._sample, self._runner)
+            self._call(us, self.clock.switching(self._runner.sample_tokens, _CAPTURED))
         depth = output.num_spec_tokens_to_schedule
         learned = [self._learned(i, depth) if scheduler.num_spec_tokens else [] for i in ids]
         index = {name: n for n, name in enumerate(ids)}
