@@ -85,7 +85,7 @@ class SharedMemory:
         self._file = os.memfd_create(f"tltlab-weights-{self.token}")
         os.ftruncate(self._file, max(num_bytes, 1))
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.memory = _mapped(self._file)
+        self.memory = _map(self._file)
 
     def close(self) -> None:
         """Let go of the file; the memory ends with the last who maps it."""
@@ -191,7 +191,7 @@ class Mapped:
                 raise RunError(f"the weights in {bucket.path} are gone: their trainer has ended")
             file = os.open(bucket.path, os.O_RDWR)
             try:
-                self._memory, self._token = _mapped(file), bucket.token
+                self._memory, self._token = _map(file), bucket.token
             finally:
                 os.close(file)
         views = []
@@ -215,7 +215,7 @@ def visible(path: str, token: str) -> bool:
         return False
 
 
-def _mapped(file: int) -> Tensor:
+def _map(file: int) -> Tensor:
     # All pages at once: else each of 4 KiB is a fault of its own in the first update.
     memory = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     return torch.frombuffer(memory, dtype=torch.uint8)

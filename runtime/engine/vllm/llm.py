@@ -65,7 +65,7 @@ def start(
             args["compilation_config"] = {**planned["compilation_config"], **vllm_args["compilation_config"]}
         args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
         with uncompiled(on_cpu() and args["enforce_eager"]):
-            llm = _built(model, args, own_process)
+            llm = _build(model, args, own_process)
         config = llm.llm_engine.vllm_config
         # Asked for here: vLLM looks at its environment variable each time.
         return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
@@ -109,7 +109,7 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
+def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     import vllm
 
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:

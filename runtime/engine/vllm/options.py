@@ -211,7 +211,7 @@ def vllm_options(
         options["max_num_seqs"] = max_batch
         if chosen is not None:
             plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
-    return _written(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
+    return _options_for(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
 
 
 def file_to_reload(policy: object) -> str:
@@ -221,7 +221,7 @@ def file_to_reload(policy: object) -> str:
     return os.path.abspath(policy)
 
 
-def _written(options: dict[str, Any], program: Program) -> dict[str, Any]:
+def _options_for(options: dict[str, Any], program: Program) -> dict[str, Any]:
     """The same options as the program takes them."""
     if program in ("vllm serve", "verl"):
         return {

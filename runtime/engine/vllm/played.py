@@ -143,7 +143,7 @@ class _Clock:
         return function
 
 
-def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
+def _timed_class(scheduler_cls: Any, clock: _Clock) -> Any:
     """`scheduler_cls` with the clock switched wherever its methods and those of the class below call each other."""
     (stock_cls,) = scheduler_cls.__bases__
     hooks = [
@@ -154,7 +154,7 @@ def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
     return type("Timed", (scheduler_cls, type("Stock", (stock_cls,), stock)), ours)
 
 
-def _recorded(clock: _Clock, **arguments: Any) -> Any:
+def _recorded_scheduler(clock: _Clock, **arguments: Any) -> Any:
     """vLLM's own scheduler, recorded, with the clock switched wherever it and what is ours call each other."""
     stock = {name: clock.switching(getattr(Scheduler, name), _VLLM) for name in WATCHED}
     scheduler = type("Stock", (Scheduler,), stock)(**arguments)
@@ -197,7 +197,7 @@ class PlayedEngine:
         )
         config = world.config(options.get("speculative_config"))
         config.additional_config = options["additional_config"]
-        make = partial(_recorded, self.clock) if record else _timed(PolicyScheduler, self.clock)
+        make = partial(_recorded_scheduler, self.clock) if record else _timed_class(PolicyScheduler, self.clock)
         self.scheduler: Any = make(
             vllm_config=config,
             kv_cache_config=self._blocks(config),
@@ -259,7 +259,7 @@ class PlayedEngine:
         if len(timed) < _FEWEST:
             return None
         by_part = {part: np.array([row["us"][part] for row in timed]) for part in dict.fromkeys(_PARTS.values())}
-        ours = np.array([_ours(row) for row in timed])
+        ours = np.array([_own_us(row) for row in timed])
         index = [row["index_us"] for row in rows if row["index_us"]]
         self.scheduler.close_recording()
         return {
@@ -372,7 +372,7 @@ class PlayedEngine:
             del store.propose, store.add
 
 
-def _ours(row: dict[str, Any]) -> float:
+def _own_us(row: dict[str, Any]) -> float:
     return float(sum(us for part, us in row["us"].items() if part != _VLLM))
 
 
@@ -384,7 +384,7 @@ def _beyond_us(rows: Sequence[dict[str, Any]]) -> float:
         if row["index_us"]:
             index[row["strategy"]].append(sum(row["index_us"].values()))
         else:
-            plain[row["strategy"]].append(_ours(row))
+            plain[row["strategy"]].append(_own_us(row))
     strategies = plain.keys() & index.keys()
     if not strategies:
         return 0.0

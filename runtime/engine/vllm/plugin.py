@@ -74,7 +74,7 @@ def follow_variables() -> None:
             return make()
         # Several front ends of one server make the same configuration again for themselves.
         quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
-        return _followed(self, make, (lambda _: None) if quiet else _say)
+        return _configuration(self, make, (lambda _: None) if quiet else _say)
 
 
 def _say(line: str) -> None:
@@ -84,7 +84,7 @@ def _say(line: str) -> None:
             print(f"tltlab: {line}", file=sys.stderr, flush=True)
 
 
-def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
+def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
     """The configuration that `make` makes of the arguments, with what the environment asks for as far as it goes."""
     environments = [dict(os.environ)]
     if os.environ.get(POLICY) and os.environ.get(RECORD):

@@ -130,9 +130,9 @@ class PolicyScheduler(Scheduler):
         continues = request.request_id in self.requests
         super().add_request(request)
         if not continues:
-            self._ours(self._came, request)
+            self._ours(self._enter, request)
 
-    def _came(self, request: Request) -> None:
+    def _enter(self, request: Request) -> None:
         if (live := self.watch.came(request)) is not None:
             self.capture.enter(request.request_id, live)
 
@@ -140,9 +140,9 @@ class PolicyScheduler(Scheduler):
         # A streaming session's next input: the output so far becomes prompt, and the request a turn of its own.
         before = self._ours(self.watch.left, session)
         super()._update_request_as_session(session, update)
-        self._ours(self._continues, session, before)
+        self._ours(self._enter_turn, session, before)
 
-    def _continues(self, session: Request, before: Live | None) -> None:
+    def _enter_turn(self, session: Request, before: Live | None) -> None:
         if (live := self.watch.continues(session, before)) is not None:
             self.capture.enter(session.request_id, live)
 
@@ -175,12 +175,12 @@ class PolicyScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
         if scheduler_output.num_scheduled_tokens:
-            self._ours(self._scheduled, scheduler_output)
+            self._ours(self._note_iteration, scheduler_output)
             if self.control.steers:
                 scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
         super()._update_after_schedule(scheduler_output)
 
-    def _scheduled(self, scheduler_output: SchedulerOutput) -> None:
+    def _note_iteration(self, scheduler_output: SchedulerOutput) -> None:
         with self.control.inside:
             work = self.watch.scheduled(scheduler_output)
         if self.control.steers:
@@ -190,14 +190,14 @@ class PolicyScheduler(Scheduler):
         self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        self._ours(self._back, scheduler_output, model_runner_output)
+        self._ours(self._take_outcome, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._ours(self.watch.landed)
         if not self.requests:
             self._due_ids = None
         return outputs
 
-    def _back(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
+    def _take_outcome(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
         work = self.watch.back(scheduler_output, model_runner_output)
         if work is None:
             return
@@ -248,13 +248,13 @@ class PolicyScheduler(Scheduler):
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._ours(self._leaves, request)
+        self._ours(self._leave, request)
         freed = super()._free_request(request, *args, **kwargs)
         if not self.requests:
             self._ours(self.capture.idle)
         return freed
 
-    def _leaves(self, request: Request) -> None:
+    def _leave(self, request: Request) -> None:
         if (live := self.watch.left(request)) is not None:
             self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
 

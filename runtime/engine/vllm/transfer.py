@@ -147,12 +147,12 @@ class DeviceSender:
         members = tuple(worker._actor_id for worker in engines.workers.values())
         if members != self._members:
             # Left as it is where it is an older group: what ends it waits for its members, who may be dead.
-            self._sender = self._joined(engines)
+            self._sender = self._join(engines)
             self._members = members
         self._sender.client = engines
         self._sender.send_weights()
 
-    def _joined(self, engines: Engines) -> Any:
+    def _join(self, engines: Engines) -> Any:
         with starting():
             if without := missing("weights over NCCL and IPC"):
                 raise RunError(f"{without}: set cluster.weights to host")

@@ -301,7 +301,7 @@ class _RecordOnly:
     def __init__(self, watch: Watch, recording: LiveRecording) -> None:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
         self._goes_on = False
-        self._last_turn: Live | None = None
+        self._turn: Live | None = None
         # Of each method what stood for it in the scheduler itself, None for its class's, and what does now.
         self._wrapped: dict[str, tuple[Any, Any]] = {}
 
@@ -309,13 +309,10 @@ class _RecordOnly:
         """Wrap them; where that fails the recording ends and they are as they were."""
         watch = self._watch
         around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
-            "add_request": (self._adds, self._added),
-            "_update_request_as_session": (
-                self._turns,
-                lambda session, *_: watch.continues(session, self._last_turn),
-            ),
+            "add_request": (self._before_add, self._after_add),
+            "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continues(session, self._turn)),
             "schedule": (lambda *_: watch.control.iteration_starts(), None),
-            "_update_after_schedule": (self._scheduled, None),
+            "_update_after_schedule": (self._note_iteration, None),
             "update_from_output": (watch.back, lambda *_: watch.landed()),
             "update_draft_token_ids": (watch.drafted, None),
             "_free_request": (lambda request, *_: watch.left(request), None),
@@ -335,17 +332,17 @@ class _RecordOnly:
         self._recording.close()
         self._scheduler.__dict__.pop("close_recording", None)
 
-    def _adds(self, request: Request) -> None:
+    def _before_add(self, request: Request) -> None:
         self._goes_on = request.request_id in self._scheduler.requests
 
-    def _added(self, request: Request) -> None:
+    def _after_add(self, request: Request) -> None:
         if not self._goes_on:
             self._watch.came(request)
 
-    def _turns(self, session: Request, *_: Any) -> None:
-        self._last_turn = self._watch.left(session)
+    def _before_turn(self, session: Request, *_: Any) -> None:
+        self._turn = self._watch.left(session)
 
-    def _scheduled(self, output: SchedulerOutput) -> None:
+    def _note_iteration(self, output: SchedulerOutput) -> None:
         if output.num_scheduled_tokens:
             with self._watch.control.inside:
                 work = self._watch.scheduled(output)
