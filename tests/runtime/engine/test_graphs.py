@@ -317,14 +317,6 @@ def test_trees_are_refused():
         plan_graphs(policy, 8)
 
 
-def test_asking_for_more_sizes_leaves_no_batch_without_a_full_graph():
-    policy = table((1, 8), (5, 4), (17, 2), (33, 0))
-    assert plan_graphs(policy, 64).without_full_graph()
-    filled = plan_graphs(policy, 64, fill=True)
-    assert not filled.without_full_graph()
-    assert set(plan_graphs(policy, 64).asked) < set(filled.asked)
-
-
 def test_memory_beyond_the_cap_is_refused_with_the_numbers():
     plan = plan_graphs(table((1, 8), (5, 2), (17, 0)), 32)
     needed = memory_bytes(POOL, plan)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.ledger import NO_CHOICE, Choice, Ledger, Scheduled, Stopwatch
 from tltlab.state import StepOutcome
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 
 from .asking import scheduled
 
@@ -110,17 +110,6 @@ def test_time_in_which_nothing_ran_is_no_iterations():
     engine.iterate()
     engine.ledger.end()
     assert [told.strategy.draft_depth for told, _ in engine.told] == [1]
-
-
-def test_an_iteration_nobody_chose_for_is_told_to_nobody():
-    engine = Engine()
-    engine.ledger.start()
-    what = scheduled("a")
-    assert engine.ledger.schedule(what) == NO_SPECULATION
-    engine.ledger.sampled(engine.ledger.verified(what, [1]))
-    engine.ledger.end()
-    assert engine.told == engine.ledger.decisions == []
-    assert len(engine.ledger.iterations) == 1
 
 
 def test_outcomes_are_told_outside_of_rollouts_too_but_leave_no_rows():
