@@ -32,11 +32,6 @@ def greedy(engine: Engine, policy: Policy | None, tokens: int = 60) -> Rollout:
     return engine.generate(requests(tokens), rl_step=0, temperature=0.0)
 
 
-def show(engine: Engine, rollout: Rollout) -> None:
-    """Let the drafters in use see these responses."""
-    engine.remember([((0, r.key[1], 7, 0), [1, 4 + n, 5, 6], r.token_ids) for n, r in enumerate(rollout.responses)])
-
-
 def test_every_drafter_leaves_greedy_tokens_as_they_are(engine: Engine):
     plain = texts(greedy(engine, None))
     for name, depth in (("ngram", 2), ("ngram", 4), ("suffix", 4), ("learned", 4), ("hybrid", 4)):
@@ -55,7 +50,7 @@ def test_a_bandits_choice_follows_the_better_arm(engine: Engine, monkeypatch: py
     policy = Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), epsilon=0.05))
     plain = greedy(engine, None, tokens=200)
     engine.set_policy(policy)
-    show(engine, plain)
+    engine.remember([((0, r.key[1], 7, 0), [1, 4 + n, 5, 6], r.token_ids) for n, r in enumerate(plain.responses)])
     chosen: Counter[str] = Counter()
     rewards: dict[str, list[float]] = {}
     for rl_step in range(1, 4):

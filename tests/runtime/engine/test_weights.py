@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tltlab.errors import RunError
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.weights import Engines, Home, Mapped, Slots, TensorMeta, WeightBucket
+from tltlab.runtime.engine.weights import Engines, Home, Mapped, Slots, WeightBucket
 from tltlab.runtime.trainer.model import WholeTensors
 
 KIB = 1 << 10
@@ -36,13 +36,9 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def metas(weights: dict[str, torch.Tensor]) -> list[TensorMeta]:
-    return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
-
-
 @pytest.fixture
 def slots() -> Iterator[Slots]:
-    slots = Slots.fit(metas(tensors()), bucket_bytes=KIB)
+    slots = Slots.fit(tensors().values(), bucket_bytes=KIB)
     yield slots
     slots.close()
 

@@ -73,10 +73,6 @@ def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         llm.llm_engine.engine_core.shutdown()
 
 
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 class Recorded:
     """The engine's own scheduler, recorded to another place."""
 
@@ -84,7 +80,7 @@ class Recorded:
         from tltlab.runtime.engine.vllm.watch import record_only
 
         self.llm, self.path = llm, path
-        self.scheduler = scheduler_of(llm)
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         if hasattr(self.scheduler, "close_recording"):
             self.scheduler.close_recording()
         config = self.scheduler.vllm_config
