@@ -27,9 +27,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, ResponseTokens
-from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
+from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, Rollout
 from .graphs import CapturedGraphs, GraphPlan
-from .recording import how_it_ended
 from .seat import PolicyFailed
 
 ASK_EVERY_S = 1.0
@@ -218,7 +217,7 @@ class Engine:
         if engine.has_unfinished_requests():
             adapter.abort_all(self.llm)
         defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-        params = [_params(request, defaults) for request in requests]
+        params = [adapter.sampling_params(request, defaults) for request in requests]
         inside_s, deciding_s, drafting_s = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
@@ -229,7 +228,7 @@ class Engine:
         failure: Exception | None = None
         try:
             for (name, request), settings in zip(names.items(), params, strict=True):
-                adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
+                adapter.add_request(self.llm, name, request, settings)
             with adapter.running(self.llm):
                 while (engine.has_unfinished_requests() or (follow_ups is not None and follow_ups.pending)) and (
                     self.own_process or not self.control.failure
@@ -246,7 +245,8 @@ class Engine:
                         for follow_up in follow_ups.ready(lambda: time.perf_counter() - start, wait_for_one=idle):
                             request, name = follow_up.request, f"{rl_step}.{len(names)}"
                             names[name], turns[name] = request, follow_up
-                            adapter.add_request(self.llm, name, request.prompt_token_ids, _params(request, defaults))
+                            settings = adapter.sampling_params(request, defaults)
+                            adapter.add_request(self.llm, name, request, settings)
                     self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
                     if until is not None and until(ended):
                         stop_s = time.perf_counter() - start
@@ -264,9 +264,8 @@ class Engine:
         except Exception as error:  # whatever an engine dies of, what came back whole is handed over
             failure, first_token_s = error, {}
         duration_s = time.perf_counter() - start
-        responses = [
-            _response(names[name], *outputs[name], first_token_s, turns.get(name)) for name in names if name in outputs
-        ]
+        whole = [name for name in names if name in outputs]
+        responses = [adapter.response(names[name], *outputs[name], first_token_s, turns.get(name)) for name in whole]
         lost = [request.key for name, request in names.items() if name not in outputs]
         if failure is not None or lost:
             why = f": {type(failure).__name__}: {failure}" if failure is not None else ""
@@ -377,8 +376,7 @@ class Engine:
     def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
         """Go back to a `snapshot`, with nothing cached."""
         self._call("set_rng_state", state[0])
-        self._call("load_state_dict", state[1])
-        self.llm.reset_prefix_cache()
+        self.load_state_dict(state[1])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones.
@@ -462,28 +460,3 @@ class Engine:
 def capture_room(engines: int = 1) -> int:
     """Bytes of hidden states that running requests may hold in each of a machine's engines: `CAPTURE_SHARE` in all."""
     return int(CAPTURE_SHARE * (available_memory() or UNKNOWN_MEMORY) / engines)
-
-
-def _params(request: GenerationRequest, defaults: Mapping[str, float]) -> Any:
-    """The request's sampling settings for vLLM: its own, else the `defaults`."""
-    of_request = {name: value for name in defaults if (value := getattr(request, name)) is not None}
-    limits: dict[str, Any] = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
-    if request.stop_token_ids:
-        limits["stop_token_ids"] = list(request.stop_token_ids)
-    return adapter.sampling_params(request.key, **{**defaults, **of_request}, **limits)
-
-
-def _response(
-    request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float], turn: FollowUp | None = None
-) -> GenerationResponse:
-    return GenerationResponse(
-        key=request.key,
-        token_ids=list(output.token_ids),
-        logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
-        finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
-        t_first_token=first.get(request.key, t_finish),
-        t_finish=t_finish,
-        t_submit=0.0 if turn is None else turn.submit_s,
-        tool_s=None if turn is None else turn.tool_s,
-        observed=() if turn is None else turn.observed,
-    )

@@ -52,15 +52,7 @@ def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
 
 
 _BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
-
-
-def brings_weights(method: str) -> bool:
-    """Whether a method of vLLM's workers, by its name, brings new weights, or ends an update that did.
-
-    >>> [brings_weights(f"{name}_weights") for name in ("update", "reload", "start", "init", "compute")]
-    [True, True, False, False, False]
-    """
-    return _BRINGS_WEIGHTS.search(method) is not None
+"""Methods of vLLM's workers that bring new weights, or end an update that did: `reload_weights`, not `init_weights`."""
 
 
 class Grouping:
@@ -237,7 +229,7 @@ class LiveRecording:
         """
         if method == "start_draft_weight_update":
             self._updates_drafter = True
-        if method is not None and (self._updates_drafter or not brings_weights(method)):
+        if method is not None and (self._updates_drafter or not _BRINGS_WEIGHTS.search(method)):
             self._updates_drafter &= method != "finish_weight_update"
             return
         lives = self.control.live.values()

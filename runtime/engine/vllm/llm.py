@@ -16,6 +16,8 @@ import torch
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
+from tltlab.runtime.engine.recording import how_it_ended
 from tltlab.runtime.engine.weights import Slots
 
 from . import capture, on_cpu, starting, uncompiled
@@ -217,35 +219,56 @@ def client_errors() -> tuple[type[Exception], ...]:
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
-def sampling_params(key: Key, **settings: Any) -> Any:
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -> Any:
     """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
 
-    `settings` have vLLM's names; ConfigError for what vLLM refuses.
+    They are its own, else the `defaults`, by vLLM's names. ConfigError for what vLLM refuses.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    of_request: dict[str, Any] = {name: value for name in defaults if (value := getattr(request, name)) is not None}
+    if request.stop_token_ids:
+        of_request["stop_token_ids"] = list(request.stop_token_ids)
     try:
         return SamplingParams(
-            **settings,
+            **{**defaults, **of_request},
+            max_tokens=request.max_response_tokens,
+            ignore_eos=request.ignore_eos,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"tltlab": list(key)},
+            extra_args={"tltlab": list(request.key)},
         )
     except client_errors() as error:
-        raise ConfigError(f"request {key}: {error}") from error
+        raise ConfigError(f"request {request.key}: {error}") from error
 
 
-def add_request(llm: Any, name: str, prompt_token_ids: list[int], params: Any) -> None:
+def response(
+    request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float], turn: FollowUp | None = None
+) -> GenerationResponse:
+    """What came back of a request, the `turn` of a conversation if it is not the first."""
+    return GenerationResponse(
+        key=request.key,
+        token_ids=list(output.token_ids),
+        logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
+        finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
+        t_first_token=first.get(request.key, t_finish),
+        t_finish=t_finish,
+        t_submit=0.0 if turn is None else turn.submit_s,
+        tool_s=None if turn is None else turn.tool_s,
+        observed=() if turn is None else turn.observed,
+    )
+
+
+def add_request(llm: Any, name: str, request: GenerationRequest, params: Any) -> None:
     """Hand a request to the engine; ConfigError where vLLM refuses it, and then nothing is left running."""
     try:
-        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt_token_ids}, params)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)
     except client_errors() as error:
         abort_all(llm)
-        key = tuple(params.extra_args["tltlab"])
-        raise ConfigError(f"request {key}: {error}") from error
+        raise ConfigError(f"request {request.key}: {error}") from error
 
 
 def abort_all(llm: Any) -> dict[str, Any]:

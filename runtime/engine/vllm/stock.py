@@ -14,11 +14,11 @@ from typing import Any
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import load_policy
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import on_cpu, replaced, starting, uncompiled
-from .llm import add_request, client_errors, engine_arguments, running, sampling_params, scheduler_of
+from .llm import add_request, client_errors, engine_arguments, response, running, sampling_params, scheduler_of
 from .options import vllm_options
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
@@ -79,9 +79,7 @@ class PlainStock:
         for number, request in enumerate(requests):
             name = f"{rl_step}.{number}"
             names[name] = request
-            limits = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
-            settings = sampling_params(request.key, temperature=temperature, **limits)
-            add_request(self.llm, name, request.prompt_token_ids, settings)
+            add_request(self.llm, name, request, sampling_params(request, {"temperature": temperature}))
         rows: list[dict[str, Any]] = []
         prefilling = True
         since = start
@@ -91,15 +89,8 @@ class PlainStock:
                 outputs = engine.step()
                 now = time.perf_counter()
                 for output in outputs:
-                    ended = output.outputs[0]
-                    responses[output.request_id] = GenerationResponse(
-                        key=names[output.request_id].key,
-                        token_ids=list(ended.token_ids),
-                        logprobs=list(ended.logprobs.logprobs),
-                        finish_reason=str(ended.finish_reason),
-                        t_first_token=now - start,
-                        t_finish=now - start,
-                    )
+                    request = names[output.request_id]
+                    responses[output.request_id] = response(request, output.outputs[0], now - start, {})
                 rows.append(
                     {
                         "iteration": len(rows),

@@ -387,11 +387,7 @@ class _RecordOnly:
         attributes.pop("new_weights", None)
 
 
-@cache
-def _chain(method: str, depth: int) -> Strategy:
-    return Strategy.chain(method, depth)
-
-
+_chain = cache(Strategy.chain)
 _all_tokens = attrgetter("_all_token_ids")
 
 
