@@ -319,7 +319,7 @@ def plan_graphs(
             )
     specs = DEFAULT_DRAFTERS | policy.drafters
     named = dict.fromkeys(s.drafter for s in strategies if s.speculates)
-    drafters = tuple(dict.fromkeys(part for name in named for part in _parts(specs, name)))
+    drafters = tuple(dict.fromkeys(part for name in named for part in parts_of(specs, name)))
     batches = vllm_batches(max_batch, spacing)
     plan = GraphPlan(
         max_num_seqs=max_batch,
@@ -428,7 +428,8 @@ def _graphs(policy: Policy, max_batch: int, batches: Sequence[int], *, plain: bo
     return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs} | also))
 
 
-def _parts(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
+def parts_of(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
+    """The drafters that one of this name asks: the two of a hybrid, else itself."""
     spec = specs.get(name)
     return (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,)
 

@@ -14,12 +14,12 @@ from pydantic import Field
 from tltlab.config import FrozenModel, faults_in, shown
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, check_sampled_drafts
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_sampled_drafts
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
+from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
 from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
@@ -77,12 +77,9 @@ class Attachment(FrozenModel):
     @property
     def learned(self) -> LearnedSpec | None:
         """The learned drafter that the policy may ask, by itself or in a hybrid."""
-        names = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
-        for spec in filter(None, map(self.specs.get, names)):
-            parts = map(self.specs.get, (spec.first, spec.otherwise)) if isinstance(spec, HybridSpec) else (spec,)
-            if part_of_it := next((part for part in parts if isinstance(part, LearnedSpec)), None):
-                return part_of_it
-        return None
+        strategies = self.policy.strategies if self.policy is not None else ()
+        names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
+        return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""

@@ -147,11 +147,9 @@ class StockEngine:
         with starting(), uncompiled(cpu):
             # A process of its own gives all of a device's memory back when it ends.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
-            import vllm
-
             try:
-                self._llm = vllm.LLM(
-                    model=str(target),
+                self._llm = stock_llm(
+                    str(target),
                     max_model_len=max_model_len,
                     speculative_config={"method": method, "model": str(drafter), "num_speculative_tokens": depth},
                     disable_log_stats=False,
