@@ -24,7 +24,7 @@ from tltlab.runtime.engine.graphs import (
 )
 
 from .gpus import bundles_of
-from .memory import batched_tokens, requests_per_engine, shape_of, vllm_batch
+from .memory import requests_per_engine, shape_of, vllm_batch
 from .recipe import Recipe
 
 _HOPPER = ("H100", "H200")
@@ -128,7 +128,7 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
         runner="V2" if len(learned) == len(needed) else "V1",
         # A draft model of many layers loses more by drafting without graphs than the target wins.
         any_lengths=(gpu is None or gpu.name in _HOPPER) and all(spec.method != "draft_model" for spec in learned),
-        max_tokens=batched_tokens(recipe),
+        max_tokens=recipe.rollout.batched_tokens,
     )
     try:
         shape = shape_of(recipe.model)

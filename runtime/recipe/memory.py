@@ -255,7 +255,7 @@ def engine_memory(sizes: MemoryInputs) -> EngineMemory:
         parts.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
     if sizes.on_gpu:
         parts.add("engine runtime", CONTEXT_BYTES, "flat: context, communication")
-        batched = batched_tokens(recipe)
+        batched = recipe.rollout.batched_tokens
         layer = value * batched * (3 * shape.intermediate / tp + 4 * shape.hidden)
         rows = max(sizes.max_num_seqs, sizes.drafted_rows)
         # bfloat16, float32, its log-softmax and its softmax.
@@ -316,9 +316,8 @@ def _engine_host(sizes: MemoryInputs, parts: Holdings) -> None:
     parts.add("captured states", captured, formula, device="host")
     if sizes.on_gpu:
         formula = "2 x hidden states of max_num_batched_tokens, pinned"
-        parts.add(
-            "captured states, on their way", 2 * batched_tokens(recipe) * (sizes.row_bytes + 8), formula, device="host"
-        )
+        moving = 2 * recipe.rollout.batched_tokens * (sizes.row_bytes + 8)
+        parts.add("captured states, on their way", moving, formula, device="host")
     parts.add("fed states", 2 * tokens * sizes.row_bytes, "a response's states, sent and received", device="host")
 
 
@@ -486,11 +485,6 @@ def value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
     if dtype in (None, "auto"):
         return 2 if on_gpu else 4
     return 4 if dtype == "float32" else 2
-
-
-def batched_tokens(recipe: Recipe) -> int:
-    """Of an iteration; by default vLLM's least for an engine in a program of one's own (`get_batch_defaults`)."""
-    return int(recipe.rollout.vllm.get("max_num_batched_tokens") or 8192)
 
 
 def vllm_batch(gpu: Gpu | None) -> int:

@@ -172,6 +172,11 @@ class RolloutConfig(FiniteModel):
         refuse(vllm_arguments(vllm), ValueError)
         return vllm
 
+    @property
+    def batched_tokens(self) -> int:
+        """Of an iteration; by default vLLM's least for an engine in a program of one's own (`get_batch_defaults`)."""
+        return int(self.vllm.get("max_num_batched_tokens") or 8192)
+
 
 class TrainConfig(FiniteModel):
     """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
