@@ -51,7 +51,7 @@ batches = [1, 2, 4, 8, 16]
 speeds = {}
 for depth in (0, 2, 4, 8):
     strategy = Strategy.chain("ngram", depth)
-    gained = [1.0 if depth == 0 else float(acceptance.at(b).survival(strategy).sum()) + 1.0 for b in batches]
+    gained = [1.0 if depth == 0 else float(acceptance.at(b).curve(strategy).sum()) + 1.0 for b in batches]
     speeds[str(strategy)] = (
         batches,
         [b * a / costs.iteration(strategy).seconds(b, 60.0 * b) for b, a in zip(batches, gained, strict=True)],

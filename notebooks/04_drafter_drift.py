@@ -73,7 +73,7 @@ chain = Strategy.chain("learned", 4)
 
 
 def tokens_per_pass(state):
-    return 1.0 + float(drafting.at_freshness(state).survival(chain).sum())
+    return 1.0 + float(drafting.at_freshness(state).curve(chain).sum())
 
 
 ages = list(range(0, 31, 2))
