@@ -3,17 +3,21 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-gpu check setup clean
+.PHONY: demo test quick test-gpu check setup clean
 
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
-# In two processes: first what starts no engine (run that line after every change), then engines, Ray and trainers. What
-# fails runs once more by itself, and both are on the screen: hundreds of tests are of processes, sockets and deadlines.
+# First what starts no engine (run that line after every change), beside lint and types; then engines, Ray and trainers,
+# three at a time on two cores, since they wait a third of the time. What fails runs once more by itself, and both are on
+# the screen: hundreds of tests are of processes, sockets and deadlines.
 AGAIN := $(BIN)/pytest --last-failed --last-failed-no-failures none
-test: setup check
+test: setup
+	$(MAKE) -j 2 check quick
+	$(BIN)/pytest -n 3 -m engine || $(AGAIN) -m engine
+
+quick: setup
 	$(BIN)/pytest -n 2 -m "not engine" || $(AGAIN) -m "not engine"
-	$(BIN)/pytest -n 2 -m engine || $(AGAIN) -m engine
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.

@@ -1,6 +1,6 @@
 """Property tests draw the same few examples in every run; `TLTLAB_FUZZ=1` draws new ones, and ten times as many.
 
-With `pytest -n 2` two processes take a file at a time, those that start engines first, and of these the ones that share
+With `pytest -n 2` processes take a file at a time, those that start engines first, and of these the ones that share
 a process's Ray: what is left for the end is short. A file's fixtures are made once, in the process that has the file.
 """
 
