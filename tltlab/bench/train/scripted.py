@@ -297,7 +297,7 @@ class ScriptedPool(WorkerPool):
     case: DriverCase
     num_words: int
 
-    async def _begin(self, n: int) -> None:
+    async def _start_worker(self, n: int) -> None:
         self.handles[n] = ScriptedActor(ScriptedWorker(n, self.case, self.num_words), self.meter, "worker")
         self._workers[n].alive = True
 
