@@ -287,3 +287,11 @@ def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
         batch.advance(regimes.at(tree, 1), 1, np.inf)
     with pytest.raises(ConfigError, match="refresh"):
         Rates(model=CURVES, costs=COSTS, refresh=0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_same_seed_gives_the_same_run_and_another_one_another(sampled: bool) -> None:
+    requests = requests_of([30, 700, 90, 210], group=4)
+    runs = [run(requests, Rates(model=CURVES, costs=COSTS, seed=s, sampled=sampled), CHAINS[0]) for s in (1, 1, 2)]
+    assert runs[0].finish_s.tolist() == runs[1].finish_s.tolist()
+    assert runs[0].finish_s.tolist() != runs[2].finish_s.tolist()
