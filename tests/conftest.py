@@ -50,8 +50,9 @@ ONE_ENGINE = {
 """Their tests share two engines (`tests/runtime/engine/conftest.py`), so they run in one process."""
 
 LONGEST = {
-    "test_demo.py", "test_process.py", "test_run.py", "test_experiments_real.py", "test_faults.py", "test_kinds.py",
-    "test_notebooks.py",
+    "test_audit.py", "test_demo.py", "test_experiments_real.py", "test_faults.py", "test_kinds.py", "test_mtp.py",
+    "test_notebooks.py", "test_own_process.py", "test_placement.py", "test_process.py", "test_run.py",
+    "test_tensor_parallel.py", "test_v2_runner.py",
 }  # fmt: skip
 """What takes long begins first, so that no process is left with it at the end."""
 
