@@ -276,7 +276,7 @@ def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Corners of the lower convex envelope of points and the origin, from x = 0 to the largest x; y >= 0.
 
     >>> [corner.tolist() for corner in envelope(np.array([1.0, 2.0, 4.0]), np.array([0.25, 0.6, 1.0]))]
-    [[0.0, 1.0, 4.0], [0.0, 0.25, 1.0]]
+    [[0.0, 4.0], [0.0, 1.0]]
     """
     corners = [(0.0, 0.0)]
     for i in np.lexsort((y, x)):

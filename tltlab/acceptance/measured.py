@@ -82,7 +82,9 @@ class FittedAcceptance(AcceptanceModel):
     as deep (by .5 % there, while from depth 1 it is 12 %). `outside` tells copies at depths that were not measured.
     Tokens drafted scale with the depth.
 
-    >>> FittedAcceptance(drafters_by_depth={"ngram": {2: FittedDepth(accepted=(0.5, 0.2, 0.3), drafted=1.0)}})
+    >>> depth = FittedDepth(accepted=(0.5, 0.2, 0.3), drafted=1.0)
+    >>> FittedAcceptance(drafters_by_depth={"ngram": {2: depth}}).curve(Strategy.chain("ngram", 2)).tolist()
+    [0.5, 0.3]
     """
 
     kind: Literal["fitted"] = "fitted"

@@ -75,6 +75,7 @@ class TreeAcceptance(AcceptanceModel):
     def outside(self, strategy: Strategy) -> list[str]:
         """Names of the settings that lie outside what was measured; all of them where nothing is known.
 
+        >>> from tltlab.acceptance.load import load_acceptance
         >>> load_acceptance("tlt-qwen2.5-32b").outside(Strategy("eagle", 8, 8, 256))
         ['tokens_to_verify']
         """

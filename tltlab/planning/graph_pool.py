@@ -136,6 +136,8 @@ def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int]) -> CapturePla
     counts the remaining requests: a policy that never speculates has the target's plain graphs alone. Iterations in
     which a hold keeps the other side of the threshold run without a graph.
 
+    >>> from tltlab.policies.policy import Activation
+    >>> from tltlab.policies.specs import FixedSpec
     >>> tree = FixedSpec(strategy=Strategy("learned", 8, 4, 48))
     >>> policy = Policy(selector=tree, activation=Activation(max_requests=2))
     >>> plan_for(policy, 8, (1, 2, 4, 8)).target_graphs

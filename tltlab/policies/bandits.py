@@ -147,7 +147,7 @@ class Hedge(Selector):
     >>> hedge.observe(hedge.strategies[0], StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,),
     ...               scored={hedge.strategies[0]: 1.0, hedge.strategies[1]: 3.0}))
     >>> hedge.losses_, [round(p, 3) for p in hedge.chances]
-    ([0.75, 0.25], [0.236, 0.764])
+    ([0.75, 0.25], [0.303, 0.697])
     """
 
     full_information = True
