@@ -118,9 +118,10 @@ def test_drift_over_rl_steps_does_not_count_as_prompt_share():
     assert metrics.prompt_share(rollout([1.0] * 8, tokens=tokens, prompts=groups, rl_step=steps)) == 0.0
 
 
-def test_generated_traces_have_the_prompt_share_and_lengths_asked_for():
-    trace = log_normal(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=0.5, cap=10**6)
-    assert metrics.prompt_share(trace) == pytest.approx(0.5, abs=0.04)
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+def test_generated_traces_have_the_prompt_share_and_lengths_asked_for(share):
+    trace = log_normal(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=share, cap=10**6)
+    assert metrics.prompt_share(trace) == pytest.approx(share, abs=0.04)
     logs = np.log(trace.outcomes["response_tokens"])
     assert np.exp(logs.median()) == pytest.approx(500, rel=0.1)
     assert logs.std() == pytest.approx(0.8, rel=0.1)
