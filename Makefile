@@ -8,13 +8,13 @@ export HF_HUB_OFFLINE ?= 1
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
-# First what starts no engine (run that line after every change), beside lint and types; then engines, Ray and trainers,
-# three at a time on two cores, since they wait a third of the time. What fails runs once more by itself, and both are on
-# the screen: hundreds of tests are of processes, sockets and deadlines.
+# First what starts no engine (run that line after every change), beside lint and types; then engines, Ray and trainers.
+# What fails runs once more by itself, and both are on the screen: hundreds of tests are of processes, sockets and
+# deadlines.
 AGAIN := $(BIN)/pytest --last-failed --last-failed-no-failures none
 test: setup
 	$(MAKE) -j 2 check quick
-	$(BIN)/pytest -n 3 -m engine || $(AGAIN) -m engine
+	$(BIN)/pytest -n 2 -m engine || $(AGAIN) -m engine
 
 quick: setup
 	$(BIN)/pytest -n 2 -m "not engine" || $(AGAIN) -m "not engine"
