@@ -214,4 +214,4 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"drafter.rendezvous = {address} is no HOST:PORT")
-    return host, int(port)
+    return host.strip("[]"), int(port)

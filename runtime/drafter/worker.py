@@ -50,9 +50,6 @@ HELD_OUT = 8
 
 MOST_HELD_OUT = 32
 
-BESIDE = 8
-"""Held-out sequences, and prompts kept for siblings, take at most such a part of `BufferConfig.max_bytes` each."""
-
 SETTLE_S = 2.0
 """How long what an engine has handed over may take to arrive; what comes later is not in the checkpoint."""
 
@@ -103,7 +100,7 @@ class SpotTrainer:
         self._heldout: deque[TrainingSequence] = deque(maxlen=MOST_HELD_OUT)
         self._prompts: OrderedDict[tuple[int, str], TrainingSequence] = OrderedDict()
         self._prompt_bytes = 0
-        self._most_beside = config.buffer.max_bytes // BESIDE
+        self._most_beside = config.buffer.beside_bytes
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
         self._token_s = 0.0

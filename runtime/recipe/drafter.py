@@ -66,6 +66,11 @@ class BufferConfig(FrozenModel):
     rl_steps: Annotated[int, Field(ge=1)] = 2
     carried_share: Share = 0.5
 
+    @property
+    def beside_bytes(self) -> int:
+        """What held-out sequences, and prompts kept for siblings, take at most, each."""
+        return self.max_bytes // 8
+
 
 class DrafterConfig(FrozenModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.

@@ -35,8 +35,6 @@ TRAINER_BYTES = 2e9
 BUCKET_BYTES = 32 << 20
 DEVICE_BUCKET_BYTES = 256 << 20
 """Of new weights on their way, by the host and between devices (`engine.weights`, `vllm.transfer`)."""
-BESIDE = 8
-"""Held-out sequences, and prompts kept for siblings, take a part of the drafter's buffer each."""
 
 Phase = Literal["rollout", "idle training", "training", "sync"]
 """Of an RL step: engines generate; those that are done lend their devices to drafter trainers; trainers have the
@@ -438,8 +436,8 @@ def drafter_memory(sizes: MemoryInputs) -> Holdings:
     per_step = ceil(sizes.responses / recipe.rollout.num_workers) * sizes.tokens * (sizes.row_bytes + 8)
     buffer = min(config.buffer.max_bytes, per_step * config.buffer.rl_steps)
     parts.add("drafter buffer", buffer, "drafter.buffer.max_bytes, or all states of its RL steps", device="host")
-    held_out = 2 * min(config.buffer.max_bytes / BESIDE, per_step)
-    formula = f"held-out sequences and prompts: an {BESIDE}th of the buffer each"
+    held_out = 2 * min(config.buffer.beside_bytes, per_step)
+    formula = "held-out sequences and prompts: an 8th of the buffer each"
     parts.add("drafter, held out", held_out, formula, device="host")
     sampled = config.annotate * sizes.tokens * (sizes.row_bytes + 8)
     parts.add("drafter, annotated", min(sampled, per_step), f"{config.annotate} responses' states", device="host")

@@ -37,7 +37,7 @@ from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.spot import IdleWorkerTraining, coordinator_endpoint, machine_addresses
+from tltlab.runtime.drafter.spot import IdleWorkerTraining, _host_and_port, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -562,6 +562,11 @@ def test_workers_on_other_machines_find_the_coordinator_at_rays_address_or_the_r
     refused = pytest.raises(ConfigError, match="which do not reach")
     with refused if found is None else contextlib.nullcontext():
         assert coordinator_endpoint(config, "ipc:///tmp/c", addresses, "h") == found
+
+
+@pytest.mark.parametrize("address", ["[::1]:5555", "::1:5555"])
+def test_an_ipv6_address_may_have_brackets_where_members_meet(address: str):
+    assert _host_and_port(address) == ("::1", 5555)
 
 
 def test_closing_leaves_nothing(story: Story):
