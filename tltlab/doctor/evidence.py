@@ -83,7 +83,6 @@ class RunEvidence:
     logs: Mapping[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     policies: tuple[tuple[int, str, Policy], ...] = ()
-    repeats: tuple[Mapping[str, Any], ...] = ()
     costs: CostModel | None = None
 
     @classmethod
@@ -109,7 +108,6 @@ class RunEvidence:
             logs=_logs(run),
             recipe=read_object(run / "run.json").get("recipe") or {},
             policies=next((policies for f in folders if (policies := _policies(f))), ()),
-            repeats=tuple(read_object(run / "repeats.json").get("repeats") or ()),
             costs=model,
         )
 

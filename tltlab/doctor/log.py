@@ -5,20 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from tltlab.errors import TltlabError, one_line
-from tltlab.files import read_json
-from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
+from tltlab.errors import one_line
 
 from .evidence import RunEvidence
 from .finding import Finding, NotChecked, check, hint, problem, span
-
-GIB = 2**30
-
-BYTES_PER_LAYER = 1e6
-"""What a graph keeps per layer, as `tltlab export-policy` assumes: right within a factor of ten or so."""
 
 SENTENCE_LETTERS = 240
 
@@ -147,13 +138,12 @@ def deaths(evidence: RunEvidence) -> list[Finding]:
             quote = one_line(first.text)
             quote = quote if len(quote) <= SENTENCE_LETTERS else quote[: SENTENCE_LETTERS - 3] + "..."
             more = f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""
-            predicted = _predicted_pool(evidence) if signature.code == "capture-out-of-memory" else ""
             rl_steps = [sentence.rl_step for sentence in sentences if sentence.rl_step is not None]
             findings.append(
                 problem(
                     code=signature.code,
                     title=signature.title,
-                    evidence=f'{first.source} says "{quote}"{more}.{predicted}',
+                    evidence=f'{first.source} says "{quote}"{more}.',
                     advice=signature.advice or "The sentence says what it was; tltlab COMMAND --debug shows where.",
                     where=f"RL steps {span(rl_steps)}" if rl_steps else None,
                 )
@@ -196,32 +186,6 @@ def canary(evidence: RunEvidence) -> Finding | None:
     )
 
 
-@check("drafter-in-use", good="what is trained is used")
-def serves_nobody(evidence: RunEvidence) -> Finding | None:
-    """A drafter is trained that the policy never drafts with, or its training was given up."""
-    if not evidence.events:
-        raise NotChecked("the run has no events.jsonl")
-    phrases = (
-        ("it is trained and serves nobody", "drafter-serves-nobody", "The policy never uses the trained drafter",
-         "Set rollout.policy to one with strategies of that drafter, such as beg-mab-learned, or leave [drafter] out."),
-        ("the drafter is not trained any more", "drafter-given-up", "Drafter training was given up in mid-run",
-         "Its coordinator could not go on: the sentence says why; the drafter in service stays the last good one."),
-        ("does not go into service", "drafter-refused", "New drafter weights were refused",
-         "The sentence says what is wrong with them; the drafter in service stays the last good one."),
-    )  # fmt: skip
-    for part, code, title, advice in phrases:
-        if events := [event for event in evidence.events if part in str(event.get("event", ""))]:
-            steps = [int(event["rl_step"]) for event in events if isinstance(event.get("rl_step"), int)]
-            return problem(
-                code=code,
-                title=title,
-                evidence=f'events.jsonl says "{events[0]["event"]}".',
-                advice=advice,
-                where=f"RL steps {span(steps)}" if steps else None,
-            )
-    return None
-
-
 def _sentences(evidence: RunEvidence) -> Iterator[_Sentence]:
     for event in evidence.events:
         rl_step = rl_step if isinstance(rl_step := event.get("rl_step"), int) else None
@@ -230,22 +194,3 @@ def _sentences(evidence: RunEvidence) -> Iterator[_Sentence]:
         lines = text.splitlines()
         for number, line in enumerate(lines):
             yield _Sentence(text=line, source=name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
-
-
-def _predicted_pool(evidence: RunEvidence) -> str:
-    """What the policies' graphs take by the model of `graph_pool`, in words; empty where that is not known."""
-    model, most = evidence.setting("model"), evidence.setting("rollout.vllm.max_num_seqs", 256)
-    if model is None or not evidence.policies:
-        return ""
-    try:
-        config: Any = read_json(Path(str(model)) / "config.json")
-        pool = GraphPool(
-            num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], vocab_size=config["vocab_size"],
-            context_tokens=1, tensor_parallel=evidence.setting("rollout.vllm.tensor_parallel_size", 1),
-            bytes_per_layer=BYTES_PER_LAYER,
-        )  # fmt: skip
-        plans = [plan_for(policy, int(most), sglang_sizes(int(most))) for _, _, policy in evidence.policies]
-        largest = max(map(pool.memory_bytes, plans)) / GIB
-    except (TltlabError, ValueError, KeyError, TypeError):
-        return ""
-    return f" Prediction: the policy's graphs take {largest:.1f} GiB, if a graph keeps 1 MB per layer."

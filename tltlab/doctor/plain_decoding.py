@@ -1,4 +1,4 @@
-"""Failure signatures of speculation against plain decoding: slower, at too large batches, or left unused."""
+"""Failure signatures of speculation against plain decoding: slower, or at too large batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pandas as pd
 from tltlab.stats import Interval
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio, with_ends
-from .finding import Finding, NotChecked, check, hint, problem, span
+from .finding import Finding, NotChecked, check, problem, span
 
 UNSURE = 1.05
 """Time against plain decoding from which speculation surely loses: fitted plain times miss held-out rollouts by up to
@@ -16,12 +16,6 @@ UNSURE = 1.05
 
 LOSING_SHARE = 0.02
 """Share of decoding time in losing batches below which a change is not worth the trouble."""
-
-UNUSED_SHARE = 0.2
-"""Share of decoding time spent plainly that a bandit's exploring does not explain (epsilon is 0.1)."""
-
-WORTHWHILE = 0.9
-"""Time against plain decoding that is surely worth having."""
 
 
 @check("slower-than-plain", good="rollouts are not slower than plain decoding")
@@ -87,32 +81,6 @@ def large_batches(evidence: RunEvidence) -> Finding | None:
         ),
         advice=f"Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
         where=f"batches from {min(losing)}",
-    )
-
-
-@check("speculation-unused", good="speculation runs where it gains")
-def speculation_unused(evidence: RunEvidence) -> Finding | None:
-    """Small batches are decoded plainly, though speculation was seen to gain there."""
-    bands = _bands(evidence)
-    speculative = [s for s, (name, _) in evidence.policy_of_step.items() if name != "none"]
-    table = evidence.decoding[evidence.decoding["rl_step"].isin(speculative)]
-    plain = table[table["draft_depth"] == 0]
-    gaining = [least for least, slowdown in bands.items() if slowdown.high < WORTHWHILE]
-    if not gaining:
-        raise NotChecked("speculation gains little at any batch size, so nothing is lost by leaving it")
-    inside = sum(plain.loc[(plain["batch"] >= g) & (plain["batch"] < 2 * g), "duration"].sum() for g in gaining)
-    share = inside / table["duration"].sum() if len(table) else 0.0
-    if share < UNUSED_SHARE:
-        return None
-    return hint(
-        title="Batches at which speculation gains are decoded plainly",
-        evidence=(
-            "Time against plain decoding of the same tokens: "
-            + ", ".join(f"batch {_band(g)} {with_ends(bands[g])}" for g in gaining)
-            + f"; yet {share:.0%} of the decoding time is plain decoding at these batches ({evidence.plain.source})."
-        ),
-        advice="Raise activation.max_requests, shorten activation.hold_iterations, or lower the bandit's epsilon.",
-        where=f"batches {', '.join(map(_band, gaining))}",
     )
 
 

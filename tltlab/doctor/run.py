@@ -1,4 +1,4 @@
-"""Failure signatures of a run around speculation: where the time goes, idle workers, the machine, the trace itself."""
+"""Failure signatures of a run around speculation: where the time goes, what training gets, queues, workers, graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import numpy as np
 import pandas as pd
 
 from tltlab.costs.stages import STAGES
-from tltlab.traces import metrics
-from tltlab.traces.schema import KEY
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio, with_ends
 from .finding import Finding, NotChecked, check, hint, problem
@@ -15,38 +13,20 @@ from .finding import Finding, NotChecked, check, hint, problem
 HALF = 0.5
 """Below half of the RL step even a rollout in no time at all saves less than what stays."""
 
-CUT_SHARE = 0.1
-"""Responses cut at the cap beyond which the tail of the lengths is what the cap makes it."""
-
-ABORTED_SHARE = 0.05
-"""Aborted responses beyond which lengths and rewards are those of a selection."""
-
 STARVED = 0.95
 """Mean length trained on over that generated below which the policy is taught to be short."""
 
 WAITING_SHARE = 0.2
 """Share of the time with a queue that is more than the end of one admission."""
 
-PREFILL_SHARE = 0.3
-"""Share of the busy time in prefill from which decoding, all that speculation speeds up, is no longer most of it."""
-
 PREFILL_AGAIN = 1.05
 """Tokens prefilled over tokens of prompts: prefix caching keeps it below 1, preemption brings it above."""
-
-UNEVEN = 1.25
-"""Tokens of the fullest worker over the mean from which the split, not the longest response, makes the bubble."""
 
 SLOW_WORKER = 1.1
 """Time of a worker over the others' at like batches: single rollouts vary by some 5 %."""
 
-OUTSIDE_SHARE = 0.1
-"""Share of the rollout after its last iteration; in runs on this project's recorder it is below 5 %."""
-
 GRAPHLESS_SHARE = 0.05
 """Share of the time without graphs below which capturing more of them is not worth their memory."""
-
-REPEAT_SPREAD = 0.1
-"""Difference of two rollouts of the very same work beyond which policies a few per cent apart cannot be told apart."""
 
 
 @check("rollout-not-bottleneck", good="the rollout is the bottleneck")
@@ -82,29 +62,6 @@ def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
     )
 
 
-@check("cut-at-cap", good="responses end by themselves")
-def cut_at_cap(evidence: RunEvidence) -> Finding | None:
-    """Many responses were cut at the cap, or aborted: their true lengths are not known."""
-    trace = evidence.known
-    rows = trace.outcomes.merge(trace.workload[[*KEY, "epoch"]], on=list(KEY)).sort_values("rl_step", kind="stable")
-    aborted_there = rows["finish_reason"] == "abort"
-    if (rows.duplicated(["epoch", "prompt_id", "sample"], keep="last") & aborted_there).any():
-        # What is cut at the end of an RL step goes on in a later one, as what is cut now would.
-        rows = rows[~aborted_there]
-    reasons = rows["finish_reason"].value_counts(normalize=True)
-    cut, aborted = float(reasons.get("length", 0.0)), float(reasons.get("abort", 0.0))
-    if cut < CUT_SHARE and aborted < ABORTED_SHARE:
-        return None
-    return hint(
-        title="Many responses did not end by themselves",
-        evidence=(
-            f"{cut:.0%} were cut at the cap and {aborted:.0%} aborted. Their lengths are lower bounds, and what is "
-            "simulated from them has the tail that the cap left."
-        ),
-        advice="Raise rollout.max_response_tokens if they should be finished, or keep it and read tails with care.",
-    )
-
-
 @check("long-starved", good="training sees the lengths that are generated")
 def long_starved(evidence: RunEvidence) -> Finding | None:
     """Groups dropped for their age leave training with shorter responses than were generated."""
@@ -123,21 +80,6 @@ def long_starved(evidence: RunEvidence) -> Finding | None:
             'Let RL steps wait for the oldest groups (rollout.stale = "hold"), or allow older ones (rollout.staleness, '
             "rollout.partial.max_age)."
         ),
-    )
-
-
-@check("prefill-bound", good="prefill is a small part")
-def prefill_bound(evidence: RunEvidence) -> Finding | None:
-    """Much of the engines' time is prefill, which speculation does not speed up."""
-    table = evidence.iterations
-    share = table.loc[table["prefill_tokens"] > 0, "duration"].sum() / table["duration"].sum()
-    if share < PREFILL_SHARE:
-        return None
-    tokens = table["prefill_tokens"].sum() / len(evidence.known.workload)
-    return hint(
-        title="Engines spend much of their time on prompts",
-        evidence=f"{share:.0%} of the engines' time is in iterations with prefill, {tokens:.0f} tokens a response.",
-        advice="Let samples share their prompt's cache (vllm.enable_prefix_caching); speculation cannot help here.",
     )
 
 
@@ -165,29 +107,6 @@ def waiting_queue(evidence: RunEvidence) -> Finding | None:
             f"once, with batches of up to {table['batch'].max()}."
         ),
         advice="Raise vllm.max_num_seqs or vllm.kv_cache_memory_bytes: a long response that starts late is a tail.",
-    )
-
-
-@check("workers-uneven", good="the split is even enough")
-def workers_uneven(evidence: RunEvidence) -> Finding | None:
-    """The static split gives one worker much more to generate than the others."""
-    outcomes = evidence.known.outcomes
-    if outcomes["worker"].isna().any() or outcomes["worker"].nunique() < 2:
-        raise NotChecked("responses of at least two workers are needed")
-    tokens = outcomes.groupby(["rl_step", "worker"])["response_tokens"].sum().unstack(fill_value=0)
-    if len(tokens) < ENOUGH_STEPS:
-        raise NotChecked(f"an interval needs {ENOUGH_STEPS} RL steps")
-    skew = ratio(tokens.max(axis=1).to_numpy(np.float64), tokens.mean(axis=1).to_numpy(np.float64))
-    bubble = metrics.bubble_fraction(evidence.known)
-    if skew.low < UNEVEN or bubble is None:
-        return None
-    return hint(
-        title="The split gives some workers much more to do than others",
-        evidence=(
-            f"The fullest worker generates {skew.estimate:.2f} times the mean ({skew.low:.2f} to {skew.high:.2f}); "
-            f"{bubble:.0%} of the workers' time is idle."
-        ),
-        advice="Spread a prompt's samples over workers: tltlab simulate --placement round_robin shows the gain.",
     )
 
 
@@ -222,48 +141,6 @@ def slow_worker(evidence: RunEvidence) -> Finding | None:
                 where=f"worker {worker}",
             )
     return None
-
-
-@check("time-outside", good="little time outside iterations")
-def time_outside(evidence: RunEvidence) -> Finding | None:
-    """A good part of the rollout's time lies after the last iteration: in starting, handing over, recording."""
-    steps = evidence.known.steps
-    if steps is None or steps["rollout_s"].notna().sum() < ENOUGH_STEPS:
-        raise NotChecked("the rollout's own time (steps.rollout_s) is not known")
-    table = evidence.iterations
-    ends = (table["t_start"] + table["duration"]).groupby(table["rl_step"]).max()
-    whole = steps.set_index("rl_step")["rollout_s"].dropna()
-    times = pd.DataFrame({"ends": ends, "whole": whole}).dropna()
-    times = times[times["whole"] > 0]
-    if len(times) < ENOUGH_STEPS:
-        raise NotChecked("too few RL steps tell both iterations and the rollout's time")
-    share = ratio(times["ends"].clip(upper=times["whole"]).to_numpy(), times["whole"].to_numpy())
-    if 1 - share.high < OUTSIDE_SHARE:
-        return None
-    return hint(
-        title="Rollouts last longer than their iterations",
-        evidence=(
-            f"{1 - share.estimate:.0%} of the rollout ({1 - share.high:.0%} to {1 - share.low:.0%}) comes after the "
-            "last iteration: handing requests and responses over, recording, or a worker without iterations."
-        ),
-        advice="Larger rollouts (rollout.prompts_per_step) bear it better; tltlab bench runtime times the recorder.",
-    )
-
-
-@check("noisy-machine", good="the machine repeats its times")
-def noisy_machine(evidence: RunEvidence) -> Finding | None:
-    """The same rollout done twice took quite different times."""
-    pairs = [(float(r["rollout_s"]), float(r["repeat_s"])) for r in evidence.repeats if r.get("same_tokens", True)]
-    if len(pairs) < 2:
-        raise NotChecked("no rollout was done twice (rollout.repeat_every)")
-    spread = float(np.median([abs(a - b) / ((a + b) / 2) for a, b in pairs]))
-    if spread < REPEAT_SPREAD:
-        return None
-    return hint(
-        title="The machine takes different times for the same work",
-        evidence=f"{len(pairs)} rollouts done twice differ by {spread:.0%} in the median.",
-        advice=f"Stop what else runs there, or compare over more RL steps: under {spread:.0%} nothing is sure.",
-    )
 
 
 @check("interrupted", good="the recording is whole")

@@ -14,11 +14,9 @@ from .finding import Check, Finding, NotChecked
 CHECKS: tuple[Check[RunEvidence], ...] = (
     log.deaths, run.interrupted, plain_decoding.slower_than_plain, steps.drafts_lose_time, speculation.acceptance_low,
     speculation.acceptance_falling, steps.worse_when_just_trained, speculation.target_too_fast,
-    plain_decoding.large_batches, plain_decoding.speculation_unused, speculation.switches_often,
-    bandit.explores_more_than_it_finds, bandit.one_arm_per_bucket, log.canary, log.serves_nobody,
-    training.drafter_never_published, training.training_fails, training.idle_fragmented, run.rollout_not_bottleneck,
-    steps.rollout_share, run.prefill_bound, run.waiting_queue, run.workers_uneven, run.slow_worker, run.time_outside,
-    run.no_graph, run.long_starved, run.cut_at_cap, run.noisy_machine,
+    plain_decoding.large_batches, speculation.switches_often, bandit.explores_more_than_it_finds,
+    bandit.one_arm_per_bucket, log.canary, training.drafter_never_published, training.idle_fragmented,
+    run.rollout_not_bottleneck, steps.rollout_share, run.waiting_queue, run.slow_worker, run.no_graph, run.long_starved,
 )  # fmt: skip
 """In the order in which what they find is told: what broke, what speculation does, what is around it."""
 

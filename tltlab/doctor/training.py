@@ -1,4 +1,4 @@
-"""Failure signatures of drafter training on idle workers: time in pieces, broken-off training, unused weights."""
+"""Failure signatures of drafter training on idle workers: time in pieces, weights that nobody gets."""
 
 from __future__ import annotations
 
@@ -38,29 +38,6 @@ def idle_fragmented(evidence: RunEvidence) -> Finding | None:
             "(drafter.coordinator.late_join = false)."
         ),
         where=f"RL steps {span(rows['rl_step'].unique().tolist())}",
-    )
-
-
-@check("training-fails", good="drafter training ended well")
-def training_fails(evidence: RunEvidence) -> Finding | None:
-    """Drafter training ended by an error or was killed."""
-    rows = evidence.spot_training
-    bad = rows[rows["ended"].isin(["failed", "killed"])]
-    if bad.empty:
-        return None
-    killed = int((bad["ended"] == "killed").sum())
-    detail = next((str(text) for text in bad["detail"] if isinstance(text, str) and text), "")
-    return problem(
-        title="Drafter training broke off",
-        evidence=(
-            f"Of {len(rows)} training periods {len(bad) - killed} failed and {killed} were killed"
-            + (f'; the first says "{detail}".' if detail else ".")
-        ),
-        advice=(
-            "Killed: a trainer did not yield in drafter.coordinator.yield_timeout_s; give it smaller updates "
-            "(drafter.tokens_per_update) or more time. Failed: the error is in events.jsonl."
-        ),
-        where=f"RL steps {span(bad['rl_step'].unique().tolist())}",
     )
 
 

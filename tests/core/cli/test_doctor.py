@@ -128,13 +128,11 @@ def test_a_failing_check_of_a_run_is_in_the_json(doctor: Command, monkeypatch: p
     def fails(*_: object) -> float:
         raise ZeroDivisionError("float division by zero")
 
-    monkeypatch.setattr("tltlab.traces.metrics.bubble_fraction", fails)
+    monkeypatch.setattr("tltlab.doctor.plain_decoding._bands", fails)
     code, out, _ = doctor(TRACES / "subset-sum-small", "--json")
     found = json.loads(out)
     assert code == 0
-    assert [f["title"] for f in found["findings"] if f["code"] == "could-not-look"] == [
-        "could not look: workers-uneven"
-    ]
+    assert [f["title"] for f in found["findings"] if f["code"] == "could-not-look"] == ["could not look: large-batches"]
     assert "acceptance-low" in {check["name"] for check in found["fine"]}
 
 
