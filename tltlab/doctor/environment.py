@@ -1,18 +1,13 @@
-"""Whether this machine can run what tltlab runs: versions, imports, memory, threads, ports, compilers, GPUs."""
+"""Whether this machine can run what tltlab runs: versions, imports, memory, disk, threads, ports, GPUs."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-
-from tltlab.config import shown
-from tltlab.errors import InputError
-from tltlab.policies.policy import load_policy
 
 from .finding import Check, Finding, NotChecked, fine, hint, problem
 from .machine import BESIDE_TORCH, EXTRAS, GIB, Machine
@@ -28,9 +23,6 @@ DISK_BYTES = 2 * GIB
 
 SHM_BYTES = GIB >> 1
 """Ray's object store as tltlab starts it; a container's usual 64 MiB make Ray fall back to the disk."""
-
-FILES = 4096
-"""Open files: each Ray worker and each ZeroMQ connection takes a few; Ray warns below this."""
 
 SOCKET_LETTERS = 85
 """Letters of a folder for sockets: their addresses have at most 107 on Linux."""
@@ -76,17 +68,6 @@ def _versions(m: Machine) -> Finding:
     return fine(", ".join(f"{name} {number}" for name, number in versions.items()))
 
 
-@_check("runtime")
-def _runtime(m: Machine) -> Finding:
-    if m.has_vllm:
-        return fine("vLLM is installed")
-    return hint(
-        "There is no vLLM here",
-        "Simulation, tuning and reports work; training and profiling do not.",
-        "pip install 'tltlab[runtime-cpu]', or 'tltlab[runtime]' with CUDA.",
-    )
-
-
 @_check("vllm-capabilities")
 def _capabilities(m: Machine) -> Finding:
     if m.vllm is None:
@@ -105,22 +86,14 @@ def _capabilities(m: Machine) -> Finding:
 
 @_check("imports")
 def _imports(m: Machine) -> Finding:
-    if m.imports is None:
+    if m.import_error is None:
         raise NotChecked("imports were not tried")
-    broken = {name: why for name, why in m.imports.items() if why and name != "cuda"}
-    if not broken:
-        return fine(f"{', '.join(n for n in m.imports if n != 'cuda')} import together")
-    beside = [name for name in BESIDE_TORCH if name in broken]
-    nms = any("torchvision" in why for why in broken.values())
-    if beside or nms:
-        advice = f"Nothing here needs them: pip uninstall {' '.join(beside or ['torchvision'])}."
-    else:
-        advice = "Reinstall the runtime: pip install --force-reinstall 'tltlab[runtime-cpu]', or [runtime] with CUDA."
-    return problem(
-        "Packages of the runtime do not import",
-        "; ".join(f"{name}: {why}" for name, why in broken.items()) + ".",
-        advice,
-    )
+    if not m.import_error:
+        return fine("the runtime's packages import together")
+    advice = "Reinstall the runtime: pip install --force-reinstall 'tltlab[runtime-cpu]', or [runtime] with CUDA."
+    if any(name in m.import_error for name in BESIDE_TORCH):
+        advice = f"Nothing here needs what stands beside torch: pip uninstall {' '.join(BESIDE_TORCH)}."
+    return problem("Packages of the runtime do not import", f"{m.import_error}.", advice)
 
 
 @_check("torchvision")
@@ -129,8 +102,7 @@ def _beside_torch(m: Machine) -> Finding:
     if not (m.torch_for_cpu and cuda):
         return fine("no CUDA builds beside a torch for CPUs")
     names = " ".join(text.split()[0] for text in cuda)
-    loads = m.imports is not None and not any(m.imports.get(name.split()[0]) for name in cuda)
-    return (hint if loads else problem)(
+    return (hint if m.import_error == "" else problem)(
         title="CUDA builds stand beside a torch for CPUs",
         evidence=f"{', '.join(cuda)} beside torch {m.installed['torch']}: importing transformers then fails with "
         '"operator torchvision::nms does not exist".',
@@ -138,53 +110,10 @@ def _beside_torch(m: Machine) -> Finding:
     )
 
 
-@_check("vllm-plugin")
-def _plugin(m: Machine) -> Finding:
-    named = m.env.get("VLLM_PLUGINS")
-    if m.plugin and (named is None or "tltlab" in named.split(",")):
-        return fine("vLLM finds tltlab's plugin")
-    why = f"VLLM_PLUGINS={named} leaves it out" if m.plugin else "no entry point vllm.general_plugins names tltlab"
-    return problem(
-        "vLLM does not load tltlab's plugin",
-        f"{why}: without it the CPU build samples speculative tokens at a wrong temperature.",
-        "Add tltlab to VLLM_PLUGINS." if m.plugin else "Reinstall tltlab: pip install -e . or pip install tltlab.",
-    )
-
-
-@_check("variables")
-def _variables(m: Machine) -> Finding:
-    names = ("TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS")
-    variables = {name: value for name in names if (value := m.env.get(name, "").strip())}
-    if not variables:
-        return fine("no TLTLAB_ variable asks anything of vLLM programs")
-    wrong = []
-    if list(variables) == ["TLTLAB_OPTIONS"]:
-        wrong.append("TLTLAB_OPTIONS says how, but neither TLTLAB_POLICY nor TLTLAB_RECORD what")
-    with suppress(KeyError):
-        policy = variables["TLTLAB_POLICY"]
-        try:
-            load_policy(json.loads(policy) if policy.startswith("{") else policy)
-        except (InputError, ValueError) as error:
-            wrong.append(f"TLTLAB_POLICY: {error}")
-    try:
-        if not isinstance(json.loads(variables.get("TLTLAB_OPTIONS", "{}")), dict):
-            raise ValueError("it is another value")
-    except ValueError as error:
-        wrong.append(f"TLTLAB_OPTIONS must be a JSON object: {error}")
-    if wrong:
-        return problem(
-            "vLLM programs are asked for what cannot be done",
-            "; ".join(wrong) + ".",
-            "Mend or unset the variable: engines run without it, and say so.",
-        )
-    return fine("vLLM programs here follow " + ", ".join(f"{name}={shown(value)}" for name, value in variables.items()))
-
-
 @_check("gpu")
 def _gpu(m: Machine) -> Finding:
     if not m.gpus:
         return fine("no GPU: engines run on the CPU")
-    num_visible = int((m.imports or {}).get("cuda") or 0)
     hidden = m.env.get("CUDA_VISIBLE_DEVICES")
     if m.torch_for_cpu:
         return hint(
@@ -192,25 +121,13 @@ def _gpu(m: Machine) -> Finding:
             f"{m.gpus} GPUs, torch {m.installed['torch']}.",
             "Install the CUDA runtime in its own environment: pip install 'tltlab[sim,runtime]'.",
         )
-    if m.imports is not None and "torch" in m.imports and not num_visible:
+    if m.visible_gpus == 0:
         return problem(
             "torch sees none of the GPUs",
             f"{m.gpus} GPUs, CUDA_VISIBLE_DEVICES={hidden}.",
             "Unset CUDA_VISIBLE_DEVICES, or look at the driver: nvidia-smi.",
         )
     return fine(f"{m.gpus} GPUs" + (f", CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""))
-
-
-@_check("model-runner")
-def _model_runner(m: Machine) -> Finding:
-    set_to = m.env.get("VLLM_USE_V2_MODEL_RUNNER")
-    if set_to != "1":
-        return fine("model-free drafters get vLLM's V1 model runner")
-    return hint(
-        "vLLM's V2 model runner is forced on",
-        "VLLM_USE_V2_MODEL_RUNNER=1: it keeps drafts on the device, so ngram and suffix cannot serve there.",
-        "Unset it, or set it to 0, unless the policy drafts with a learned drafter only.",
-    )
 
 
 @_check("threads")
@@ -223,18 +140,6 @@ def _threads(m: Machine) -> Finding:
         f"OMP_NUM_THREADS is {number or 'unset'}, with {m.cores} cores; tltlab train gives each engine one.",
         "export OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1: with two threads on a busy machine generation stalls.",
     )
-
-
-@_check("cores")
-def _cores(m: Machine) -> Finding:
-    busy = max(m.engines, 1)
-    if m.cores < min(busy, 2):
-        evidence = f"{m.cores} core for {busy} engines and the driver."
-        return hint("Few CPU cores", evidence, "Times measured here say little; use two cores or more.")
-    if m.engines > m.cores and not m.gpus:
-        evidence = f"{m.engines} engines share {m.cores} cores, so their times depend on each other."
-        return hint("More engines than cores", evidence, "Set rollout.num_workers to at most the cores.")
-    return fine(f"{m.cores} cores")
 
 
 @_check("memory")
@@ -339,30 +244,6 @@ def _leftovers(m: Machine) -> Finding:
     evidence = f"There are {', '.join(m.leftovers[:3])}{more}."
     advice = "The next run removes what no process uses any more."
     return hint("Runs that have ended left files behind", evidence, advice)
-
-
-@_check("open-files")
-def _files(m: Machine) -> Finding:
-    if m.max_files is not None and 0 <= m.max_files < FILES:
-        return hint("Few files may be open", f"The limit is {m.max_files}.", "ulimit -n 65536.")
-    return fine(f"up to {m.max_files} files")
-
-
-@_check("compiler")
-def _compiler(m: Machine) -> Finding:
-    if m.compiler:
-        return fine("g++ is there")
-    return hint(
-        "There is no g++",
-        "Eager engines, the default on CPUs, do without.",
-        "Install g++ for vllm.enforce_eager = false, and to build the suffix extra.",
-    )
-
-
-@_check("suffix")
-def _suffix(m: Machine) -> Finding:
-    version = m.installed.get("arctic-inference")
-    return fine(f"arctic-inference {version}" if version else "without the suffix extra (tltlab's own drafter serves)")
 
 
 def _gib(num_bytes: float) -> str:

