@@ -48,14 +48,8 @@ class _Signature:
 
 SIGNATURES: tuple[_Signature, ...] = (
     _Signature(
-        code="warm-up-out-of-memory",
-        pattern=r"out of memory occurred when warming up",
-        title="The GPU ran out of memory while the engine warmed up",
-        advice="Lower vllm.max_num_seqs or vllm.gpu_memory_utilization.",
-    ),
-    _Signature(
         code="capture-out-of-memory",
-        pattern=r"out of memory",
+        pattern=r"out of memory(?! occurred when warming up)",
         beside=r"captur|cuda ?_?graph",
         title="The GPU ran out of memory while CUDA graphs were captured",
         advice="Capture less: fewer strategies in the policy, a smaller activation.max_requests or vllm.max_num_seqs, "
@@ -75,32 +69,8 @@ SIGNATURES: tuple[_Signature, ...] = (
         pattern=r"out of memory|OutOfMemoryError|cannot allocate memory|bad_alloc|running low on memory|"
         r"exit code 137",
         title="Memory ran out",
-        advice="Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes or "
+        advice="Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes, vllm.max_num_seqs or "
         "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch, train.sequence_parallel for long responses.",
-    ),
-    _Signature(
-        code="broken-torchvision",
-        pattern=r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
-        title="torchvision, torchaudio or torchcodec was built for another torch",
-        advice="pip uninstall torchvision torchaudio torchcodec: nothing here needs them.",
-    ),
-    _Signature(
-        code="disk-full",
-        pattern=r"No space left on device|Disk quota exceeded",
-        title="The disk is full",
-        advice="Make room, or keep fewer checkpoints (drafter.checkpoint_every); tltlab trace repair saves the trace.",
-    ),
-    _Signature(
-        code="too-many-files",
-        pattern=r"Too many open files",
-        title="The limit of open files was reached",
-        advice="ulimit -n 65536 before the run.",
-    ),
-    _Signature(
-        code="port-taken",
-        pattern=r"Address already in use|EADDRINUSE",
-        title="A port or socket is taken",
-        advice="Another run, or a Ray left over, holds it: ray stop, or another drafter.endpoint.",
     ),
     _Signature(
         code="engine-died",
@@ -110,29 +80,36 @@ SIGNATURES: tuple[_Signature, ...] = (
         advice="The cause stands above this line in the engine's own output: start it with VLLM_LOGGING_LEVEL=INFO.",
     ),
     _Signature(
-        code="actor-died",
-        pattern=r"an actor (died|failed)|ActorDiedError|RayActorError",
-        title="A process of the run died",
-        advice="What it died of is in Ray's logs (/tmp/ray/session_latest/logs) or the kernel's (dmesg, for memory).",
+        code="drafter-not-in-service",
+        pattern=r"it is trained and serves nobody|the drafter is not trained any more|does not go into service",
+        title="The trained drafter does not serve",
+        advice="The sentence says why; what served before goes on. Where the policy never drafts with it, set "
+        "rollout.policy to one with its strategies, such as beg-mab-learned, or leave [drafter] out.",
+    ),
+    _Signature(
+        code="run-stopped",
+        pattern=r"^the run stopped: (?!.*KeyboardInterrupt)|an actor (died|failed)|ActorDiedError|RayActorError|"
+        r"No space left on device|Disk quota exceeded|Too many open files|Address already in use|EADDRINUSE|"
+        r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
+        title="The run stopped with an error",
+        advice="The sentence says what it was; tltlab COMMAND --debug shows where, Ray's logs "
+        "(/tmp/ray/session_latest/logs) and the kernel's (dmesg, for memory) what a process died of.",
     ),
 )
 """From the particular to the general: a sentence counts for the first that fits it."""
 
 
-@check("deaths", good="nothing died")
+@check("deaths", good="nothing died or was given up")
 def deaths(evidence: RunEvidence) -> list[Finding]:
-    """What the run, or one of its engines, died of, one finding for each known cause, and one for an unknown one."""
+    """What the run, or one of its engines, died of, one finding for each cause, and what became of its drafter."""
     if not evidence.events and not evidence.logs:
         raise NotChecked("the run has neither events.jsonl nor *.log files")
     by_code: dict[str, list[_Sentence]] = {}
     for sentence in _sentences(evidence):
         if signature := next((s for s in SIGNATURES if s.fits(sentence)), None):
             by_code.setdefault(signature.code, []).append(sentence)
-        elif sentence.text.startswith("the run stopped: ") and "KeyboardInterrupt" not in sentence.text:
-            by_code.setdefault("run-stopped", []).append(sentence)
-    unknown = _Signature(code="run-stopped", pattern="", title="The run stopped with an error", advice="")
     findings = []
-    for signature in (*SIGNATURES, unknown):
+    for signature in SIGNATURES:
         if sentences := by_code.get(signature.code):
             first = sentences[0]
             quote = one_line(first.text)
@@ -144,7 +121,7 @@ def deaths(evidence: RunEvidence) -> list[Finding]:
                     code=signature.code,
                     title=signature.title,
                     evidence=f'{first.source} says "{quote}"{more}.',
-                    advice=signature.advice or "The sentence says what it was; tltlab COMMAND --debug shows where.",
+                    advice=signature.advice,
                     where=f"RL steps {span(rl_steps)}" if rl_steps else None,
                 )
             )

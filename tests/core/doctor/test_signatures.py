@@ -331,31 +331,31 @@ def recorded(
     return folder
 
 
-DEATHS = {
-    "capture-out-of-memory": "an actor failed: OutOfMemoryError: CUDA out of memory while capturing graphs",
-    "warm-up-out-of-memory": "CUDA out of memory occurred when warming up sampler with 1024 dummy requests.",
-    "out-of-memory": "the engine lost 3 of 8 responses, the first with key []: OutOfMemoryError: CUDA out of memory.",
-    "no-room-for-kv-cache": "ValueError: No available memory for the cache blocks. Try increasing it.",
-    "broken-torchvision": "RuntimeError: operator torchvision::nms does not exist",
-    "disk-full": "OSError: [Errno 28] No space left on device",
-    "too-many-files": "OSError: [Errno 24] Too many open files",
-    "port-taken": "zmq.error.ZMQError: Address already in use",
-    "engine-died": "the engine lost 3 of 8 responses, the first with key []: EngineDeadError",
-    "actor-died": "an actor died: The actor died. (1) it was killed by SIGKILL by OOM killer (2) ray stop",
-    "run-stopped": "the run stopped: ValueError: no such column",
-}
+DEATHS = [
+    ("capture-out-of-memory", "an actor failed: OutOfMemoryError: CUDA out of memory while capturing graphs"),
+    ("out-of-memory", "the engine lost 3 of 8 responses, the first with key []: OutOfMemoryError: CUDA out of memory."),
+    ("no-room-for-kv-cache", "ValueError: No available memory for the cache blocks. Try increasing it."),
+    ("engine-died", "the engine lost 3 of 8 responses, the first with key []: EngineDeadError"),
+    ("drafter-not-in-service", "policy none never drafts with 'learned': it is trained and serves nobody"),
+    ("drafter-not-in-service", "the drafter that worker 1 trained does not go into service: 1.2 is no chance"),
+    ("run-stopped", "RuntimeError: operator torchvision::nms does not exist"),
+    ("run-stopped", "OSError: [Errno 28] No space left on device"),
+    ("run-stopped", "zmq.error.ZMQError: Address already in use"),
+    ("run-stopped", "an actor died: The actor died. (1) it was killed by SIGKILL by OOM killer (2) ray stop"),
+    ("run-stopped", "the run stopped: ValueError: no such column"),
+]
 
 
-@pytest.mark.parametrize("code", DEATHS)
-def test_what_a_run_died_of_is_told_from_its_events_and_logs(code: str, tmp_path: Path) -> None:
-    run = recorded(tmp_path, events=[{"event": "training: the schedule says always"}, {"event": DEATHS[code]}])
+@pytest.mark.parametrize(("code", "sentence"), DEATHS)
+def test_what_a_run_died_of_is_told_from_its_events_and_logs(code: str, sentence: str, tmp_path: Path) -> None:
+    run = recorded(tmp_path, events=[{"event": "training: the schedule says always"}, {"event": sentence}])
     (finding,) = look("deaths", run)
     assert finding.code == code
     assert finding.severity == "problem"
-    assert DEATHS[code][:40] in finding.evidence
+    assert sentence[:40] in finding.evidence
     assert finding.where == "RL steps 1"
     log = recorded(tmp_path / "log")
-    (log / "run.log").write_text(f"INFO all is well\n{DEATHS[code]}\n")
+    (log / "run.log").write_text(f"INFO all is well\n{sentence}\n")
     assert found_by("deaths", log) == [code]
 
 
@@ -368,6 +368,11 @@ def test_memory_that_ran_out_some_lines_after_capture_began_ran_out_in_capture(t
     run = recorded(tmp_path)
     (run / "run.log").write_text("Capturing CUDA graphs (decode, FULL): 40%\n  File x, line 1\nCUDA out of memory.\n")
     assert found_by("deaths", run) == ["capture-out-of-memory"]
+    late = (
+        "Capturing CUDA graphs: 100%\nCUDA out of memory occurred when warming up sampler with 1024 dummy requests.\n"
+    )
+    (run / "run.log").write_text(late)
+    assert found_by("deaths", run) == ["out-of-memory"]
 
 
 def test_the_canarys_verdicts_become_findings(tmp_path: Path) -> None:
@@ -418,7 +423,7 @@ def test_an_interrupted_recording_is_told_and_what_can_be_is_still_checked(tmp_p
     run = recorded(tmp_path, trace=_small(), events=[{"event": "the run stopped: RunError: an actor died: x"}])
     (run / "trace").rename(run / "trace.recording")
     told = diagnose(run)
-    assert {f.code for f in told.findings} == {"interrupted", "actor-died"}
+    assert {f.code for f in told.findings} == {"interrupted", "run-stopped"}
     assert "never finished" in dict(told.not_checked)["slower-than-plain"]
     noted = _small().manifest.model_copy(update={"notes": "repaired: the recording was interrupted"})
     assert found_by("interrupted", _small().replace(manifest=noted)) == ["interrupted"]
