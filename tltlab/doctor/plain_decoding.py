@@ -20,39 +20,28 @@ LOSING_SHARE = 0.02
 
 @check("slower-than-plain", good="rollouts are not slower than plain decoding")
 def slower_than_plain(evidence: RunEvidence) -> Finding | None:
-    """Rollouts with speculation take longer than plain decoding of the same responses would."""
-    if not evidence.speculating["rl_step"].nunique() >= ENOUGH_STEPS:
-        raise NotChecked(f"an interval needs {ENOUGH_STEPS} RL steps with speculation")
-    worst: tuple[float, Finding] | None = None
-    pairs = _decoding_s(evidence)
-    names = {rl_step: evidence.policy_of_step[rl_step][0] for rl_step in pairs}
-    judged = False
-    for name in dict.fromkeys(names.values()):
-        by_step = {rl_step: pair for rl_step, pair in pairs.items() if names[rl_step] == name}
-        if len(by_step) < ENOUGH_STEPS:
-            continue
-        judged = True
-        measured, plain = (np.array(side) for side in zip(*by_step.values(), strict=True))
-        slowdown = ratio(measured, plain)
-        if slowdown.low <= UNSURE:
-            continue
-        finding = problem(
-            title=f"Policy {name} makes rollouts slower than no speculation",
-            evidence=(
-                f"Decoding took {measured.mean():.3g} s a rollout, plain decoding of the same responses would take "
-                f"{plain.mean():.3g} s: {with_ends(slowdown)} times as long ({evidence.plain.source})."
-            ),
-            advice=(
-                "Speculate at small batches only (activation.max_requests), draft less deep, or set rollout.policy = "
-                "none; tltlab tune finds out which."
-            ),
-            where=f"RL steps {span(list(by_step))}",
-        )
-        if worst is None or slowdown.estimate > worst[0]:
-            worst = (slowdown.estimate, finding)
+    """Decoding under a policy that speculates takes longer than plain decoding of as many tokens would."""
+    rows = evidence.decoding[evidence.decoding["rl_step"].isin(evidence.speculating["rl_step"])]
+    names = rows["rl_step"].map({rl_step: name for rl_step, (name, _) in evidence.policy_of_step.items()})
+    intervals = {str(name): against_plain(evidence, of_policy) for name, of_policy in rows.groupby(names)}
+    judged = {name: slowdown for name, slowdown in intervals.items() if slowdown is not None}
     if not judged:
-        raise NotChecked(f"no policy that speculates was in force for {ENOUGH_STEPS} RL steps")
-    return worst[1] if worst else None
+        raise NotChecked(f"no policy speculated in {ENOUGH_STEPS} RL steps at batches of which plain times are known")
+    name, slowdown = max(judged.items(), key=lambda policy: policy[1].low)
+    if slowdown.low <= UNSURE:
+        return None
+    return problem(
+        title=f"Policy {name} makes rollouts slower than no speculation",
+        evidence=(
+            f"Decoding takes {with_ends(slowdown)} times as long as plain decoding of as many tokens at the same "
+            f"batches would ({evidence.plain.source})."
+        ),
+        advice=(
+            "Speculate at small batches only (activation.max_requests), draft less deep, or set rollout.policy = "
+            "none; tltlab tune finds out which."
+        ),
+        where=f"RL steps {span(rows.loc[names == name, 'rl_step'].unique().tolist())}",
+    )
 
 
 @check("large-batches", good="no speculation at too large batches")
@@ -103,55 +92,6 @@ def _bands(evidence: RunEvidence) -> dict[int, Interval]:
     if not (by_band := {least: interval for least, interval in sorted(intervals.items()) if interval is not None}):
         raise NotChecked(f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
     return by_band
-
-
-def _decoding_s(evidence: RunEvidence) -> dict[int, tuple[float, float]]:
-    """By RL step with speculation: seconds of decoding on the slowest worker, measured and if plain.
-
-    If plain, all responses of a worker run together from the start and end by length, which is exact where none waits.
-    """
-    outcomes, rows = evidence.known.outcomes, evidence.decoding
-    waiting = rows["num_waiting"].fillna(0)
-    if outcomes["worker"].isna().any() or waiting.max() > 0 or (outcomes["turn"] > 0).any():
-        raise NotChecked("requests waited, came in turns, or ran on unknown workers: their plain decoding is not known")
-    work = outcomes.merge(
-        evidence.known.workload[["rl_step", "prompt_id", "sample", "turn", "prompt_tokens"]],
-        on=["rl_step", "prompt_id", "sample", "turn"],
-    )
-    first = evidence.iterations.groupby(["rl_step", "worker"]).first()
-    seconds_by_step: dict[int, tuple[float, float]] = {}
-    for rl_step in sorted(evidence.speculating["rl_step"].unique().tolist()):
-        measured = rows[rows["rl_step"] == rl_step].groupby("worker")["duration"].sum()
-        plain = []
-        for worker, responses in work[work["rl_step"] == rl_step].groupby("worker"):
-            # A prefill that generates has made the first token already.
-            head = first.loc[(rl_step, worker)] if (rl_step, worker) in first.index else None
-            tokens_done = int(head is not None and head["prefill_tokens"] > 0 and head["num_generated"] > 0)
-            plain.append(_plain_s(evidence, responses, tokens_done))
-        if any(seconds is None for seconds in plain):
-            continue
-        longest = max(seconds or 0.0 for seconds in plain)
-        if longest > 0:
-            seconds_by_step[rl_step] = (float(measured.max()), longest)
-    if not seconds_by_step:
-        raise NotChecked("plain decoding was never seen at most of the batches that it would have run at")
-    return seconds_by_step
-
-
-def _plain_s(evidence: RunEvidence, work: pd.DataFrame, tokens_done: int) -> float | None:
-    """Seconds of plain decoding of one worker's responses; None where its batches were mostly never seen."""
-    lengths = np.sort(work["response_tokens"].to_numpy(np.int64) - tokens_done)
-    order = np.argsort(work["response_tokens"].to_numpy(np.int64), kind="stable")
-    prompts = work["prompt_tokens"].to_numpy(np.float64)[order]
-    steps = np.arange(1, max(int(lengths[-1]), 0) + 1)
-    ended = np.searchsorted(lengths, steps, side="left")
-    batch = len(lengths) - ended
-    running_prompts = np.concatenate([np.cumsum(prompts[::-1])[::-1], [0.0]])
-    seconds = evidence.plain.seconds(batch, running_prompts[ended] + batch * (steps - 1 + tokens_done))
-    covered = evidence.plain.covers(batch)
-    if len(seconds) == 0 or seconds[covered].sum() < 0.8 * seconds.sum():
-        return None
-    return float(seconds.sum())
 
 
 def _band(least: int) -> str:

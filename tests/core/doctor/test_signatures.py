@@ -15,7 +15,6 @@ import pytest
 
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.finding import Finding, NotChecked
-from tltlab.doctor.plain_decoding import _decoding_s
 from tltlab.doctor.signatures import CHECKS, diagnose
 from tltlab.errors import TraceError
 from tltlab.policies.policy import Policy
@@ -186,20 +185,6 @@ def test_chance_alone_is_no_fault(seed: int) -> None:
     level = 0.6 + 0.1 * rng.random(16)
     run = Run(seed=seed, noise=0.3, accept=lambda step: float(level[step]))
     assert not diagnose(run.trace()).findings
-
-
-def test_the_time_of_plain_decoding_is_that_of_a_plain_rollout_of_the_same_responses() -> None:
-    evidence = RunEvidence.of(Run(noise=0.0).trace())
-    rows, outcomes = evidence.iterations, evidence.known.outcomes
-    for rl_step, (measured, plain) in _decoding_s(evidence).items():
-        own = rows[(rows["rl_step"] == rl_step) & (rows["prefill_tokens"] == 0)]
-        assert measured == pytest.approx(own.groupby("worker")["duration"].sum().max())
-        # The oracle: one iteration after the other, the first token having come with the prefill.
-        by_worker = []
-        for _, lengths in outcomes[outcomes["rl_step"] == rl_step].groupby("worker")["response_tokens"]:
-            batches = [int((lengths > i).sum()) for i in range(1, int(lengths.max()))]
-            by_worker.append(sum(PLAIN_S + PER_REQUEST_S * batch for batch in batches))
-        assert plain == pytest.approx(max(by_worker), rel=1e-3)
 
 
 def test_without_plain_iterations_nothing_is_said_of_the_time_unless_costs_that_fit_are_given(tmp_path: Path) -> None:
