@@ -380,14 +380,7 @@ def chain_policies(drafter: str = "learned") -> dict[str, Policy]:
     }
 
 
-def vllm_pool(
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    *,
-    tensor_parallel: int = 1,
-    bytes_per_layer: float = GRAPH_LAYER_BYTES,
-) -> GraphPool:
+def vllm_pool(num_layers: int, hidden_size: int, vocab_size: int, *, tensor_parallel: int = 1) -> GraphPool:
     """The pool of a model's graphs in vLLM; only page tables go by context, and its are not part of its graphs."""
     return GraphPool(
         num_layers=num_layers,
@@ -395,7 +388,7 @@ def vllm_pool(
         vocab_size=vocab_size,
         context_tokens=1,
         tensor_parallel=tensor_parallel,
-        bytes_per_layer=bytes_per_layer,
+        bytes_per_layer=GRAPH_LAYER_BYTES,
     )
 
 

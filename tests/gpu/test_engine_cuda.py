@@ -178,14 +178,15 @@ def test_a_trained_drafter_would_never_serve_if_replayed_graphs_drafted_with_old
 
 
 def test_engines_would_run_out_of_memory_if_planned_graphs_took_more_than_predicted(engine: Engine, model: Path):
-    from tltlab.runtime.cli.export_policy import graph_pool
-    from tltlab.runtime.engine.graphs import memory_bytes
+    from tltlab.costs.profiles import find_model
+    from tltlab.runtime.engine.graphs import memory_bytes, vllm_pool
 
     captured = engine.captured_graphs()
     policy = policy_of(engine).model_copy(update={"drafters": engine.drafters})
     plan = plan_graphs(policy, BATCH, runner=captured.runner, any_lengths=True, fill=True)
     assert captured.num_bytes is not None
-    assert captured.num_bytes < memory_bytes(graph_pool(str(model), 1, 1e6), plan)
+    shape = find_model(str(model))
+    assert captured.num_bytes < memory_bytes(vllm_pool(shape.layers, shape.hidden, shape.vocab), plan)
     assert captured.full == plan.full_graphs()
     assert captured.piecewise == plan.piecewise_graphs()
 

@@ -53,8 +53,8 @@ SIGNATURES: tuple[_Signature, ...] = (
         beside=r"captur|cuda ?_?graph",
         title="The GPU ran out of memory while CUDA graphs were captured",
         advice="Capture less: fewer strategies in the policy, a smaller activation.max_requests or vllm.max_num_seqs, "
-        "fewer vllm.compilation_config.cudagraph_capture_sizes; or leave more room with a lower "
-        "vllm.gpu_memory_utilization. tltlab export-policy --model-shape --memory-gb plans a pool that fits.",
+        "fewer vllm.compilation_config.cudagraph_capture_sizes, a smaller rollout.graph_gib; or leave more room with a "
+        "lower vllm.gpu_memory_utilization.",
     ),
     _Signature(
         code="no-room-for-kv-cache",

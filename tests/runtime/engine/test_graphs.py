@@ -16,7 +16,6 @@ from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
-from tltlab.runtime.cli.export_policy import graph_pool
 from tltlab.runtime.engine.graphs import (
     GIB,
     GraphPlan,
@@ -223,10 +222,6 @@ def test_what_stock_vllm_would_refuse_or_die_of_is_refused(
     assert (code, told, err.count("\n")) == (2, None, 1)
     assert why in err
     assert not (tmp_path / "vllm.json").exists()
-    code, told, _ = exported(policy, tmp_path, capsys, "--model-shape", "Llama-3-8B")
-    assert (code, told["vllm"]) == (0, None)
-    assert told["predicted_graph_gib"] > 0
-    assert why in told["notes"][-1]
 
 
 @pytest.mark.parametrize("name", ["fixed", "table", "beg-mab"])
@@ -348,12 +343,3 @@ def test_vllms_batch_sizes_end_with_the_largest():
     assert vllm_batches(1) == (1,)
     assert vllm_batches(20) == (1, 2, 4, 8, 16, 20)
     assert vllm_batches(272)[-2:] == (256, 272)
-
-
-def test_the_shape_of_a_model_comes_from_its_folder(tmp_path: Path):
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 24}
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
-    assert graph_pool(str(tmp_path), 1, 1e6).hidden_size == 64
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
-    with pytest.raises(ConfigError, match="has no num_hidden_layers, vocab_size"):
-        graph_pool(str(tmp_path), 1, 1e6)
