@@ -252,12 +252,12 @@ def intraclass_correlation(between: float, within: float, size: float) -> float 
     return max(0.0, (between - within) / total) if total else None
 
 
-def resampled_ratio(top: Floats, bottom: Floats, *, fewest: int = 3) -> Span:
-    """The 95 % interval of sum(top) / sum(bottom) from 1000 resamples of rows; (nan, nan) for fewer than `fewest`.
+def resampled_ratio(top: Floats, bottom: Floats) -> Span:
+    """The 95 % interval of sum(top) / sum(bottom) from 1000 resamples of rows; (nan, nan) below three.
 
     Percentiles with a seed of their own: for figures on a page, which shall not change from one writing to the next.
     """
-    if len(top) < fewest:
+    if len(top) < 3:
         return math.nan, math.nan
     drawn = np.random.default_rng(0).integers(len(top), size=(1000, len(top)))
     low, high = np.quantile(top[drawn].sum(axis=1) / bottom[drawn].sum(axis=1), [0.025, 0.975])

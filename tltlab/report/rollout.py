@@ -163,6 +163,7 @@ def steps_part(trace: Trace) -> Part:
         "num_responses": ("responses", ",d"), "num_tokens": ("tokens", ",d"), "rollout_s": ("rollout s", ".2f"),
         "tokens_per_s": ("tokens/s", ",.0f"), "mean_accept_length": ("accept length", ".2f"),
         "bubble_fraction": ("bubble", ".1%"), "tail_fraction": ("tail", ".1%"),
+        "drafter_updates": ("drafter updates", ",.0f"),
     }  # fmt: skip
     caption = (
         "Each rollout. Accept length: tokens per request and speculative iteration, the bonus token included. Bubble: "
@@ -186,7 +187,7 @@ def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     rows = []
     for row in metrics.per_step(trace):
         recorded, measured = by_step.get(row["rl_step"], {}), row["rollout_s"]
-        row |= {key: recorded.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl")}
+        row |= {key: recorded.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl", "drafter_updates")}
         row |= {"reward": recorded.get("reward_mean")}
         rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
     return rows

@@ -1,15 +1,13 @@
-"""Parts of a report on speculation: accept length by batch, what policies chose, and what became of the drafter."""
+"""Parts of a report on speculation: accept length by batch, and what policies chose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from tltlab.arrays import Floats
 from tltlab.charts import lines, shares
 from tltlab.doctor.evidence import accepted_pairs
 from tltlab.stats import resampled_ratio
@@ -17,7 +15,6 @@ from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, PageTable, Paragraph, Part, Picture, Section, number
 
-PER_DRAFT = "tokens per draft"
 _MOST_ARMS = 8
 _COLUMNS = 24
 _FEWEST_DRAFTS = 20
@@ -55,12 +52,13 @@ def acceptance_part(trace: Trace) -> Part:
         strategy=strategy_names(table),
         bin=batch_bins(table["batch"]),
     )
-    points = {
-        str(name): [(at, _accept_length(rows)) for at, rows in of_name.groupby("bin")
-                    if rows["drafts"].sum() >= _FEWEST_DRAFTS]
-        for name, of_name in table.groupby("drafter", sort=True)
-    }  # fmt: skip
-    series, bands = banded({name: of_drafter for name, of_drafter in points.items() if of_drafter})
+    series: dict[str, tuple[list[Any], list[float]]] = {}
+    bands: dict[str, tuple[list[float], list[float]]] = {}
+    for name, of_name in table.groupby("drafter", sort=True):
+        bins = {at: rows for at, rows in of_name.groupby("bin") if rows["drafts"].sum() >= _FEWEST_DRAFTS}
+        if bins:
+            length, low, high = zip(*map(_accept_length, bins.values()), strict=True)
+            series[str(name)], bands[str(name)] = (list(bins), list(length)), (list(low), list(high))
     blocks: list[Block] = []
     if series:
         lengths = "; ".join(
@@ -68,7 +66,9 @@ def acceptance_part(trace: Trace) -> Part:
             for name, xy in series.items()
         )
         xlabel = "running requests on the worker (bins of doubling width)"
-        figure = lines(series, bands=bands, doubling=True, xlabel=xlabel, ylabel=PER_DRAFT, title="Accept length")
+        figure = lines(
+            series, bands=bands, doubling=True, xlabel=xlabel, ylabel="tokens per draft", title="Accept length"
+        )
         caption = (
             "Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled RL steps, "
             "where there are at least three. Small batches are the end of a rollout, whose requests are other ones "
@@ -79,26 +79,11 @@ def acceptance_part(trace: Trace) -> Part:
     return Section(title=title, blocks=tuple(blocks))
 
 
-Estimate = tuple[float, float, float]
-"""A value and the ends of its 95 % interval."""
-
-
-def banded(points: Mapping[str, Sequence[tuple[Any, Estimate]]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The series and bands of `charts.lines` for points (x, estimate)."""
-    columns = {name: [*zip(*(estimate for _, estimate in of_line), strict=True)] for name, of_line in points.items()}
-    series = {name: ([x for x, _ in points[name]], list(value)) for name, (value, _, _) in columns.items()}
-    return series, {name: (list(low), list(high)) for name, (_, low, high) in columns.items()}
-
-
-def accept_length(accepted: Floats, drafts: Floats, **options: int) -> Estimate:
-    """1 + accepted / drafts, its interval from resampling (`resampled_ratio`)."""
-    low, high = resampled_ratio(accepted, drafts, **options)
+def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """1 + accepted / drafts, and its interval from resampling RL steps: NaN ends below three of them."""
+    accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
+    low, high = resampled_ratio(accepted, drafts)
     return 1 + float(accepted.sum() / drafts.sum()), 1 + low, 1 + high
-
-
-def _accept_length(rows: pd.DataFrame) -> Estimate:
-    """NaN ends below three RL steps."""
-    return accept_length(*rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T)
 
 
 def _by_strategy(table: pd.DataFrame) -> PageTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, read, run_folder
 
 from .comparison import comparison_page
-from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
 from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, render
 from .responses import responses_part
@@ -71,13 +70,12 @@ def run_page(source: Path, *, verify: bool) -> Page:
     trace = read(source)
     folder = locate(source)
     run = run_folder(folder)
-    summary, run_json = _summary(run), read_object(run / "run.json")
+    summary, run_json = read_object(run / "summary.json"), read_object(run / "run.json")
     parts = (
         timeline_part(trace), lengths_part(trace), steps_part(trace), off_policy_part(trace), acceptance_part(trace),
         arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
-        responses_part(trace, run, run_json.get("recipe")), drafter_part(trace, _drafter_run(run, summary)),
-        verify_part(run, trace, summary, compute=verify), findings_part(run), events_part(run),
-        origin_part(run, trace, run_json),
+        responses_part(trace, run, run_json.get("recipe")), verify_part(run, trace, summary, compute=verify),
+        findings_part(run), events_part(run), origin_part(run, trace, run_json),
     )  # fmt: skip
     manifest = trace.manifest
     kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
@@ -148,20 +146,6 @@ def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Part:
         caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2})
     )
     return Section(title=title, blocks=(table,))
-
-
-def _drafter_run(run: Path, summary: Mapping[str, Any]) -> str | None:
-    """The run inside this one in which a drafter was trained, as the demo has it."""
-    drafter = summary.get("drafter")
-    name = drafter.get("run") if isinstance(drafter, dict) else None
-    return name if isinstance(name, str) and (run / name / "trace").is_dir() else None
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    """The run's summary.json, or what the summary of the run around it says of it."""
-    around = read_object(run.parent / "summary.json").get("drafter")
-    inner = around if isinstance(around, dict) and around.get("run") == run.name else {}
-    return inner | read_object(run / "summary.json")
 
 
 def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:

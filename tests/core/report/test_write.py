@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, models
 from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
-from tltlab.report.drafter import drafter_part
 from tltlab.report.origin import command_line
 from tltlab.report.page import Absent, PageTable, Section, Transcript, render
 from tltlab.report.responses import responses_part
@@ -123,11 +122,10 @@ def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "A few responses", "Predicted against measured", "Findings", "Events",
                       "Where it comes from"]  # fmt: skip
-    assert [part.title for part in made.absent] == ["Off-policy training", "CUDA graphs", "The trained drafter"]
+    assert [part.title for part in made.absent] == ["Off-policy training", "CUDA graphs"]
     text = page.read_text()
     assert "tltlab train &#39;my recipe.toml&#39;" in text
     assert "0.32.0" in text
-    assert "no drafter was trained in this run" in text
 
 
 def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(page):
@@ -261,24 +259,6 @@ def test_accept_length_is_one_plus_accepted_over_drafts_by_strategies_named_shor
     assert strategy_names(table).tolist() == ["none", "ngram:4", "learned (8, 4, 32)"]
 
 
-def test_a_trained_drafter_is_held_against_the_first_one_on_the_same_responses():
-    trace = read(TINY)
-    keys = trace.workload[["rl_step", "prompt_id", "sample", "turn"]]
-    length = trace.outcomes["response_tokens"].to_numpy()
-    first = keys.assign(drafter="learned", drafter_age=keys["rl_step"], drafter_updates=0, max_depth=2,
-                        accept_if_drafted=[np.zeros(n, np.uint8) for n in length])  # fmt: skip
-    served = first.assign(drafter_age=0, drafter_updates=10 * keys["rl_step"],
-                          accept_if_drafted=[np.ones(n, np.uint8) for n in length])  # fmt: skip
-    both = pd.concat([first[first["rl_step"] > 0], served], ignore_index=True)
-    part = drafter_part(trace.replace(acceptance=both))
-    assert isinstance(part, Section)
-    alts = " ".join(block.alt for block in part.blocks)
-    # Each draft of the one in service keeps a token, none of the first one's does.
-    assert "in service: 2.00 at first, 2.00 at last" in alts
-    assert "1.00 at last" in alts
-    assert "50 % at age 3" in alts
-
-
 def test_a_comparison_is_recognised_by_its_keys(tmp_path):
     row = {"makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "regret": None}
     base = {"makespan_s": 2.5, "ratio": 1.0, "ratio_low": None, "ratio_high": None, "regret": 0.2}
@@ -370,7 +350,7 @@ def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, p
     assert Path(told["out"]) == run / "report.html"
     assert told["bytes"] == (run / "report.html").stat().st_size
     assert (run / "report.html").read_bytes() == page.read_bytes()
-    assert "The trained drafter" in told["left_out"]
+    assert "CUDA graphs" in told["left_out"]
 
 
 def test_without_a_summary_predictions_are_computed_or_left_out(tmp_path):
