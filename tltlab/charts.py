@@ -192,11 +192,11 @@ def _read_lines(
     _add_reading(axes, texts, x=every)
 
 
-def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: Sequence[str] | None = None) -> Figure:
+def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figure:
     """Stacked columns of percent, one per value of `x`: what a whole consists of over time.
 
     `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
-    drawn. `names` stands in place of the values of x.
+    drawn.
     """
     figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
@@ -204,7 +204,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
     width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
     floor = np.zeros(len(across))
     num_drawn = 0
-    texts = [f"{xlabel}: {at}" for at in (names if names is not None else map(brief, across))]
+    texts = [f"{xlabel}: {brief(at)}" for at in across]
     for i, (name, part) in enumerate(parts.items()):
         height = np.nan_to_num(_floats(part))
         if not height.any():
@@ -215,10 +215,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
         floor += height
         num_drawn += 1
         texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
-    if names is None:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=bool(np.all(across == np.round(across)))))
-    else:
-        axes.set_xticks(across, list(names))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=bool(np.all(across == np.round(across)))))
     axes.set_ylim(0, 100)
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)

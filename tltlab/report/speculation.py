@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from tltlab.charts import lines, shares
 from tltlab.doctor.evidence import accepted_pairs
@@ -102,7 +101,7 @@ def _by_strategy(table: pd.DataFrame) -> PageTable:
 
 
 def arms_part(trace: Trace) -> Part:
-    """Which strategies were chosen, over the run and over running requests."""
+    """Which strategies were chosen over the run, or over the iterations of a single rollout."""
     title = "What the policy chose"
     table = trace.decisions
     if table is None or table.empty:
@@ -117,68 +116,18 @@ def arms_part(trace: Trace) -> Part:
         return Section(title=title, blocks=(Paragraph(text=only),))
     alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
     if len(trace.rl_steps) > 1:
-        over = _choices(table["arm"], table["rl_step"], arms, "RL step", "Choices over the run")
+        across, xlabel, heading = table["rl_step"], "RL step", "Choices over the run"
     else:
         width = max(1, -(-int(table["iteration"].max() + 1) // _COLUMNS))
         across = table["iteration"] // width * width
-        over = _choices(table["arm"], across, arms, "iteration of each worker", "Choices over the rollout")
+        xlabel, heading = "iteration of each worker", "Choices over the rollout"
+    share = pd.crosstab(across.to_numpy(), table["arm"].to_numpy(), normalize="index")
+    figure = shares(share.index.to_numpy(), {arm: share[arm] for arm in arms}, xlabel=xlabel, title=heading)
     caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
-    blocks: list[Block] = [Picture.of(over, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)]
-    blocks += _choices_by_batch(trace, table, arms)
-    blocks.append(_arm_table(table, arms))
-    return Section(title=title, blocks=tuple(blocks))
-
-
-def _choices_by_batch(trace: Trace, table: pd.DataFrame, arms: list[str]) -> list[Block]:
-    """The same over running requests, for the policy of the last RL step: others chose for other reasons."""
-    if trace.iterations is None:
-        return []
-    under = ""
-    if trace.steps is not None and trace.steps["policy"].nunique() > 1:
-        last = trace.steps["policy"].iloc[-1]
-        under = f" under {last}"
-        table = table[table["rl_step"].isin(trace.steps.loc[trace.steps["policy"] == last, "rl_step"])]
-    keys = ["rl_step", "worker", "iteration"]
-    met = table.merge(trace.iterations[[*keys, "batch"]], on=keys, how="inner")
-    if met.empty:
-        return []
-    at = pd.Series(np.log2(batch_bins(met["batch"]).to_numpy()).astype(int), index=met.index)
-    names = {int(k): _range(int(2**k)) for k in sorted(at.unique())}
-    figure = _choices(met["arm"], at, arms, "running requests on the worker", f"Choices by batch{under}", names)
-    alt = f"Share of decisions for each strategy, by the number of running requests{under}."
-    caption = f"What was chosen at which batch{under}. A policy that adapts drafts deeper where the batch is small."
-    return [Picture.of(figure, alt=alt, caption=caption)]
-
-
-def _choices(
-    arm: pd.Series[str], across: pd.Series[Any], arms: list[str], xlabel: str, title: str,
-    names: dict[int, str] | None = None,
-) -> Figure:  # fmt: skip
-    share = pd.crosstab(across.to_numpy(), arm.to_numpy(), normalize="index").reindex(columns=arms, fill_value=0.0)
-    return shares(share.index.to_numpy(), {a: share[a].to_numpy() for a in arms}, xlabel=xlabel, title=title,
-                  names=None if names is None else [names[int(k)] for k in share.index])  # fmt: skip
-
-
-def _range(first: int) -> str:
-    return str(first) if first == 1 else f"{first}–{2 * first - 1}"
+    picture = Picture.of(figure, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)
+    return Section(title=title, blocks=(picture,))
 
 
 def _arm_order(name: str) -> tuple[bool, str, int, str]:
     drafter, _, depth = name.partition(":")
     return (name != "none", drafter, int(depth) if depth.isdigit() else 0, name)
-
-
-def _arm_table(table: pd.DataFrame, arms: list[str]) -> PageTable:
-    rows = []
-    for arm in arms:
-        of_arm = table[table["arm"] == arm]
-        chance, reward = of_arm["propensity"].dropna(), of_arm["reward"].dropna()
-        chances = "–" if chance.empty else f"{chance.median():.2f} ({chance.min():.2f} to {chance.max():.2f})"
-        rows.append((arm, f"{len(of_arm):,}", f"{len(of_arm) / len(table):.1%}", chances,
-                     "–" if reward.empty else f"{reward.median():.4g}"))  # fmt: skip
-    return PageTable(
-        caption="Arms. Probability: the one with which the policy chose the arm when it did, median and range. Reward: "
-        "median of what the policy was told, in its own unit.",
-        columns=("drafter:depth", "chosen", "share", "probability", "reward"),
-        rows=tuple(rows),
-    )
