@@ -1,4 +1,4 @@
-"""The page of a comparison: what `compare`, `tune`, `verify` and `experiment` say in JSON, and a policy file."""
+"""The page of a comparison: what `compare`, `tune`, `what-if`, `verify` and `experiment` say in JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tltlab.charts import bars, lines, scatter_identity
+from tltlab.charts import bars, lines
 from tltlab.errors import ConfigError
 
 from .origin import repeat_blocks, versions_of
-from .page import Absent, Block, Code, Facts, Items, Page, Paragraph, Part, Picture, Section, number, records
+from .page import Block, Code, Facts, Items, Page, Paragraph, Part, Picture, Section, number, records
 from .verify import from_result
 
 SIMULATED = "Simulated: a prediction, not a measurement."
@@ -25,11 +25,6 @@ _COLUMNS = {
     "bubble_fraction": ("bubble", ".1%"), "step_s": ("RL step s", ".4g"),
     "step_speed_up": ("speed-up", ".2f"), "step_ratio": ("ratio", ".3f"),
     "step_ratio_interval": ("95 % interval", ""), "lossless": ("lossless", ""),
-}  # fmt: skip
-_MEASURED = {
-    "policy": ("policy", ""), "measured_s": ("measured s", ".3f"), "interval": ("interval", ""),
-    "predicted_s": ("predicted s", ".3f"), "error": ("error", "+.1%"), "predicted_common_s": ("same lengths s", ".3f"),
-    "error_common": ("error", "+.1%"), "error_at_speed": ("error at step time", "+.1%"),
 }  # fmt: skip
 
 
@@ -45,8 +40,6 @@ def comparison_page(result: Mapping[str, Any], path: Path) -> Page:
 def _page(result: Mapping[str, Any], path: Path) -> Page:
     if (empty := next((key for key in _ROWS if result.get(key) == []), None)) is not None:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
-    if result.get("format") == "tltlab-policy":
-        return _policy(result, result.get("provenance") or {}, path)
     lists = {key for key, value in result.items() if isinstance(value, list)}
     if {"systems", "by_accept"} <= lists:
         return _what_if(result, path)
@@ -55,14 +48,14 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
     if "candidates" in lists:
         return _ratios(result, result["candidates"], "name", "A tuned policy", path)
     if "policies" in lists and all("measured_s" in row for row in result["policies"]):
-        return _verified_policies(result, path)
+        return _rows_page(result, "policies", path, title="Does the simulator's winner win on the machine?")
     if "policies" in lists:
         return _ratios(result, result["policies"], "policy", "Policies compared", path)
     if "steps" in lists and "median_error" in result:
         part = from_result(result, "As tltlab verify wrote it.")
-        return Page(title="Predicted against measured", subtitle=path.name, key_figures=_errors(result), parts=(part,))
+        return Page(title=part.title, subtitle=path.name, key_figures=(), parts=(part,))
     if "rows" in lists and "verdict" in result:
-        return _experiment(result, path)
+        return _rows_page(result, "rows", path, title=f"Experiment: {result.get('name', path.stem)}")
     raise ConfigError(
         f"{path}: no comparison; it has {', '.join(map(str, result)) or 'nothing'}, and a report is made of what "
         "compare, tune, verify or experiment print with --json, or of a RUN"
@@ -200,89 +193,32 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     return parts
 
 
-def _verified_policies(result: Mapping[str, Any], path: Path) -> Page:
-    """Policies that ran for real, each with its prediction."""
-    rows = sorted(result["policies"], key=lambda row: row["measured_s"])
-    shown = [dict(row) | {"interval": _interval(row, "low", "high")} for row in rows]
-    labels = [str(row["policy"]) for row in rows]
-    tau, pairs = result.get("kendall_tau"), result.get("num_pairs")
-    missed = result.get("missed")
-    why = f" Missed: {'; '.join(map(str, missed))}." if isinstance(missed, list) and missed else ""
-    verdict = (
-        f"The simulator's order of the policies against the machine's: Kendall tau {number(tau, '.2f')} over "
-        f"{number(pairs, 'd')} pairs whose measured intervals do not overlap; median error "
-        f"{number(result.get('median_error'), '.1%')}, worst {number(result.get('worst_error'), '.1%')}.{why}"
+def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -> Page:
+    """What was measured, or found by an experiment: the verdict, the picture beside the file, and the rows."""
+    rows = result[key]
+    keys = list(dict.fromkeys(name for row in rows for name in row))
+    text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
+    columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
+    tau, median, worst = (
+        number(result.get(name), form)
+        for name, form in (("kendall_tau", ".2f"), ("median_error", ".1%"), ("worst_error", ".1%"))
     )
-    blocks: list[Block] = [
-        Picture.of(
-            bars(labels, [r["measured_s"] for r in rows], [r.get("low") for r in rows], [r.get("high") for r in rows],
-                 xlabel="seconds", title="Measured rollout time"),
-            alt="Measured rollout seconds: " + ", ".join(f"{n} {r['measured_s']:.3g}" for n, r in zip(labels, rows,
-                                                                                                    strict=True)),
-            caption="Mean over the rounds, each with all policies on the same prompts in turn; lines: intervals.",
-        ),
-        Picture.of(
-            scatter_identity([r["measured_s"] for r in rows], [r.get("predicted_s") for r in rows], labels=labels,
-                             xlabel="measured, s", ylabel="predicted (simulated), s", title="Each policy"),
-            shape="square", alt="Predicted over measured rollout time, one point per policy.",
-            caption="On the dashed line prediction and measurement agree.",
-        ),
-        records(shown, _MEASURED, caption="Each policy, measured and predicted from rollouts of other policies."),
-    ]  # fmt: skip
-    settings = {k: v for k, v in result.items() if k not in ("policies", "rounds", "missed")}
-    return Page(
-        title="Does the simulator's winner win on the machine?", subtitle=path.name, key_figures=_errors(result),
-        parts=(Section(title="Result", blocks=tuple(blocks)), _origin(settings, set())), verdict=verdict,
-    )  # fmt: skip
-
-
-def _errors(result: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    figures = [
-        ("median error", number(result.get("median_error"), ".1%")),
-        ("worst", number(result.get("worst_error"), ".1%")),
-        ("repeat spread", number(result.get("repeat_spread"), ".1%")),
-    ]  # fmt: skip
-    if "kendall_tau" in result:
-        figures.append(("Kendall tau", number(result["kendall_tau"], ".2f")))
-    if "met" in result:
-        figures.append(("goal", "met" if result["met"] else "missed"))
-    return tuple(figures)
-
-
-def _experiment(result: Mapping[str, Any], path: Path) -> Page:
-    """The verdict, the picture and the table of `tltlab experiment`."""
-    rows = result["rows"]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    text = tuple(k for k in keys if any(isinstance(row.get(k), str) for row in rows))
-    columns = {key: (key.replace("_", " "), "" if key in text else ".4g") for key in keys}
-    blocks: list[Block] = []
-    if result.get("prediction"):
-        blocks.append(Paragraph(text=SIMULATED))
-    beside = path.parent / "picture.png" if path.name == "result.json" else None
-    if beside is not None and (
-        picture := Picture.of_png(beside, alt=str(result["verdict"]), caption="What the table below has in figures.")
-    ):
+    verdict = str(
+        result.get("verdict")
+        or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
+    )
+    blocks: list[Block] = [Paragraph(text=SIMULATED)] if result.get("prediction") else []
+    caption = "What the table below has in figures."
+    picture = Picture.of_png(path.with_name("picture.png"), alt=verdict, caption=caption)
+    if picture is not None and path.name == "result.json":
         blocks.append(picture)
     blocks.append(records(rows, columns, caption=str(result.get("question", "Result")), text=text))
     blocks += [Paragraph(text=str(note)) for note in result.get("notes") or ()]
-    title = f"Experiment: {result.get('name', path.stem)}"
-    origin = dict(result.get("settings") or {}) | {key: result.get(key) for key in ("command", "versions")}
-    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(origin, set()))
-    question, verdict = str(result.get("question", "")), str(result["verdict"])
+    above = {key, "name", "question", "verdict", "prediction", "settings", "notes", "rounds"}
+    facts = {name: value for name, value in result.items() if name not in above} | (result.get("settings") or {})
+    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(facts, set()))
+    question = str(result.get("question", path.name))
     return Page(title=title, subtitle=question, key_figures=(), parts=parts, verdict=verdict)
-
-
-def _policy(result: Mapping[str, Any], provenance: Mapping[str, Any], path: Path) -> Page:
-    """A policy file without candidates: the policy and where it came from."""
-    code = Code(code=json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=2), label="policy file")
-    reason = "a policy file does not list what it was chosen among: tltlab tune --json does"
-    parts = (
-        Section(title="The policy", blocks=(code,)), _origin(provenance, {"verdict"}),
-        Absent(title="Comparison", reason=reason),
-    )  # fmt: skip
-    figures = (("selector", str((result.get("selector") or {}).get("kind", "not told"))),)
-    verdict = str(provenance.get("verdict", ""))
-    return Page(title="A policy", subtitle=path.name, key_figures=figures, parts=parts, verdict=verdict)
 
 
 def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:

@@ -280,6 +280,10 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
         made = report(tmp_path / "result.json", out=tmp_path / "page.html")
         assert made.title == title
         assert all(link.startswith(("data:", "#")) for link in parsed((tmp_path / "page.html").read_text()).found)
+    write_json(tmp_path / "result.json", told["Does the simulator's winner win on the machine?"])
+    made = report(tmp_path / "result.json")
+    assert made.verdict.endswith("order and the machine's: –; median error 20.0%, worst 20.0%.")
+    assert ("met", "false") in made.sections[-1].blocks[0].rows
     write_json(tmp_path / "result.json", told["Policies compared"])
     text = render(report(tmp_path / "result.json"))
     assert "table is fastest: 0.800 times the rollout time of none, 95 % interval 0.700 to 0.900." in text
@@ -312,6 +316,7 @@ def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tm
     (image,) = parsed(text).images
     assert base64.b64decode(image["src"].partition(",")[2]) == (folder / "picture.png").read_bytes()
     assert image["alt"] == "off it is"
+    assert "<dt>rounds</dt><dd>3</dd>" in text
     assert "tltlab experiment baseline rounds=3" in text
     assert "0.32.0" in text
 
@@ -327,13 +332,14 @@ def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
 def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, command):
     (tmp_path / "empty").mkdir()
     write_json(tmp_path / "other.json", {"makespan_s": 1.0})
+    write_json(tmp_path / "policy.json", {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}})
     write_json(tmp_path / "broken.json", {"policies": [{"policy": "a"}]})
     (tmp_path / "list.json").write_text("[]")
     for key in ("systems", "policies", "candidates"):
         write_json(tmp_path / f"no-{key}.json", {key: []})
     write_json(tmp_path / "no-rows.json", {"rows": [], "verdict": "v"})
-    for name in ("empty", "nowhere", "other.json", "broken.json", "list.json", "no-systems.json", "no-policies.json",
-                 "no-candidates.json", "no-rows.json"):  # fmt: skip
+    for name in ("empty", "nowhere", "other.json", "policy.json", "broken.json", "list.json", "no-systems.json",
+                 "no-policies.json", "no-candidates.json", "no-rows.json"):  # fmt: skip
         for out in ((), ("--out", tmp_path / "x.html")):
             code, _, err = command("report", tmp_path / name, *out)
             assert code == 2
