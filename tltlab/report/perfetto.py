@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import TraceError
 from tltlab.files import write_file
-from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, step_offsets
 from tltlab.traces.trace import Trace
@@ -19,7 +18,7 @@ from tltlab.traces.trace import Trace
 _US = 1e6
 _STEPS = "RL steps"
 _ITERATION_ARGS = (
-    "iteration", "batch", "num_waiting", "context_tokens", "prefill_tokens", "drafter", "draft_depth",
+    "iteration", "batch", "num_waiting", "context_tokens", "prefill_tokens", "drafter", "draft_depth", "top_k",
     "tokens_to_verify", "num_drafted", "num_accepted", "num_generated",
 )  # fmt: skip
 
@@ -33,10 +32,9 @@ def to_perfetto(
 ) -> dict[str, Any]:
     """Slices (`ph` "X", times in microseconds) per lane, one track of RL steps, a counter of the running requests.
 
-    Iterations, where recorded, get a track of their own below their worker, with batch, strategy and accepted tokens as
-    arguments; so do spans of a simulation. An arrow leads from each weight sync to the next rollout. `process` keeps
-    several traces in one file apart, `offsets` places RL steps elsewhere than where `step_offsets` does. Raises
-    TraceError where there are no times.
+    Iterations, where recorded, get a track of their own below their worker, with batch, draft and accepted tokens as
+    arguments. `process` keeps several traces in one file apart, `offsets` places RL steps elsewhere than where
+    `step_offsets` does. Raises TraceError where there are no times.
 
     {"ph": "X", "pid": 1, "tid": 2, "name": "decode", "cat": "decode", "ts": 500000.0, "dur": 1250000.0}
     """
@@ -68,10 +66,12 @@ def to_perfetto(
     for lane, kind, start_s, end_s in segments.itertuples(index=False):
         add(lane, kind, start_s, end_s)
     for step in shift:
-        for track, name, start_s, end_s, args in _details(trace, step):
-            add(track, name, shift[step] + start_s, shift[step] + end_s, **args)
+        rows = trace.table("iterations", rl_step=step)
+        for row in [] if rows is None else rows.to_dict("records"):
+            start_s = shift[step] + row["t_start"]
+            args = {name: row[name] for name in _ITERATION_ARGS if not pd.isna(row[name])}
+            add(f"worker {row['worker']} iterations", "iteration", start_s, start_s + row["duration"], **args)
         events += _counter(trace, step, shift[step], process)
-    events += _arrows(segments, {step: shift[step] for step in rollouts}, tracks, process)
     used = {event["tid"] for event in events if event["ph"] == "X"}
     whole = f"{trace.manifest.name or 'trace'} ({trace.manifest.kind})"
     names = [named(0, "process_name", name=whole), named(0, "process_sort_index", sort_index=process)]
@@ -90,47 +90,6 @@ def write_perfetto(path: str | Path, *traces: Any, rl_step: int | Literal["all"]
     whole = parts[0] | {"traceEvents": [event for part in parts for event in part["traceEvents"]]}
     write_file(path, json.dumps(whole, separators=(",", ":"), allow_nan=False))
     return path
-
-
-def _details(trace: Trace, step: int) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
-    """Track, name, start, end and arguments of every iteration; without iterations, of the workers' spans."""
-    rows = trace.table("iterations", rl_step=step)
-    if rows is not None and len(rows):
-        for row in rows.to_dict("records"):
-            args = {name: row[name] for name in _ITERATION_ARGS if not pd.isna(row[name])}
-            end_s = row["t_start"] + row["duration"]
-            yield f"worker {row['worker']} iterations", "iteration", row["t_start"], end_s, {**args, **_strategy(row)}
-        return
-    spans = trace.table("spans", rl_step=step)
-    for row in [] if spans is None else spans.to_dict("records"):
-        if row["lane"].startswith("worker ") and row["kind"] in metrics.ROLLOUT_KINDS and not pd.isna(row["batch"]):
-            args = {"batch": int(row["batch"])} | ({} if pd.isna(row["detail"]) else {"strategy": row["detail"]})
-            end_s = row["t_start"] + row["duration"]
-            yield f"{row['lane']} iterations", row["kind"], row["t_start"], end_s, args
-
-
-def _strategy(row: Mapping[Any, Any]) -> dict[str, str]:
-    """The strategy in one word, where the row has a whole one."""
-    try:
-        depth, top_k, verify = (int(row[name]) for name in ("draft_depth", "top_k", "tokens_to_verify"))
-        return {} if pd.isna(row["drafter"]) else {"strategy": str(Strategy(row["drafter"], depth, top_k, verify))}
-    except ConfigError:
-        return {}
-
-
-def _arrows(
-    segments: pd.DataFrame, rollout_start_s: Mapping[int, float], tracks: Mapping[str, int], process: int
-) -> list[dict[str, Any]]:
-    """Flow events from each weight sync to the next rollout, which is the first with those weights."""
-    events: list[dict[str, Any]] = []
-    syncs = segments[(segments["kind"] == "weight_sync") & (segments["lane"] == "trainer")]
-    for sync_s, end_s in zip(syncs["start_s"], syncs["end_s"], strict=True):
-        later = [start_s for start_s in rollout_start_s.values() if start_s >= end_s - 1e-6 * abs(end_s)]
-        if later:
-            arrow = {"pid": process, "name": "new weights", "cat": "weights", "id": f"{process}.{len(events)}"}
-            events.append({"ph": "s", "tid": tracks["trainer"], "ts": sync_s * _US, **arrow})
-            events.append({"ph": "f", "bp": "e", "tid": tracks[_STEPS], "ts": min(later) * _US, **arrow})
-    return events
 
 
 def _counter(trace: Trace, step: int, shift_s: float, process: int) -> list[dict[str, Any]]:

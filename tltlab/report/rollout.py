@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.arrays import Ints
-from tltlab.charts import lines, shares
+from tltlab.charts import lines
 from tltlab.errors import TltlabError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import median_step
@@ -23,7 +23,7 @@ from .timeline import timeline
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200
 _MOST_TIMELINES = 6
-_STAGES = {f"{name}_s": name for name in ("rollout", "inference", "reward", "train", "sync")}
+_STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
 
 
 def timeline_part(trace: Trace) -> Part:
@@ -65,11 +65,7 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
     if table is None or (table := table[table["graph"].notna()]).empty:
         return Absent(title=title, reason="the trace does not say what iterations ran in (graph in iterations.parquet)")
     blocks: list[Block] = []
-    planned, captured = graphs.get("planned"), graphs.get("captured") or [{}]
-    if isinstance(planned, dict):
-        predicted = planned.get("predicted_bytes")
-        memory = "" if predicted is None else f" Predicted: {predicted / 2**30:.2f} GiB on each GPU."
-        blocks.append(Paragraph(text=f"Planned: {'; '.join(planned['notes'])}.{memory}"))
+    captured = graphs.get("captured") or [{}]
     if (mode := captured[0].get("mode")) is not None:
         first, num_bytes = captured[0], captured[0].get("num_bytes")
         memory = "" if num_bytes is None else f", which took {num_bytes / 2**30:.2f} GiB"
@@ -98,7 +94,7 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
 
 
 def lengths_part(trace: Trace) -> Part:
-    """How long responses were: the tail of the distribution, early and late, and percentiles per RL step."""
+    """How long responses were: the tail of the distribution, and percentiles per RL step."""
     rows = metrics.per_step(trace)
     num = sum(row["num_responses"] for row in rows)
     if not num:
@@ -106,18 +102,11 @@ def lengths_part(trace: Trace) -> Part:
     percentiles = zip(PERCENTILES, metrics.length_percentiles(trace, PERCENTILES), strict=True)
     cut = sum(row["num_cut"] for row in rows) / num
     steps = trace.rl_steps
-    third = max(1, len(steps) // 3)
-    groups = {"all RL steps": steps}
-    if len(steps) >= 6:
-        groups = {f"RL steps {p[0]} to {p[-1]}": p for p in (steps[:third], steps[-third:])}
-    drawn = {name: _lengths(trace.select(part)) for name, part in groups.items()}
     quantiles = ", ".join(f"{'longest' if p == 100 else f'p{p}'} {number(v, ',.0f')}" for p, v in percentiles)
-    caption = (
-        f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}. The longest tenth of the responses has "
-        f"{number(_tokens_of_longest_tenth(trace), '.0%')} of all tokens."
-    )
+    caption = f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}."
     alt = f"Share of responses longer than a number of tokens: {quantiles}."
-    blocks: list[Block] = [Picture.of(_longer_than(drawn), alt=alt, caption=caption)]
+    figure = _longer_than({"all RL steps": _lengths(trace)})
+    blocks: list[Block] = [Picture.of(figure, alt=alt, caption=caption)]
     if len(steps) > 1:
         over = {
             name: (steps, [row[key] for row in rows])
@@ -135,13 +124,6 @@ def _lengths(trace: Trace) -> Ints:
     return np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
 
 
-def _tokens_of_longest_tenth(trace: Trace) -> float | None:
-    """Share of response tokens in the longest tenth of the responses, at least one response."""
-    lengths = _lengths(trace)
-    longest = lengths[-max(1, round(len(lengths) / 10)) :]
-    return float(longest.sum() / lengths.sum()) if lengths.sum() else None
-
-
 def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
     """Percent of responses longer than x, at so few x that they can be drawn, for ascending lengths by name."""
     series = {}
@@ -152,7 +134,7 @@ def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
 
 
 def steps_part(trace: Trace) -> Part:
-    """A row per RL step, and where its time went."""
+    """A row per RL step, with the seconds of its stages."""
     rows = steps_rows(trace)
     if all(row["rollout_s"] is None for row in rows):
         reason = "the trace has no times: simulate it first (tltlab simulate TRACE --out)"
@@ -175,7 +157,7 @@ def steps_part(trace: Trace) -> Part:
         "reward_s": ("reward s", ".3f"), "train_s": ("train s", ".2f"), "sync_s": ("sync s", ".3f"),
         "drift_kl": ("policy moved, nats/token", ".2g"),
     }  # fmt: skip
-    if any(row[key] is not None for row in rows for key in [*list(_STAGES)[1:], "drift_kl"]):
+    if any(row[key] is not None for row in rows for key in [*_STAGES, "drift_kl"]):
         caption = "Seconds of each stage, and how far the step's update moved the policy (KL)."
         blocks.append(records(rows, stages, caption=caption, summary="Every stage, RL step by RL step"))
     return Section(title="RL steps", blocks=tuple(blocks))
@@ -187,7 +169,7 @@ def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     rows = []
     for row in metrics.per_step(trace):
         recorded, measured = by_step.get(row["rl_step"], {}), row["rollout_s"]
-        row |= {key: recorded.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl", "drafter_updates")}
+        row |= {key: recorded.get(key) for key in ("policy", *_STAGES, "drift_kl", "drafter_updates")}
         row |= {"reward": recorded.get("reward_mean")}
         rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
     return rows
@@ -219,15 +201,6 @@ def _step_pictures(rows: list[dict[str, Any]]) -> list[Block]:
         "(tltlab compare) before you trust a difference."
     )
     blocks.append(Picture.of(figure, alt="Seconds of rollout in each RL step.", caption=caption))
-    parts = {name: np.array([row[key] or 0.0 for row in rows], float) for key, name in _STAGES.items()}
-    whole = np.sum(list(parts.values()), axis=0)
-    if (whole > parts["rollout"]).any() and (whole > 0).all():
-        share = float((parts["rollout"] / whole).mean())
-        drawn = {name: part / whole for name, part in parts.items() if part.any()}
-        figure = shares(steps, drawn, xlabel="RL step", title="Where an RL step's time goes")
-        alt = f"Shares of rollout, inference, reward, training and sync; rollout is {share:.0%} on average."
-        caption = f"Rollout takes {share:.0%} of an RL step on average: no faster rollout saves more than that."
-        blocks.append(Picture.of(figure, alt=alt, caption=caption))
     return blocks
 
 
