@@ -19,8 +19,8 @@ from tltlab.charts import Chart, data_uri, inline_svg, series_names
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-"""Sorts tables, shows one of several pictures, enlarges them, says what a chart has at the pointer, loads a served page
-again when its run went on; without it everything can be read."""
+"""Sorts tables, shows one of several pictures, enlarges them, says what a chart has at the pointer; without it
+everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
@@ -184,12 +184,9 @@ Part = Section | Absent
 class Served:
     """What a page that `tltlab ui` serves has beside its content.
 
-    `state` is where the stamp of what it shows is asked for every three seconds, "" where it is not: another one than
-    `stamp` and the page is loaded again. `home` leads to the list, `live` says that the run goes on.
+    `home` leads to the list; with `live` the run goes on, and the page is loaded again every ten seconds.
     """
 
-    state: str = ""
-    stamp: str = ""
     home: str = ""
     live: bool = False
 
@@ -216,9 +213,8 @@ class Page:
 
 def render(page: Page) -> str:
     """The page as HTML. Every text is escaped; same page, same characters."""
-    policy = POLICY + "; connect-src 'self'" * (page.served is not None)
     # jinja2 would write quotes of the constant policy as entities, which is right but hard to read.
-    return _template().render(page=page, policy=Markup(policy), script=Markup(SCRIPT))
+    return _template().render(page=page, policy=Markup(POLICY), script=Markup(SCRIPT))
 
 
 @cache

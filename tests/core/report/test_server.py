@@ -14,7 +14,7 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.report.page import POLICY
+from tltlab.report.page import POLICY, render
 from tltlab.report.server import Runs, Server
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -109,18 +109,17 @@ def test_what_is_no_run_that_was_found_is_refused(server, target):
     "host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost", "127.0.0.1.evil.example:80", ""]
 )
 def test_a_site_whose_name_leads_here_gets_nothing(server, host):
-    for target in ("/", "/run?run=a", "/state"):
+    for target in ("/", "/run?run=a"):
         status, page, _ = asked(server.server_port, target, host)
         assert status == 421
         assert "deep" not in page
-    assert asked(server.server_port, "/state", f"localhost:{server.server_port}")[0] == 200
+    assert asked(server.server_port, "/", f"localhost:{server.server_port}")[0] == 200
 
 
 def test_nothing_can_be_changed_and_answers_are_strict(server):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert asked(server.server_port, "/", method=method)[0] == 405
-    status, page, headers = asked(server.server_port, "/", method="HEAD")
-    assert (status, page) == (200, "")
+        assert asked(server.server_port, "/", method=method)[0] == 501
+    _, _, headers = asked(server.server_port, "/")
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
@@ -129,29 +128,26 @@ def test_nothing_can_be_changed_and_answers_are_strict(server):
 
 
 def test_a_run_is_followed_while_it_is_recorded(tmp_path):
-    runs = Runs(tmp_path)
+    runs, again = Runs(tmp_path), '<meta http-equiv="refresh" content="10">'
     write_json(tmp_path / "run" / "run.json", {"recipe": {}})
-    assert "no trace yet" in runs.list_page()
-    began = runs.state()
+    assert "no trace yet" in render(runs.list_page())
+    assert again not in render(runs.list_page())
     with Recorder(tmp_path / "run" / "trace", Manifest(kind="recorded")) as recorder:
         for step in range(2):
-            before = runs.state("run")
             for name in ("workload", "outcomes"):
                 recorder.append(name, [row | {"rl_step": step} for row in lengths(3, 4).arrow(name).to_pylist()])
             recorder.flush()
-            stamp = runs.state("run")
-            assert stamp != before
-            page = runs.run_page("run")
-            assert f'data-state="state?run=run" data-stamp="{stamp}"' in page
+            page = render(runs.page("run"))
+            assert again in page
             assert "still being recorded" in page
             assert f"<dt>RL steps</dt><dd>{step + 1}</dd>" in page
-        assert "<dt>being recorded</dt><dd>1</dd>" in runs.list_page()
-    assert runs.state("run") != stamp
-    assert runs.state() != began
-    page = runs.run_page("run")
+        assert "<dt>being recorded</dt><dd>1</dd>" in render(runs.list_page())
+        assert again in render(runs.list_page())
+    page = render(runs.page("run"))
     assert "still being recorded" not in page
-    assert page == runs.run_page("run")
-    assert "finished" in runs.list_page()
+    assert again not in page
+    assert page == render(runs.page("run"))
+    assert "finished" in render(runs.list_page())
 
 
 def test_what_cannot_be_read_says_why_and_costs_no_other_run(folder, tmp_path):
@@ -159,17 +155,10 @@ def test_what_cannot_be_read_says_why_and_costs_no_other_run(folder, tmp_path):
     shutil.copytree(folder / "a", tmp_path / "bad")
     (tmp_path / "bad" / "trace" / "outcomes.parquet").write_bytes(b"PAR1")
     runs = Runs(tmp_path)
-    assert "outcomes.parquet" in runs.list_page()
-    assert "outcomes.parquet" in runs.run_page("bad")
-    assert "Response lengths" in runs.run_page("good")
-
-
-def test_a_list_that_takes_long_comes_in_parts(folder):
-    runs = Runs(folder, patience_s=-1.0)
-    for num_unread in (2, 1, 0):
-        page = runs.list_page()
-        assert page.count(">...<") == num_unread
-        assert (f'data-stamp="{runs.state()}"' in page) is (num_unread == 0)
+    assert "outcomes.parquet" in render(runs.list_page())
+    assert "outcomes.parquet" in render(runs.page("bad"))
+    assert "outcomes.parquet" in render(runs.page("good", "bad"))
+    assert "Response lengths" in render(runs.page("good"))
 
 
 def test_the_command_says_where_it_is_and_ends_well_when_told_to(folder):
@@ -179,7 +168,7 @@ def test_the_command_says_where_it_is_and_ends_well_when_told_to(folder):
             told = json.loads(process.stdout.readline())
             assert told["runs"] == 3
             port = urlsplit(told["url"]).port
-            assert json.loads(asked(port, "/state")[1])["stamp"] == Runs(folder).state()
+            assert asked(port, "/run?run=a")[0] == 200
             process.terminate()
             assert process.wait(timeout=60) == 0
         finally:

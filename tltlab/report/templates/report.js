@@ -138,15 +138,3 @@ for (const chart of document.querySelectorAll(".picture[data-names]")) {
     box.append(label);
   });
 }
-// A page that is served is loaded again when what it shows has changed.
-const served = document.querySelector("main[data-state]");
-if (served) {
-  const look = async () => {
-    try {
-      const answer = await fetch(served.dataset.state);
-      if (answer.ok && (await answer.json()).stamp !== served.dataset.stamp) { location.reload(); return; }
-    } catch { /* the server is gone, for now */ }
-    setTimeout(look, 3000);
-  };
-  setTimeout(look, 3000);
-}
