@@ -6,22 +6,21 @@ import dataclasses
 import importlib
 import re
 import shutil
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.calibration.acceptance.annotations import AcceptedLengths, AgreementCheck
 from tltlab.config import faults
 from tltlab.console import Json, emit, table
-from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import ModelFreeSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import fsync_file, new_file, parse_json, read_text, sha256_of
+from tltlab.files import fsync_file, new_file, sha256_of
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import MANIFEST_FILE, SUFFIX
 from tltlab.traces.storage import cannot_write, new_trace_folder, parquet_writer, put_sum
@@ -31,7 +30,7 @@ FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)
 _OLDEST = 2**31 - 1
 _LEARNED = ("learned", "draft_model", "eagle", "eagle3")
-_SPEC: TypeAdapter[Any] = TypeAdapter(DrafterSpec)
+_MODEL_FREE: TypeAdapter[ModelFreeSpec] = TypeAdapter(Annotated[ModelFreeSpec, Field(discriminator="kind")])
 
 
 def annotate_trace(
@@ -40,9 +39,8 @@ def annotate_trace(
         list[str],
         typer.Option(
             metavar="[NAME=]SPEC",
-            help="ngram, suffix, suffix:scopes=problem+request,window=16, a JSON or TOML file of one drafter, "
-            "draft_model:FOLDER, eagle:FOLDER, or learned:FOLDER (what it holds); @N at the end: it is N RL steps "
-            "old. May be given several times.",
+            help="ngram, suffix, suffix:scopes=problem+request,window=16, draft_model:FOLDER, eagle:FOLDER, or "
+            "learned:FOLDER (what it holds); @N at the end: it is N RL steps old. May be given several times.",
         ),
     ],
     max_depth: Annotated[int, typer.Option(help="Tokens drafted at each position.")] = 16,
@@ -109,11 +107,7 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
     kind, _, folder = spec_text.partition(":")
     if kind in _LEARNED:
         return DraftedBy(name or "learned", age), _learned(kind, folder, target)
-    spec = _spec(spec_text)
-    if isinstance(spec, LearnedSpec):
-        return DraftedBy(name or spec.kind, age), _learned(spec.method, spec.model, target)
-    if isinstance(spec, HybridSpec):
-        raise ConfigError(f"--drafter {text}: a hybrid is two drafters; annotate each of them")
+    spec = _model_free(spec_text)
     return DraftedBy(name or spec.kind, age), ReplayedDrafter(spec.build)
 
 
@@ -127,38 +121,21 @@ def _split_age(text: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (text, 0)
 
 
-def _spec(text: str) -> Any:
-    """A drafter of `drafters.DrafterSpec` from `KIND[:key=value,...]`, a JSON object, or a .json or .toml file."""
+def _model_free(text: str) -> ModelFreeSpec:
+    """A drafter without a network from `KIND[:key=value,...]`."""
+    kind, _, options = text.partition(":")
+    value: dict[str, Any] = {"kind": kind}
+    for option in options.split(",") if options else ():
+        key, equals, setting = option.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--drafter {text}: {option!r} is no key=value; such as suffix:scopes=problem+request,window=16"
+            )
+        value[key] = setting.split("+") if key == "scopes" else setting
     try:
-        if text.startswith("{"):
-            value = parse_json(text)
-        elif text.endswith((".json", ".toml")):
-            loads = parse_json if text.endswith(".json") else tomllib.loads
-            value = loads(read_text(Path(text), 1 << 20))
-        else:
-            kind, _, options = text.partition(":")
-            value = {"kind": kind} | dict(_option(text, part) for part in options.split(",") if part)
-        return _SPEC.validate_python(value)
+        return _MODEL_FREE.validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"--drafter {text}: {faults(error)}") from error
-    except OSError as error:
-        raise ConfigError(f"--drafter {text}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--drafter {text}: not JSON or TOML: {error}") from error
-
-
-def _option(text: str, part: str) -> tuple[str, Any]:
-    key, equals, value = part.partition("=")
-    if not equals:
-        raise ConfigError(
-            f"--drafter {text}: {part!r} is no key=value; such as suffix:scopes=problem+request,window=16"
-        )
-    if key == "scopes":
-        return key, value.split("+")
-    try:
-        return key, parse_json(value)
-    except ValueError:
-        return key, value
 
 
 def _learned(method: str, folder: str, target: Path | None) -> Annotator:

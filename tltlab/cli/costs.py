@@ -12,7 +12,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
     from tltlab.costs.base import CostModel
-    from tltlab.costs.profiles import EngineProfile, Profiles
 
 
 def costs(
@@ -43,13 +42,22 @@ def costs(
 
     if name is None:
         listed = [_described(preset, load_costs(preset)) for preset in presets()]
-        engines = [_profile(profiles(), profile) for profile in profiles().engines.values()]
+        engines = [
+            {
+                "name": profile.engine,
+                "versions": profile.versions,
+                "measured": sorted({f"{m.model} on {m.gpu}" for m in profile.measured}),
+            }
+            for profile in profiles().engines.values()
+        ]
         emit({"presets": listed, "profiles": engines}, as_json=as_json, text=_list(listed, engines))
         return
     if (strategy is None) != (accept_length is None):
         raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
     model = load_costs(name)
-    chosen = None if strategy is None else _strategy(strategy, drafter)
+    chosen = None
+    if strategy is not None:
+        chosen = Strategy.parse(strategy if ":" in strategy else f"{drafter}:{strategy}")
     if chosen and accept_length and accept_length > 1 + chosen.reach:
         raise ConfigError(
             f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
@@ -102,34 +110,6 @@ def _described(name: str, model: CostModel) -> dict[str, Any]:
     hardware = {key: getattr(getattr(at, key, None), "name", getattr(at, key, None)) for key in ("gpu", "model", "tp")}
     note = model.notes[0] if model.notes else ""
     return {"name": name, "kind": kind, **hardware, "kv_capacity_tokens": model.kv_capacity_tokens, "note": note}
-
-
-def _strategy(text: str, drafter: str) -> Strategy:
-    if ":" in text:
-        return Strategy.parse(text)
-    try:
-        depth, top_k, verify = (int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--strategy is {text!r}: give learned:8x8/48, or depth, top_k and tokens to verify, such as 8,8,48"
-        ) from error
-    return Strategy(drafter, depth, top_k, verify)
-
-
-def _profile(catalogue: Profiles, profile: EngineProfile) -> dict[str, Any]:
-    """What a profile was measured with, and how far off it was on what was left out of its fit."""
-    return {
-        "name": profile.engine,
-        "versions": profile.versions,
-        "measured": sorted({f"{m.model} on {m.gpu}" for m in profile.measured}),
-        "left_out": {
-            kind: {
-                fold: {"median": middle, "most": most}
-                for fold, (middle, most) in catalogue.left_out(profile.engine, experts).items()
-            }
-            for kind, experts in (("dense", False), ("experts", True))
-        },
-    }
 
 
 def _list(listed: list[dict[str, Any]], engines: list[dict[str, Any]]) -> str:
