@@ -18,7 +18,7 @@ class DraftBudget(ABC):
 
     Like a selector it holds no clock and draws nothing; after the same calls the same state gives the same answer. It
     is asked for chains: `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy
-    verifies in all. One method is enough for a budget of your own; `tltlab.testing.check_budget` checks it.
+    verifies in all. One method is enough for a budget of your own.
     """
 
     @abstractmethod

@@ -15,7 +15,8 @@ from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
-from tltlab.testing import check_budget
+
+from ...contracts import check_budget
 
 TRIMMED = Strategy("ngram", 8, 1, 5)
 

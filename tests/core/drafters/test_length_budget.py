@@ -11,7 +11,8 @@ from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
-from tltlab.testing import check_budget
+
+from ...contracts import check_budget
 
 DEEP = Strategy.chain("suffix", 8)
 BASE_S, TOKEN_S = 9.5e-3, 5e-5

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tltlab.drafters.base import Draft
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
-from tltlab.testing import check_drafter
+
+from ...contracts import check_drafter
 
 # Two samples of one prompt, and one of another.
 A, B, OTHER = (0, "p", 0, 0), (0, "p", 1, 0), (0, "q", 0, 0)

@@ -14,7 +14,8 @@ from tltlab.drafters.specs import (
     NgramSpec,
     SuffixSpec,
 )
-from tltlab.testing import check_drafter
+
+from ...contracts import check_drafter
 
 SPECS = TypeAdapter(DrafterSpec)
 

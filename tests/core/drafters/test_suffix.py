@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tltlab.drafters.base import Draft
 from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError
-from tltlab.testing import check_drafter
+
+from ...contracts import check_drafter
 
 pytest.importorskip("arctic_inference")
 
