@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from scipy.special import stdtrit
@@ -19,7 +19,6 @@ from scipy.special import stdtrit
 from .arrays import Floats
 from .errors import ConfigError
 
-Statistic = Literal["ratio_of_sums", "mean_difference"]
 Method = Literal["bca", "percentile", "t", "none"]
 Pair = tuple[int, int]
 Span = tuple[float, float]
@@ -64,39 +63,36 @@ def paired_interval(
     a: Sequence[float] | Floats,
     b: Sequence[float] | Floats,
     *,
-    statistic: Statistic = "ratio_of_sums",
     level: float = 0.95,
     num_resamples: int = 2000,
     rng: np.random.Generator,
 ) -> Interval:
-    """The interval of sum(a) / sum(b), or of mean(a - b), from pairs (a[i], b[i]).
+    """The interval of sum(a) / sum(b) from pairs (a[i], b[i]).
 
     Bias-corrected and accelerated (BCa, Efron 1987), which keeps its level for the skewed ratios of heavy-tailed step
     times. Where BCa is undefined (every pair left out in turn gives the same estimate, or all resamples lie on one side
-    of it) the percentile interval, `method` says so. A tie in all pairs gives [1, 1] or [0, 0]. A single pair has an
+    of it) the percentile interval, `method` says so. A tie in all pairs gives [1, 1]. A single pair has an
     estimate and no interval. With few pairs any bootstrap interval is too narrow: below ten, read it as a hint.
 
-    Raises ConfigError for no pair, different lengths, values that are not finite, and for ratios b <= 0 or a < 0.
+    Raises ConfigError for no pair, different lengths, values that are not finite, b <= 0 and a < 0.
 
     >>> paired_interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], rng=np.random.default_rng(0))
     Interval(estimate=2.0, low=2.0, high=2.0, level=0.95, method='percentile')
     """
-    if statistic not in get_args(Statistic):
-        raise ConfigError(f"no statistic named {statistic!r}; there are {', '.join(get_args(Statistic))}")
     if not 0.0 < level < 1.0:
         raise ConfigError(f"level is a probability between 0 and 1, got {level}")
     if num_resamples < 1:
         raise ConfigError(f"num_resamples must be at least 1, got {num_resamples}")
-    first, second = _checked(a, b, statistic)
+    first, second = _checked(a, b)
 
     def compare(a: Floats, b: Floats, axis: int = -1) -> Any:
-        return a.sum(axis=axis) / b.sum(axis=axis) if statistic == "ratio_of_sums" else (a - b).mean(axis=axis)
+        return a.sum(axis=axis) / b.sum(axis=axis)
 
     estimate = float(compare(first, second))
     if len(first) == 1:
         return Interval(estimate=estimate, low=math.nan, high=math.nan, level=level, method="none")
-    apart = first / second if statistic == "ratio_of_sums" else first - second
-    if np.ptp(apart) <= 1e-12 * np.abs(apart).max():
+    ratios = first / second
+    if np.ptp(ratios) <= 1e-12 * ratios.max():
         return Interval(estimate=estimate, low=estimate, high=estimate, level=level, method="percentile")
     # It takes half a second to import, and most that need an interval need Student's.
     from scipy.stats import bootstrap
@@ -133,7 +129,7 @@ def paired_ratio(
     >>> [round(x, 3) for x in (ratio.low, ratio.estimate, ratio.high)], ratio.method
     ([1.619, 2.167, 2.714], 't')
     """
-    first, second = _checked(a, b, "ratio_of_sums")
+    first, second = _checked(a, b)
     if not 1 < len(first) < FEW_PAIRS:
         return paired_interval(first, second, level=level, rng=rng)
     ratio = float(first.sum() / second.sum())
@@ -164,23 +160,6 @@ def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0, l
     if len(values) > 1:
         error = max(float(np.std(values, ddof=1)) / math.sqrt(len(values)), least_error)
         margin = student_margin(error, len(values) - 1, level)
-    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
-
-
-def mean_over_orders(groups: Sequence[Sequence[float]], level: float = LEVEL) -> Interval:
-    """The mean of values measured in different orders, each order weighing the same, with Student's interval.
-
-    What an order does to all its values so cancels, and does not widen the interval: its spread is that within orders.
-    Orders without a value are left out; at least one value is needed.
-    """
-    orders = [np.asarray(group, np.float64) for group in groups if len(group)]
-    mean = float(np.mean([group.mean() for group in orders]))
-    freedom = sum(len(group) - 1 for group in orders)
-    margin = math.nan
-    if freedom > 0:
-        spread = sum(float(((group - group.mean()) ** 2).sum()) for group in orders) / freedom
-        error = math.sqrt(spread * sum(1 / len(group) for group in orders)) / len(orders)
-        margin = student_margin(error, freedom, level)
     return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
 
 
@@ -264,7 +243,7 @@ def resampled_ratio(top: Floats, bottom: Floats) -> Span:
     return float(low), float(high)
 
 
-def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats, statistic: str) -> tuple[Floats, Floats]:
+def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> tuple[Floats, Floats]:
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if first.ndim != 1 or first.shape != second.shape:
         raise ConfigError(
@@ -274,6 +253,6 @@ def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats, statistic
         raise ConfigError("no pair to compare: both sequences are empty")
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         raise ConfigError("a pair has a value that is not finite: leave failed runs out of both sequences")
-    if statistic == "ratio_of_sums" and ((second <= 0).any() or (first < 0).any()):
+    if (second <= 0).any() or (first < 0).any():
         raise ConfigError("a ratio of sums needs a >= 0 and b > 0 in every pair, such as times or token counts")
     return first, second

@@ -16,6 +16,7 @@ from tltlab.bench.drafter import coordination as bench_coordination
 from tltlab.bench.drafter import members as bench_members
 from tltlab.bench.drafter import recipes as bench_recipes
 from tltlab.bench.drafter import reward as bench_reward
+from tltlab.bench.drafter.coordination import mean_over_orders
 from tltlab.bench.drafter.run import PARTS, bench_learned
 from tltlab.bench.drafter.runs import FAST, BenchSizes, policy_kl, sizes_of
 from tltlab.bench.drafters import bench_drafters
@@ -31,7 +32,7 @@ from tltlab.runtime.drafter.offline.runs import (
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
 from tltlab.runtime.recipe.recipe import DataConfig
-from tltlab.stats import interval_json, mean_of_few, mean_over_orders
+from tltlab.stats import interval_json, mean_of_few
 from tltlab.traces.trace import Trace
 
 from .made_traces import trace_of

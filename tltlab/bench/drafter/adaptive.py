@@ -22,7 +22,7 @@ from tltlab.runtime.drafter.offline.runs import (
     live_drafts,
 )
 from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
-from tltlab.stats import Interval, interval_json, paired_interval
+from tltlab.stats import Interval, interval_json, mean_of_few, paired_interval
 from tltlab.traces.trace import Trace
 
 from .runs import BenchSizes, judged, kept_folders, policy_kl, run_steps
@@ -154,7 +154,7 @@ def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict
         "ratio": interval_json(length_ratio(_in(live["adaptive"], late), _in(live["frozen"], late), rng)),
         "paired_ratio": interval_json(length_ratio(_in(paired["in_service"], late), _in(paired["initial"], late), rng)),
         "by_position": {name: by_position(_in(steps, late)) for name, steps in live.items()},
-        **{name: _change(values, rng) for name, values in pairs.items()},
+        **{name: _change(values) for name, values in pairs.items()},
         "initial_drafter": {"at_start": start, "at_end": end, "change": end / start - 1},
         "little_drift": end / start - 1 > -LITTLE,
         "kl_from_start": float(np.mean([run["drift"]["adaptive"]["kl"] for run in runs])),
@@ -187,13 +187,10 @@ def _mean(steps: Sequence[Kept]) -> float | None:
     return float(np.mean([step.accept_length for step in steps])) if steps else None
 
 
-def _change(pairs: Sequence[tuple[float | None, float | None]], rng: np.random.Generator) -> dict[str, Any] | None:
+def _change(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any] | None:
     """The mean difference of pairs of which both are known."""
-    complete = [(now, then) for now, then in pairs if now is not None and then is not None]
-    if not complete:
-        return None
-    now, then = zip(*complete, strict=True)
-    return interval_json(paired_interval(now, then, statistic="mean_difference", rng=rng))
+    changes = [now - then for now, then in pairs if now is not None and then is not None]
+    return interval_json(mean_of_few(changes)) if changes else None
 
 
 def text(result: Mapping[str, Any]) -> str:

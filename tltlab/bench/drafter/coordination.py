@@ -21,7 +21,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
-from tltlab.stats import interval_json, mean_over_orders
+from tltlab.stats import LEVEL, Interval, interval_json, student_margin
 from tltlab.traces.trace import Trace
 
 from .runs import BenchSizes, run_steps
@@ -123,6 +123,23 @@ def figures(trace: Trace, held_s: Mapping[int, float]) -> dict[str, Any]:
         "updates_per_rollout": float(np.mean([t.updates for t in times])),
         "rows": [_row(t, held_s.get(t.rl_step)) for t in times],
     }
+
+
+def mean_over_orders(groups: Sequence[Sequence[float]]) -> Interval:
+    """The mean of values measured in different orders, each order weighing the same, with Student's interval.
+
+    What an order does to all its values so cancels, and does not widen the interval: its spread is that within orders.
+    Orders without a value are left out; at least one value is needed.
+    """
+    orders = [np.asarray(group, np.float64) for group in groups if len(group)]
+    mean = float(np.mean([group.mean() for group in orders]))
+    freedom = sum(len(group) - 1 for group in orders)
+    margin = math.nan
+    if freedom > 0:
+        spread = sum(float(((group - group.mean()) ** 2).sum()) for group in orders) / freedom
+        error = math.sqrt(spread * sum(1 / len(group) for group in orders)) / len(orders)
+        margin = student_margin(error, freedom)
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=LEVEL, method="none")
 
 
 def _num_workers(trace: Trace) -> int:
