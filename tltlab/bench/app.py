@@ -281,7 +281,7 @@ def runtime(
     """
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tltlab.experiments.baseline_measured import bench_runtime, text
+    from tltlab.bench.runtime.run import bench_runtime, text
     from tltlab.experiments.models import own_model
 
     _check(out)

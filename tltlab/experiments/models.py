@@ -57,7 +57,7 @@ Count = Annotated[int, Field(ge=1)]
 def bench_on(model: Path, settings: Any, *, seed: int, progress: Progress) -> dict[str, Any]:
     """What `tltlab bench runtime` finds on a model, at the sizes that the settings of an experiment have for it."""
     # Engines are heavy to import, and no simulation needs one.
-    from .baseline_measured import bench_runtime
+    from tltlab.bench.runtime.run import bench_runtime
 
     return bench_runtime(
         model,

@@ -17,6 +17,7 @@ from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 from pydantic import Field
 
+from tltlab.bench.runtime.figures import JUDGED_BY, PROCESSOR, ModeRollout, over_best_fixed
 from tltlab.charts import bars
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
@@ -33,7 +34,6 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import Progress
-from .baseline_figures import JUDGED_BY, PROCESSOR, ModeRollout, over_best_fixed
 from .models import Count, bench_on, own_model
 from .result import ExperimentResult, select_cases, with_interval
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tltlab.bench.runtime import run
+from tltlab.bench.runtime.figures import ModeRollout, PlainSteps, summarise
+from tltlab.bench.runtime.run import bench_runtime, measured, modes, text
 from tltlab.errors import ConfigError
-from tltlab.experiments import baseline, baseline_measured
-from tltlab.experiments.baseline_figures import ModeRollout, PlainSteps, summarise
-from tltlab.experiments.baseline_measured import bench_runtime, measured, modes, text
+from tltlab.experiments import baseline
 from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationResponse, Rollout
@@ -157,8 +158,8 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
 ):
     said: list[str] = []
     known: list[int] = []
-    monkeypatch.setattr(baseline_measured, "BLOCK_S", 0.02)
-    monkeypatch.setattr(baseline_measured, "OFF_TOKENS", 16)
+    monkeypatch.setattr(run, "BLOCK_S", 0.02)
+    monkeypatch.setattr(run, "OFF_TOKENS", 16)
     remember = Engine.remember
 
     def counted(self: Engine, texts: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ def test_the_settings_reach_the_measurement(random_model: Path, tmp_path: Path, 
         asked.update(options, model=model)
         raise InterruptedError
 
-    monkeypatch.setattr("tltlab.experiments.baseline_measured.bench_runtime", bench_runtime)
+    monkeypatch.setattr("tltlab.bench.runtime.run.bench_runtime", bench_runtime)
     changes = [f"model={random_model}", "parts=measured", "prompts=3", "cap=32"]
     with pytest.raises(InterruptedError):
         baseline.run(

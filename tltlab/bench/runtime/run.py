@@ -19,6 +19,7 @@ from tltlab.console import table
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
+from tltlab.experiments import Progress
 from tltlab.files import read_json
 from tltlab.policies.policy import LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec, BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
@@ -34,8 +35,7 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-from . import Progress
-from .baseline_figures import NOTHING, Kind, ModeRollout, PlainSteps, ratio_json, stock_goal, summarise
+from .figures import NOTHING, Kind, ModeRollout, PlainSteps, ratio_json, stock_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8

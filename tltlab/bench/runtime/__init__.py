@@ -1,0 +1,1 @@
+"""Rollouts under every policy on real engines, against stock vLLM, in turn."""
