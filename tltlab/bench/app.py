@@ -264,6 +264,7 @@ def runtime(
         int, typer.Option(min=0, help="Drafters know the prompts from the second one on; 0 for --off-batches alone.")
     ] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    max_response_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 768,
     off_batches: Annotated[
         str,
         typer.Option(
@@ -271,6 +272,7 @@ def runtime(
             "vLLM; '' for none."
         ),
     ] = "1,8,64,256",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
     out: Result = None,
     fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
     as_json: Json = False,
@@ -291,8 +293,8 @@ def runtime(
         sizes = [size for size in sizes if size <= prompts * group_size]
     folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
     result = bench_runtime(
-        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, off_batches=sizes,
-        progress=progress,
+        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds,
+        max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
     )  # fmt: skip
     _tell(result, as_json, text, out)
 

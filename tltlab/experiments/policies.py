@@ -7,7 +7,7 @@ is compared with is built from public descriptions; SOURCES says which.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,6 @@ from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.bench.runtime.figures import JUDGED_BY, PROCESSOR, ModeRollout, over_best_fixed
 from tltlab.charts import bars
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
@@ -173,18 +172,14 @@ def _model_rows(
 
 
 def measured_rows(name: str, result: Mapping[str, Any], clock: str = "wall") -> list[dict[str, Any]]:
-    """What `bench_runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
-    rollouts = [ModeRollout(**row) for row in result["rows"] if row["round"]]
-    per, field = (JUDGED_BY, "seconds") if clock == "wall" else (PROCESSOR, "processor_s")
-    took = pd.DataFrame([asdict(r) for r in rollouts]).groupby(["mode", "epoch"])[[field, "num_tokens"]].mean()
+    """What `tltlab bench runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
     return [
         {
-            "kind": "measured", "regime": f"{name}, epoch {row['epoch']}", "policy": row["mode"], "seconds": seconds,
-            "best_fixed": row["best_fixed"], "ratio": row["ratio"], "ratio_low": row["low"], "ratio_high": row["high"],
-            "source": f"measured here, {clock} clock", "tokens_per_s": tokens / seconds,
+            "kind": "measured", "regime": f"{name}, epoch {row['epoch']}", "policy": row["mode"],
+            "seconds": row["seconds"], "best_fixed": row["best_fixed"], "ratio": row["ratio"], "ratio_low": row["low"],
+            "ratio_high": row["high"], "source": f"measured here, {clock} clock", "tokens_per_s": row["tokens_per_s"],
         }
-        for row in over_best_fixed(rollouts, per)
-        for seconds, tokens in [took.loc[(row["mode"], row["epoch"])].tolist()]
+        for row in result["over_best_fixed"] if row["clock"] == clock
     ]  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """The experiment policies: regimes in phases, the best fixed strategy in hindsight, and what the verdict says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from tltlab.bench.runtime.figures import ModeRollout, summarise
 from tltlab.errors import ConfigError
 from tltlab.experiments import policies
 from tltlab.experiments.policies import (
@@ -124,23 +126,26 @@ def test_what_was_measured_is_held_against_the_best_fixed_depth():
         "suffix 8": ("static", 1.25),
         ADAPTIVE: (ADAPTIVE, 0.9),
     }
-    rows = [
-        {"mode": mode, "kind": kind, "epoch": 1, "round": n, "num_responses": 4, "seconds": seconds * (1 + n / 50),
-         "num_tokens": 100, "plain_s": 2.0, "tail_seconds": 0.5, "tail_tokens": 20, "tail_plain_s": 1.0, "num_pairs": 0,
-         "num_accepted": 0, "recorder_s": 0.0, "policy_s": 0.0, "drafting_s": 0.0,
-         "processor_s": seconds**2}
+    rollouts = [
+        ModeRollout(
+            mode=mode, kind=kind, epoch=1, round=n, num_responses=4, seconds=seconds * (1 + n / 50), num_tokens=100,
+            plain_s=2.0, tail_seconds=0.5, tail_tokens=20, tail_plain_s=1.0, num_pairs=0, num_accepted=0,
+            recorder_s=0.0, policy_s=0.0, drafting_s=0.0, processor_s=seconds**2,
+        )
         for mode, (kind, seconds) in took.items()
-        for n in range(4)
+        for n in range(1, 4)
     ]  # fmt: skip
-    found = pd.DataFrame(measured_rows("small", {"rows": rows})).set_index("policy")
+    result = summarise(rollouts)
+    found = pd.DataFrame(measured_rows("small", result)).set_index("policy")
     assert set(found["best_fixed"]) == {"suffix 4"}
-    # Round 0 warms up and does not count.
     assert found["ratio"].to_dict() == pytest.approx({"stock": 2.0, "suffix 4": 1.0, "suffix 8": 1.25, ADAPTIVE: 0.9})
     assert found["ratio_low"][ADAPTIVE] == pytest.approx(0.9)
     said = measured_verdict(found.reset_index())
     assert "0.900 [0.900, 0.900] on small, epoch 1 (48 under stock, 96 under suffix 4, 107 under adaptive" in said
-    counted = pd.DataFrame(measured_rows("small", {"rows": rows}, "processor")).set_index("policy")
+    counted = pd.DataFrame(measured_rows("small", result, "processor")).set_index("policy")
     assert counted["ratio"][ADAPTIVE] == pytest.approx(0.81)
+    uncounted = summarise([replace(rollout, processor_s=0.0) for rollout in rollouts])
+    assert not measured_rows("small", uncounted, "processor"), "no time was counted by that clock"
 
 
 def test_each_repair_of_the_bandit_has_an_effect_of_its_own():

@@ -20,7 +20,10 @@ JUDGED_BY = "per_plain_second"
 PROCESSOR = "processor_per_plain_second"
 """The same of this process's processor seconds, which a busy machine stretches little; 0 where none were counted."""
 
-NOTHING: dict[str, Any] = {"modes": [], "speedups": [], "judged_by": JUDGED_BY, "goals": []}
+CLOCKS = {"wall": (JUDGED_BY, "seconds"), "processor": (PROCESSOR, "processor_s")}
+"""What modes are compared by on each clock, and the field of a rollout that has its seconds."""
+
+NOTHING: dict[str, Any] = {"modes": [], "speedups": [], "judged_by": JUDGED_BY, "goals": [], "over_best_fixed": []}
 """What `summarise` gives, of no rollouts."""
 
 TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW, OFF_GOAL = 1.7, 1.3, 0.97, 0.98
@@ -90,7 +93,7 @@ class PlainSteps:
 
 
 def summarise(rollouts: Sequence[ModeRollout], *, seed: int = 0) -> dict[str, Any]:
-    """Means of every mode and epoch, speed-ups over stock vLLM with 95 % intervals, and the goals.
+    """Means of every mode and epoch, speed-ups over stock vLLM with 95 % intervals, the goals, and `over_best_fixed`.
 
     Where no mode is of kind "stock", as in files of old, they are over the one of kind "off".
     """
@@ -114,6 +117,7 @@ def summarise(rollouts: Sequence[ModeRollout], *, seed: int = 0) -> dict[str, An
         "speedups": speedups,
         "judged_by": JUDGED_BY,
         "goals": _goals(rollouts, kinds, epochs, speedups, rng),
+        "over_best_fixed": [row for clock in CLOCKS for row in over_best_fixed(rollouts, clock)],
     }
 
 
@@ -183,22 +187,28 @@ def _goals(
     return rows
 
 
-def over_best_fixed(rollouts: Sequence[ModeRollout], per: str = JUDGED_BY) -> list[dict[str, Any]]:
+def over_best_fixed(rollouts: Sequence[ModeRollout], clock: str) -> list[dict[str, Any]]:
     """A row per epoch and mode: its time over that of the fixed depth, or none, that did best, with its interval.
 
-    `best_fixed` is that mode, chosen in hindsight; time is what `per` names.
+    `best_fixed` is that mode, chosen in hindsight; time is per second that plain decoding would take, by one of CLOCKS.
+    There are no rows where a rollout's time by that clock is unknown.
     """
+    per, field = CLOCKS[clock]
     rows = []
     for epoch in sorted({r.epoch for r in rollouts}):
-        rates = {
-            mode: np.array([r.rate("rollout", per) for r in _of(rollouts, mode, epoch)])
-            for mode in dict.fromkeys(r.mode for r in rollouts)
-        }
+        of_mode = {mode: _of(rollouts, mode, epoch) for mode in dict.fromkeys(r.mode for r in rollouts)}
+        rates = {mode: np.array([r.rate("rollout", per) for r in of]) for mode, of in of_mode.items()}
+        if not all((rate > 0).all() for rate in rates.values()):
+            continue
         fixed = {r.mode for r in rollouts if r.kind in ("stock", "off", "static")}
         best = min(sorted(fixed), key=lambda mode: float(rates[mode].mean()))
         for mode, rate in rates.items():
             ratio = ratio_json(paired_ratio(rate, rates[best], rng=np.random.default_rng(0)))
-            rows.append({"mode": mode, "epoch": epoch, "best_fixed": best} | ratio)
+            took = [getattr(r, field) for r in of_mode[mode]]
+            rows.append(
+                {"clock": clock, "mode": mode, "epoch": epoch, "seconds": float(np.mean(took)),
+                 "tokens_per_s": sum(r.num_tokens for r in of_mode[mode]) / sum(took), "best_fixed": best} | ratio
+            )  # fmt: skip
     return rows
 
 
