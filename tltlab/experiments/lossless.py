@@ -16,22 +16,18 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pydantic import Field
-from scipy.optimize import brentq
-from scipy.stats import nct
 
-from tltlab.charts import COLORS, finish
+from tltlab.charts import bars, lines
 from tltlab.errors import ConfigError
-from tltlab.stats import interval_json, mean_of_few, student_margin
+from tltlab.stats import interval_json, mean_of_few
 
 from . import Progress, models
 from .models import Count, RunSettings, on_devices, prepared
-from .result import ExperimentResult, whole_numbers, with_interval
+from .result import ExperimentResult, with_interval
 
 Part = Literal["rewards", "tokens"]
-POWER = 0.9
 _SIDES = ("without", "with")
 _REWARDS = {"held_out": "held-out reward at the end", "trained": "mean reward over the RL steps"}
 
@@ -70,7 +66,7 @@ def run(settings: LosslessSettings, *, folder: Path, seed: int, progress: Progre
     return ExperimentResult(
         verdict=verdict(rows),
         rows=pd.DataFrame(rows),
-        figure=_picture(curves, rows, settings),
+        figure=_picture(curves, rows),
         prediction=False,
         notes=_notes(settings, rewards, tokens["cases"]),
     )
@@ -160,7 +156,7 @@ def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -
 
 
 def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A row of the table: a reward with minus without, Student's interval over seeds, and what it would have found."""
+    """A row of the table: a reward with minus without, and Student's interval over seeds."""
     low, high = difference["low"], difference["high"]
     has_interval = low is not None and high is not None
     return {
@@ -171,23 +167,8 @@ def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[
         "difference": difference["estimate"],
         "low": low,
         "high": high,
-        "detectable": detectable((high - low) / 2, len(runs)) if has_interval else None,
         "samples": len(runs),
     }
-
-
-def detectable(margin: float, num: int, level: float = 0.95) -> float:
-    """The difference that Student's test finds with power 0.9 where the interval over `num` values is +- `margin`.
-
-    From the noncentral t distribution with num - 1 degrees of freedom.
-
-    >>> round(detectable(1.0, 30), 2)
-    1.64
-    """
-    freedom = num - 1
-    threshold = student_margin(1.0, freedom, level)
-    needed = brentq(lambda shift: nct.sf(threshold, freedom, shift) - POWER, 0.0, 20 * threshold)
-    return float(needed * margin / threshold)
 
 
 def token_row(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,15 +189,14 @@ def token_row(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Whether anything differs, and how large a difference would have been seen."""
+    """Whether anything differs, and how large a difference of tokens would have been seen."""
     different = [row for row in rows if row["verdict"] == "different"]
     undecided = [row for row in rows if row["verdict"] not in ("different", "no difference")]
     clauses = []
     for row in (row for row in rows if row["kind"] == "reward"):
         clauses.append(
             f"{row['case']} with speculation minus without is "
-            f"{with_interval(row['difference'], row['low'], row['high'], '+.3f')} over {row['samples']} seeds "
-            f"({_power(row)})"
+            f"{with_interval(row['difference'], row['low'], row['high'], '+.3f')} over {row['samples']} seeds"
         )
     cases = [row for row in rows if row["kind"] == "tokens"]
     if cases:
@@ -239,15 +219,6 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"measured here, {begins}: {'; '.join(clauses)}."
 
 
-def _power(row: Mapping[str, Any]) -> str:
-    """How large a difference of rewards would have been seen."""
-    if row["detectable"] is None:
-        return "no interval from one seed"
-    if row["detectable"] > row["without"]:
-        return "too few seeds: not even the loss of all reward would have been seen"
-    return f"one of {row['detectable']:.3f} would have been seen with {POWER:.0%} power"
-
-
 def _notes(
     settings: LosslessSettings, rewards: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
@@ -262,64 +233,23 @@ def _notes(
         )
     if cases:
         notes.append(
-            "tokens: p_value is of the first tokens jointly, p_ranks of each token's rank given those before it; one "
-            f"case's difference needs p below {_level(settings, cases):.1e}, so that a sound engine is accused of any "
-            f"at a rate of {settings.false_alarm_rate:g}"
+            "tokens: p_value is of the first tokens jointly, p_ranks of each token's rank given those before it; a "
+            f"sound engine is accused in any case at a rate of {settings.false_alarm_rate:g}"
         )
     return tuple(notes)
 
 
-def _level(settings: LosslessSettings, cases: Sequence[Mapping[str, Any]]) -> float:
-    """Bonferroni's level: two checks of every case that is sampled."""
-    return settings.false_alarm_rate / max(2 * sum(case["p_value"] is not None for case in cases), 1)
-
-
-def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]], settings: LosslessSettings) -> Figure:
-    """Reward by RL step of both sides, and the p-values of the audited cases against what chance gives."""
-    cases = [row for row in rows if row["kind"] == "tokens" and row["p_value"] is not None]
-    panels = [name for name, num in (("curves", len(curves)), ("p-values", len(cases))) if num]
-    figure = Figure(figsize=(7.2, 3.0 * len(panels) or 1.0), layout="constrained")
-    if not panels:
-        return figure
-    axes = dict(zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True))
-    if "curves" in axes:
-        _curves(axes["curves"], curves)
-    if "p-values" in axes:
-        _p_values(axes["p-values"], cases, _level(settings, cases))
-    return figure
-
-
-def _curves(axes: Axes, curves: pd.DataFrame) -> None:
-    for side, color, dash, marker in (("without", "#6f6f6f", (0, (5, 2)), "s"), ("with", COLORS[0], "-", "o")):
-        by_step = curves[curves["side"] == side].groupby("rl_step")["reward"]
-        middle, low, high = by_step.mean(), by_step.min(), by_step.max()
-        axes.plot(middle.index, middle, color=color, linestyle=dash, marker=marker, markersize=4, linewidth=1.5,
-                  label=f"{side} speculation")  # fmt: skip
-        axes.fill_between(middle.index, low, high, color=color, alpha=0.18, linewidth=0)
-    axes.legend(fontsize=8, frameon=False)
-    axes.set_xlim(curves["rl_step"].min() - 0.3, curves["rl_step"].max() + 0.3)
-    whole_numbers(axes)
-    finish(axes, title="Reward, mean over seeds and their range", xlabel="RL step", ylabel="reward")
-
-
-def _p_values(axes: Axes, cases: Sequence[Mapping[str, Any]], level: float) -> None:
-    """Sorted p-values over their expectation under no difference: on the diagonal where nothing differs."""
-    for column, label, color, marker in (
-        ("p_value", "first tokens jointly", COLORS[0], "o"),
-        ("p_ranks", "each token's rank", COLORS[1], "s"),
-    ):
-        values = np.sort([row[column] for row in cases if row[column] is not None])
-        expected = (np.arange(len(values)) + 0.5) / max(len(values), 1)
-        # A probability that rounds to 0 still has a place on a logarithmic axis.
-        axes.plot(expected, np.maximum(values, level / 100), linestyle="none", color=color, marker=marker,
-                  markersize=5, label=label)  # fmt: skip
-    least = min(level / 10, 0.5 / len(cases))
-    axes.plot([least, 1], [least, 1], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), label="chance alone")
-    axes.axhline(level, color="#a0452a", linewidth=1.0)
-    axes.annotate("a difference below", (1, level), xytext=(0, 3), textcoords="offset points", fontsize=7, ha="right",
-                  color="#a0452a")  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(0.3 / len(cases), 1.1)
-    axes.legend(fontsize=8, frameon=False, loc="center left")
-    finish(axes, title=f"p-values of {len(cases)} sampled cases", xlabel="p-value expected by chance", ylabel="p-value")
+def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Reward by RL step of both sides, mean and range over seeds; without rewards the p-values of the audited cases."""
+    if curves.empty:
+        cases = [row for row in rows if row["p_value"] is not None]
+        return bars(
+            [row["case"] for row in cases], np.array([row["p_value"] for row in cases]),
+            xlabel="p-value of the first tokens jointly", title="Sampled tokens against their exact distribution",
+        )  # fmt: skip
+    by_step = {f"{side} speculation": curves[curves["side"] == side].groupby("rl_step")["reward"] for side in _SIDES}
+    return lines(
+        {name: (of.mean().index, of.mean()) for name, of in by_step.items()},
+        bands={name: (of.min(), of.max()) for name, of in by_step.items()},
+        xlabel="RL step", ylabel="reward", title="Reward, mean over seeds and their range",
+    )  # fmt: skip
