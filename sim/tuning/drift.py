@@ -249,38 +249,6 @@ def regimes(updates: float) -> tuple[LevelDrift, ...]:
     )  # fmt: skip
 
 
-def drawn(name: str, updates: float, rl_steps: int, rng: np.random.Generator) -> LevelDrift:
-    """A drift drawn at random, for a surface whose RL steps come to so many updates: no constant was chosen on it.
-
-    The policy moves steadily, not at all, from some RL step on, or jumps now and then; how fast, what is lost, what
-    training brings and what it costs are drawn apart from that.
-    """
-    floor = float(rng.uniform(0.45, 0.9))
-    age_steps, to_train = (math.exp(rng.uniform(math.log(low), math.log(high))) for low, high in ((4, 400), (0.2, 15)))
-    slowdown = 0.0 if rng.random() < 1 / 3 else math.exp(rng.uniform(math.log(0.005), math.log(0.5)))
-    best = 1.0 if rng.random() < 2 / 3 else float(rng.uniform(0.8, 1.0))
-    start = float(rng.uniform(floor, 1.0))
-    begins, gap = int(rng.integers(rl_steps)), float(rng.uniform(10.0, 60.0))
-    steps = np.arange(rl_steps)
-    how, moves = (
-        (f"moves steadily, {age_steps:.0f} RL steps", np.ones(rl_steps)),
-        ("does not move", np.zeros(rl_steps)),
-        (f"moves from RL step {begins} on, {age_steps:.0f} RL steps", (steps >= begins) * 1.0),
-        (f"jumps every {gap:.0f} RL steps or so", (rng.random(rl_steps) < 1.0 / gap) * 1e3),
-    )[int(rng.integers(4))]
-    return LevelDrift(
-        name=name,
-        about=f"{how}; down to {floor:.2f}, trained to {best:.2f}, {slowdown:.1%} slower",
-        freshness=Freshness(
-            untrained=floor, floor=floor, age_steps=age_steps, updates_to_train=max(to_train * updates, 1e-3)
-        ),
-        ageing=lambda t: float(moves[t]),
-        start=start,
-        best=best,
-        slowdown=slowdown,
-    )
-
-
 def saved(rows: pd.DataFrame, schedule: str) -> Interval:
     """Net seconds that a schedule saves per RL step, of the rows that `compared` gives for one regime."""
     row = rows[rows["schedule"] == schedule].iloc[0]

@@ -84,9 +84,8 @@ _ROWS = (
     Experiment(
         name="drift",
         module="simulated.drift",
-        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways "
-        "and in ways drawn at random?",
-        takes="1 minute; seconds with --fast",
+        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
+        takes="half a minute; seconds with --fast",
     ),
     Experiment(
         name="open-questions",

@@ -18,7 +18,7 @@ from tltlab.experiments.simulated import drift as experiment
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.advice import advise
-from tltlab.sim.tuning.drift import LEVELS, LevelDrift, Surface, compared, drawn, play, regimes
+from tltlab.sim.tuning.drift import LEVELS, LevelDrift, Surface, compared, play, regimes
 
 from ..workloads import typed
 
@@ -98,27 +98,16 @@ def test_the_experiment_says_whether_the_gate_clears_its_bar(tmp_path: Path):
         experiment.run(experiment.DriftSettings(only=("storm",)), folder=tmp_path, seed=0, progress=lambda text: None)
 
 
-def test_drawn_regimes_are_the_same_for_the_same_seed_and_can_be_played():
-    two = [[drawn(f"drawn {i}", 30.0, 12, np.random.default_rng([seed, i])) for i in range(30)] for seed in (0, 0)]
-    assert [d.about for d in two[0]] == [d.about for d in two[1]]
-    assert len({d.about for d in two[0]}) == 30
-    for drift in two[0]:
-        assert drift.freshness.floor <= drift.start <= 1.0
-        assert play(surface(), drift, "gated", 12, 0).step_s.min() > 0
-    assert {d.about.split()[0] for d in two[0]} == {"moves", "does", "jumps"}
-
-
-def test_the_verdict_tells_regimes_that_were_seen_from_those_that_were_not():
+def test_the_verdict_goes_by_the_worst_regime():
     rows = [
-        {"regime": regime, "schedule": schedule, "over_best": over, "unseen": unseen, "about": "odd"}
-        for regime, gated, unseen in (("jump", 1.004, False), ("drawn 1", 0.95, True), ("drawn 2", 1.05, True))
+        {"regime": regime, "schedule": schedule, "over_best": over}
+        for regime, gated in (("jump", 1.004), ("no drift", 0.95))
         for schedule, over in (("frozen", 1.0), ("idle time", 1.2), ("gated", gated))
     ]
     said = experiment.verdict(pd.DataFrame(rows))
-    assert "1.004 times as long" in said
+    assert "1.004 times as long as the better of frozen and always trained at worst (jump, of 2 regimes)" in said
     assert "it clears the bar" in said
-    assert "of 2 regimes drawn at random, on which nothing was chosen, 1 are within 1.01, in the mean 1.000" in said
-    assert "at worst 1.050 (drawn 2: odd)" in said
+    assert "frozen takes up to 1.00, always trained up to 1.20" in said
 
 
 def test_advise_tells_what_is_known_and_what_is_assumed(capsys: pytest.CaptureFixture[str]):
