@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 
 from tltlab.console import table
-from tltlab.experiments.graph_readings import READINGS
-from tltlab.experiments.graph_readings import validation as graph_pool_validation
 
 from . import engine_overhead, profiles
 from . import roofline as roofline_accuracy
+from .published.graph_readings import READINGS
+from .published.graph_readings import validation as graph_pool_validation
 
 COLUMNS = ["model", *profiles.COLUMNS]
 WIDTH = 160

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from tltlab.acceptance.base import AcceptanceModel
 from tltlab.acceptance.load import load_acceptance
+from tltlab.bench.published import graph_readings as tlt
 from tltlab.charts import COLORS, finish
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
@@ -42,7 +43,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
 from . import Progress
-from . import graph_readings as tlt
 from .models import Count
 from .result import ExperimentResult
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tltlab.bench.accuracy import COLUMNS, WIDTH, graph_pool_rows, rows, summary, text
-from tltlab.experiments.graph_readings import READINGS
+from tltlab.bench.published.graph_readings import READINGS
 
 
 def test_every_reading_of_the_graph_pool_is_shown_with_why():

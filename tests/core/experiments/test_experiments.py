@@ -16,10 +16,10 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
+from tltlab.bench.published.graph_readings import MEASURED_GB
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline import LONG_TAIL, costs_of, lengths_trace
-from tltlab.experiments.graph_readings import MEASURED_GB
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
 
 from ..conftest import Command
