@@ -3,8 +3,8 @@
 Plans: one strategy, TLT's four captured naively, the same in buckets as the released code has them, and plans chosen
 exactly, by `tltlab.planning.buckets`, within several caps. Time is the objective of those: seconds of decoding at
 batches up to `max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a
-trace. Memory is `tltlab.planning.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be
-fitted to.
+trace. Memory is `tltlab.planning.graph_pool`'s, its one free parameter fitted to the first figure of TLT's Table 5
+(arXiv 2511.16665) with the released code's strategies and engine; `tltlab bench accuracy` has other readings of it.
 
 TLT's question of vLLM, like with like: chains of one model on one runner, one strategy against every strategy captured
 at every batch against buckets, and the same plans on the V1 runner, where one graph serves drafts of any lengths.
@@ -26,13 +26,11 @@ from pydantic import Field
 
 from tltlab.acceptance.base import AcceptanceModel
 from tltlab.acceptance.load import load_acceptance
-from tltlab.bench.published import graph_readings as tlt
 from tltlab.charts import COLORS, finish
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
@@ -46,8 +44,16 @@ from . import Progress
 from .models import Count
 from .result import ExperimentResult
 
-GIB = tlt.GIB
+GIB = 2**30
 Rows = tuple[tuple[int, Strategy], ...]
+MEASURED_GB = {"single": 7.81, "naive": 30.39, "bucketed": 10.69}
+"""TLT's Table 5: Llama-3-8B, one GPU of 4, in GiB, which SGLang logs as "GB"."""
+MAX_BATCH = 32
+DEFAULT = Strategy("learned", 8, 4, 48)
+SHIPPED = ((1, DEFAULT), *((n, Strategy("learned", 8, 4, v)) for n, v in ((2, 32), (5, 16), (21, 8))))
+"""The released code's strategies, by the batch from which each is taken."""
+PROMPT_TOKENS = 2048
+"""Beside the response, of the context of TLT's RL runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +61,8 @@ class GraphMemorySettings:
     """Without `trace` lengths are drawn as in TLT's recipe for 32B: 256 prompts x 8 up to 32,768 tokens, 16 workers.
 
     `depths` and `verify` span the strategies that the exact search chooses from, with TLT's four and no speculation.
-    `caps` is how many memory limits it gets, spaced evenly from the least to what the fastest plan takes. `reading` is
-    the reading of Table 5 that plans are judged by. `measured` is what `tltlab bench gpu graphs --out` wrote.
+    `caps` is how many memory limits it gets, spaced evenly from the least to what the fastest plan takes. `measured`
+    is what `tltlab bench gpu graphs --out` wrote.
     """
 
     trace: Path | None = None
@@ -69,12 +75,11 @@ class GraphMemorySettings:
     costs: str = "h100-qwen2.5-32b-tp4"
     shape: str = "Qwen2.5-32B"
     acceptance: str = "tlt-qwen2.5-32b"
-    max_batch: Count = tlt.MAX_BATCH
+    max_batch: Count = MAX_BATCH
     depths: tuple[Count, ...] = (4, 6, 8, 10)
     top_k: Count = 8
     verify: tuple[Annotated[int, Field(ge=2)], ...] = (16, 32, 48, 64)
     caps: Count = 8
-    reading: str = "shipped strategies, one logits buffer"
     measured: Path | None = None
 
 
@@ -89,35 +94,23 @@ class _Plan:
     seconds: float
 
 
-class _Pools:
-    """Memory of plans on one model, by each reading of Table 5; `chosen` is the one that plans are judged by."""
+def table_5_pool() -> GraphPool:
+    """Llama-3-8B in a context of 8,192 tokens, with the overhead that makes one strategy take what TLT measured."""
+    pool = GraphPool(
+        num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, tensor_parallel=4,
+        bytes_per_layer=0.0,
+    )  # fmt: skip
+    return pool.fitted(plan_naive([DEFAULT], MAX_BATCH, sglang_sizes(MAX_BATCH)), MEASURED_GB["single"] * GIB)
 
-    def __init__(self, shape: ModelShape, tensor_parallel: int, context_tokens: int, reading: str) -> None:
-        readings = {each.name: each for each in tlt.READINGS}
-        if reading not in readings:
-            raise ConfigError(f"no reading named {reading!r}; there are: {'; '.join(readings)}")
-        model = {
-            "num_layers": shape.layers, "hidden_size": shape.hidden, "vocab_size": shape.vocab,
-            "context_tokens": context_tokens, "tensor_parallel": tensor_parallel,
-        }  # fmt: skip
-        fitted = {name: each.fitted() for name, each in readings.items()}
-        self._pools = {name: pool.model_copy(update=model) for name, pool in fitted.items() if pool is not None}
-        if reading not in self._pools:
-            raise ConfigError(
-                f"the reading {reading!r} cannot be fitted to Table 5; take another of {list(self._pools)}"
-            )
-        self.chosen = self._pools[reading]
 
-    def ratios(self, large: CapturePlan, small: CapturePlan) -> tuple[float, float]:
-        """The least and the most of all readings of how many times the memory of `small` the other takes."""
-        by_reading = [pool.memory_bytes(large) / pool.memory_bytes(small) for pool in self._pools.values()]
-        return min(by_reading), max(by_reading)
-
-    def gib(self, plan: CapturePlan) -> dict[str, float]:
-        """Memory by the chosen reading, and the least and the most of all."""
-        all_gib = [pool.memory_bytes(plan) / GIB for pool in self._pools.values()]
-        chosen = self.chosen.memory_bytes(plan) / GIB
-        return {"predicted_gib": chosen, "low_gib": min(all_gib), "high_gib": max(all_gib)}
+def table_5_errors() -> dict[str, float]:
+    """Predicted over measured memory, less 1, of the two pools of Table 5 that nothing was fitted to."""
+    pool, sizes = table_5_pool(), sglang_sizes(MAX_BATCH)
+    plans = {
+        "naive": plan_naive([strategy for _, strategy in SHIPPED], MAX_BATCH, sizes),
+        "bucketed": plan_bucketed(SHIPPED, MAX_BATCH, sizes),
+    }
+    return {name: pool.memory_bytes(plan) / GIB / MEASURED_GB[name] - 1.0 for name, plan in plans.items()}
 
 
 def run(settings: GraphMemorySettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
@@ -130,14 +123,18 @@ def run(settings: GraphMemorySettings, *, folder: Path, seed: int, progress: Pro
     weights, contexts = batch_times(trace, settings.workers)
     weights = {b: w for b, w in weights.items() if b <= settings.max_batch}
     per_token_s = _seconds_per_token(strategies, costs, acceptance, contexts)
-    pools = _Pools(
-        find_model(settings.shape), costs.tensor_parallel, settings.cap + tlt.RL_CONTEXT - 32_768, settings.reading
-    )
-    plans = _plans(settings, strategies, weights, per_token_s, pools.chosen, progress)
+    shape = find_model(settings.shape)
+    pool = table_5_pool().model_copy(
+        update={
+            "num_layers": shape.layers, "hidden_size": shape.hidden, "vocab_size": shape.vocab,
+            "context_tokens": settings.cap + PROMPT_TOKENS, "tensor_parallel": costs.tensor_parallel,
+        }
+    )  # fmt: skip
+    plans = _plans(settings, strategies, weights, per_token_s, pool, progress)
     least_s = min(plan.seconds for plan in plans)
     if least_s == 0:
         raise ConfigError(f"no worker spends time at a batch up to {settings.max_batch}: raise max_batch or the cap")
-    captured = {plan.name: plan.captured for plan in plans}
+    num_bytes = {plan.name: pool.memory_bytes(plan.captured) for plan in plans}
     rows = [
         {
             "model": settings.shape,
@@ -145,8 +142,8 @@ def run(settings: GraphMemorySettings, *, folder: Path, seed: int, progress: Pro
             "plan": plan.name,
             "strategies": " ".join(f"{b}:{_short(s)}" for b, s in plan.rows),
             "graphs": len(plan.captured.target_graphs) + 2 * len(plan.captured.drafter_graphs),
-            **pools.gib(plan.captured),
-            "over_single": pools.chosen.memory_bytes(plan.captured) / pools.chosen.memory_bytes(captured["single"]),
+            "predicted_gib": num_bytes[plan.name] / GIB,
+            "over_single": num_bytes[plan.name] / num_bytes["single"],
             "seconds": plan.seconds,
             "over_fastest": plan.seconds / least_s - 1,
         }
@@ -154,14 +151,11 @@ def run(settings: GraphMemorySettings, *, folder: Path, seed: int, progress: Pro
     ]
     chains = list(_chains(settings, costs.tensor_parallel))
     measured = list(_gpu_rows(settings.measured)) if settings.measured is not None else []
-    frame = pd.DataFrame([*rows, *_table_5(), *chains, *measured])
+    ours, frame = pd.DataFrame(rows), pd.DataFrame([*rows, *_table_5(), *chains, *measured])
     return ExperimentResult(
-        verdict=_verdict(
-            frame.iloc[: len(rows)], settings, pools.ratios(captured["naive"], captured["buckets as released"])
-        )
-        + _chains_verdict(measured or chains, predicted=not measured),
+        verdict=_verdict(ours, settings) + _chains_verdict(measured or chains, predicted=not measured),
         rows=frame,
-        figure=_picture(frame.iloc[: len(rows)], settings),
+        figure=_picture(ours, settings),
         prediction=True,
         notes=tuple(_notes(settings, strategies, acceptance)),
     )
@@ -188,7 +182,7 @@ def _strategies(settings: GraphMemorySettings) -> tuple[Strategy, ...]:
         for verify in settings.verify
         if verify <= 1 + settings.top_k + (depth - 1) * settings.top_k**2
     ]
-    return tuple(dict.fromkeys((*(s for _, s in tlt.SHIPPED), *grid, NO_SPECULATION)))
+    return tuple(dict.fromkeys((*(s for _, s in SHIPPED), *grid, NO_SPECULATION)))
 
 
 def _seconds_per_token(
@@ -232,13 +226,13 @@ def _plans(
         )
         return _Plan(name=name, rows=plan.rows, captured=plan_bucketed(plan.rows, top, sizes), seconds=plan.seconds)
 
-    shipped = tuple((b, s) for b, s in tlt.SHIPPED if b <= top)
+    shipped = tuple((b, s) for b, s in SHIPPED if b <= top)
     four = [s for _, s in shipped]
     released = plan_bucketed(shipped, top, sizes)
     plain: Rows = ((1, NO_SPECULATION),)
     plans = [
         fixed("no speculation", plain, plan_bucketed(plain, top, sizes)),
-        fixed("single", ((1, tlt.DEFAULT),), plan_naive([tlt.DEFAULT], top, sizes)),
+        fixed("single", ((1, DEFAULT),), plan_naive([DEFAULT], top, sizes)),
         fixed("naive", tuple((1, s) for s in four), plan_naive(four, top, sizes), four),
         fixed("buckets as released", shipped, released),
         exact("exact, memory as released", pool.memory_bytes(released)),
@@ -252,18 +246,14 @@ def _plans(
 
 
 def _table_5() -> Iterator[dict[str, Any]]:
-    """TLT's own figures beside what the readings predict; the single strategy is what they are fitted to."""
-    rows = [row for row in tlt.validation() if row.num_free]
-    for name, paper_gib in tlt.MEASURED_GB.items():
-        predicted = [row.predicted_gb for row in rows if row.name == name]
+    """TLT's own figures; the single strategy is what the pool is fitted to."""
+    for name, paper_gib in MEASURED_GB.items():
         yield {
             "model": "Llama-3-8B",
             "runner": "SGLang",
             "plan": f"Table 5, {name}" + (" (fitted)" if name == "single" else ""),
-            "low_gib": min(predicted),
-            "high_gib": max(predicted),
             "paper_gib": paper_gib,
-            "over_single": paper_gib / tlt.MEASURED_GB["single"],
+            "over_single": paper_gib / MEASURED_GB["single"],
         }
 
 
@@ -320,8 +310,8 @@ def _chains_verdict(rows: Sequence[Mapping[str, Any]], *, predicted: bool) -> st
         f" Chains on vLLM's V2 runner, {'predicted' if predicted else 'measured'}: one strategy {base:.2f} GiB, every "
         f"strategy apart {gib['every strategy apart']:.2f} ({gib['every strategy apart'] / base:.1f} times), bucketed "
         f"{gib['bucketed']:.2f} ({gib['bucketed'] / base:.1f}); TLT: 1, "
-        f"{tlt.MEASURED_GB['naive'] / tlt.MEASURED_GB['single']:.1f} and "
-        f"{tlt.MEASURED_GB['bucketed'] / tlt.MEASURED_GB['single']:.1f}."
+        f"{MEASURED_GB['naive'] / MEASURED_GB['single']:.1f} and "
+        f"{MEASURED_GB['bucketed'] / MEASURED_GB['single']:.1f}."
     )
 
 
@@ -332,7 +322,7 @@ def _short(strategy: Strategy) -> str:
     return f"{strategy.draft_depth}_{strategy.top_k}_{strategy.tokens_to_verify}"
 
 
-def _verdict(rows: pd.DataFrame, settings: GraphMemorySettings, saved: tuple[float, float]) -> str:
+def _verdict(rows: pd.DataFrame, settings: GraphMemorySettings) -> str:
     by = rows.set_index("plan")
     naive, released, equal, free = (
         by.loc[name] for name in ("naive", "buckets as released", "exact, memory as released", "exact, no cap")
@@ -340,8 +330,7 @@ def _verdict(rows: pd.DataFrame, settings: GraphMemorySettings, saved: tuple[flo
     return (
         f"Predicted for {settings.shape}: buckets as released take {released.predicted_gib:.1f} GiB against "
         f"{naive.predicted_gib:.1f} captured naively ({naive.predicted_gib / released.predicted_gib:.1f} times; "
-        f"{saved[0]:.1f} to {saved[1]:.1f} over the readings of TLT's Table 5, which itself has "
-        f"{tlt.MEASURED_GB['naive'] / tlt.MEASURED_GB['bucketed']:.1f}), and buckets "
+        f"TLT's Table 5 has {MEASURED_GB['naive'] / MEASURED_GB['bucketed']:.1f}), and buckets "
         f"and strategies chosen exactly within the same memory take {equal.seconds:.0f} worker-seconds of decoding at "
         f"batches up to {settings.max_batch} against {released.seconds:.0f} "
         f"({1 - equal.seconds / released.seconds:.1%} less); with {free.predicted_gib:.1f} GiB "
@@ -354,14 +343,11 @@ def _notes(settings: GraphMemorySettings, strategies: Sequence[Strategy], accept
         "seconds: worker-seconds of decoding per RL step at batches up to max_batch, mean over RL steps; larger "
         "batches decode plainly and are in no plan"
     )
+    errors = table_5_errors()
     yield (
-        f"predicted_gib: the reading of Table 5 {settings.reading!r}, its overhead per layer carried over from "
-        "Llama-3-8B; low and high: the least and the most over all readings that can be fitted"
-    )
-    errors = {row.name: row.error for row in tlt.validation() if row.reading == settings.reading and not row.fitted}
-    yield (
-        f"on Table 5 itself this reading errs by {errors['naive']:+.0%} for naive capture and "
-        f"{errors['bucketed']:+.0%} for buckets"
+        "predicted_gib: an overhead per layer, fitted to one strategy of TLT's Table 5, is carried over from "
+        f"Llama-3-8B; on Table 5 itself it errs by {errors['naive']:+.0%} for naive capture and "
+        f"{errors['bucketed']:+.0%} for buckets; `tltlab bench accuracy` shows what other readings of it give"
     )
     outside = [_short(s) for s in strategies if s.speculates and acceptance.outside(s)]
     if outside:
@@ -380,10 +366,9 @@ def _picture(rows: pd.DataFrame, settings: GraphMemorySettings) -> Figure:
     )  # fmt: skip
     named = rows[~rows["plan"].str.startswith("exact")].to_dict("records")
     for marker, color, row in zip("Xs^D", (COLORS[7], *COLORS[1:4]), named, strict=True):
-        at, least, most = (float(row[name]) for name in ("predicted_gib", "low_gib", "high_gib"))
-        axes.errorbar(
-            [at], [float(row["seconds"])], xerr=[[at - least], [most - at]], marker=marker, color=color, markersize=8,
-            linestyle="none", elinewidth=0.8, capsize=3, label=str(row["plan"]),
+        axes.plot(
+            [row["predicted_gib"]], [row["seconds"]], marker=marker, color=color, markersize=8, linestyle="none",
+            label=str(row["plan"]),
         )  # fmt: skip
     axes.set_ylim(bottom=0)
     axes.set_xscale("log")
@@ -392,7 +377,7 @@ def _picture(rows: pd.DataFrame, settings: GraphMemorySettings) -> Figure:
     finish(
         axes,
         title=f"Memory of CUDA graphs against decoding time, {settings.shape} (prediction)",
-        xlabel="CUDA graphs, GiB a GPU (predicted; bars: least and most of the readings of Table 5)",
+        xlabel="CUDA graphs, GiB a GPU (predicted)",
         ylabel=f"worker-seconds at batches up to {settings.max_batch}",
         grid="both",
     )

@@ -21,19 +21,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tltlab.errors import ConfigError
+from tltlab.experiments.graph_memory import DEFAULT, GIB, MAX_BATCH, MEASURED_GB, PROMPT_TOKENS, SHIPPED
 from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
 from tltlab.strategy import Strategy
 
-GIB = 2**30
-MEASURED_GB = {"single": 7.81, "naive": 30.39, "bucketed": 10.69}
-MAX_BATCH = 32
-DEFAULT = Strategy("learned", 8, 4, 48)
-SHIPPED = ((1, DEFAULT), *((n, Strategy("learned", 8, 4, v)) for n, v in ((2, 32), (5, 16), (21, 8))))
 DEPTHS = ((1, DEFAULT), *((1, Strategy("learned", depth, 4, 48)) for depth in (4, 6, 10)))
 """Four strategies that differ in depth only, so that one set of target graphs serves them all."""
 TOP_KS = tuple((1, Strategy("learned", 8, top_k, 48)) for top_k in (4, 6, 8, 10))
 """The same with top_k: the first four of TLT's Table 1."""
-RL_CONTEXT = 2048 + 32_768
+RL_CONTEXT = PROMPT_TOKENS + 32_768
 
 
 @dataclass(frozen=True, slots=True)
