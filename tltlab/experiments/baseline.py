@@ -1,20 +1,13 @@
 """baseline: no speculation, fixed depths and adaptive ones on the same prompts here; and TLT's claims, simulated.
 
 The measured part is `tltlab bench runtime`: one engine, the same prompts, all modes in turn in every round, speed-ups
-with intervals over rounds. The predicted part simulates whole RL steps of TLT, TLT-Base and Open-R1 over VeRL at TLT's
-published settings.
-
-What the paper says (arXiv 2511.16665, set-up): 64 H100 and, apart, A100; GRPO, up to 32,768 response tokens, tensor
-parallelism 2, 4 or 8 by size. Its released recipe: 32 prompts a node of 8 GPUs, 8 responses each, a reference model.
-What it does not say, and what is taken here: 64 A100 too, the same prompts for 7B, TP 2 for 7B and 4 for 32B, stages
-by a roofline, acceptance of its 32B drafter for 7B too. Lengths decide most and are not published, so there are two
-kinds: those of open reasoning models (`tltlab.lengths.model`), and `LONG_TAIL`, which reaches the cap in every RL step,
-as its figure 2 shows of a production run.
+with intervals over rounds. The predicted part simulates whole RL steps of TLT, TLT-Base and Open-R1 over VeRL in the
+published set-ups of `open-questions`, on H100 and on A100.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,30 +19,18 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import COLORS, bars
-from tltlab.costs.base import CostModel
-from tltlab.costs.load import load_costs, load_stages
-from tltlab.costs.roofline import RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.hardware import gpu as find_gpu
-from tltlab.hardware import kv_capacity_tokens
-from tltlab.hardware import model as find_model
-from tltlab.lengths.generate import generate, log_normal
-from tltlab.lengths.model import REGIMES
-from tltlab.traces.trace import Trace
+from tltlab.planning.claims import CLAIMS
 
 from . import Progress
 from .models import Count, bench_on, own_model
 from .result import ExperimentResult
+from .simulated.open_questions import CASES, OpenQuestionsSettings, compared
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
-PAPER_RANGE = (1.7, 2.1)
+CLAIM = CLAIMS["tlt"]
 """TLT's end-to-end speed-ups over VeRL, the range over its models and clusters: nothing finer is known."""
-PAPER_ROLLOUT_SHARE = 0.85
-LONG_TAIL = "long-tail"
-"""Log-normal around the median of the regime "reasoning", sigma 1: one response in a hundred reaches 32,768 tokens."""
-_TENSOR_PARALLEL = {"Qwen2.5-7B": 2, "Qwen2.5-32B": 4}
-_INFINIBAND_BYTES_PER_S = 5e10
 Part = Literal["measured", "predicted"]
 _ENOUGH_ROUNDS = 10
 _LEVEL = 0.05
@@ -61,8 +42,8 @@ class BaselineSettings:
     """`parts` says what is run. The first line of fields is the measured part's, as in `tltlab bench runtime`.
 
     `model` is a folder of `tltlab make-model`, else one of `size` is trained; `measured` is a file that `tltlab bench
-    runtime --out` wrote, taken instead of measuring. `models` and what follows are the predicted part's: `lengths` are
-    regimes of `tltlab.lengths.model` or "long-tail", `decision_block` is how many iterations a bandit's decision holds.
+    runtime --out` wrote, taken instead of measuring. `machines` and what follows are the predicted part's, as in
+    `open-questions`.
     """
 
     parts: tuple[Part, ...] = ("measured", "predicted")
@@ -74,24 +55,14 @@ class BaselineSettings:
     rounds: Count = 10
     cap: Count = 768
     measured: Path | None = None
-    models: tuple[str, ...] = ("Qwen2.5-7B", "Qwen2.5-32B")
     machines: tuple[str, ...] = ("H100", "A100")
-    gpus: Annotated[int, Field(ge=8)] = 64
-    gpu_prompts: Count = 256
-    gpu_group_size: Count = 8
-    gpu_cap: Count = 32_768
-    gpu_rl_steps: Annotated[int, Field(ge=2)] = 8
-    lengths: tuple[str, ...] = ("reasoning", LONG_TAIL)
-    acceptance: str = "tlt-qwen2.5-32b"
-    model_free_acceptance: str = "seer-siblings"
-    decision_block: Count = 32
-    repeats: Count = 1
-    jobs: Count = 1
+    rl_steps: Annotated[int, Field(ge=2)] = 4
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 FAST: Mapping[str, Any] = {
     "size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "rounds": 2, "cap": 256,
-    "gpu_prompts": 32, "gpu_rl_steps": 2, "gpus": 8,
+    "rl_steps": 2, "share": 0.25,
 }  # fmt: skip
 
 
@@ -102,7 +73,7 @@ def run(settings: BaselineSettings, *, folder: Path, seed: int, progress: Progre
     verdicts: list[str] = []
     if "predicted" in settings.parts:
         predicted, notes = predicted_rows(settings, seed=seed, progress=progress)
-        verdicts.append(_predicted_verdict(settings, predicted))
+        verdicts.append(_predicted_verdict(predicted))
         rows += predicted
     if "measured" in settings.parts:
         measurement = _measurement(settings, folder, seed, progress)
@@ -209,19 +180,16 @@ def _measured_notes(measurement: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _predicted_verdict(settings: BaselineSettings, rows: Sequence[Mapping[str, Any]]) -> str:
-    def spread(system: str, lengths: str = "") -> str:
-        speedups = [r["speedup"] for r in rows if r["system"] == system and r["setting"].endswith(lengths)]
-        if not speedups:
-            return "an unknown number of"
+def _predicted_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    def spread(system: str) -> str:
+        speedups = [row["speedup"] for row in rows if row["system"] == system]
         least, most = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
         return least if least == most else f"{least} to {most}"
 
-    tlt = " and ".join(f"{spread('TLT', each)} times with {each} lengths" for each in settings.lengths)
     return (
-        f"predicted by simulation of TLT's settings ({', '.join(settings.models)} on {', '.join(settings.machines)}), "
-        f"RL steps against VeRL's are {tlt} as fast under TLT (the paper says {PAPER_RANGE[0]} to {PAPER_RANGE[1]}), "
-        f"{spread('TLT-Base')} times under TLT-Base and {spread('Open-R1')} times under Open-R1"
+        f"predicted by simulation of TLT's set-ups, RL steps against VeRL's are {spread('TLT')} times as fast under "
+        f"TLT (the paper says {CLAIM.least} to {CLAIM.most}), {spread('TLT-Base')} times under TLT-Base and "
+        f"{spread('Open-R1')} times under Open-R1"
     )
 
 
@@ -243,7 +211,7 @@ def _picture(frame: pd.DataFrame) -> Figure:
     if len(predicted):
         rows = pd.concat([predicted[predicted["system"] == system] for system in ("TLT", "TLT-Base", "Open-R1")])
         labels = [f"{row.system} · {row.setting}" for row in rows.itertuples()]
-        panels.append((rows, labels, "Predicted, simulated: whole RL step, VeRL = 1", PAPER_RANGE))
+        panels.append((rows, labels, "Predicted, simulated: whole RL step, VeRL = 1", (CLAIM.least, CLAIM.most)))
     heights = [0.6 + 0.22 * len(rows) for rows, *_ in panels]
     figure = Figure(figsize=(7.2, sum(heights) + 0.5), layout="constrained")
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -260,78 +228,29 @@ def _picture(frame: pd.DataFrame) -> Figure:
 def predicted_rows(
     settings: BaselineSettings, *, seed: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row per machine, model and system, VeRL's speed being 1; and what is assumed, in sentences."""
-    from tltlab.sim.systems import compare_systems
-
+    """A row per published set-up, machine and system, VeRL's speed being 1; and what is assumed, in sentences."""
+    asked = OpenQuestionsSettings(rl_steps=settings.rl_steps, share=settings.share)
     rows: list[dict[str, Any]] = []
-    notes: dict[str, None] = {}
-    for lengths in settings.lengths:
-        trace = lengths_trace(lengths, settings, seed)
-        for name, machine in product(settings.models, settings.machines):
-            costs = costs_of(machine, name)
-            workers = settings.gpus // costs.tensor_parallel
-            progress(
-                f"simulating {settings.gpu_rl_steps} RL steps of {name} on {settings.gpus} {machine}, {lengths} lengths"
-            )
-            compared = compare_systems(
-                trace,
-                SYSTEMS,
-                costs=costs,
-                acceptance=settings.acceptance,
-                model_free_acceptance=settings.model_free_acceptance,
-                # As the shipped ones for H100: with a reference model, and weights over one InfiniBand link.
-                stages=load_stages(
-                    {
-                        "kind": "roofline",
-                        "gpu": machine,
-                        "model": name,
-                        "num_gpus": settings.gpus,
-                        "inference_passes": 2,
-                        "sync_bytes_per_s": _INFINIBAND_BYTES_PER_S,
-                    }
-                ),
-                workers=workers,
-                repeats=settings.repeats,
-                seed=seed,
-                decision_block=settings.decision_block,
-                jobs=settings.jobs,
-            )
-            for row in compared.to_dict("records"):
-                rows.append(_row(row, f"{name}, {settings.gpus} {machine}, {lengths}"))
-                notes |= dict.fromkeys(f"{row['title']}: {each}" for each in row["assumptions"])
-    return rows, [*_common_notes(settings), *notes]
-
-
-def costs_of(machine: str, name: str) -> CostModel:
-    """Step times of a model on GPUs at the tensor parallelism that is taken for it. ConfigError where none ships."""
-    if name not in _TENSOR_PARALLEL:
-        raise ConfigError(f"no settings of TLT's for {name}; there are {', '.join(_TENSOR_PARALLEL)}")
-    tp = _TENSOR_PARALLEL[name]
-    shipped = load_costs(f"{machine.lower()}-{name.lower()}" + ("" if name == "Qwen2.5-7B" else "-tp4"))
-    if not isinstance(shipped, RooflineCosts) or shipped.tensor_parallel == tp:
-        return shipped
-    room = kv_capacity_tokens(find_gpu(machine), find_model(name), tp)
-    return load_costs(shipped.model_dump(mode="json") | {"tp": tp, "kv_capacity_tokens": room})
-
-
-def lengths_trace(lengths: str, settings: BaselineSettings, seed: int) -> Trace:
-    """Responses to simulate: of one of `length_model.REGIMES`, or `LONG_TAIL`. ConfigError for another name."""
-    if lengths == LONG_TAIL:
-        return log_normal(
-            median=REGIMES["reasoning"].quantile(0.5), sigma=1.0, cap=settings.gpu_cap, rl_steps=settings.gpu_rl_steps,
-            prompts=settings.gpu_prompts, group_size=settings.gpu_group_size, seed=seed,
-        )  # fmt: skip
-    if lengths not in REGIMES:
-        raise ConfigError(f"no lengths named {lengths!r}; there are {', '.join(REGIMES)}, {LONG_TAIL}")
-    return generate(
-        REGIMES[lengths].with_changes(max_response_tokens=settings.gpu_cap), num_rl_steps=settings.gpu_rl_steps,
-        prompts_per_step=settings.gpu_prompts, group_size=settings.gpu_group_size, seed=seed,
-    )  # fmt: skip
+    assumptions: dict[str, None] = {}
+    for case, machine in product((case for case in CASES if case.kind == "published"), settings.machines):
+        progress(f"simulating {settings.rl_steps} RL steps of {case.name}, {case.about}, {machine}")
+        for row in compared(case, SYSTEMS, asked, seed, machine).to_dict("records"):
+            rows.append(_row(row, f"{case.name}, {machine}"))
+            assumptions |= dict.fromkeys(f"{row['title']}: {each}" for each in row["assumptions"])
+    notes = [
+        f"predicted: {settings.rl_steps} RL steps up to {asked.cap} tokens, lengths of reasoning models and as many "
+        "A100 as H100 are assumptions: the paper does not say; log-probs, training and weight sync follow from FLOPs, "
+        "grading takes nothing",
+        "predicted: low to high is of 95 % over RL steps, the luck of the lengths; least to most is over what was "
+        "assumed: acceptance, its loss untrained or old, 30 % of speculation's costs",
+        f"paper: TLT's range over all its models and clusters, {CLAIM.least}-{CLAIM.most} times VeRL; figures by model "
+        "and for the other systems are not at hand; nothing here was fitted to it",
+    ]
+    return rows, [*notes, *assumptions]
 
 
 def _row(row: Mapping[Any, Any], setting: str) -> dict[str, Any]:
     """Speed-ups are the ratios of times turned round, so the ends of an interval change places; one may have no end."""
-    tlt = row["system"] == "tlt"
     base = row["system"] == "verl"
     return {
         "kind": "predicted",
@@ -341,38 +260,12 @@ def _row(row: Mapping[Any, Any], setting: str) -> dict[str, Any]:
         "speedup": 1 / row["step_ratio"],
         "low": None if base else 1 / row["step_ratio_high"],
         "high": None if base or not row["step_ratio_low"] else 1 / row["step_ratio_low"],
-        "paper": f"{PAPER_RANGE[0]}-{PAPER_RANGE[1]}" if tlt else None,
+        "least": 1 / row["ratio_most"],
+        "most": 1 / row["ratio_least"],
+        "paper": f"{CLAIM.least}-{CLAIM.most}" if row["system"] == "tlt" else None,
         "rollout_speedup": 1 / row["ratio"],
         "rollout_s": row["makespan_s"],
         "step_s": row["step_s"],
         "rollout_share": row["rollout_share"],
         "accept_length": row["mean_accept_length"],
     }
-
-
-def _common_notes(settings: BaselineSettings) -> Iterator[str]:
-    least, most = (PAPER_ROLLOUT_SHARE / (1 / speedup - (1 - PAPER_ROLLOUT_SHARE)) for speedup in PAPER_RANGE)
-    yield (
-        f"predicted: {settings.gpu_prompts} prompts x {settings.gpu_group_size} up to {settings.gpu_cap} tokens an RL "
-        f"step, {settings.gpu_rl_steps} RL steps; lengths, as many A100 as H100, TP 2 for 7B and 4 for 32B, and the "
-        "same prompts for both are assumptions: the paper does not say"
-    )
-    yield (
-        "predicted: 95 % intervals are over RL steps"
-        + (", Student's below ten," if settings.gpu_rl_steps < 10 else "")
-        + " and hold for the luck of the lengths, not for errors of the models"
-    )
-    yield (
-        "predicted: log-probs (with a reference model), training and sync by a roofline with assumed shares of peak "
-        f"FLOPs; for {PAPER_RANGE[0]} to {PAPER_RANGE[1]} times end to end with {PAPER_ROLLOUT_SHARE:.0%} of an RL "
-        f"step in rollout, as the paper has it, rollouts must be {least:.1f} to {most:.1f} times as fast: compare "
-        "rollout_share and rollout_speedup"
-    )
-    yield (
-        f"predicted: acceptance {settings.acceptance}, measured by TLT for its 32B drafter on H100, also for 7B; "
-        f"{settings.model_free_acceptance} for TLT-Base, another system's drafts: TLT publishes none of its own"
-    )
-    yield (
-        f"paper: TLT's range over all its models and clusters, {PAPER_RANGE[0]}-{PAPER_RANGE[1]} times VeRL; figures "
-        "by model and for the other systems are not at hand; nothing here was fitted to it"
-    )

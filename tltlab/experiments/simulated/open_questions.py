@@ -7,7 +7,7 @@ experiment (arXiv 2511.16665, discussion): asynchronous RL, responses that are a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,8 +97,10 @@ def run(settings: OpenQuestionsSettings, *, folder: Path, seed: int, progress: P
     return ExperimentResult(verdict=verdict(rows), rows=rows, figure=_picture(rows), prediction=True, notes=notes)
 
 
-def measured(case: Workload, settings: OpenQuestionsSettings, seed: int) -> dict[str, Any]:
-    """A row: the speed-up of an RL step and of its rollout with their intervals, and what they mean in `answer`."""
+def compared(
+    case: Workload, systems: str | Sequence[System], settings: OpenQuestionsSettings, seed: int, machine: str = "H100"
+) -> pd.DataFrame:
+    """The rows of `compare_systems` on the workload's responses, whole RL steps on so many GPUs of the `machine`."""
     workers = case.workers if case.kind != "published" else max(2, round(settings.share * case.workers))
     lengths = of_regime("reasoning").with_changes(
         median=(MEDIAN_SHARE if case.sigma is None else 0.5) * settings.cap, sigma=case.sigma,
@@ -109,18 +111,24 @@ def measured(case: Workload, settings: OpenQuestionsSettings, seed: int) -> dict
         group_size=GROUP_SIZE, seed=seed, num_workers=workers, name=case.name,
         tools=ToolUse(turns=case.turns, tool_s=TOOL_S * settings.cap / CAP) if case.turns > 1 else None,
     )  # fmt: skip
-    costs = profile_costs(nearest_engine("H100", case.model, "bf16"), "H100", case.model, case.tp, weights="bf16")
-    stages = RooflineStages(kind="roofline", gpu="H100", model=case.model, num_gpus=workers * case.tp).build()
+    costs = profile_costs(nearest_engine(machine, case.model, "bf16"), machine, case.model, case.tp, weights="bf16")
+    stages = RooflineStages(kind="roofline", gpu=machine, model=case.model, num_gpus=workers * case.tp).build()
+    return compare_systems(
+        trace, systems, costs=costs, workers=workers, seed=seed, stages=stages, gpus_per_worker=case.tp,
+        decision_block=max(1, settings.cap // 256), ranges=True,
+    )  # fmt: skip
+
+
+def measured(case: Workload, settings: OpenQuestionsSettings, seed: int) -> dict[str, Any]:
+    """A row: the speed-up of an RL step and of its rollout with their intervals, and what they mean in `answer`."""
     tried = [SYSTEMS["verl"], SYSTEMS["tlt"]]
     if case.kind != "published":
         tried.append(replace(SYSTEMS["tlt"], name=ALWAYS, activation=None))
-    table = compare_systems(
-        trace, [_under(system, case) for system in tried], costs=costs, workers=workers, seed=seed,
-        stages=stages, gpus_per_worker=case.tp, decision_block=max(1, settings.cap // 256), ranges=True,
-    ).set_index("system")  # fmt: skip
+    table = compared(case, [_under(system, case) for system in tried], settings, seed).set_index("system")
     tlt, plain = (table.loc[name].to_dict() for name in ("tlt", "verl"))
     row = {
-        "workload": case.name, "kind": case.kind, "about": case.about, "model": case.model, "workers": workers,
+        "workload": case.name, "kind": case.kind, "about": case.about, "model": case.model,
+        "workers": table.attrs["num_workers"],
         "responses_per_worker": case.load, "step": 1 / tlt["step_ratio"], "step_low": _over(tlt["step_ratio_high"]),
         "step_high": _over(tlt["step_ratio_low"]), "rollout": 1 / tlt["ratio"], "least": 1 / tlt["ratio_most"],
         "most": 1 / tlt["ratio_least"], "rollout_share": plain["rollout_share"],
