@@ -10,7 +10,7 @@ Not in the truth: a response's last iteration may accept less than was drafted, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,15 @@ def estimator_errors(
     acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
     seeds: Sequence[int] = range(10),
     level: float = 0.95,
-    on_seed: Callable[[int], None] = lambda done: None,
 ) -> list[EstimatorError]:
     """Simulate `logger` in sampled mode for each seed, and compare the estimates of each target with its truth.
-
-    `on_seed` is told the number of logs done.
 
     Raises ConfigError where acceptance differs between requests or is replayed: then a state's truth is not a number
     that the log's state determines.
     """
     everything = tuple(dict.fromkeys(s for p in (logger, *targets.values()) for s in p.strategies))
     rows_of: dict[tuple[str, str], list[tuple[float, float, float, float, bool]]] = {}
-    for done, seed in enumerate(seeds, 1):
+    for seed in seeds:
         result = simulate(
             trace, logger, costs=costs, acceptance=acceptance, mode="sampled", seed=seed, record_iterations=True,
         )  # fmt: skip
@@ -86,7 +83,6 @@ def estimator_errors(
             for estimator, mean in estimation.estimates.items():
                 row = (truth, mean.value, mean.low, mean.high, bool(estimation.warnings))
                 rows_of.setdefault((name, estimator), []).append(row)
-        on_seed(done)
     return [_errors(target, name, rows) for (target, name), rows in rows_of.items()]
 
 

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import AllowCode, Json, emit, progress, table
+from tltlab.console import AllowCode, Json, emit, table
 from tltlab.errors import ConfigError
 from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
-from tltlab.policies.policy import SHIPPED, Policy, load_policy
+from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.policies.reward import RewardKind
 from tltlab.policies.specs import code_allowed
 from tltlab.stats import finite
-from tltlab.traces.trace import Trace, read
-
-CHECK_TARGETS = ("none", "fixed", "table", "beg-mab")
+from tltlab.traces.trace import read
 
 
 def off_policy(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder with decisions.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Policy file, shipped name or package.module:Class; may be repeated. "
-            f"[default: with --check {', '.join(CHECK_TARGETS)}]"
-        ),
+        typer.Option(help="Policy file, shipped name or package.module:Class; may be repeated."),
     ] = None,
     reward: Annotated[
         str, typer.Option(help="relative (speed-up over plain decoding at that batch) or paper (tokens per second).")
@@ -38,15 +32,6 @@ def off_policy(
     ] = None,
     level: Annotated[float, typer.Option(help="Level of the intervals.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
-    check: Annotated[
-        bool, typer.Option("--check", help="Measure the estimators' own error against the simulator's truth instead.")
-    ] = False,
-    logger: Annotated[str, typer.Option(help="With --check: the policy that logs.")] = "explore",
-    costs: Annotated[str | None, typer.Option(help="With --check: cost file or preset. [default: as simulate]")] = None,
-    acceptance: Annotated[
-        str | None, typer.Option(help="With --check: constant:A, geometric:ALPHA or a file. [default: as simulate]")
-    ] = None,
-    num_seeds: Annotated[int, typer.Option(min=1, help="With --check: logs to simulate.")] = 10,
     allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
@@ -64,15 +49,10 @@ def off_policy(
     source = read(trace)
     steps = parse_rl_steps(rl_steps, source.rl_steps)
     source = source if steps is None else source.select(steps)
-    names = policy or (list(CHECK_TARGETS) if check else [])
-    if not names:
+    if not policy:
         raise ConfigError(f"which policy? give --policy: a file or one of {', '.join(SHIPPED)}")
     with code_allowed(allow_code or ()):
-        policies = {name: load_policy(name) for name in names}
-        logging = load_policy(logger) if check else None
-    if logging is not None:
-        _check(source, logging, policies, kind, costs, acceptance, num_seeds, level, as_json)
-        return
+        policies = {name: load_policy(name) for name in policy}
     results = []
     for name, target in policies.items():
         evaluation = evaluate(source, target, reward=kind, level=level, seed=seed)
@@ -111,43 +91,3 @@ def _table(result: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _check(
-    source: Trace,
-    logger: Policy,
-    policies: dict[str, Policy],
-    kind: RewardKind,
-    costs: str | None,
-    acceptance: str | None,
-    num_seeds: int,
-    level: float,
-    as_json: bool,
-) -> None:
-    # Only the check needs the simulator; the estimates do without it.
-    from tltlab.sim.verification.off_policy import estimator_errors
-
-    errors = estimator_errors(
-        source,
-        logger,
-        policies,
-        reward=kind,
-        costs=costs,
-        acceptance=acceptance,
-        seeds=range(num_seeds),
-        level=level,
-        on_seed=lambda done: progress(f"log {done} of {num_seeds}"),
-    )
-    rows = [
-        {key: finite(value) if isinstance(value, float) else value for key, value in asdict(error).items()}
-        for error in errors
-    ]
-    shown = [
-        (e.target, e.estimator, f"{e.truth:.4g}", f"{e.bias:+.1%}", f"{e.rmse:.1%}", f"{e.coverage:.0%}",
-         f"{e.interval:.1%}", f"{e.warned:.0%}")
-        for e in errors
-    ]  # fmt: skip
-    columns = ["target", "estimator", "truth", "bias", "rmse", "coverage", "width", "warned"]
-    heading = f"simulated logs of {logger}, {num_seeds} seeds; errors relative to the truth, intervals at {level:.0%}"
-    result = {"logger": logger, "reward": kind, "level": level, "kind": "simulated", "errors": rows}
-    emit(result, as_json=as_json, text=f"{heading}\n{table(columns, shown, left=2)}")
