@@ -1,1 +1,1 @@
-"""Simulated against recorded: rollouts, drafter training on idle workers, off-policy estimates."""
+"""Simulated against recorded: rollouts, drafter training on idle workers, training logs."""

@@ -4,8 +4,9 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED
-from tltlab.sim.verification.off_policy import estimator_errors
 from tltlab.traces.trace import read
+
+from .off_policy_truth import estimator_errors
 
 TRACE = read("traces/tiny")
 SIBLINGS = {"kind": "siblings", "alone": 0.2, "most": 0.8, "exponent": 1.0}
