@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 from scipy.stats import norm
-from sklearn.linear_model import Ridge
 
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
@@ -45,6 +44,7 @@ CERTAIN = 0.999
 MAX_WEIGHT_SHARE = 0.05
 MAX_ALIKE_SHARE = 0.8
 MIN_ALIKE = 50
+MIN_CELL = 5
 ROUNDING = 1e-6
 
 
@@ -166,55 +166,29 @@ def estimate(
     return _warned(evaluation, weight, _alike([log[i] for i in chosen]))
 
 
-class RewardModel:
-    """A ridge regression of reward on powers of log(batch) and the mean context, for all strategies and for each.
-
-    What the strategies share is told by all decisions; each one's own powers are drawn to it where its data are few.
-    """
-
-    def __init__(self, log: Sequence[Logged]) -> None:
-        states = [decision.state for decision in log]
-        batch = np.array([max(state.batch, 1) for state in states], np.float64)
-        size = np.log2(batch) / 3.0
-        context = np.array([state.context_tokens for state in states]) / batch / 1000.0
-        self._states = np.column_stack([np.ones(len(log)), size, size**2, context])
-        self._rewards = np.array([decision.reward for decision in log])
-        self._number = {s: i for i, s in enumerate(dict.fromkeys(decision.strategy for decision in log))}
-        self._strategies = np.array([self._number[decision.strategy] for decision in log])
-        self._scale = float(self._rewards.std()) or 1.0
-
-    def fitted(self, rows: Ints) -> Ridge:
-        """The model of these decisions."""
-        return Ridge(alpha=0.3).fit(self._features(rows, self._strategies[rows]), self._rewards[rows] / self._scale)
-
-    def predict(self, model: Ridge, rows: Ints, strategy: Strategy) -> Floats:
-        """Expected rewards of one strategy in the states of these decisions; of all of them where it is unknown."""
-        strategies = np.full(len(rows), self._number.get(strategy, -1))
-        return np.asarray(model.predict(self._features(rows, strategies)), np.float64) * self._scale
-
-    def _features(self, rows: Ints, strategies: Ints) -> Floats:
-        one_hot = strategies[:, None] == np.arange(len(self._number))
-        shared = self._states[rows]
-        return np.column_stack([shared[:, 1:], (one_hot[:, :, None] * shared[:, None, :]).reshape(len(rows), -1)])
-
-
 def _predicted(
     log: Sequence[Logged], pi: Sequence[Chances], folds: Sequence[int], chosen: Sequence[int]
 ) -> tuple[Floats, Floats]:
-    """q(s, pi) and q(s, a) of the chosen decisions, each from a model of the other folds."""
-    rewards, fold, at = RewardModel(log), np.array(folds), np.array(chosen)
-    of_policy, of_logged = np.zeros(len(at)), np.zeros(len(at))
-    for number in np.unique(fold[at]):
-        inside = np.flatnonzero(fold[at] == number)
-        outside = np.flatnonzero(fold != number)
-        if not len(outside):
-            raise ConfigError("the log has one worker in one RL step: a reward model needs others to learn from")
-        model, rows = rewards.fitted(outside), at[inside]
-        for strategy in dict.fromkeys(s for i in rows for s in (*pi[i], log[i].strategy)):
-            expected = rewards.predict(model, rows, strategy)
-            of_policy[inside] += expected * [pi[i].get(strategy, 0.0) for i in rows]
-            of_logged[inside] += expected * [log[i].strategy == strategy for i in rows]
-    return of_policy, of_logged
+    """q(s, pi) and q(s, a) of the chosen decisions, each from the mean rewards of the other folds."""
+    if len(set(folds)) == 1:
+        raise ConfigError("the log has one worker in one RL step: a reward model needs others to learn from")
+    means = {fold: _means([d for d, of in zip(log, folds, strict=True) if of != fold]) for fold in set(folds)}
+
+    def q(i: int, strategy: Strategy) -> float:
+        by_cell, band = means[folds[i]], _band(log[i].state.batch)
+        return by_cell.get((band, strategy), by_cell.get((band, None), 0.0))
+
+    of_policy = [math.fsum(chance * q(i, strategy) for strategy, chance in pi[i].items()) for i in chosen]
+    return np.array(of_policy), np.array([q(i, log[i].strategy) for i in chosen])
+
+
+def _means(log: Sequence[Logged]) -> dict[tuple[int, Strategy | None], float]:
+    """The mean reward by band of batch sizes and strategy (None: of all there), where enough decisions tell it."""
+    rewards: dict[tuple[int, Strategy | None], list[float]] = {}
+    for d in log:
+        for strategy in (d.strategy, None):
+            rewards.setdefault((_band(d.state.batch), strategy), []).append(d.reward)
+    return {cell: math.fsum(values) / len(values) for cell, values in rewards.items() if len(values) >= MIN_CELL}
 
 
 def _clusters(log: Sequence[Logged]) -> Ints:
