@@ -17,8 +17,6 @@ def spot_rows(
     *,
     noise: float = 0.0,
     own_tokens: bool = True,
-    min_idle: int = 1,
-    max_updates: int | None = None,
     saves: bool = True,
 ) -> list[dict]:
     """Rows of one RL step's period: workers are idle from `idle_s` on, those before `end_s` join, all stop then.
@@ -26,11 +24,11 @@ def spot_rows(
     Updates are finished, workers leave `yield_s` after the order to. With `own_tokens` every member trains as many
     tokens as a single worker does, else they share an update's.
     """
-    begin = sorted(idle_s)[min_idle - 1]
+    begin = min(idle_s)
     if begin >= end_s:
         return []
     rows: dict[int, dict] = {}
-    now, done, unsaved = begin, 0, 0
+    now, unsaved = begin, 0
 
     def join(workers: list[int], pause_s: float) -> None:
         nonlocal now
@@ -57,10 +55,10 @@ def spot_rows(
         late = [w for w, idle in enumerate(idle_s) if idle <= min(now, end_s - 1e-9) and w not in rows]
         if late:
             join(late, truth.join_s)
-        if now >= end_s or done == max_updates:
+        if now >= end_s:
             break
         took = truth.update_s(len(rows)) * float(np.exp(rng.normal(0.0, noise)) if noise else 1.0)
-        now, done, unsaved = now + took, done + 1, unsaved + 1
+        now, unsaved = now + took, unsaved + 1
         share = 1 if own_tokens else len(rows)
         for row in rows.values():
             row["train_s"] += took
@@ -71,12 +69,10 @@ def spot_rows(
             save()
     if unsaved and saves:
         save()
-    now = max(now, end_s if done != max_updates else now) + truth.yield_s
+    now += truth.yield_s
     for row in rows.values():
         row["duration"] = now - row["t_start"]
         row["yield_s"] = max(now - end_s, 0.0)
-        if done == max_updates:
-            row |= {"ended": "declined", "yield_s": None}
     return list(rows.values())
 
 

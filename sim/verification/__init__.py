@@ -1,1 +1,1 @@
-"""Simulated against recorded: rollouts, drafter training on idle workers, training logs."""
+"""Simulated against recorded: rollouts of runs, with the drafters that they trained, and training logs."""

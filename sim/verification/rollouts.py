@@ -1,9 +1,9 @@
 """Predicted against measured: every RL step of a run from what the other steps taught, and what history foresaw.
 
 A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run tells them;
-costs, acceptance, freshness and training rates are fitted to other steps only, the acceptance of drafters that remember
-earlier RL steps to those whose prompts were as new to them. Beside it stands a forecast as one has it before the step:
-fitted to earlier steps, with lengths drawn from theirs.
+costs, acceptance and freshness are fitted to other steps only, the acceptance of drafters that remember earlier RL
+steps to those whose prompts were as new to them. Beside it stands a forecast as one has it before the step: fitted to
+earlier steps, with lengths drawn from theirs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tltlab.acceptance.measured import BatchAcceptance
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import table
-from tltlab.coordination.progress import SpotTraining
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
@@ -36,8 +35,7 @@ from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace, read
 
-from . import idle_training as verify_spot
-from .idle_training import SpotRun
+from .idle_training import DrafterStates
 from .run_files import InForce, policies_in_force, repeats
 
 FORECASTS = 15
@@ -55,10 +53,8 @@ class Verification:
     `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
     machine was than in the steps of the fit), `plain_iterations` of the step and `plain_time_ratio`, their median time
     over that of the fit (nan below `FEWEST_PLAIN`), `scaled_s` and `scaled_error`, the prediction at that speed,
-    `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
-    `forecast_high_s` (nan without two earlier steps), and `fitted_on`. Of a run with spot training also `updates` of
-    the drafter and `used_share` of the idle worker-seconds that went into them, `predicted_updates` and
-    `predicted_used_share` (nan where the step did not train: that is the schedule's decision and not predicted).
+    `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and `forecast_high_s` (nan without two earlier
+    steps), and `fitted_on`.
 
     Plain decoding is what a run does over and over whatever its policy, so its own plain iterations tell how fast the
     machine was in a step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
@@ -82,11 +78,6 @@ class Verification:
     repeat_bias: float | None
 
     @property
-    def spot_median_error(self) -> float | None:
-        """Median absolute error of predicted drafter updates; None without spot training."""
-        return verify_spot.median_error(self.rows)
-
-    @property
     def goal(self) -> float:
         """What the median error should not exceed: 5 %, or what the machine itself varies by."""
         return max(0.05, self.repeat_spread or 0.0)
@@ -97,7 +88,6 @@ class Verification:
             **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"},
             "goal": self.goal,
             "met": self.median_error <= self.goal,
-            **({"spot_median_error": self.spot_median_error} if "updates" in self.rows else {}),
             "num_steps": len(self.rows),
             "steps": json.loads(self.rows.to_json(orient="records")),
         }
@@ -125,8 +115,9 @@ def verify(
     if len(recorded) < 3:
         raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     measured = _measured(trace)
+    drafters = DrafterStates(trace=trace)
     prediction = _Prediction(
-        trace=tools_as_engines_saw(trace), spot=SpotRun(trace=trace), window=window, samples=samples, seed=seed
+        trace=tools_as_engines_saw(trace), drafters=drafters, window=window, samples=samples, seed=seed
     )
     forces = _budgeted_once(policies_in_force(trace, allow_code))
     rows = []
@@ -197,22 +188,22 @@ class _Prediction:
     """A recorded run, and how its RL steps are predicted from one another."""
 
     trace: Trace
-    spot: SpotRun
+    drafters: DrafterStates
     window: int
     samples: int
     seed: int
 
     def row(self, force: InForce, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
-        trace, spot = self.trace, self.spot
+        trace = self.trace
         history, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
         fit_on = history.rl_steps
         # Only a policy that learns or draws lots has a past that matters.
         since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
         spans = [s for s in trace.rl_steps if since <= s <= step]
-        past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
-        training = spot.model(step, fit_on)
-        rollouts = [self._simulate(past, force, fitted, accepted, k, training) for k in range(self.samples)]
+        past = trace.select(spans)
+        accepted = self.drafters.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
+        rollouts = [self._simulate(past, force, fitted, accepted, k) for k in range(self.samples)]
         makespan_s, beside_s = float(np.mean([rollout.makespan_s for rollout in rollouts])), overhead_s(trace, fit_on)
         predicted_s = makespan_s + beside_s
         this_step = trace.select([step])
@@ -240,7 +231,6 @@ class _Prediction:
             "forecast_low_s": forecast_low_s,
             "forecast_high_s": forecast_high_s,
             "fitted_on": fit_on,
-            **spot.columns(step, [rollout.spot for rollout in rollouts]),
         }
 
     @cached_property
@@ -299,10 +289,9 @@ class _Prediction:
         fitted: Calibration,
         accepted: BatchAcceptance | FreshAcceptance | None,
         sample: int,
-        training: SpotTraining | None = None,
     ) -> SimulatedRollout:
         """The last RL step of `trace`, after those before it."""
-        spot, last = self.spot, trace.rl_steps[-1]
+        states, last = self.drafters.by_step, trace.rl_steps[-1]
         scenario = Scenario.of(
             trace,
             costs=fitted.costs.model_copy(update={"max_num_seqs": self.seats}),
@@ -311,12 +300,10 @@ class _Prediction:
             prefix=self.prefix,
             mode="sampled",
             seed=self.seed + sample,
-            spot=training,
-            coordinator=None if training is None else spot.coordinator(last),
         )
         entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
         # A learning policy's past counts as drafted by today's drafter where it is not told by which.
-        drafter = [spot.states.get(step, spot.states[last]) for step in trace.rl_steps] if last in spot.states else None
+        drafter = [states.get(step, states[last]) for step in trace.rl_steps] if last in states else None
         return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
 
     def _forecast(self, force: InForce, step: int) -> tuple[float, float, float]:
@@ -333,7 +320,7 @@ class _Prediction:
         beside_s = overhead_s(trace, fit_on)
         rng = np.random.default_rng([self.seed, step])
         drawn = islice(drawn_lengths(trace.select([step]), history, rng), FORECASTS)
-        accepted = self.spot.acceptance(fitted.acceptance, step, fit_on, earlier)
+        accepted = self.drafters.acceptance(fitted.acceptance, step, fit_on, earlier)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
         makespans = [self._simulate(draw, afresh, fitted, accepted, k).makespan_s for k, draw in enumerate(drawn)]
@@ -463,4 +450,4 @@ def text(verification: Verification) -> str:
             f"forecast from earlier steps alone, lengths drawn from theirs: median error "
             f"{v.forecast_median_error:.1%}; {v.forecast_coverage:.0%} within their 10-90 % interval"
         )
-    return "\n".join([*lines, *verify_spot.text(verification.rows)])
+    return "\n".join(lines)

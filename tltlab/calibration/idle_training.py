@@ -6,7 +6,6 @@ its group while it was in it, so that updates = rate * (training seconds + effic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -58,8 +57,8 @@ class SpotFit:
         return console.table(header, rows, left=0)
 
 
-def fit_spot(trace: Trace, rl_steps: Sequence[int] | None = None) -> SpotFit:
-    """Fit `SpotTraining` to the trace's spot_training.parquet, of some RL steps or all.
+def fit_spot(trace: Trace) -> SpotFit:
+    """Fit `SpotTraining` to the trace's spot_training.parquet.
 
     What a term needs and the table lacks leaves it at its default, with a note. The table does not tell how long an
     optimizer step alone takes (part of the rate), what padding would cost (the factor stays TLT's), nor what
@@ -72,8 +71,6 @@ def fit_spot(trace: Trace, rl_steps: Sequence[int] | None = None) -> SpotFit:
         raise ConfigError(
             f"{place} has no spot_training.parquet to fit spot training to: record a run that trains its drafter"
         )
-    if rl_steps is not None:
-        table = table[table["rl_step"].isin(rl_steps)]
     rows = _beside(table)
     if not (rows["updates"] > 0).any():
         raise ConfigError(f"{place}: no training period came to an update, so nothing tells how fast training is")

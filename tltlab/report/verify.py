@@ -62,7 +62,6 @@ def from_result(verification: Mapping[str, Any], source: str) -> Part:
         "rl_step": ("RL step", "d"), "policy": ("policy", ""), "measured_s": ("measured s", ".3f"),
         "predicted_s": ("predicted s", ".3f"), "error": ("error", "+.1%"), "step_time_ratio": ("step time", ".2f"),
         "forecast_s": ("forecast s", ".2f"), "forecast_low_s": ("10 %", ".2f"), "forecast_high_s": ("90 %", ".2f"),
-        "updates": ("updates", ".0f"), "predicted_updates": ("predicted updates", ".1f"),
     }  # fmt: skip
     caption = (
         "Step time: recorded iterations over those of the fit, how much slower the machine was. Forecast: from earlier "

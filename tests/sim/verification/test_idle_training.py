@@ -1,6 +1,5 @@
-"""`verify` on a run that trains its drafter: updates, idle time used, and acceptance by the drafter's state."""
+"""`verify` on a run that trains its drafter: acceptance by the drafter's state."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,13 @@ import pytest
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.bench.simulator import COSTS
-from tltlab.cli.verify import verify as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
-from tltlab.sim.verification.idle_training import SpotRun
-from tltlab.sim.verification.rollouts import text, verify
+from tltlab.sim.verification.idle_training import DrafterStates
+from tltlab.sim.verification.rollouts import verify
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 
@@ -90,16 +88,6 @@ def copied(run: Path, folder: Path, **tables: pd.DataFrame | None) -> Path:
     return folder
 
 
-def planted(trace: Trace, **settings: int) -> pd.DataFrame:
-    """Training rows for every RL step of a trace."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for step in trace.rl_steps:
-        ends = ends_of(trace.select([step]))
-        rows += spot_rows(QUICK, step, ends, max(ends), rng, **settings)
-    return frame(rows)
-
-
 def ends_of(trace: Trace) -> list[float]:
     """When each worker of an RL step had nothing left."""
     assert trace.iterations is not None
@@ -111,32 +99,6 @@ def ends_of(trace: Trace) -> list[float]:
 @pytest.fixture(scope="module")
 def found(run: Path):
     return verify(run, samples=2)
-
-
-def test_updates_and_idle_time_used_are_predicted_from_the_other_steps(found):
-    rows = found.rows.set_index("rl_step")
-    trained = rows[list(TRAINED)]
-    assert (trained["updates"] > 20).all()
-    assert found.spot_median_error < 0.1
-    assert (trained["predicted_used_share"] - trained["used_share"]).abs().max() < 0.1
-    assert trained["used_share"].between(0.3, 1.0).all()
-
-
-def test_steps_without_training_are_recorded_as_such_and_not_predicted(found):
-    rest = found.rows[[not trained for trained in TRAINED]]
-    assert (rest["updates"] == 0).all()
-    assert rest["predicted_updates"].isna().all()
-
-
-def test_the_figures_are_in_the_json_and_in_the_text(run: Path, found, capsys: pytest.CaptureFixture[str]):
-    told = found.json()
-    assert told["spot_median_error"] == found.spot_median_error
-    assert told["steps"][2]["predicted_updates"] is None
-    assert {"updates", "predicted_updates", "used_share", "predicted_used_share"} <= told["steps"][0].keys()
-    assert "drafter updates on steps not fitted on: median error" in text(found)
-    assert "idle time used" in text(found)
-    command(run, rl_steps="1", samples=1, as_json=True)
-    assert json.loads(capsys.readouterr().out)["steps"][0]["predicted_updates"] > 0
 
 
 def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path):
@@ -153,42 +115,7 @@ def test_the_drafter_s_state_must_be_told_by_every_step_that_counts(run: Path):
     assert trace.steps is not None
     steps = trace.steps
     steps["drafter_age"] = steps["drafter_age"].where(steps["rl_step"] != 3)
-    partly = SpotRun(trace=trace.replace(steps=steps))
-    assert 3 not in partly.states
+    partly = DrafterStates(trace=trace.replace(steps=steps))
+    assert 3 not in partly.by_step
     base = GeometricAcceptance(alpha=0.5)
     assert partly.acceptance(base, 3, [0, 1], trace.rl_steps) is base  # type: ignore[arg-type]
-
-
-def test_training_begins_with_as_many_idle_workers_as_in_the_other_steps(run: Path):
-    trace = read(run)
-    assert SpotRun(trace=trace).coordinator(0).min_idle_workers == 1
-    later = SpotRun(trace=trace.replace(spot_training=planted(trace, min_idle=2)))
-    assert later.coordinator(0).min_idle_workers == 2
-
-
-def test_workers_that_stop_by_themselves_bound_the_prediction(run: Path, tmp_path: Path):
-    bounded = copied(run, tmp_path, spot_training=planted(read(run), max_updates=15))
-    rows_found = verify(bounded, rl_steps=[1], samples=1).rows
-    assert rows_found["updates"].tolist() == [15]
-    assert rows_found["predicted_updates"].tolist() == pytest.approx([15], rel=0.01)
-
-
-def test_an_update_that_outlasts_the_rollout_uses_no_more_than_the_idle_time(run: Path):
-    trace = read(run)
-    table = trace.spot_training
-    assert table is not None
-    late = table["rl_step"] == 1
-    # All of it in updates, the last of which goes on for three seconds after the rollout.
-    longer = table["duration"].where(~late, table["duration"] + 3.0)
-    table = table.assign(duration=longer, train_s=table["train_s"].where(~late, longer))
-    shares = [SpotRun(trace=trace.replace(spot_training=table)).columns(step, [])["used_share"] for step in (0, 1)]
-    assert shares[0] == pytest.approx(SpotRun(trace=trace).columns(0, [])["used_share"])
-    assert 0.9 < shares[1] <= 1.0
-
-
-def test_a_run_without_training_rows_looks_as_before(run: Path, tmp_path: Path):
-    bare = verify(copied(run, tmp_path, spot_training=None), rl_steps=[1], samples=1)
-    assert "spot_median_error" not in bare.json()
-    assert "updates" not in bare.json()["steps"][0]
-    assert "updates" not in text(bare)
-    assert bare.spot_median_error is None
