@@ -35,7 +35,7 @@ from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace, read
 
-from .idle_training import DrafterStates
+from .drafter_state import DrafterStates
 from .run_files import InForce, policies_in_force, repeats
 
 FORECASTS = 15
