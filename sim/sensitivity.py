@@ -13,7 +13,8 @@ from typing import Any
 
 from tltlab.acceptance.base import Acceptance, Settled
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
-from tltlab.costs.base import CostModel, SpeculationCosts
+from tltlab.costs.base import CostModel
+from tltlab.costs.scaled import ScaledCosts
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.state import DrafterState
 from tltlab.stats import kendall_tau
@@ -103,7 +104,7 @@ def _overhead(variant: Variant, factor: float) -> Variant | None:
     bound, costs = variant
     if not any(s.speculates for s in bound.policy.strategies):
         return None
-    return bound, SpeculationCosts.of(costs, overhead=factor)
+    return bound, ScaledCosts.around(costs, overhead=factor)
 
 
 RANGES = (

@@ -20,8 +20,8 @@ from tltlab.acceptance.base import Acceptance, SettledModel
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
-from tltlab.costs.base import SpeculationCosts
 from tltlab.costs.load import load_stages
+from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
@@ -75,7 +75,7 @@ def simulate_system(
     config = replace(config, workload=system.workload, online_updates=system.online_updates, admission=system.admission)
     if system.draft_pass_share is not None:
         costs, _ = config.find_costs(trace)
-        changed = SpeculationCosts.of(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
+        changed = ScaledCosts.around(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
         config = replace(config, costs=changed)
     result = simulate(
         trace,

@@ -53,7 +53,8 @@ def tune(
         bool, typer.Option("--robust", help="Worst case over the traces and the cost error instead of the mean.")
     ] = False,
     cost_error: Annotated[
-        float | None, typer.Option(help="With --robust: costs and acceptance may be off by this share, such as 0.2.")
+        float | None,
+        typer.Option(help="With --robust: costs and chances of drafted tokens may be off by this share, such as 0.2."),
     ] = None,
     graph_memory: Annotated[float | None, typer.Option(help="GiB on each GPU that CUDA graphs may take.")] = None,
     graph_pool: Annotated[

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tltlab.arrays import Floats
+from tltlab.costs.scaled import ScaledCosts
+from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 from tltlab.sim.scenario import PolicyLike, Scenario
+from tltlab.sim.sensitivity import ScaledChances
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_interval, student_margin
 from tltlab.strategy import Strategy
 
-from .misspecification import OffCosts, corners, off
 from .oracle import OraclePolicy
 
 ORACLE = "oracle"
@@ -34,16 +36,23 @@ class TuningCase:
     trace: int
     scenario: Scenario
 
-    def off_by(self, error: float) -> list[TuningCase]:
-        """The same steps with costs and acceptance off by this share."""
+    def off_by(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
+        """The same steps with the costs of speculation and of plain decoding, and chances of these drafters, off.
+
+        Each by this share, the costs either way in turn. Where both costs err alike nothing changes relative to plain
+        decoding, so those cases are left out. Raises ConfigError where acceptance is replayed.
+        """
+        costs, known = self.scenario.costs, self.scenario.acceptance
+        assert known is not None
+        if known.varies_by == "position":
+            raise ConfigError("a cost error needs an acceptance model, such as a fitted one or geometric:ALPHA")
         cases = []
-        for name, (plain, speculative, accepted) in corners(error).items():
-            scenario = replace(
-                self.scenario,
-                costs=OffCosts.of(self.scenario.costs, plain=plain, speculative=speculative),
-                acceptance=off(self.scenario.acceptance, accepted),
-            )
-            cases.append(TuningCase(name=f"{self.name}: {name}", trace=self.trace, scenario=scenario))
+        for how, dearer in (("cheaper", 1.0 - error), ("dearer", 1.0 + error)):
+            off = ScaledCosts.around(costs, level=2.0 - dearer, speculative=dearer / (2.0 - dearer))
+            for word, accepted in (("less", 1.0 - error), ("more", 1.0 + error)):
+                scenario = replace(self.scenario, costs=off, acceptance=ScaledChances(known, drafters, accepted))
+                name = f"{self.name}: speculation {how} than thought, {word} accepted"
+                cases.append(TuningCase(name=name, trace=self.trace, scenario=scenario))
         return cases
 
     def batch_times(self) -> dict[int, tuple[float, float]]:

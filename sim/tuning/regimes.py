@@ -19,6 +19,7 @@ from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise
+from tltlab.costs.scaled import ScaledCosts
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import load_policy
@@ -28,7 +29,6 @@ from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-from .misspecification import OffCosts
 from .oracle import OraclePolicy
 
 MAX_DEPTH = 8
@@ -203,7 +203,7 @@ def _slows_down(rl_steps: int) -> PolicyRegime:
 
 def _wrong_costs(speculative: float, name: str) -> _Make:
     def make(rl_steps: int) -> PolicyRegime:
-        costs = OffCosts.of(_gpu(), plain=1.0, speculative=speculative)
+        costs = ScaledCosts.around(_gpu(), speculative=speculative)
         about = f"speculation takes {speculative:g} times what the cost file says"
         return _regime(name, _lengths(rl_steps), [(costs, _drafters(learned=_FAIR))], about, file_costs=_gpu())
 

@@ -115,8 +115,8 @@ class TuneConfig(SimulationConfig):
     0 leaves the bandit out.
 
     `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
-    accepted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA graphs fit.
-    The result does not depend on `jobs`.
+    chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
+    graphs fit. The result does not depend on `jobs`.
     """
 
     depths: Sequence[int] = (1, 2, 4, 8)
@@ -187,7 +187,7 @@ def tune(
         for side in (0, 1)
     )
     strategies, notes = _strategies(tune_on + judge_on, config)
-    tuning, judging = _with_errors(tune_on, config), _with_errors(judge_on, config)
+    tuning, judging = (_with_errors(cases, strategies, config) for cases in (tune_on, judge_on))
     if all(case.scenario.costs.noise is None for case in tune_on):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")
 
@@ -296,8 +296,9 @@ def _case(trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig) ->
     return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 
 
-def _with_errors(cases: Sequence[TuningCase], config: TuneConfig) -> TuningCases:
-    errors = [off for case in cases for off in (case.off_by(config.cost_error) if config.cost_error else [])]
+def _with_errors(cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig) -> TuningCases:
+    error, drafters = config.cost_error, tuple({s.drafter: None for s in strategies})
+    errors = [off for case in cases for off in case.off_by(error, drafters)] if error else []
     return TuningCases(cases=(*cases, *errors), robust=config.robust)
 
 

@@ -28,9 +28,7 @@ from tltlab.calibration.stages import Constant, StageEstimator
 from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.evidence import LEVEL, Evidence, interval
 from tltlab.costs.load import load_costs
-from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
-from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
@@ -209,8 +207,10 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
         coefficients |= terms | origin | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
         fitted = LinearCosts(**coefficients)
     else:
-        assert isinstance(columns.shape, LinearCosts | RooflineCosts | TableCosts)
-        fitted = ScaledCosts.at(terms["level"], columns.shape, terms["outside_s"]).model_copy(update=origin)
+        level, switch_s = terms["level"], columns.shape.switch_s * terms["level"]
+        fitted = ScaledCosts.around(
+            columns.shape, level=level, switch_s=switch_s, outside_s=terms["outside_s"], noise=None, **origin
+        )
     accepted = columns.accept_length[speculated]
     return LogFit(
         costs=fitted,

@@ -6,13 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, field_validator
 
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.errors import ConfigError
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 
 from .evidence import Evidence
 from .noise import IterationNoise
@@ -235,83 +235,6 @@ class LinearIteration(IterationCost):
 
     def draft_s(self, batch: int) -> float:
         return self.draft_fixed_s + self.draft_per_request_s * batch
-
-
-class SpeculationCosts(CostModel):
-    """Another model's costs, with what speculation adds to a plain iteration changed.
-
-    With `pass_share` drafting takes that share of the target's own plain pass: once for each drafted token, as the
-    first layers of the target do, or once in all where it drafts a `block`. `overhead` multiplies all that speculation
-    adds at the same batch, drafting and verification alike.
-
-    >>> base = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-3, per_context_s=0, sd_base_s=0,
-    ...                    draft_level_s=1e-3, draft_level_per_request_s=0)
-    >>> [round(SpeculationCosts.of(base, **how).iteration(Strategy.chain("learned", 4)).seconds(1, 0), 4)
-    ...  for how in ({}, {"overhead": 0.5}, {"pass_share": 0.1}, {"pass_share": 0.1, "block": True})]
-    [0.013, 0.009, 0.011, 0.0095]
-    """
-
-    kind: Literal["speculation"] = "speculation"
-    base: SerializeAsAny[CostModel]
-    overhead: Annotated[float, Field(ge=0)] = 1.0
-    pass_share: Annotated[float, Field(ge=0)] | None = None
-    block: bool = False
-
-    @classmethod
-    def of(
-        cls, base: CostModel, *, overhead: float = 1.0, pass_share: float | None = None, block: bool = False
-    ) -> Self:
-        """The costs of `base` and its limits, changed."""
-        return cls(base=base, overhead=overhead, pass_share=pass_share, block=block, **base.limits())
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.base.tensor_parallel
-
-    def iteration(
-        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
-    ) -> IterationCost:
-        cost = self.base.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
-        if not strategy.speculates:
-            return cost
-        passes = 1 if self.block else strategy.draft_depth
-        return SpeculativeIteration(
-            cost=cost,
-            plain=self.base.iteration(NO_SPECULATION, drafter_loaded=drafter_loaded),
-            overhead=self.overhead,
-            draft_passes=None if self.pass_share is None else self.pass_share * passes,
-            tokens_to_verify=cost.tokens_to_verify,
-        )
-
-    def prefill_s(self, tokens: float) -> float:
-        return self.base.prefill_s(tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeIteration(IterationCost):
-    """An iteration of `SpeculationCosts`; `draft_passes` are plain passes of the target."""
-
-    cost: IterationCost
-    plain: IterationCost
-    overhead: float
-    draft_passes: float | None
-    tokens_to_verify: float
-
-    def without_context_s(self, batch: int) -> float:
-        verified_s = self.cost.without_context_s(batch) - self.cost.draft_s(batch)
-        plain_s = self.plain.without_context_s(batch)
-        return plain_s + self.overhead * (verified_s - plain_s) + self.draft_s(batch)
-
-    def context_slope_s(self, batch: int) -> float:
-        return self.cost.context_slope_s(batch)
-
-    def draft_s(self, batch: int) -> float:
-        if self.draft_passes is None:
-            return self.overhead * self.cost.draft_s(batch)
-        return self.overhead * self.draft_passes * self.plain.without_context_s(batch)
-
-    def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
-        return self.cost.beside_s(batch, prompt_tokens, apart_s)
 
 
 def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:

@@ -1,37 +1,54 @@
-"""Costs of one engine at another's level: every time of another cost model times one factor."""
+"""Costs made of other costs: all of their times, or what speculation adds to them, times a factor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, WrapValidator
 
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .base import CostModel, IterationCost, LinearCosts
 from .roofline import RooflineCosts
 from .table import TableCosts
 
-Shape = Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
+_InFile = Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
+Shape = Annotated[
+    SerializeAsAny[_InFile], WrapValidator(lambda of, read: of if isinstance(of, CostModel) else read(of))
+]
+"""Any costs; from a file one of those that are not scaled themselves."""
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ScaledCosts(CostModel):
     """What `of` says of iterations and prefill times `level`, as a training log identifies it of an engine.
 
-    >>> ScaledCosts(level=1.5, of=LinearCosts(prefill_per_token_s=2e-3)).prefill_s(10)
-    0.03
+    Speculative iterations take `speculative` times that. `overhead` multiplies all that speculation adds to a plain
+    iteration at the same batch, drafting and verification alike. With `pass_share` drafting takes that share of the
+    target's own plain pass: once for each drafted token, as the first layers of the target do, or once in all where it
+    drafts a `block`.
+
+    >>> base = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-3, per_context_s=0, sd_base_s=0,
+    ...                    sd_idle_s=0, draft_level_s=1e-3, draft_level_per_request_s=0)
+    >>> [round(ScaledCosts(of=base, **how).iteration(Strategy.chain("learned", 4)).seconds(1, 0), 4)
+    ...  for how in ({"level": 2}, {"overhead": 0.5}, {"pass_share": 0.1}, {"pass_share": 0.1, "block": True})]
+    [0.026, 0.009, 0.011, 0.0095]
     """
 
     kind: Literal["scaled"] = "scaled"
-    level: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    level: Factor = 1.0
     of: Shape
+    speculative: Factor = 1.0
+    overhead: Share = 1.0
+    pass_share: Share | None = None
+    block: bool = False
 
     @classmethod
-    def at(cls, level: float, of: LinearCosts | RooflineCosts | TableCosts, outside_s: float = 0.0) -> ScaledCosts:
-        """The same limits and range as `of`; its noise and evidence are those of its own level and left away."""
-        limits = of.limits("noise", "evidence", "notes")
-        return cls(**limits | {"level": level, "of": of, "outside_s": outside_s, "switch_s": of.switch_s * level})
+    def around(cls, costs: CostModel, **changes: Any) -> Self:
+        """`costs` changed; `changes` are fields, and what they do not name of limits, noise and notes is theirs."""
+        return cls(**costs.limits() | {"of": costs} | changes)
 
     @property
     def tensor_parallel(self) -> int:
@@ -41,7 +58,21 @@ class ScaledCosts(CostModel):
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
     ) -> ScaledIteration:
         cost = self.of.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
-        return ScaledIteration(level=self.level, of=cost, tokens_to_verify=cost.tokens_to_verify)
+        level, plain, passes = self.level, cost, None
+        if strategy.speculates:
+            level *= self.speculative
+            if self.pass_share is not None:
+                passes = self.pass_share * (1 if self.block else strategy.draft_depth)
+            if passes is not None or self.overhead != 1.0:
+                plain = self.of.iteration(NO_SPECULATION, drafter_loaded=drafter_loaded)
+        return ScaledIteration(
+            level=level,
+            cost=cost,
+            plain=plain,
+            overhead=self.overhead,
+            draft_passes=passes,
+            tokens_to_verify=cost.tokens_to_verify,
+        )
 
     def prefill_s(self, tokens: float) -> float:
         return self.level * self.of.prefill_s(tokens)
@@ -49,20 +80,27 @@ class ScaledCosts(CostModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledIteration(IterationCost):
-    """Another iteration's seconds times `level`."""
+    """An iteration of `ScaledCosts`; `plain` is what `overhead` counts from, `draft_passes` are plain passes."""
 
     level: float
-    of: IterationCost
+    cost: IterationCost
+    plain: IterationCost
+    overhead: float
+    draft_passes: float | None
     tokens_to_verify: float
 
     def without_context_s(self, batch: int) -> float:
-        return self.level * self.of.without_context_s(batch)
+        plain_s = self.plain.without_context_s(batch)
+        verified_s = self.cost.without_context_s(batch) - self.cost.draft_s(batch)
+        return self.level * (plain_s + self.overhead * (verified_s - plain_s)) + self.draft_s(batch)
 
     def context_slope_s(self, batch: int) -> float:
-        return self.level * self.of.context_slope_s(batch)
+        return self.level * self.cost.context_slope_s(batch)
 
     def draft_s(self, batch: int) -> float:
-        return self.level * self.of.draft_s(batch)
+        if self.draft_passes is None:
+            return self.level * self.overhead * self.cost.draft_s(batch)
+        return self.level * self.overhead * self.draft_passes * self.plain.without_context_s(batch)
 
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
-        return self.level * self.of.beside_s(batch, prompt_tokens, apart_s / self.level)
+        return self.level * self.cost.beside_s(batch, prompt_tokens, apart_s / self.level)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.costs.base import LinearCosts, SpeculationCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
@@ -107,7 +107,7 @@ def test_an_iteration_with_prompts_is_no_slower_than_both_apart_and_no_faster_th
 ):
     shape = load_costs(name)
     assert isinstance(shape, LinearCosts | RooflineCosts | TableCosts)
-    for costs in (shape, ScaledCosts.at(level, shape), SpeculationCosts.of(shape, overhead=level)):
+    for costs in (shape, ScaledCosts.around(shape, level=level), ScaledCosts.around(shape, overhead=level)):
         cost, apart = costs.iteration(strategy), costs.prefill_s(prompt)
         alone = cost.without_context_s(batch)
         together = alone + cost.beside_s(batch, prompt, apart)

@@ -9,7 +9,8 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth
-from tltlab.costs.base import LinearCosts, SpeculationCosts
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import Rung, System, length_aware, strategies
@@ -107,7 +108,7 @@ def test_a_block_is_drafted_in_one_pass_and_a_chain_in_one_for_each_token():
     costs = COSTS.model_copy(update={"draft_level_s": 0.0})
     four, eight = Strategy.chain("learned", 4), Strategy.chain("learned", 8)
     plain = COSTS.iteration(NO_SPECULATION).seconds(4, 0)
-    chain, block = (SpeculationCosts.of(costs, pass_share=0.25, block=block) for block in (False, True))
+    chain, block = (ScaledCosts.around(costs, pass_share=0.25, block=block) for block in (False, True))
     for strategy, passes in ((four, 4), (eight, 8)):
         verified = costs.iteration(strategy).seconds(4, 0)
         assert chain.iteration(strategy).seconds(4, 0) == pytest.approx(verified + 0.25 * passes * plain)

@@ -23,18 +23,18 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
-from tltlab.sim.tuning.misspecification import OffAcceptance, OffCosts, corners
 from tltlab.sim.tuning.oracle import ExpectedIteration, OraclePolicy
 from tltlab.sim.tuning.search import GraphMemory, Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-from ..workloads import typed
+from ..workloads import typed, with_positions
 
 TINY = "traces/tiny"
 TRACE = log_normal(prompts=4, group_size=4, rl_steps=4, median=60, cap=250, workers=2)
 SHORT = log_normal(prompts=2, group_size=4, rl_steps=2, median=40, cap=120, workers=1)
+REPLAYED = with_positions(SHORT, [[2] * n for n in SHORT.outcomes["response_tokens"]], "ngram")
 NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
 CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
 SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4)}
@@ -241,7 +241,7 @@ def test_robust_tuning_minimises_the_worst_case():
         name="t", trace=0, scenario=Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7", rl_steps=[0, 2])
     )
     worst = []
-    for one in [case, *case.off_by(0.3)]:
+    for one in [case, *case.off_by(0.3, ("ngram",))]:
         pair = {"none": load_policy("none"), "fixed": Policy.model_validate(
             {"selector": {"kind": "fixed", "strategy": Strategy.chain("ngram", 4)}})}  # fmt: skip
         made = TuningCases(cases=(one,), robust=False).makespans(pair, mode="fluid", seeds=[0])
@@ -252,20 +252,20 @@ def test_robust_tuning_minimises_the_worst_case():
 
 
 def test_costs_that_are_off_are_off_by_what_was_said():
-    strategy = Strategy.chain("ngram", 4)
-    off = OffCosts.of(CPU, plain=0.8, speculative=1.2)
-    assert off.iteration(strategy).seconds(3, 900) == pytest.approx(1.2 * CPU.iteration(strategy).seconds(3, 900))
-    assert off.iteration(NO_SPECULATION).seconds(3, 900) == pytest.approx(
-        0.8 * CPU.iteration(NO_SPECULATION).seconds(3, 900)
-    )
-    assert off.noise == CPU.noise
-    known = GeometricAcceptance(alpha=0.6)
-    for factor in (0.8, 1.2):
-        accepted = OffAcceptance(base=known, factor=factor).tokens_per_iteration(strategy) - 1.0
-        assert accepted == pytest.approx(factor * (known.tokens_per_iteration(strategy) - 1.0))
-    full = OffAcceptance(base=GeometricAcceptance(alpha=0.95), factor=2.0)
-    assert full.tokens_per_iteration(strategy) == pytest.approx(5.0)
-    assert len(corners(0.2)) == 4
+    strategy, acceptance = Strategy.chain("ngram", 4), "geometric:0.6"
+    scenario = Scenario.of(TRACE, costs=CPU, acceptance=acceptance, rl_steps=[0])
+    cases = TuningCase(name="t", trace=0, scenario=scenario).off_by(0.2, ("ngram",))
+    factors = []
+    for off in (case.scenario for case in cases):
+        speculative, plain = (
+            off.costs.iteration(s).seconds(3, 900) / CPU.iteration(s).seconds(3, 900)
+            for s in (strategy, NO_SPECULATION)
+        )
+        kept = GeometricAcceptance(alpha=0.6).scaled("ngram", 1.2).tokens_per_iteration(strategy)
+        more = off.acceptance.in_state({}).tokens_per_iteration(strategy) == pytest.approx(kept)
+        factors.append((round(plain, 9), round(speculative, 9), more))
+        assert off.costs.noise == CPU.noise
+    assert factors == [(1.2, 0.8, False), (1.2, 0.8, True), (0.8, 1.2, False), (0.8, 1.2, True)]
 
 
 def test_several_traces_count_together():
@@ -298,6 +298,7 @@ def test_prices_weigh_batches_by_the_time_spent_at_them():
         (TRACE, {"judge_steps": [0, 1, 2, 3]}, "leaves 0 to tune on"),
         (TRACE, {"cost_error": 0.2}, "--robust"),
         (TRACE, {"robust": True}, "more than one case"),
+        (REPLAYED, {"robust": True, "cost_error": 0.2, "acceptance": "trace"}, "needs an acceptance model"),
         (TRACE, {"trials": -1}, "trials"),
     ],
 )
