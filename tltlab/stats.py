@@ -189,20 +189,6 @@ def pairs_apart(spans: Sequence[Span]) -> list[Pair]:
     ]
 
 
-def pairs_apart_by_round(measured: Floats, level: float = LEVEL) -> list[Pair]:
-    """All pairs of rows whose mean difference over the columns has an interval without 0.
-
-    `measured` has a row per policy and a column per round. Policies of one round roll out the same prompts, so
-    differences within rounds are sharper than intervals of each policy.
-    """
-    pairs = []
-    for i, j in combinations(range(len(measured)), 2):
-        low, high = mean_interval(measured[i] - measured[j], level)
-        if low > 0.0 or high < 0.0:
-            pairs.append((i, j))
-    return pairs
-
-
 def kendall_tau(
     measured: Sequence[float] | Floats, predicted: Sequence[float] | Floats, pairs: Sequence[Pair]
 ) -> float | None:

@@ -18,7 +18,6 @@ from tltlab.stats import (
     paired_interval,
     paired_ratio,
     pairs_apart,
-    pairs_apart_by_round,
     student_margin,
 )
 
@@ -184,13 +183,6 @@ def test_tau_asks_only_the_pairs_that_differ():
     assert kendall_tau(measured, [4.0, 3.0, 2.0, 1.0], pairs) == -1.0
     assert kendall_tau(measured, [2.0, 2.0, 2.0, 2.0], pairs) == 0.0
     assert kendall_tau(measured, measured, []) is None
-
-
-def test_what_rounds_have_in_common_does_not_hide_a_difference_within_them():
-    rounds = np.array([1.0, 3.0, 9.0, 2.0, 5.0])
-    measured = np.stack([rounds, rounds + 0.1 + 0.01 * np.arange(5), rounds + 0.2 * np.array([1, -1, 1, -1, 0])])
-    assert pairs_apart([mean_interval(row) for row in measured]) == []
-    assert pairs_apart_by_round(measured) == [(0, 1)]
 
 
 def test_students_margin_is_the_quantile_of_t_times_the_standard_error():

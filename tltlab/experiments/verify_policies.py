@@ -1,13 +1,8 @@
 """`tltlab verify RUN --policies`: does the simulator's order of policies hold on this machine?
 
 A session rolls out each policy for real, round by round (`tltlab.runtime.rollout.policy_rounds`), and every rollout is
-then predicted from a calibration on the session's rollouts under the *other* policies and the exploring one. Two
-predictions stand beside each measurement:
-
-* own lengths: the rollout is simulated with its own recorded response lengths. It asks whether step times and
-  acceptance are right.
-* common lengths: every policy of a round is simulated on the lengths of all of the round's rollouts. The order of
-  policies is then no help from lengths that differ by the luck of sampling; it is what the simulator says beforehand.
+then predicted from a calibration on the session's rollouts under the *other* policies and the exploring one, with its
+own recorded response lengths: it asks whether step times and acceptance are right.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_v
 from tltlab.sim import Scenario
 from tltlab.sim.verification.rollouts import overhead_s
 from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats
-from tltlab.stats import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
+from tltlab.stats import kendall_tau, mean_interval, pairs_apart
 from tltlab.traces.trace import Trace, read
 
 from . import Progress
@@ -45,11 +40,6 @@ NUM_REPEATED = 2
 """Rollouts of each round that are done a second time."""
 SAMPLES = 8
 """Sampled simulations per prediction: luck in acceptance moves a single one by some percent."""
-_ERRORS_APART = ("error_of_times", "error_of_counts")
-_FIGURES = (
-    "repeat_spread", "repeat_bias", "num_pairs", "num_pairs_by_round", "kendall_tau", "kendall_tau_common",
-    "kendall_tau_by_round", "kendall_tau_common_by_round",
-)  # fmt: skip
 MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
 
 
@@ -58,26 +48,18 @@ class PolicyVerification:
     """A row per policy in `rows` and per rollout in `rollouts`, and what they come to.
 
     Columns of `rows`: `policy`; `measured_s`, the mean over the rounds, with its interval `low`, `high` (nan with one
-    round); `predicted_s` from own lengths and `error`, predicted / measured - 1; `predicted_common_s` and
-    `error_common`; `predicted_at_speed_s` and `error_at_speed`, own lengths times how much slower than predicted the
-    other policies' iterations were in the same round. `error_of_counts` and `error_of_times` say where an error comes
-    from: simulated against recorded iterations, both under the fitted costs, and the rest, which is what the iterations
-    took: 1 + error = (1 + error_of_counts) * (1 + error_of_times).
+    round); `predicted_s` and `error`, predicted / measured - 1; `predicted_at_speed_s` and `error_at_speed`, the same
+    times how much slower than predicted the other policies' iterations were in the same round.
 
-    Tau is Kendall's over the `num_pairs` pairs of policies whose measured intervals do not overlap;
-    `num_pairs_by_round` counts those whose differences within rounds have an interval without 0. `repeat_spread` is by
-    how much the same rollout varies that is done twice: the median distance from the typical ratio of both times.
+    Tau is Kendall's over the `num_pairs` pairs of policies whose measured intervals do not overlap. `repeat_spread` is
+    by how much the same rollout varies that is done twice: the median distance from the typical ratio of both times.
     """
 
     rows: pd.DataFrame
     rollouts: pd.DataFrame
     num_rounds: int
     num_pairs: int
-    num_pairs_by_round: int
     kendall_tau: float | None
-    kendall_tau_common: float | None
-    kendall_tau_by_round: float | None
-    kendall_tau_common_by_round: float | None
     repeat_spread: float | None
     repeat_bias: float | None
 
@@ -107,10 +89,7 @@ class PolicyVerification:
             clauses.append(f"median error {self.median_error:.1%} over {goal['median_error']:.1%}")
         if self.worst_error > goal["worst_error"]:
             worst = self.rows.to_dict("records")[int(self.rows["error"].abs().argmax())]
-            clauses.append(
-                f"worst error {self.worst_error:.1%} over {goal['worst_error']:.0%} ({worst['policy']}: step times "
-                f"{worst['error_of_times']:+.1%}, iterations {worst['error_of_counts']:+.1%})"
-            )
+            clauses.append(f"worst error {self.worst_error:.1%} over {goal['worst_error']:.0%} ({worst['policy']})")
         if self.kendall_tau is not None and self.kendall_tau < goal["kendall_tau"]:
             clauses.append(f"Kendall tau {self.kendall_tau:.2f} below {goal['kendall_tau']}")
         if self.num_pairs < NUM_PAIRS:
@@ -127,12 +106,11 @@ class PolicyVerification:
             "policies": json_rows(self.rows),
             **{
                 f"{label}_{error}": float(getattr(self.rows[error].abs(), of)())
-                for error in ("error", "error_at_speed", "error_common")
+                for error in ("error", "error_at_speed")
                 for label, of in (("median", "median"), ("worst", "max"))
             },
-            **{f"median_{error}": float(self.rows[error].abs().median()) for error in _ERRORS_APART},
             "median_rollout_error": float(self.rollouts["error"].abs().median()),
-            **{name: getattr(self, name) for name in _FIGURES},
+            **{name: getattr(self, name) for name in ("repeat_spread", "repeat_bias", "num_pairs", "kendall_tau")},
             "goal": self.goal,
             "missed": self.missed,
             "met": not self.missed,
@@ -233,44 +211,29 @@ def judge(
 def compared(
     rollouts: pd.DataFrame, *, repeat_bias: float | None = None, repeat_spread: float | None = None
 ) -> PolicyVerification:
-    """What rollouts come to.
-
-    Columns: `policy`, `round`, `measured_s`, `predicted_s`, `predicted_common_s`, `speed`, and under the fitted costs
-    `recorded_iterations_s`, those of the busiest worker.
-    """
-    rows, by_round = [], []
+    """What rollouts come to. Columns: `policy`, `round`, `measured_s`, `predicted_s`, `speed`."""
+    rows = []
     for name, of_policy in rollouts.groupby("policy", sort=False):
-        measured = of_policy.sort_values("round")["measured_s"].to_numpy(np.float64)
-        by_round.append(measured)
+        measured = of_policy["measured_s"].to_numpy(np.float64)
         low, high = mean_interval(measured)
         mean = float(measured.mean())
         row: dict[str, Any] = {"policy": name, "measured_s": mean, "low": low, "high": high}
         for column, error, seconds in (
             ("predicted_s", "error", of_policy["predicted_s"]),
-            ("predicted_common_s", "error_common", of_policy["predicted_common_s"]),
             ("predicted_at_speed_s", "error_at_speed", of_policy["predicted_s"] * of_policy["speed"]),
         ):
             row[column] = float(seconds.mean())
             row[error] = row[column] / mean - 1
-        counts = float(of_policy["predicted_s"].mean() / of_policy["recorded_iterations_s"].mean())
-        row |= {"error_of_counts": counts - 1, "error_of_times": (1 + row["error"]) / counts - 1}
         rows.append(row)
-    policies = pd.DataFrame(rows)
-    order = policies["measured_s"].argsort().to_numpy()
-    policies, by_round = policies.iloc[order].reset_index(drop=True), [by_round[i] for i in order]
+    policies = pd.DataFrame(rows).sort_values("measured_s", ignore_index=True)
     apart = pairs_apart(list(zip(policies["low"], policies["high"], strict=True)))
-    apart_by_round = pairs_apart_by_round(np.stack(by_round))
-    means, predicted, common = policies[["measured_s", "predicted_s", "predicted_common_s"]].to_numpy(np.float64).T
+    means, predicted = policies[["measured_s", "predicted_s"]].to_numpy(np.float64).T
     return PolicyVerification(
         rows=policies,
         rollouts=rollouts,
-        num_rounds=len(by_round[0]),
+        num_rounds=rollouts["round"].nunique(),
         num_pairs=len(apart),
-        num_pairs_by_round=len(apart_by_round),
         kendall_tau=kendall_tau(means, predicted, apart),
-        kendall_tau_common=kendall_tau(means, common, apart),
-        kendall_tau_by_round=kendall_tau(means, predicted, apart_by_round),
-        kendall_tau_common_by_round=kendall_tau(means, common, apart_by_round),
         repeat_spread=repeat_spread,
         repeat_bias=repeat_bias,
     )
@@ -288,24 +251,10 @@ def _rows(
     rows = []
     for step in steps:
         together = [s for s in trace.rl_steps if number[s] == number[step]]
-        # What is averaged over many rollouts' lengths needs fewer samples of each.
-        each = -(-samples // len(together))
         speed = _speed(trace.select([s for s in together if s in other_steps]), fitted)
-        rollout = trace.select([step])
-        assert rollout.iterations is not None
-        under_costs = rollout.iterations[["worker"]].assign(seconds=iteration_times(fitted.costs, rollout))
-        common_s = [_makespan_s(trace.select([s]), forces[step], fitted, each, seed) for s in together]
-        rows.append(
-            {
-                "rl_step": step,
-                "round": int(number[step]),
-                "policy": force.name,
-                "predicted_s": beside_s + _makespan_s(rollout, forces[step], fitted, samples, seed),
-                "predicted_common_s": beside_s + float(np.mean(common_s)),
-                "recorded_iterations_s": beside_s + float(under_costs.groupby("worker")["seconds"].sum().max()),
-                "speed": speed,
-            }
-        )
+        predicted_s = beside_s + _makespan_s(trace.select([step]), forces[step], fitted, samples, seed)
+        row = {"rl_step": step, "round": int(number[step]), "policy": force.name}
+        rows.append({**row, "predicted_s": predicted_s, "speed": speed})
     return rows
 
 
@@ -346,37 +295,22 @@ def text(verification: PolicyVerification) -> str:
             row["policy"], f"{row['measured_s']:.2f}",
             "" if np.isnan(row["low"]) else f"[{row['low']:.2f}, {row['high']:.2f}]",
             f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
-            f"{row['predicted_common_s']:.2f}", f"{row['error_common']:+.1%}",
         )
         for row in verification.rows.to_dict("records")
     ]  # fmt: skip
-    header = (
-        "policy", "measured s", "95 %", "own lengths: predicted s", "error", "common lengths: predicted s", "error",
-    )  # fmt: skip
     figures = verification.json()
-    tau = [
-        "-" if value is None else format(value, ".2f")
-        for value in (
-            verification.kendall_tau,
-            verification.kendall_tau_common,
-            verification.kendall_tau_common_by_round,
-        )
-    ]
+    tau = "-" if verification.kendall_tau is None else f"{verification.kendall_tau:.2f}"
     twice = "no rollout was run twice"
     if verification.repeat_spread is not None:
         twice = f"the same rollout run twice varies by {verification.repeat_spread:.1%}"
     lines = [
-        table(header, rows),
+        table(["policy", "measured s", "95 %", "predicted s", "error"], rows),
         "",
         f"rollout time by policy, {verification.num_rounds} rounds, fitted on the other policies' rollouts: median "
         f"error {verification.median_error:.1%}, worst {verification.worst_error:.1%}; {twice}",
         f"with the machine's speed of each round taken from the others: median {figures['median_error_at_speed']:.1%}, "
         f"worst {figures['worst_error_at_speed']:.1%}",
-        f"of which step times alone: median {figures['median_error_of_times']:.1%}; the number of iterations, that is "
-        f"acceptance: median {figures['median_error_of_counts']:.1%}",
-        f"order of the {verification.num_pairs} pairs whose intervals do not overlap: Kendall tau {tau[0]} from own "
-        f"lengths, {tau[1]} from common ones; of the {verification.num_pairs_by_round} that differ round by round "
-        f"{tau[2]}",
+        f"order of the {verification.num_pairs} pairs whose intervals do not overlap: Kendall tau {tau}",
         "goal: " + ("met" if not verification.missed else f"MISSED: {'; '.join(verification.missed)}"),
     ]
     return "\n".join(lines)
