@@ -27,7 +27,7 @@ from IPython.display import display
 
 from tltlab.charts import lines
 from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured
-from tltlab.sim.maps import MapGrid, break_even, survey, turn_lines
+from tltlab.sim.maps import MapGrid, break_even, survey
 from tltlab.sim.systems import compare_systems
 
 # %matplotlib inline
@@ -49,15 +49,9 @@ display(surveyed.plot())
 # %% [markdown]
 # ## What turns the answer?
 #
-# Two points of the map that differ in one thing only: how often is another family the best one?
-
-# %%
-print("\n".join(turn_lines(surveyed.turns())))
-
-# %% [markdown]
-# And at one point: by what would the chance of each drafted token have to be multiplied until drafting is just as fast
-# as not drafting? 1 is what was measured elsewhere (TLT's trained drafter, Seer's text of siblings). The lower the
-# number, the safer the conclusion; above 1 drafting does not pay, and would have to be so much better.
+# By what would the chance of each drafted token have to be multiplied until drafting is just as fast as not drafting?
+# 1 is what was measured elsewhere (TLT's trained drafter, Seer's text of siblings). The lower the number, the safer the
+# conclusion; above 1 drafting does not pay, and would have to be so much better.
 
 # %%
 points = [p for p in grid.points() if p.schedule == "synchronous"]

@@ -49,7 +49,7 @@ def map_families(
     Example: tltlab map --fast --plot map.png
     """
     from tltlab.sim.maps.grid import MapGrid, Schedule
-    from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows, turn_lines
+    from tltlab.sim.maps.survey import ASSUMPTIONS, survey, table_rows
 
     if plot is not None and plot.suffix not in FORMATS:
         raise ConfigError(f"--plot {plot}: name a file that ends in {' or '.join(FORMATS)}")
@@ -80,7 +80,6 @@ def map_families(
         surveyed.verdict,
         "",
         table(*table_rows(surveyed.results)),
-        *turn_lines(surveyed.turns()),
         *(f"assumed: {note}" for note in ASSUMPTIONS),
     ]
     lines += [f"wrote {path}" for path in (csv, plot, out) if path is not None]

@@ -2,7 +2,7 @@
 
 from .grid import FAMILIES, MapGrid, Point
 from .search import compositions, search_systems
-from .survey import Map, PointResult, break_even, survey, turn_lines
+from .survey import Map, PointResult, break_even, survey
 
 __all__ = [
     "FAMILIES",
@@ -14,5 +14,4 @@ __all__ = [
     "compositions",
     "search_systems",
     "survey",
-    "turn_lines",
 ]

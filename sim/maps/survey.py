@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -100,6 +99,13 @@ class PointResult:
         return self.gains.get(self.best)
 
     @property
+    def times(self) -> float:
+        """How many times as fast the best family's RL step is as plain decoding's; NaN where nothing could be found."""
+        if self.fault is not None:
+            return math.nan
+        return 1.0 if self.gain is None else self.gain.step.estimate
+
+    @property
     def sure(self) -> str:
         """How sure the best family is: its verdict; of `off`, that nothing else pays."""
         return "pays" if self.gain is None else self.gain.verdict
@@ -157,32 +163,10 @@ class Map:
                 )  # fmt: skip
         return pd.DataFrame(rows)
 
-    def turns(self) -> pd.DataFrame:
-        """Where the best family changes with one property of a point, all others as they are.
-
-        One row per property and step along it: `property`, `before`, `after`, `pairs` of points that it separates,
-        `turned` of them with another best family, and `most_often` (from, to, how often), None where none turned.
-        """
-        grid, best = self.grid, {result.point: result.best for result in self.results if result.fault is None}
-        values: dict[str, Sequence[Any]] = {
-            "model": grid.models, "weights": grid.weights, "schedule": grid.schedules, "context": grid.contexts,
-            "load": grid.loads,
-        }  # fmt: skip
-        rows = []
-        for name, along in values.items():
-            for before, after in pairwise(along):
-                points = [point for point in best if getattr(point, name) == before]
-                pairs = [(best[p], best[q]) for p in points if (q := replace(p, **{name: after})) in best]
-                turned = Counter(pair for pair in pairs if pair[0] != pair[1])
-                most = [(*pair, count) for pair, count in turned.most_common(1)]
-                rows.append((name, before, after, len(pairs), turned.total(), most[0] if most else None))
-        return pd.DataFrame(rows, columns=["property", "before", "after", "pairs", "turned", "most_often"])
-
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab map --json`."""
         return {
             "verdict": self.verdict,
-            "turns": self.turns().to_dict("records"),
             "families": {name: {"title": s.title, "source": s.source} for name, s in FAMILIES.items()},
             "assumptions": list(ASSUMPTIONS),
             "gpu": self.grid.gpu, "num_workers": self.grid.workers, "num_rl_steps": self.grid.rl_steps,
@@ -190,10 +174,23 @@ class Map:
         }  # fmt: skip
 
     def plot(self) -> Figure:
-        """A panel per schedule: models and weights down, length limits and loads across, coloured by what pays."""
-        from .picture import draw
+        """A panel per schedule: models and weights down, length limits and loads across; how much the best brings."""
+        from tltlab.charts import heat_maps
 
-        return draw(self)
+        grid = self.grid
+        down = [f"{name} {weights}" for name in grid.models for weights in grid.weights]
+        across = [f"{shown_tokens(context)}\n{load}" for context in grid.contexts for load in grid.loads]
+
+        def tables(cell: Callable[[PointResult], float | str]) -> dict[str, pd.DataFrame]:
+            cells = {name: [cell(r) for r in self.results if r.point.schedule == name] for name in grid.schedules}
+            return {name: pd.DataFrame(np.reshape(row, (len(down), -1)), down, across) for name, row in cells.items()}
+
+        initials = ", ".join(f"{_initials(name)} {name}" for name in TRIED)
+        return heat_maps(
+            tables(lambda result: result.times), texts=tables(_cell),
+            xlabel=f"length limit in tokens, responses to a worker\n{initials}; ? not beyond doubt", ylabel="",
+            title="RL step of the best family, times as fast as without (simulated)",
+        )  # fmt: skip
 
 
 ASSUMPTIONS = (
@@ -330,19 +327,14 @@ def break_even(grid: MapGrid, point: Point, family: str, *, within: float = 0.02
     return high
 
 
-def turn_lines(turns: pd.DataFrame) -> list[str]:
-    """What turns the answer, a line for each property that does, those that do it most often first."""
-    lines = []
-    ordered = turns.assign(share=turns["turned"] / turns["pairs"].clip(lower=1)).sort_values("share", ascending=False)
-    for row in ordered.to_dict("records"):
-        if row["turned"]:
-            name, most = row["property"], row["most_often"]
-            ends = [shown_tokens(value) if name == "context" else str(value) for value in (row["before"], row["after"])]
-            lines.append(
-                f"{name} {ends[0]} -> {ends[1]} turns {row['turned']} of {row['pairs']}, most often {most[0]} into "
-                f"{most[1]} ({most[2]})"
-            )
-    return lines
+def _initials(family: str) -> str:
+    return "+".join(word[0].upper() for word in family.split(" + "))
+
+
+def _cell(result: PointResult) -> str:
+    if result.gain is None:
+        return f"{result.times:.2f}"
+    return f"{result.times:.2f} {_initials(result.best)}" + "?" * (result.sure != "pays")
 
 
 def table_rows(results: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:

@@ -24,7 +24,6 @@ from tltlab.sim.maps import (
     compositions,
     search_systems,
     survey,
-    turn_lines,
 )
 from tltlab.sim.maps.grid import WARM_UP_STEPS, beyond_measured, scheduled
 from tltlab.sim.maps.survey import Gain
@@ -93,27 +92,6 @@ def test_the_best_family_is_the_fastest_that_is_not_slower_and_else_none():
     assert PointResult(point=point, gains={"trained": slow, "order": fast}).best == "order"
     nothing = PointResult(point=point, gains={"trained": slow, "order": slow})
     assert (nothing.best, nothing.gain, nothing.sure) == ("off", None, "pays")
-
-
-def test_a_map_says_which_property_turns_the_answer():
-    grid = replace(SMALL, loads=[4, 8], schedules=["synchronous", "one step off"])
-    slow, fast = gain(0.7, 0.8, 0.9, None, 0.7), gain(1.1, 1.2, 1.3, None, 1.1)
-    wins = {(4, "synchronous"): "trained", (4, "one step off"): "trained", (8, "synchronous"): "order"}
-    found = []
-    for point in grid.points():
-        best = wins.get((point.load, point.schedule))
-        found.append(
-            PointResult(point=point, gains={name: fast if name == best else slow for name in ("trained", "order")})
-        )
-    turns = Map(grid=grid, results=tuple(found), wall_s=0.0).turns()
-    assert turns[["property", "before", "after", "pairs", "turned"]].to_numpy().tolist() == [
-        ["schedule", "synchronous", "one step off", 2, 1],
-        ["load", 4, 8, 2, 2],
-    ]
-    assert turn_lines(turns) == [
-        "load 4 -> 8 turns 2 of 2, most often trained into order (1)",
-        "schedule synchronous -> one step off turns 1 of 2, most often order into off (1)",
-    ]
 
 
 def test_at_the_break_even_acceptance_a_family_is_as_fast_as_plain_decoding(found: Map):
