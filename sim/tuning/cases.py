@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,16 +16,12 @@ from tltlab.policies.policy import load_policy
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sensitivity import ScaledChances
 from tltlab.sim.sweep import sweep
-from tltlab.stats import Interval, paired_interval, student_margin
+from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
 
 from .oracle import OraclePolicy
 
 ORACLE = "oracle"
-ENOUGH_STEPS = 10
-"""From fewer RL steps a bootstrap's interval is too narrow: of two steps it is just what lies between them."""
-_RESAMPLES = 2000
-_LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,61 +132,28 @@ class TuningCases:
         return max(float(a.sum() / b.sum()) for a, b in zip(seconds, plain, strict=True))
 
     def ratio(
-        self, seconds: Sequence[Floats], reference: Sequence[Floats], plain: Sequence[Floats], *, seed: int
+        self,
+        seconds: Sequence[Floats],
+        reference: Sequence[Floats],
+        plain: Sequence[Floats],
+        *,
+        seed: int,
+        paired: Callable[..., Interval] = paired_ratio,
     ) -> Interval:
-        """Score of one policy over another's with its 95 % interval over the RL steps.
+        """Score of one policy over another's with its 95 % interval over the RL steps, by `paired`.
 
-        From `ENOUGH_STEPS` RL steps on (robust: of each trace) as `resampled`. From fewer, Student's t for the
-        logarithm of the ratio, its spread by the delta method; robust, with each policy's worst case held. One RL step
-        gives no interval.
-        """
-        lengths = [len(row) for row in seconds]
-        if (min(lengths) if self.robust else sum(lengths)) >= ENOUGH_STEPS:
-            return self.resampled(seconds, reference, plain, seed=seed)
-        parts: dict[int, Floats] = {}
-        if self.robust:
-            for sign, rows in ((1.0, seconds), (-1.0, reference)):
-                worst = max(range(len(rows)), key=lambda i: float(rows[i].sum() / plain[i].sum()))
-                trace = self.cases[worst].trace
-                parts[trace] = parts.get(trace, np.zeros(1)) + sign * (_around(rows[worst]) - _around(plain[worst]))
-        else:
-            parts[0] = _around(np.concatenate(seconds)) - _around(np.concatenate(reference))
-        estimate = self.score(seconds, plain) / self.score(reference, plain)
-        fewest = min(map(len, parts.values()))
-        if fewest == 1:
-            return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
-        spread = math.sqrt(sum(float(part.var(ddof=1)) / len(part) for part in parts.values()))
-        factor = math.exp(student_margin(spread, fewest - 1, _LEVEL))
-        return Interval(estimate=estimate, low=estimate / factor, high=estimate * factor, level=_LEVEL, method="t")
-
-    def resampled(
-        self, seconds: Sequence[Floats], reference: Sequence[Floats], plain: Sequence[Floats], *, seed: int
-    ) -> Interval:
-        """The ratio's bootstrap interval, however few the RL steps are.
-
-        BCa of paired steps (`paired_interval`). Robust, each policy has its own worst case: steps are resampled within
-        each trace, alike for all its cases and both policies, and the interval is that of percentiles.
+        Robust, each policy has its own worst case. With both in the first one's the ratio would be no smaller, with
+        both in the second one's no larger, so it lies within the outer ends of these two intervals. One RL step gives
+        no interval.
         """
         rng = np.random.default_rng(seed)
         if not self.robust:
-            return paired_interval(np.concatenate(seconds), np.concatenate(reference), level=_LEVEL, rng=rng)
+            return paired(np.concatenate(seconds), np.concatenate(reference), rng=rng)
         estimate = self.score(seconds, plain) / self.score(reference, plain)
-        lengths = {case.trace: len(row) for case, row in zip(self.cases, seconds, strict=True)}
-        if max(lengths.values()) == 1:
-            return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
-        chosen = {trace: rng.integers(n, size=(_RESAMPLES, n)) for trace, n in lengths.items()}
-        at = [chosen[case.trace] for case in self.cases]
-        base = [b[i].sum(axis=1) for b, i in zip(plain, at, strict=True)]
-        first, second = (
-            np.max([a[i].sum(axis=1) / b for a, i, b in zip(rows, at, base, strict=True)], axis=0)
-            for rows in (seconds, reference)
+        own, other = (
+            max(range(len(rows)), key=lambda i: float(rows[i].sum() / plain[i].sum())) for rows in (seconds, reference)
         )
-        tail = (1.0 - _LEVEL) / 2.0
-        low, high = map(float, np.quantile(first / second, [tail, 1.0 - tail]))
-        return Interval(estimate=estimate, low=low, high=high, level=_LEVEL, method="percentile")
-
-
-def _around(seconds: Floats) -> Floats:
-    """What each RL step adds to the logarithm of the mean."""
-    deviations: Floats = seconds / seconds.mean() - 1.0
-    return deviations
+        above, below = (paired(seconds[i], reference[i], rng=rng) for i in (own, other))
+        if "none" in (above.method, below.method):
+            return replace(above, estimate=estimate, low=math.nan, high=math.nan, method="none")
+        return replace(above, estimate=estimate, low=below.low)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
-from tltlab.stats import finite
+from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 
 from .cases import TuningCases
@@ -120,7 +120,7 @@ def _reaches(
     cases: TuningCases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
 ) -> bool:
     """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
-    interval = cases.resampled(seconds, best, plain, seed=seed)
+    interval = cases.ratio(seconds, best, plain, seed=seed, paired=paired_interval)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 
 

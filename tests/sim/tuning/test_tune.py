@@ -26,6 +26,7 @@ from tltlab.sim.tuning.cases import TuningCase, TuningCases
 from tltlab.sim.tuning.oracle import ExpectedIteration, OraclePolicy
 from tltlab.sim.tuning.search import GraphMemory, Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
+from tltlab.stats import paired_ratio
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
@@ -155,6 +156,18 @@ def test_intervals_from_few_rl_steps_hold_the_truth_as_often_as_they_say(num_ste
         found = cases.ratio(own, other, [level], seed=0)
         held += found.low <= 1.0 <= found.high
     assert 0.925 <= held / 1000 <= 0.975
+
+
+def test_worst_cases_of_two_traces_have_the_outer_ends_of_both_intervals():
+    scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7")
+    cases = TuningCases(cases=tuple(TuningCase(name=str(i), trace=i, scenario=scenario) for i in range(2)), robust=True)
+    plain, rng = [np.ones(4), np.ones(6)], np.random.default_rng(0)
+    own = [0.8 + 0.01 * rng.random(4), 0.7 + 0.01 * rng.random(6)]
+    other = [0.85 + 0.01 * rng.random(4), 0.9 + 0.01 * rng.random(6)]
+    found = cases.ratio(own, other, plain, seed=0)
+    assert found.estimate == pytest.approx(own[0].mean() / other[1].mean())
+    assert found.high == paired_ratio(own[0], other[0], rng=rng).high
+    assert found.low == paired_ratio(own[1], other[1], rng=rng).low
 
 
 def test_a_worst_case_of_one_held_out_step_has_no_interval():
