@@ -26,12 +26,12 @@ from typing import Any, BinaryIO, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tltlab.config import leaves
-from tltlab.console import progress
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import read_json, sealed, write_json
 from tltlab.runtime.recipe.recipe import LogConfig
@@ -89,7 +89,7 @@ class RunLog:
                 raise ConfigError(
                     f"{title} did not start: {_short(error)}; check log.{name} in the recipe or leave it out"
                 ) from error
-        self._screen = screen(total_steps, resume_from)
+        self._screen.start(resume_from)
         # Engines take minutes to start, and nothing else is said until they have.
         steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"
         if resume_from >= total_steps:
@@ -336,37 +336,15 @@ def step_text(report: StepReport, measures: Mapping[str, float], time_left: str)
 
 
 class Screen:
-    """Says what happens on standard error, as plain lines; `total_steps` are the RL steps from 0 on."""
+    """Says what happens on standard error, where it is a terminal above a progress bar; `total_steps` are from 0 on."""
 
     def __init__(self, total_steps: int) -> None:
+        console = Console(stderr=True)
+        # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
+        terminal = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
         self._total_steps = total_steps
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
-
-    def say(self, text: str) -> None:
-        progress(text)
-
-    def step(self, report: StepReport, measures: Mapping[str, float]) -> None:
-        """Say what an RL step did."""
-        self._pace.append(report.seconds)
-        # Evaluations and checkpoints between the steps are not in it.
-        left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
-        time_left = str(timedelta(seconds=math.ceil(left_s)))
-        self.say(step_text(report, measures, time_left))
-        self._advance(report, time_left)
-
-    def close(self) -> None:
-        pass
-
-    def _advance(self, report: StepReport, time_left: str) -> None:
-        pass
-
-
-class Bar(Screen):
-    """The lines pass above a progress bar at the bottom of the terminal."""
-
-    def __init__(self, console: Console, total_steps: int, resume_from: int) -> None:
-        super().__init__(total_steps)
-        self._progress = Progress(
+        self._bar = Progress(
             TextColumn("RL steps"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -378,25 +356,27 @@ class Bar(Screen):
             expand=True,
             refresh_per_second=2,
             redirect_stdout=False,  # --json's object goes there
+            disable=not terminal,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=resume_from, reward="", left="")
-        self._progress.start()
+        self._task = self._bar.add_task("", total=total_steps, reward="", left="")
+
+    def start(self, resume_from: int) -> None:
+        """Begin the bar; before that what is said is lines, for loggers may ask something at a terminal."""
+        self._bar.update(self._task, completed=resume_from)
+        self._bar.start()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(Text(text), soft_wrap=True)
+
+    def step(self, report: StepReport, measures: Mapping[str, float]) -> None:
+        """Say what an RL step did."""
+        self._pace.append(report.seconds)
+        # Evaluations and checkpoints between the steps are not in it.
+        left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
+        time_left = str(timedelta(seconds=math.ceil(left_s)))
+        self.say(step_text(report, measures, time_left))
+        reward = f"reward {report.reward_mean:.3f}"
+        self._bar.update(self._task, completed=report.rl_step + 1, reward=reward, left=f"left {time_left}")
 
     def close(self) -> None:
-        self._progress.stop()
-
-    def _advance(self, report: StepReport, time_left: str) -> None:
-        reward = f"reward {report.reward_mean:.3f}"
-        self._progress.update(self._task, completed=report.rl_step + 1, reward=reward, left=f"left {time_left}")
-
-
-def screen(total_steps: int, resume_from: int) -> Screen:
-    """A progress bar from `resume_from` to `total_steps` where standard error is a terminal, else plain lines."""
-    console = Console(stderr=True)
-    # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
-    if console.is_terminal and not console.is_dumb_terminal and console.file.isatty():
-        return Bar(console, total_steps, resume_from)
-    return Screen(total_steps)
+        self._bar.live.stop()
