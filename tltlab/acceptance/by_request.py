@@ -72,8 +72,8 @@ class RequestCurve(FiniteModel):
         sigmoid(keep_logits[i - 1] + level + drift * progress),
 
     where `level` is the request's own, normal with standard deviation `spread` over requests. Beyond the last of
-    `keep_logits` the last holds. `drafted_share` is tokens really drafted over tokens asked for; `num_drafts` is what
-    the fit saw.
+    `keep_logits` the last holds. `drafted_share` is tokens really drafted over tokens asked for; `num_drafts` is how
+    many drafts the curve was fitted to.
     """
 
     keep_logits: Annotated[tuple[float, ...], Field(min_length=1)]
@@ -96,7 +96,7 @@ class RequestCurve(FiniteModel):
 class CurveAcceptance(RequestAcceptance):
     """Each request has its own level, and acceptance drifts with the tokens generated so far.
 
-    A response that the fit knew has its level; another one's is drawn from (seed, key) with the fitted spread, the same
+    A response in `known` has its level; another one's is drawn from (seed, key) with the fitted spread, the same
     quantile for all drafters: what is easy to predict is so for all of them.
     """
 

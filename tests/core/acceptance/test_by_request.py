@@ -1,6 +1,5 @@
 """Acceptance that differs by request: levels, drift, siblings; what drafts a recording holds, and fits to them."""
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from tltlab.acceptance.by_request import (
     spread_over_requests,
 )
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.acceptance.by_request import fit_requests, fit_siblings
+from tltlab.calibration.acceptance.by_request import fit_siblings
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -227,57 +226,6 @@ def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int =
     return pd.concat(rows, ignore_index=True)
 
 
-def test_a_fit_finds_the_curve_that_made_the_drafts():
-    truth = CurveAcceptance(curves={"ngram": CURVE})
-    drafts = drawn(truth, 150, 120)
-    fitted = fit_requests(drafts).curves["ngram"]
-    assert fitted.keep_logits == pytest.approx((0.0, 0.5, 1.0, 1.0), abs=0.2)
-    assert fitted.drift == pytest.approx(0.2, abs=0.08)
-    assert fitted.spread == pytest.approx(0.8, rel=0.15)
-    made = truth.levels("ngram", [(0, f"p{i}", 0, 0) for i in range(150)], 0)
-    found = [fitted.known_levels()[0, f"p{i}", 0, 0] for i in range(150)]
-    assert np.corrcoef(made, found)[0, 1] > 0.9
-    assert len(drafts) == fitted.num_drafts
-
-
-def test_requests_that_do_not_differ_get_almost_no_spread():
-    flat = CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.3,))})
-    fitted = fit_requests(drawn(flat, 80, 100)).curves["ngram"]
-    assert fitted.spread < 0.12
-    assert abs(fitted.drift) < 0.08
-
-
-def block_errors(drafts: pd.DataFrame, drafter: str, block_tokens: int = 128) -> pd.Series:
-    """Mean absolute errors of a request's mean tokens per draft in blocks of positions that no fit saw.
-
-    Fits to every other block of positions predict those between: `levels` by the curve with the request's own level,
-    `pooled` by the mean of all other drafts.
-    """
-    mine = drafts[drafts["drafter"] == drafter].reset_index(drop=True)
-    block = mine["generated_tokens"] // block_tokens
-    cells = []
-    for parity in (0, 1):
-        train, held = mine[block % 2 == parity], mine[block % 2 != parity]
-        curve, reach = fit_requests(train).curves[drafter], held["reach"].to_numpy()
-        keys = list(held[list(KEY)].itertuples(index=False, name=None))
-        known = curve.known_levels()
-        level = np.array([known.get(key, 0.0) for key in keys])
-        kept = curve.survival(reach.max(), level, held["generated_tokens"].to_numpy(float))
-        levels = (kept * (np.arange(reach.max()) < reach[:, None])).sum(axis=1)
-        rows = pd.DataFrame({"accepted": held["accepted"], "pooled": train["accepted"].mean(), "levels": levels})
-        by = rows.groupby([*(held[name] for name in KEY), block[held.index]])
-        cells.append(by.mean().assign(num=by.size()))
-    cells = pd.concat(cells)
-    errors = cells[["pooled", "levels"]].sub(cells["accepted"], axis=0).abs()
-    return errors.mul(cells["num"], axis=0).sum() / cells["num"].sum()
-
-
-def test_where_requests_differ_their_own_levels_predict_what_the_fit_did_not_see():
-    drafts = drawn(CurveAcceptance(curves={"ngram": CURVE}), 60, 150)
-    error = block_errors(drafts, "ngram", block_tokens=64)
-    assert error["levels"] < 0.75 * error["pooled"]
-
-
 def test_a_fit_finds_the_siblings_that_made_the_drafts():
     truth = SiblingAcceptance(alone=0.25, most=0.8, exponent=0.8)
     fitted = fit_siblings(drawn(truth, 300, 40), "ngram")
@@ -289,56 +237,14 @@ def test_a_fit_finds_the_siblings_that_made_the_drafts():
 
 def test_fits_refuse_too_little_and_the_impossible():
     drafts = drawn(CurveAcceptance(curves={"ngram": CURVE}), 4, 20)
-    with pytest.raises(ConfigError, match="needs at least"):
-        fit_requests(drafts.head(10))
-    with pytest.raises(ConfigError, match="no drafts"):
-        fit_requests(drafts.head(0))
+    with pytest.raises(ConfigError, match=r"10 drafts .* at least 32"):
+        fit_siblings(drafts.head(10), "ngram")
     with pytest.raises(ConfigError, match="finished siblings"):
         fit_siblings(drafts.drop(columns="num_siblings"), "ngram")
     for wrong in (5, -1):
         drafts.loc[3, "accepted"] = wrong
         with pytest.raises(ConfigError, match=rf"accepted {wrong} .* outside \[0, 4\]"):
-            fit_requests(drafts)
-        with pytest.raises(ConfigError, match="outside"):
             fit_siblings(drafts, "ngram")
-
-
-@cache
-def measured(folder: Path, dataset: str, drafter: str) -> pd.DataFrame:
-    """Drafts of 4 tokens."""
-    names = ["dataset", f"acc_{drafter}"]
-    raw = pd.read_parquet(folder / "accept_traces_llama31_8b.parquet", columns=names).query("dataset == @dataset")
-    rows = [(np.asarray(x, np.int64) - 1).tolist() for x in raw[f"acc_{drafter}"]]
-    return walked_drafts(table(rows, max_depth=20).assign(drafter=drafter), depth=4)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "drafter", "gain"),
-    [("sharegpt", "eagle", 0.9), ("sharegpt", "ngram", 0.6), ("gsm8k", "eagle", 0.9), ("gsm8k", "ngram", 1.0)],
-)
-def test_on_measured_responses_levels_predict_unseen_blocks_better_than_a_pool(
-    shared_data: Path, dataset: str, drafter: str, gain: float
-):
-    error = block_errors(measured(shared_data, dataset, drafter), drafter)
-    assert error["levels"] < gain * error["pooled"]
-
-
-def test_drawn_requests_differ_as_much_as_measured_ones(shared_data: Path):
-    drafts = measured(shared_data, "sharegpt", "eagle")
-    curve = fit_requests(drafts).curves["eagle"]
-    model = CurveAcceptance(curves={"eagle": curve.model_copy(update={"known": ()})})
-    long = drafts.groupby("sample").filter(lambda rows: len(rows) >= 50)
-    tokens = 1 + long.groupby("sample")["accepted"].mean()
-    keys = [(0, "p", int(sample), 0) for sample in tokens.index]
-    level = dict(zip(tokens.index, model.levels("eagle", keys, 0), strict=True))
-    rng = np.random.default_rng(0)
-    chain = Strategy.chain("eagle", 4)
-    chances = model.survival(
-        chain, long["sample"].map(level).to_numpy(), long["generated_tokens"].to_numpy(float), np.zeros(len(long))
-    )
-    simulated = 1 + (rng.random(len(long))[:, None] < chances).sum(axis=1)
-    found = pd.Series(simulated).groupby(long["sample"].to_numpy()).mean()
-    assert found.std() / found.mean() == pytest.approx(tokens.std() / tokens.mean(), rel=0.25)
 
 
 # Acceptance that is spread over requests

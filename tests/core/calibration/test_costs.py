@@ -373,14 +373,9 @@ def test_the_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "constant" in text
 
 
-@pytest.mark.parametrize("kind", ["by-batch", "per-request"])
-def test_acceptance_of_a_recording_is_found(run: Trace, kind: str):
-    found = fit_kind(run, kind)
-    strategy, none = Strategy.chain("learned", 4), np.zeros(1)
-    if kind == "by-batch":
-        tokens = found.model.at(4).tokens_per_iteration(strategy)
-    else:
-        tokens = 1.0 + found.model.survival(strategy, none, none + 200, none).sum()
+def test_acceptance_of_a_recording_is_found(run: Trace):
+    found, strategy = fit_kind(run), Strategy.chain("learned", 4)
+    tokens = found.model.at(4).tokens_per_iteration(strategy)
     # A response's last draft is cut where it ends, which 1 in 30 drafts of so short responses are.
     assert tokens == pytest.approx(GeometricAcceptance(alpha=0.6).tokens_per_iteration(strategy), rel=0.05)
     assert sorted(found.held_out["rl_step"]) == [0, 1, 2, 3]
@@ -422,7 +417,7 @@ def test_what_a_trace_does_not_tell_about_acceptance_is_refused(tmp_path: Path, 
         (run, "fresh", "no acceptance.parquet.*state an assumption"),
         (annotated(ages=(0,)), "fresh", "one age and one number of updates.*state an assumption"),
         (annotated(), "siblings", "no drafts to fit to"),
-        (log_normal(prompts=2), "per-request", "no drafts to fit to"),
+        (log_normal(prompts=2), "siblings", "no drafts to fit to"),
         (run, "magic", "unknown kind of acceptance 'magic'"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -436,7 +431,7 @@ def test_what_a_trace_does_not_tell_about_acceptance_is_refused(tmp_path: Path, 
 
 def test_the_same_trace_gives_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in ("one", "two"):
-        options = {"out": tmp_path / name / "costs.json", "acceptance": "per-request", "rl_steps": ":2"}
+        options = {"out": tmp_path / name / "costs.json", "acceptance": "siblings", "rl_steps": ":2"}
         shown = written(tmp_path, capsys, SHIPPED / "tiny", **options)
         assert (shown["stages"], shown["stages_out"]) == (None, None), "stages are not written unless asked"
     files = {name: {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "two")}

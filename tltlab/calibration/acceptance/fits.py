@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Protocol, Self
 
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import known_drafter
-from tltlab.acceptance.by_request import CurveAcceptance, SiblingAcceptance
+from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.arrays import Floats, Ints
@@ -27,15 +25,14 @@ from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
-from .by_request import fit_requests, fit_siblings
+from .by_request import fit_siblings
 from .freshness import drafter_states, fit_freshness, measured_state
 from .measured import fit_acceptance
 
-KINDS = ("by-batch", "per-request", "siblings", "fresh")
+KINDS = ("by-batch", "siblings", "fresh")
 MEANS = ("measured_tokens", "predicted_tokens", "constant_tokens")
-Model = BatchAcceptance | CurveAcceptance | SiblingAcceptance | FreshAcceptance
+Model = BatchAcceptance | SiblingAcceptance | FreshAcceptance
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
-_LEVELS = np.array([NormalDist().inv_cdf((i + 0.5) / 10) for i in range(10)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +68,13 @@ class AcceptanceFit:
 def fit_kind(trace: Trace, kind: str = "by-batch") -> AcceptanceFit:
     """Fit a model of `kind` to the trace's iterations, or to its acceptance.parquet.
 
-    "by-batch" takes iterations, which alone know the batch, and acceptance.parquet where there are none; "per-request"
-    the other way round; "siblings" needs iterations, "fresh" acceptance.parquet. Raises ConfigError for an unknown kind
+    "by-batch" takes iterations, which alone know the batch, and acceptance.parquet where there are none; "siblings"
+    needs iterations, "fresh" acceptance.parquet. Raises ConfigError for an unknown kind
     and where the trace lacks what a kind needs; "by-batch" without speculation has model None.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of acceptance {kind!r}: there are {', '.join(KINDS)}")
-    ways = {"by-batch": _by_batch, "per-request": _per_request, "siblings": _siblings, "fresh": _fresh}
+    ways = {"by-batch": _by_batch, "siblings": _siblings, "fresh": _fresh}
     return ways[kind](trace)
 
 
@@ -98,11 +95,6 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
     rows = rows.assign(reach=rows["draft_depth"], num=rows["batch"], tokens=rows["batch"] + rows["num_accepted"])
     held_out = _held_out(ByBatch(), rows, notes)
     return AcceptanceFit(kind="by-batch", model=model, notes=tuple(notes), held_out=held_out)
-
-
-def _per_request(trace: Trace) -> AcceptanceFit:
-    drafts, notes = (_walked_drafts(trace), []) if _has_acceptance(trace) else _recorded_drafts(trace)
-    return _fit("per-request", OfStrangers(), _with_counts(drafts), notes)
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
@@ -233,29 +225,6 @@ class Pooled(ByBatch):
 
     def predict(self, rows: pd.DataFrame) -> Floats:
         return super().predict(rows.assign(batch=1))
-
-
-class OfStrangers(DraftEstimator):
-    """Curves, asked for responses whose levels are unknown: averaged over levels as drafts meet them.
-
-    A response with a higher level needs fewer drafts for its tokens, so the mean over drafts is the harmonic one.
-    """
-
-    def fit(self, rows: pd.DataFrame) -> Self:
-        self.model_: CurveAcceptance = fit_requests(rows)
-        return self
-
-    def predict(self, rows: pd.DataFrame) -> Floats:
-        tokens = np.empty(len(rows))
-        for at, strategy in _groups(rows):
-            known_drafter(strategy, self.model_.curves, "the acceptance model")
-            spread = self.model_.curves[strategy.drafter].spread
-            position, zeros = rows["generated_tokens"].to_numpy(np.float64)[at], np.zeros(len(at))
-            by_level = [
-                1.0 + self.model_.survival(strategy, zeros + spread * z, position, zeros).sum(axis=1) for z in _LEVELS
-            ]
-            tokens[at] = 1.0 / np.mean([1.0 / tokens_at for tokens_at in by_level], axis=0)
-        return tokens
 
 
 class BesideSiblings(DraftEstimator):
