@@ -197,7 +197,6 @@ class _Fits:
             data["spot"] = {
                 "model": spot.model.model_dump(mode="json"),
                 "residuals": _records(spot.residuals),
-                "median_error": spot.median_error,
             }
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
