@@ -14,8 +14,15 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, TypeAdapter, ValidationError
 
-from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
-from tltlab.calibration.acceptance.annotations import AcceptedLengths, AgreementCheck
+from tltlab.calibration.acceptance.annotate import (
+    AcceptedLengths,
+    Annotator,
+    DraftedBy,
+    ReplayedDrafter,
+    annotate,
+    merged,
+)
+from tltlab.calibration.acceptance.annotations import AgreementCheck
 from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import ModelFreeSpec

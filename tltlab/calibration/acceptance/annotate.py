@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ import pyarrow as pa
 from tltlab.arrays import Bytes
 from tltlab.drafters.base import Drafter
 from tltlab.errors import ConfigError
-from tltlab.traces.drafts import RecordedResponse, recorded_responses
+from tltlab.traces.drafts import RecordedResponse, recorded_responses, walked_drafts
 from tltlab.traces.schema import TABLES, UNIQUE
 from tltlab.traces.trace import Trace
 
@@ -95,6 +95,34 @@ def merged(old: pa.Table | None, new: pa.Table) -> pa.Table:
     replaced = set(new.select(names).to_pandas().itertuples(index=False, name=None))
     stays = [key not in replaced for key in old.select(names).to_pandas().itertuples(index=False, name=None)]
     return pa.concat_tables([old.filter(pa.array(stays, pa.bool_())), new])
+
+
+class AcceptedLengths:
+    """Gathers, per drafter, age and depth, the drafts that a run would make and the tokens kept of them."""
+
+    def __init__(self, depths: tuple[int, ...]) -> None:
+        self.depths = depths
+        self._sums: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
+
+    def add(self, acceptance: pa.Table) -> None:
+        """Add rows of acceptance.parquet, all at least as deep as `depths`."""
+        for (drafter, age), rows in acceptance.to_pandas().groupby(["drafter", "drafter_age"], sort=True):
+            sums = self._sums.setdefault((str(drafter), int(age)), dict.fromkeys(self.depths, (0, 0)))
+            for depth in self.depths:
+                drafts = walked_drafts(rows, depth)
+                num, accepted = sums[depth]
+                sums[depth] = num + len(drafts), accepted + int(drafts["accepted"].sum())
+
+    def result(self) -> list[dict[str, Any]]:
+        """Per drafter and age: the mean accepted length by depth, in tokens per draft, bonus token included."""
+        return [
+            {
+                "drafter": drafter,
+                "drafter_age": age,
+                "accepted_length": {str(d): 1.0 + kept / num if num else None for d, (num, kept) in sums.items()},
+            }
+            for (drafter, age), sums in sorted(self._sums.items())
+        ]
 
 
 def _rows(

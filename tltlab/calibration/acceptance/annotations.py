@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from tltlab.traces.drafts import recorded_drafts, walked_drafts
+from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -92,31 +91,3 @@ def _agreement(drafter: str, drafts: pd.DataFrame) -> Agreement:
         low=mean - half,
         high=mean + half,
     )
-
-
-class AcceptedLengths:
-    """Gathers, per drafter, age and depth, the drafts that a run would make and the tokens kept of them."""
-
-    def __init__(self, depths: tuple[int, ...]) -> None:
-        self.depths = depths
-        self._sums: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
-
-    def add(self, acceptance: pa.Table) -> None:
-        """Add rows of acceptance.parquet, all at least as deep as `depths`."""
-        for (drafter, age), rows in acceptance.to_pandas().groupby(["drafter", "drafter_age"], sort=True):
-            sums = self._sums.setdefault((str(drafter), int(age)), dict.fromkeys(self.depths, (0, 0)))
-            for depth in self.depths:
-                drafts = walked_drafts(rows, depth)
-                num, accepted = sums[depth]
-                sums[depth] = num + len(drafts), accepted + int(drafts["accepted"].sum())
-
-    def result(self) -> list[dict[str, Any]]:
-        """Per drafter and age: the mean accepted length by depth, in tokens per draft, bonus token included."""
-        return [
-            {
-                "drafter": drafter,
-                "drafter_age": age,
-                "accepted_length": {str(d): 1.0 + kept / num if num else None for d, (num, kept) in sums.items()},
-            }
-            for (drafter, age), sums in sorted(self._sums.items())
-        ]
