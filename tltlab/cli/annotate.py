@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import re
 import shutil
@@ -22,7 +21,6 @@ from tltlab.calibration.acceptance.annotate import (
     annotate,
     merged,
 )
-from tltlab.calibration.acceptance.annotations import AgreementCheck
 from tltlab.config import faults
 from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import ModelFreeSpec
@@ -58,7 +56,7 @@ def annotate_trace(
     """Replay recorded text under drafters and write acceptance.parquet: tokens kept of a draft at every position.
 
     Rows of other drafters stay, those of the same name and age are replaced. Prints the accepted length that a run
-    would have at several depths, and how the rows agree with drafts that the trace recorded.
+    would have at several depths.
 
     Example: tltlab trace annotate traces/tiny --drafter ngram --out annotated
     """
@@ -76,7 +74,7 @@ def annotate_trace(
             raise ConfigError(f"--drafter {named.drafter!r} of age {named.age} is given twice; name one NAME=SPEC")
         annotators[named] = annotator
     depths = (*(depth for depth in _DEPTHS if depth < max_depth), max_depth)
-    lengths, check = AcceptedLengths(depths), AgreementCheck()
+    lengths = AcceptedLengths(depths)
     path = out or source.path
     assert path is not None
     num_positions = 0
@@ -87,17 +85,14 @@ def annotate_trace(
             if table is not None and len(table):
                 writer.write_table(table, row_group_size=len(table))
             lengths.add(rows)
-            check.add(step, rows)
             num_positions += sum(map(len, rows["accept_if_drafted"].to_pylist())) // len(annotators)
     result = {
         "path": str(path),
         "max_depth": max_depth,
         "num_positions": num_positions,
         "drafters": lengths.result(),
-        "recorded": [dataclasses.asdict(agreement) for agreement in check.result()],
-        "notes": check.notes,
     }
-    emit(_finite(result), as_json=as_json, text=_text(result))
+    emit(result, as_json=as_json, text=_text(result))
 
 
 def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator]:
@@ -181,12 +176,6 @@ def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
         raise cannot_write(path, error) from error
 
 
-def _finite(result: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: an interval of one response is null."""
-    rows = [{k: None if v != v else v for k, v in row.items()} for row in result["recorded"]]
-    return result | {"recorded": rows}
-
-
 def _text(result: dict[str, Any]) -> str:
     lines = [f"wrote {result['path']}: {result['num_positions']} positions, drafts of {result['max_depth']} tokens"]
     lines += ["", "tokens per draft, bonus included, by depth"]
@@ -197,12 +186,4 @@ def _text(result: dict[str, Any]) -> str:
         for row in result["drafters"]
     ]  # fmt: skip
     lines.append(table(["drafter", "age", *depths], rows))
-    if result["recorded"]:
-        lines += ["", "against recorded drafts, accepted tokens per draft without bonus"]
-        rows = [
-            (row["drafter"], row["num_drafts"], f"{row['equal_share']:.2%}", f"{row['annotated_mean']:.3f}",
-             f"{row['recorded_mean']:.3f}", f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]")
-            for row in result["recorded"]
-        ]  # fmt: skip
-        lines.append(table(["drafter", "drafts", "equal", "annotated", "recorded", "difference (95 %)"], rows))
-    return "\n".join([*lines, *result["notes"]])
+    return "\n".join(lines)

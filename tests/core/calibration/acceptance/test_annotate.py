@@ -11,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.calibration.acceptance.annotate import DraftedBy, ReplayedDrafter, annotate, merged
-from tltlab.calibration.acceptance.annotations import AgreementCheck
+from tltlab.calibration.acceptance.annotate import AcceptedLengths, DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
@@ -25,6 +23,8 @@ from tltlab.errors import ConfigError
 from tltlab.traces.drafts import RecordedResponse, recorded_responses
 from tltlab.traces.schema import KEY, MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, read
+
+from ....annotation_agreement import agreement
 
 TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
 
@@ -234,39 +234,6 @@ def test_rows_of_the_same_drafter_and_age_are_replaced_and_others_stay():
     assert not found.duplicated([*KEY, "drafter", "drafter_age"]).any()
 
 
-def check_of(recorded: list[list[int] | None], batch: list[int], texts: list[list[int]], rows: list[list[int]]):
-    """The agreement of a recording of one worker with annotated rows of depth 8."""
-    num = len(batch)
-    iterations = {
-        "rl_step": 0, "worker": 0, "iteration": range(num), "t_start": np.arange(num) * 1.0, "duration": 1.0,
-        "batch": batch, "context_tokens": 9, "prefill_tokens": 0,
-        "drafter": ["none" if a is None else "ngram" for a in recorded],
-        "draft_depth": [0 if a is None else 3 for a in recorded], "top_k": [0 if a is None else 1 for a in recorded],
-        "tokens_to_verify": [1 if a is None else 4 for a in recorded], "num_drafted": 0,
-        "num_accepted": [sum(a or []) for a in recorded], "num_generated": batch, "accepted_per_request": recorded,
-    }  # fmt: skip
-    trace = trace_of(texts, worker=0, t_submit=0.0, t_finish=1.0).replace(iterations=pd.DataFrame(iterations))
-    ((step, table),) = annotate(trace, {DraftedBy("ngram"): ReplayedDrafter(NgramDrafter)}, 8)
-    index = table.schema.get_field_index("accept_if_drafted")
-    check = AgreementCheck()
-    check.add(step, table.set_column(index, table.schema.field(index), pa.array(rows, pa.list_(pa.uint8()))))
-    (found,) = check.result()
-    return found
-
-
-def test_the_check_compares_the_same_drafts_cut_at_their_depth_and_at_the_end():
-    # Two responses of 5 tokens, drafts of depth 3 at position 1, then at 4 and 3. The second's last draft
-    # kept a token past the end of its text, which the engine dropped.
-    found = check_of([None, [2, 1], [0, 3]], [2, 2, 2], [[5, 6, 7, 8, 9]] * 2, [[9, 8, 0, 0, 0], [9, 1, 0, 2, 0]])
-    assert found.num_drafts == 4
-    assert found.equal_share == 0.75
-    assert (found.annotated_mean, found.recorded_mean) == ((3 + 1 + 0 + 2) / 4, (2 + 1 + 0 + 2) / 4)
-    assert found.difference == 0.25
-    # Residuals of the two responses are 1 - 2/4 and 0 - 2/4.
-    half = 1.96 * np.sqrt(2 * (0.5**2 + 0.5**2)) / 4
-    assert (found.low, found.high) == pytest.approx((0.25 - half, 0.25 + half))
-
-
 @pytest.fixture
 def tltlab(command):
     return partial(command, "trace")
@@ -296,10 +263,11 @@ def test_a_recorded_trace_is_annotated_in_place_and_agrees_with_what_was_recorde
     lengths = found["drafters"][0]["accepted_length"]
     assert list(lengths) == ["1", "2", "4", "8", "16"]
     assert sorted(lengths.values()) == list(lengths.values())
-    (recorded,) = found["recorded"]
+    drafts = agreement(read(tiny), "ngram")
+    difference = drafts["annotated"] - drafts["recorded"]
     # The recording engine told siblings' tokens one slot of its batch after the other; the rest is exact.
-    assert recorded["equal_share"] > 0.98
-    assert abs(recorded["difference"]) < 0.03
+    assert (difference == 0).mean() > 0.98
+    assert abs(difference.mean()) < 0.03
     assert found["num_positions"] == read(tiny).outcomes["response_tokens"].sum()
     # The manifest has the sum of the new table besides.
     assert (others(), read(tiny).manifest) == (before, said)
@@ -333,7 +301,7 @@ def test_an_annotation_that_fails_leaves_the_trace_as_it_was(tltlab, tiny, monke
     def fail(*args: object) -> None:
         raise ConfigError("no more")
 
-    monkeypatch.setattr(AgreementCheck, "add", fail)
+    monkeypatch.setattr(AcceptedLengths, "add", fail)
     assert tltlab("annotate", tiny, "--drafter", "suffix=ngram:min_match=3")[0] == 2
     assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before
 

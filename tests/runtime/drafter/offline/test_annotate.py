@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
-from tltlab.calibration.acceptance.annotations import Agreement, AgreementCheck
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
@@ -28,6 +27,8 @@ from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
+
+from ....annotation_agreement import agreement
 
 WORDS = 24
 
@@ -187,13 +188,9 @@ def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: f
     return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
 
 
-def agreement(trace: Trace, name: str, annotator: Annotator) -> Agreement:
-    check = AgreementCheck()
-    for step, rows in annotate(trace, {DraftedBy(name): annotator}, 6):
-        check.add(step, rows)
-    assert check.notes == []
-    (found,) = check.result()
-    return found
+def drafts_of(trace: Trace, name: str, annotator: Annotator) -> pd.DataFrame:
+    ((step, rows),) = annotate(trace, {DraftedBy(name): annotator}, 6)
+    return agreement(step.replace(acceptance=rows), name)
 
 
 @pytest.mark.engine
@@ -211,8 +208,9 @@ def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_fo
     with closing(Engine(str(target_folder), drafters=drafters, max_draft_depth=6, vllm_args=args)) as engine:
         for rl_step, (name, temperature, annotator) in enumerate(cases):
             trace = recorded(engine, Strategy.chain(name, 6), rl_step=rl_step, temperature=temperature)
-            found = agreement(trace, name, annotator)
-            assert found.num_drafts > 100
-            assert 0.05 < found.recorded_mean < 5.5
+            drafts = drafts_of(trace, name, annotator)
+            assert len(drafts) > 100
+            assert 0.05 < drafts["recorded"].mean() < 5.5
+            equal_share = (drafts["annotated"] == drafts["recorded"]).mean()
             # Close to its cap a request's drafts are shorter, and a suffix drafter's shorter draft may be another one.
-            assert found.equal_share > 0.99 if name == "suffix" else found.equal_share == 1.0, (name, found)
+            assert equal_share > 0.99 if name == "suffix" else equal_share == 1.0, (name, equal_share)
