@@ -49,11 +49,10 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
 
     Responses that were cut or aborted are lower bounds: quantiles are those of Kaplan and Meier (1958), after the drift
     is taken out. The prompt share is chosen so that the model's intraclass correlation of log length after the cut is
-    the measured one (`metrics.prompt_share`), prompt memory likewise from what a prompt's groups in successive epochs
-    share. Drift is a regression of each RL step's log median (and of log of log(p90 / p50), or of p75 or p60, for the
-    tail) on its number, kept where it is 3 standard errors from 0 over at least 5 RL steps. `prompt_share` is for
-    traces with one sample per prompt, which do not tell it. `notes` of the model say what was not identified. Raises
-    ConfigError.
+    the measured one (`metrics.prompt_share`). Drift is a regression of each RL step's log median on its number, kept
+    where it is 3 standard errors from 0 over at least 5 RL steps; tail growth, prompt memory and the correlation of
+    prompt length are not fitted. `prompt_share` is for traces with one sample per prompt, which do not tell it. `notes`
+    of the model say what was not identified. Raises ConfigError.
     """
     rows, sampled = _rows(trace)
     finished = int((~rows["cut"]).sum())
@@ -62,23 +61,20 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
             f"{trace.path or 'trace'}: {finished} responses ran to their end, a fit of lengths needs {_MIN_FINISHED}"
         )
     notes = [f"fitted to {len(rows)} responses of {len(sampled.rl_steps)} RL steps"]
-    median, tail = _drifts(rows)
-    median_growth, tail_growth = (_growth(d, name, notes) for d, name in ((median, "median"), (tail, "tail")))
-    log_tokens = _without_drift(rows, median_growth, tail_growth)
+    median_growth = _growth(_drift(rows), notes)
+    log_tokens: Floats = rows["y"].to_numpy() - rows["step"].to_numpy() * math.log1p(median_growth)
     quantiles = _quantiles(log_tokens, rows["cut"].to_numpy())
     longest = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
     notes.append(_tail_note(longest, quantiles[-1], float(rows["at_cap"].mean())))
+    notes.append("prompt memory is an assumption")
     model = LengthModel(
         quantiles=quantiles,
         tail=longest,
         prompt_share=0.0,
         max_response_tokens=int(rows["cap"].max()),
         median_growth=median_growth,
-        tail_growth=tail_growth,
-        notes=(),
+        notes=tuple(notes),
     )
-    at = int(rows["step"].max()) // 2
-    variance = model.covariance(1.0, at)
     if prompt_share is None:
         measured = measured_share(sampled)
         if measured is None:
@@ -86,15 +82,8 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
                 f"{trace.path or 'trace'}: no prompt has two samples, so the share of the prompt in length is unknown; "
                 "give it as prompt share (about .05 for a base model, .9 for a reasoning model)"
             )
-        prompt_share = model.correlation(measured * variance, at) if measured > 0 else 0.0
-    changes: dict[str, Any] = {"prompt_share": prompt_share}
-    memory = _prompt_memory(rows, model, prompt_share, at)
-    if memory is None:
-        notes.append("no prompt comes back: prompt memory is an assumption")
-    else:
-        changes["prompt_memory"] = memory
-    changes |= _prompt_lengths(rows, model, prompt_share, at)
-    return model.with_changes(**changes).model_copy(update={"notes": tuple(notes)})
+        prompt_share = _share_before_cut(model, measured, int(rows["step"].max()) // 2)
+    return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
 
 
 def statistics(trace: Trace) -> dict[str, Any]:
@@ -110,7 +99,7 @@ def statistics(trace: Trace) -> dict[str, Any]:
     group = pd.Series(tokens).groupby([rows["step"].to_numpy(), rows["prompt_id"].to_numpy()], sort=False)
     sizes = group.size()
     spread = (group.std() / group.mean()).dropna()
-    median, _ = _drifts(rows)
+    median = _drift(rows)
     quarter = max(1, len(sampled.rl_steps) // 4)
     at_cap = rows["at_cap"].groupby(rows["step"]).agg(["sum", "size"])
     p50, p75, p90, p99, longest = (float(q) for q in np.percentile(tokens, (50, 75, 90, 99, 100)))
@@ -242,17 +231,6 @@ def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: flo
     )
 
 
-def _without_drift(rows: pd.DataFrame, median_growth: float, tail_growth: float) -> Floats:
-    """Log lengths as they would be in RL step 0."""
-    step, cut = rows["step"].to_numpy(), rows["cut"].to_numpy()
-    y: Floats = rows["y"].to_numpy() - step * math.log1p(median_growth)
-    if tail_growth:
-        of_steps = (_censored_quantile(y[step == s], cut[step == s], 0.5) for s in np.unique(step))
-        middle = float(np.mean([m for m in of_steps if m is not None]))
-        y = middle + np.where(y > middle, (y - middle) / (1 + tail_growth) ** step, y - middle)
-    return y
-
-
 def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
     """Quantiles of log lengths, at the levels that have a few responses beyond, and at the share that is cut."""
     values, middles, end = _survival(y, cut)
@@ -272,23 +250,14 @@ def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
     return tuple((p, math.exp(log)) for p, log in pairs)
 
 
-def _drifts(rows: pd.DataFrame) -> tuple[LengthDrift | None, LengthDrift | None]:
-    """Growth per RL step of the median, and of log length's distance above it."""
-    steps: list[float] = []
-    medians: list[float] = []
-    spreads: dict[float, list[float]] = {0.9: [], 0.75: [], 0.6: []}
-    for _, of_step in rows.groupby("step"):
-        y, cut = of_step["y"].to_numpy(), of_step["cut"].to_numpy()
-        if (middle := _censored_quantile(y, cut, 0.5)) is None:
-            continue
-        steps.append(float(of_step["step"].iloc[0]))
-        medians.append(middle)
-        for level, logs in spreads.items():
-            high = _censored_quantile(y, cut, level)
-            logs.append(math.nan if high is None or high <= middle else math.log(high - middle))
-    at = np.array(steps)
-    high_spread = next((s for logs in spreads.values() if np.isfinite(s := np.array(logs)).all()), None)
-    return _regress(at, np.array(medians)), None if high_spread is None else _regress(at, high_spread)
+def _drift(rows: pd.DataFrame) -> LengthDrift | None:
+    """Growth of the median per RL step; None where too few RL steps tell theirs."""
+    by_step = {
+        float(r["step"].iloc[0]): _censored_quantile(r["y"].to_numpy(), r["cut"].to_numpy(), 0.5)
+        for _, r in rows.groupby("step")
+    }
+    medians = {step: median for step, median in by_step.items() if median is not None}
+    return _regress(np.array(list(medians)), np.array(list(medians.values())))
 
 
 def _regress(steps: Floats, logs: Floats) -> LengthDrift | None:
@@ -302,42 +271,39 @@ def _regress(steps: Floats, logs: Floats) -> LengthDrift | None:
     )
 
 
-def _growth(drift: LengthDrift | None, name: str, notes: list[str]) -> float:
+def _growth(drift: LengthDrift | None, notes: list[str]) -> float:
     if drift is None:
-        notes.append(f"growth of the {name} is not identified: 0")
+        notes.append("growth of the median is not identified: 0")
         return 0.0
     if not drift.significant:
         notes.append(
-            f"growth of the {name} is {drift.growth:.2g} +- {drift.standard_error:.2g} per step, too uncertain: 0"
+            f"growth of the median is {drift.growth:.2g} +- {drift.standard_error:.2g} per step, too uncertain: 0"
         )
         return 0.0
     return drift.growth
 
 
-def _prompt_memory(rows: pd.DataFrame, model: LengthModel, prompt_share: float, at: int) -> float | None:
-    """Correlation of a prompt's scores from one time it is there to the next; None where it cannot be told."""
-    centred = rows["y"] - rows.groupby("step")["y"].transform("mean")
-    group = centred.groupby([rows["prompt_id"], rows["step"]]).mean()
-    before = group.groupby(level=0).shift()
-    shared = float((group * before).mean()) if before.notna().sum() >= _MIN_FINISHED else math.nan
-    if math.isnan(shared) or prompt_share < 0.01:
-        return None
-    return min(1.0, model.correlation(max(0.0, shared), at) / prompt_share)
+def _share_before_cut(model: LengthModel, measured: float, rl_step: int) -> float:
+    """Correlation of two scores whose log lengths, after the cut, have the measured one."""
+    from scipy.optimize import brentq
+
+    scores = np.linspace(-6.0, 6.0, 401)
+    weights = np.exp(-(scores**2) / 2) / np.exp(-(scores**2) / 2).sum()
+    y = np.clip(model.log_tokens(scores, rl_step), 0.0, math.log(model.max_response_tokens))
+    y = y - weights @ y
+
+    def covariance(correlation: float) -> float:
+        other = correlation * scores[:, None] + math.sqrt(1.0 - correlation**2) * scores
+        return float((weights * y) @ np.interp(other, scores, y) @ weights)
+
+    wanted = measured * covariance(1.0)
+    return float(brentq(lambda correlation: covariance(correlation) - wanted, 0.0, 1.0)) if wanted > 1e-9 else 0.0
 
 
-def _prompt_lengths(rows: pd.DataFrame, model: LengthModel, prompt_share: float, at: int) -> dict[str, float]:
-    """Log-normal prompt lengths, and their correlation with the prompt's score where it is significant."""
-    centred = rows["y"] - rows.groupby("step")["y"].transform("mean")
-    prompt = pd.DataFrame({"x": rows["prompt_tokens"], "y": centred}).groupby(rows["prompt_id"]).mean()
-    if (prompt["x"] <= 0).any():
+def _prompt_lengths(rows: pd.DataFrame) -> dict[str, float]:
+    """Log-normal prompt lengths."""
+    tokens = rows.groupby("prompt_id")["prompt_tokens"].mean().to_numpy()
+    if (tokens <= 0).any():
         return {"prompt_tokens_median": 0.0}
-    x = np.log(prompt["x"].to_numpy())
-    fields = {"prompt_tokens_median": float(np.exp(np.median(x))), "prompt_tokens_sigma": min(5.0, float(x.std()))}
-    off, y = x - x.mean(), prompt["y"].to_numpy()
-    reach = math.sqrt(prompt_share) * model.slope(at)
-    covariance = float((off * y).mean())
-    error = float(x.std() * y.std()) / math.sqrt(len(prompt))
-    if reach > 0 and abs(covariance) > _SIGNIFICANT * error > 0:
-        correlation = covariance / (float(x.std()) * reach)
-        fields["prompt_length_correlation"] = min(1.0, max(-1.0, correlation))
-    return fields
+    logs = np.log(tokens)
+    return {"prompt_tokens_median": float(np.exp(np.median(logs))), "prompt_tokens_sigma": min(5.0, float(logs.std()))}

@@ -22,7 +22,6 @@ Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
 _NORMAL = NormalDist()
 _SCORES = np.linspace(-12.0, 12.0, 6001)
 _WEIGHTS = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
-_NUM_HERMITE = 30
 
 
 class ParetoTail(FrozenModel):
@@ -147,26 +146,6 @@ class LengthModel(StoredModel):
         """Share of the responses that are cut in an RL step."""
         return float(_WEIGHTS @ (self.log_tokens(_SCORES, rl_step) >= math.log(self.max_response_tokens)))
 
-    def covariance(self, correlation: float, rl_step: int = 0) -> float:
-        """Covariance of the log lengths, after the cut, of two responses whose scores have this correlation.
-
-        With Hermite coefficients c_k of log length over the score it is the sum over k >= 1 of c_k^2 correlation^k.
-        """
-        powers = float(correlation) ** np.arange(1, _NUM_HERMITE + 2)
-        return float(self._hermite_squares(rl_step) @ powers)
-
-    def correlation(self, covariance: float, rl_step: int = 0) -> float:
-        """The inverse of `covariance`, from 0 to 1."""
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.covariance(middle, rl_step) < covariance else (low, middle)
-        return (low + high) / 2
-
-    def slope(self, rl_step: int = 0) -> float:
-        """Covariance of log length, after the cut, with the score."""
-        return float(_WEIGHTS @ (_SCORES * self._cut(rl_step)))
-
     @classmethod
     def _checked(cls, value: object, origin: str) -> Self:
         with faults_in(origin):
@@ -188,21 +167,6 @@ class LengthModel(StoredModel):
             rarity = _log_beyond(float(knots[-1])) - np.array([_log_beyond(z) for z in scores[beyond].tolist()])
             straight[beyond] = np.log(math.exp(logs[-1]) + self.tail.excess(rarity))
         return straight
-
-    def _cut(self, rl_step: int) -> Floats:
-        return np.clip(self.log_tokens(_SCORES, rl_step), 0.0, math.log(self.max_response_tokens))
-
-    def _hermite_squares(self, rl_step: int) -> Floats:
-        """c_k^2 for normalised Hermite polynomials, k = 1, 2, ...; the last holds what is left of the variance."""
-        values = self._cut(rl_step)
-        mean = _WEIGHTS @ values
-        before, now = np.zeros_like(_SCORES), np.ones_like(_SCORES)
-        squares = []
-        for k in range(_NUM_HERMITE):
-            before, now = now, (_SCORES * now - math.sqrt(k) * before) / math.sqrt(k + 1)
-            squares.append(float(_WEIGHTS @ (values * now)) ** 2)
-        remainder = float(_WEIGHTS @ (values - mean) ** 2) - sum(squares)
-        return np.array([*squares, max(0.0, remainder)])
 
 
 def _log_beyond(score: float) -> float:
