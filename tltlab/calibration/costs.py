@@ -119,10 +119,10 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     notes: list[str] = []
     batches = np.unique(rows.batch)
     held_out = pd.DataFrame()
-    if len(batches) < 2:
-        notes.append("one batch size only: nothing to leave out, so there is no cross-validation")
-    elif isinstance(estimator, MeasuredTableEstimator):
-        held_out = _held_out_by_table(estimator, len(points), notes)
+    # A table of a single batch size says nothing of another.
+    if len(batches) < (3 if kind == "table" else 2):
+        sizes = "one batch size" if len(batches) == 1 else "two batch sizes"
+        notes.append(f"{sizes} only: nothing to leave out, so there is no cross-validation")
     else:
         masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
         held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
@@ -183,16 +183,3 @@ def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Fl
         columns = {"rl_step": fold.test.rl_step, "worker": fold.test.worker, "measured_s": fold.test.seconds}
         tables.append(pd.DataFrame(columns | {"fold": fold.name, "predicted_s": predicted}))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
-
-
-def _held_out_by_table(estimator: MeasuredTableEstimator, num_rows: int, notes: list[str]) -> pd.DataFrame:
-    """A table leaves each batch out itself."""
-    rows = estimator.residuals_
-    if rows["held_out_error"].isna().all():
-        notes.append("two batch sizes only: a table without one of them says nothing, so there is no cross-validation")
-        return pd.DataFrame()
-    if len(rows) < num_rows:
-        notes.append(f"{num_rows - len(rows)} rows with prefill are not cross-validated")
-    fold = "batch " + rows["batch"].map("{:g}".format)
-    predicted = rows["seconds"] * (1.0 + rows["held_out_error"])
-    return pd.DataFrame({"fold": fold, "measured_s": rows["seconds"], "predicted_s": predicted})

@@ -15,7 +15,6 @@ from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cross_validation import Fold, cross_validated
 from .iterations import CostEstimator, Iterations
 from .residuals import NUM_BANDS, band
 from .robust import (
@@ -84,19 +83,33 @@ class RecordedTableEstimator(TableEstimator):
         return self
 
 
-class GridEstimator(TableEstimator):
-    """A table through measured iterations that prefilled nothing; a roofline gives it its shape between the knots.
+class MeasuredTableEstimator(TableEstimator):
+    """A table through measured iterations; a roofline gives it its shape between the knots.
 
-    One non-negative least-squares fit of relative errors, in which times can only grow with tokens, with batch and with
-    context: noise that falls is smoothed. Drafting is a base and a time per level, so depths between those that were
-    measured are interpolated. Raises ConfigError for a single context per batch, which shows nothing of
-    attention.
+    One non-negative least-squares fit of relative errors to those that prefilled nothing, in which times can only grow
+    with tokens, with batch and with context: noise that falls is smoothed. Drafting is a base and a time per level, so
+    depths between those that were measured are interpolated. Prefill is the median over the rows that have it of the
+    seconds that the rest of the iteration leaves. Raises ConfigError for a single context per batch, which shows
+    nothing of attention.
     """
 
     def __init__(self, roofline: Roofline | None = None) -> None:
         self.roofline = roofline
 
     def fit(self, rows: Iterations) -> Self:
+        costs = self._decoding(rows.where(rows.prefill == 0))
+        prefilled = rows.where(rows.prefill > 0)
+        if len(prefilled):
+            rest_s = predict_iterations(costs, replace(prefilled, prefill=np.zeros(len(prefilled))))
+            each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
+            self.costs_ = costs.model_copy(update={"prefill_per_token_s": each_s})
+        else:
+            notes = (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")
+            self.costs_ = costs.model_copy(update={"notes": notes})
+        self.predictions_ = self.predict(rows)
+        return self
+
+    def _decoding(self, rows: Iterations) -> TableCosts:
         if not len(rows):
             raise ConfigError("there are no measured iterations to make a table of")
         contexts = pd.Series(rows.context).groupby(rows.batch).nunique()
@@ -127,63 +140,7 @@ class GridEstimator(TableEstimator):
             "calibrated": rows.covered,
             "notes": tuple(notes),
         }
-        self.costs_ = TableCosts.model_validate(knots | terms)
-        return self
-
-
-class MeasuredTableEstimator(TableEstimator):
-    """A table through measured iterations, cross-validated: each batch is left out in turn where there are three.
-
-    Prefill is the median over the rows that have it of the seconds that the rest of the iteration leaves. Learned
-    beside the costs: `residuals_`, a row per iteration without prefill with `batch`, `seconds`, `predicted_s`, `error`
-    and, predicted by a table without its batch, `held_out_error`.
-    """
-
-    residuals_: pd.DataFrame
-
-    def __init__(self, roofline: Roofline | None = None) -> None:
-        self.roofline = roofline
-
-    def fit(self, rows: Iterations) -> Self:
-        decoding = rows.where(rows.prefill == 0)
-        grid = GridEstimator(self.roofline).fit(decoding)
-        batches = np.unique(decoding.batch)
-        held_out = np.full(len(decoding), np.nan)
-        if len(batches) > 2:
-            masks = {f"batch {batch:g}": decoding.batch == batch for batch in batches}
-            folds = [Fold(name=n, train=decoding.where(~m), test=decoding.where(m)) for n, m in masks.items()]
-            for fold, predicted in cross_validated(GridEstimator(self.roofline), folds):
-                if isinstance(predicted, ConfigError):
-                    raise predicted
-                held_out[masks[fold.name]] = predicted
-        predicted_s = grid.predict(decoding)
-        self.residuals_ = pd.DataFrame(
-            {
-                "batch": decoding.batch,
-                "seconds": decoding.seconds,
-                "predicted_s": predicted_s,
-                "error": predicted_s / decoding.seconds - 1,
-                "held_out_error": held_out / decoding.seconds - 1,
-            }
-        )
-        notes = [*grid.costs_.notes, _smoothing_note(decoding, self.residuals_["error"])]
-        if len(batches) > 2:
-            errors = self.residuals_["held_out_error"].abs()
-            ends = self.residuals_["batch"].isin([batches[0], batches[-1]])
-            notes.append(
-                f"each batch left out in turn: {errors[~ends].mean():.1%} mean absolute error inside the range, "
-                f"{errors[ends].mean():.1%} at its ends"
-            )
-        prefill_per_token_s: float | None = None
-        if len(decoding) == len(rows):
-            notes.append("no iteration prefilled: prefill_per_token_s is null")
-        else:
-            prefilled = rows.where(rows.prefill > 0)
-            rest_s = grid.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
-            prefill_per_token_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
-        self.costs_ = grid.costs_.model_copy(update={"notes": tuple(notes), "prefill_per_token_s": prefill_per_token_s})
-        self.predictions_ = self.predict(rows)
-        return self
+        return TableCosts.model_validate(knots | terms)
 
 
 def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
@@ -207,19 +164,6 @@ def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
             for batch, verify, context, depth, prefill, loaded in each_row
         ],
         np.float64,
-    )
-
-
-def _smoothing_note(rows: Iterations, error: pd.Series[float]) -> str:
-    falls = pairs = 0
-    table = pd.DataFrame({"verify": rows.tokens_to_verify, "seconds": rows.seconds})
-    table = table.assign(batch=rows.batch, context=rows.context).sort_values("verify")
-    for _, group in table.groupby(["batch", "context"]):
-        steps = np.diff(group["seconds"])
-        falls, pairs = falls + int((steps < 0).sum()), pairs + len(steps)
-    return (
-        f"{falls} of {pairs} neighbouring times fall where tokens grow, smoothed to grow; the table is within "
-        f"{error.abs().max():.1%} of every point, {error.abs().mean():.1%} on average"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tltlab.calibration.costs import fit_points
 from tltlab.calibration.iterations import checked, iterations_of, measured_rows, recorded_rows
 from tltlab.calibration.linear import LinearEstimator
 from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator, predict_iterations
@@ -210,23 +211,23 @@ def measured(noise: float = 0.0, drafts: bool = False) -> pd.DataFrame:
 
 
 def test_measurements_of_a_known_device_are_reproduced_and_left_out_batches_predicted():
-    found = from_measurements(measured())
-    assert found.residuals_["error"].abs().max() < 1e-3
+    points = measured()
+    found = from_measurements(points)
+    assert found.predictions_ == pytest.approx(points["seconds"].to_numpy(), rel=1e-3)
     # Leaving out the largest batch leaves its attention to be extended, exactly here: the device is linear.
-    assert found.residuals_["held_out_error"].abs().mean() < 0.02
+    assert fit_points(checked(points), "table").held_out_error < 0.02
     cost = found.costs_.iteration(NO_SPECULATION, tokens_to_verify=3.0)
     assert cost.seconds(12, 12 * 700) == pytest.approx(5e-3 + 2e-5 * 36 + 3e-5 * 12 + 1e-8 * 12 * 700, rel=0.01)
     assert found.costs_.calibrated is not None
     assert found.costs_.calibrated.batch == (1, 32)
 
 
-def test_noise_that_falls_is_smoothed_and_the_table_says_so():
-    noisy = from_measurements(measured(noise=0.05))
+def test_noise_that_falls_is_smoothed():
+    points, truth = measured(noise=0.05), measured()["seconds"].to_numpy()
+    noisy = from_measurements(points)
     assert all(a.seconds <= b.seconds for a, b in pairwise(noisy.costs_.forward))
-    assert any("fall where tokens grow" in note for note in noisy.costs_.notes)
-    truth = measured()["seconds"].to_numpy()
-    smooth = np.abs(noisy.residuals_["predicted_s"] / truth - 1).mean()
-    raw = np.abs(noisy.residuals_["seconds"] / truth - 1).mean()
+    smooth = np.abs(noisy.predictions_ / truth - 1).mean()
+    raw = np.abs(points["seconds"].to_numpy() / truth - 1).mean()
     assert smooth < 0.7 * raw
 
 
