@@ -131,9 +131,8 @@ def import_trace(
     """Make a trace of a rollout dump, of vLLM's requests, of a CSV of response lengths, or of a training log.
 
     verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions.
-    vLLM: `vllm bench serve --save-result --save-detailed`, or one JSON object per request. metrics: the console
-    log of verl, TRL, NeMo-RL or SkyRL, their metrics in JSON, TensorBoard or W&B, or scrapes of vLLM's /metrics. What
-    had to be assumed is printed and written to the manifest.
+    vLLM: one JSON object per request. metrics: the console log of verl, TRL, NeMo-RL or SkyRL, their metrics in JSON,
+    TensorBoard or W&B, or scrapes of vLLM's /metrics. What had to be assumed is printed and written to the manifest.
 
     Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --max-response-tokens 16384
 

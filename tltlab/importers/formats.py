@@ -89,7 +89,7 @@ def import_dump(
         tables, assumed = tables_of_steps(
             steps, place=str(path), responses=responses, group_size=group_size, max_response_tokens=max_response_tokens
         )
-        return _trace(path, form, tables, [*notes, *assumed], workers, None)
+        return _trace(path, form, tables, [*notes, *assumed], workers)
     counter = NoTokenCounter() if tokens is None else tokens
     if form == "vllm":
         dump = read_vllm(path, group_size or 1)
@@ -97,7 +97,7 @@ def import_dump(
         dump = read_verl(path, counter) if form == "verl" else read_trl(path, counter, reward_columns)
     if not dump.responses:
         raise TraceError(f"{path}: no responses in it")
-    return _trace(path, form, *tables_of_responses(dump, max_response_tokens), workers, dump.model)
+    return _trace(path, form, *tables_of_responses(dump, max_response_tokens), workers)
 
 
 Source = str | Path
@@ -146,7 +146,7 @@ def _notes(trace: Trace) -> tuple[str, ...]:
 _FIELDS: dict[str, tuple[Sequence[str], ...]] = {
     "verl": (("input",), (), ("output",), ("score",)),
     "trl": (("prompt",), (), ("completion",), ()),
-    "vllm": ((*PROMPT_IDS, "prompt"), ("input_lens", "usage"), ("output_lens", "usage"), ("reward",)),
+    "vllm": ((*PROMPT_IDS, "prompt"), ("usage",), ("usage",), ("reward",)),
 }
 """By format: the fields of the prompt's name, of the two lengths beside their usual names, and of the reward."""
 
@@ -168,13 +168,12 @@ def _used_fields(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, .
 
 
 def _trace(
-    path: Path, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
-    model: str | None,
-) -> Trace:  # fmt: skip
+    path: Path, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None
+) -> Trace:
     name = path.resolve().name
     cap = int(tables["workload"]["max_response_tokens"].max())
     manifest = Manifest(
-        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}", model=model, num_workers=workers,
+        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}", num_workers=workers,
         max_response_tokens=cap, group_size=group_size_of(tables["workload"]), notes="; ".join(notes) or None,
     )  # fmt: skip
     return Trace.from_tables(manifest, tables)

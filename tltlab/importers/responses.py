@@ -41,7 +41,7 @@ class ImportedResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """What a dump was read as: its responses, what had to be assumed, and what it says about the run.
+    """What a dump was read as: its responses, and what had to be assumed.
 
     `exact` says that lengths are those the engine counted, not counts of the text.
     """
@@ -49,7 +49,6 @@ class Dump:
     responses: Sequence[ImportedResponse]
     notes: tuple[str, ...]
     exact: bool = True
-    model: str | None = None
 
 
 def text_id(text: str) -> str:

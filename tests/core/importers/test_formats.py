@@ -82,16 +82,6 @@ def trl(tmp_path):
     return folder.parent
 
 
-def bench_result(**change):
-    """What `vllm bench serve --save-result --save-detailed` writes, cut down to three requests."""
-    return {
-        "date": "20260102-030405", "backend": "openai", "model_id": "org/model", "num_prompts": 3, "completed": 2,
-        "total_output_tokens": 30, "duration": 9.0, "input_lens": [5, 6, 7], "output_lens": [10, 20, 0],
-        "ttfts": [0.5, 0.25, 0.0], "itls": [[0.5, 0.5], [1.0, 2.0], []], "start_times": [100.0, 101.0, 102.0],
-        "generated_texts": ["a", "b", ""], "errors": ["", "", "timed out"], **change,
-    }  # fmt: skip
-
-
 # verl
 
 
@@ -243,49 +233,6 @@ def test_a_csv_of_requests_keeps_when_each_came_and_went(tmp_path):
     assert (trace.outcomes["t_first_token"] - trace.outcomes["t_submit"]).tolist() == [0.75, 0.25]
 
 
-def test_a_benchmark_result_of_vllm_is_a_trace(tmp_path):
-    trace = import_dump(jsonl(tmp_path / "result.json", bench_result()), max_response_tokens=20)
-    outcomes = trace.outcomes
-    assert outcomes["response_tokens"].tolist() == [10, 20, 0]
-    assert outcomes["finish_reason"].tolist() == ["stop", "length", "abort"]
-    assert outcomes["t_submit"].tolist() == [0.0, 1.0, 2.0]
-    assert outcomes["t_first_token"].tolist() == [0.5, 1.25, 2.0]
-    assert outcomes["t_finish"].tolist() == [1.5, 4.25, 2.0]
-    assert trace.workload["prompt_tokens"].tolist() == [5, 6, 7]
-    assert trace.manifest.model == "org/model"
-    assert "1 requests failed or made no token and count as aborted" in trace.manifest.notes
-
-
-def test_latencies_of_newer_results_count_before_the_gaps(tmp_path):
-    path = jsonl(tmp_path / "result.json", bench_result(latencies=[3.0, 4.0, 0.0]))
-    assert import_dump(path).outcomes["t_finish"].tolist() == [3.0, 5.0, 2.0]
-
-
-def test_appended_results_are_rl_steps(tmp_path):
-    trace = import_dump(jsonl(tmp_path / "r.jsonl", bench_result(), bench_result(start_times=[7.0, 8.0, 9.0])))
-    assert trace.rl_steps == [0, 1]
-    assert trace.table("outcomes", rl_step=1)["t_submit"].tolist() == [0.0, 1.0, 2.0]
-    assert trace.workload["prompt_id"].is_unique
-    assert "each of the 2 appended results counts as an RL step" in trace.manifest.notes
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"ttfts": [0.1]}, "field ttfts: it has 1 entries, output_lens has 3"),
-        ({"input_lens": None}, "field input_lens: it is not there: run the benchmark with --save-detailed"),
-        ({"output_lens": None}, "field output_lens: it is not there: run the benchmark with --save-detailed"),
-        ({"output_lens": [10, 1.5, 0]}, "line 1, request 1, field response_tokens: got 1.5, wanted a whole number"),
-        ({"start_times": [1.0, "now", 2.0]}, "line 1, request 1, field start_time: got 'now', wanted a number"),
-        ({"latencies": [1.0, -2.0, 1.0]}, "line 1, request 1, field finish: got 99.0, before the start 101.0"),
-        ({"itls": [["x"], [], []]}, "line 1, request 0, field itl: wanted a list of numbers"),
-    ],
-)
-def test_a_broken_benchmark_result_is_refused(tmp_path, change, says):
-    with pytest.raises(TraceError, match=rf"r\.jsonl, .*{says}"):
-        import_dump(jsonl(tmp_path / "r.jsonl", bench_result(**change)))
-
-
 def test_requests_of_a_log_go_by_many_names(tmp_path):
     path = jsonl(
         tmp_path / "log.jsonl",
@@ -311,6 +258,19 @@ def test_requests_of_a_log_go_by_many_names(tmp_path):
     assert "2 requests have no start time: their times are unknown" in trace.manifest.notes
 
 
+def test_a_request_that_failed_or_made_no_token_counts_as_aborted(tmp_path):
+    row = {"prompt_tokens": 5, "start_time": 7.0, "latency": 2.0}
+    path = jsonl(
+        tmp_path / "log.jsonl",
+        row | {"output_tokens": 9}, row | {"output_tokens": 0}, row | {"error": "timed out"},
+        row | {"output_tokens": 3, "success": False},
+    )  # fmt: skip
+    trace = import_dump(path, max_response_tokens=9)
+    assert trace.outcomes["finish_reason"].tolist() == ["length", "abort", "abort", "abort"]
+    assert trace.outcomes["response_tokens"].tolist() == [9, 0, 0, 3]
+    assert "3 requests failed or made no token and count as aborted" in trace.manifest.notes
+
+
 def test_groups_of_a_log(tmp_path):
     row = {"prompt_tokens": 5, "output_tokens": 9}
     by_id = jsonl(tmp_path / "a.jsonl", *[{**row, "prompt_id": p, "rl_step": 3} for p in "xyx"])
@@ -328,6 +288,15 @@ def test_groups_of_a_log(tmp_path):
     [
         ({"usage": {"completion_tokens": 3}, "choices": [{}, {}]}, ", field choices: got 2 choices and one usage"),
         ({"output_tokens": 3, "words": 7}, ": no prompt length; wanted a field prompt_tokens or .*words"),
+        ({"prompt_tokens": 4, "output_tokens": 1.5}, ", field output_tokens: got 1.5, wanted a whole number"),
+        (
+            {"prompt_tokens": 4, "output_tokens": 3, "start_time": "now"},
+            ", field start_time: got 'now', wanted a number",
+        ),
+        (
+            {"prompt_tokens": 4, "output_tokens": 3, "start_time": 101.0, "latency": -2.0},
+            ", field finish: got 99.0, before the start 101.0",
+        ),
     ],
 )
 def test_a_wrong_request_is_refused(tmp_path, row, says):
@@ -341,12 +310,14 @@ def test_a_wrong_request_is_refused(tmp_path, row, says):
 def test_the_content_says_the_format(tmp_path, verl, trl):
     assert guess(verl) == "verl"
     assert guess(trl) == guess(trl / "completions") == "trl"
-    assert guess(jsonl(tmp_path / "a.jsonl", bench_result())) == "vllm"
     assert guess(jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})) == "vllm"
     (tmp_path / "lengths.csv").write_text("5\n9\n")
     assert guess(tmp_path / "lengths.csv") == "csv"
     with pytest.raises(TraceError, match=r"of no known format.*there are: a, b; say which with --format"):
         guess(jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}))
+    benchmark = {"model_id": "m", "completed": 2, "total_output_tokens": 30, "output_lens": [10, 20], "ttfts": [0.5, 1]}
+    with pytest.raises(TraceError, match=r"of no known format.*there are: model_id, .*output_lens"):
+        guess(jsonl(tmp_path / "d.json", benchmark))
     (tmp_path / "empty").mkdir()
     with pytest.raises(TraceError, match="neither"):
         guess(tmp_path / "empty")
