@@ -1,33 +1,129 @@
 """Engine profiles against measurements: errors inside the joint fit and on models, GPUs and engines left out of it.
 
-`shipped` makes `tltlab/costs/profiles.json` anew. The measurements are other people's tables, which are not part of the
+`shipped` makes `tltlab/costs/profiles.json` anew, `set_errors` the errors of each set that these are pooled from,
+`profile_errors.json`. The measurements are other people's tables, which are not part of the
 package (`tltlab.bench.published.profile_data`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
+from pydantic import Field, TypeAdapter
 
 from tltlab.arrays import Floats
 from tltlab.bench.published.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
 from tltlab.bench.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
 from tltlab.calibration.cross_validation import nine_in_ten
-from tltlab.costs.evidence import SPECULATING
-from tltlab.costs.profiles import Efficiencies, EngineProfile, LeftOut, MeasurementSet, Profiles, Quantised
+from tltlab.config import FrozenModel
+from tltlab.costs.evidence import LEVEL, SPECULATING
+from tltlab.costs.profiles import Efficiencies, EngineProfile, MeasurementSet, Profiles, Quantised
 from tltlab.costs.roofline import Numbers
 from tltlab.hardware import model
 
+ENOUGH_SETS = 3
+"""Sets of measurements from which on an engine's own left-out errors are told from luck."""
 FOLDS = {"model": "model", "gpu": "gpu", "engine": "family"}
 """What is left out, and by which column; kernel tables are no engine and stay."""
 COLUMNS = (
     "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note", "pooled", "left_out",
     "bias", "median_abs_error", "inside",
 )  # fmt: skip
+
+
+class LeftOut(FrozenModel):
+    """Relative errors of predictions: `bias` the median of the signed ones, `most` what nine in ten do not exceed."""
+
+    num_points: Annotated[int, Field(gt=0)]
+    bias: float
+    median: Annotated[float, Field(ge=0)]
+    most: Annotated[float, Field(ge=0)]
+    worst: Annotated[float, Field(ge=0)]
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        return self.median, self.most, self.worst
+
+
+class SetErrors(FrozenModel):
+    """Errors of one set of measurements inside the fit, and by what was left out of it."""
+
+    fitted: LeftOut
+    left_out: dict[str, LeftOut] = Field(default_factory=dict)
+
+
+ByEngine = Mapping[str, list[tuple[MeasurementSet, SetErrors]]]
+"""The sets of each engine, with their errors."""
+
+
+def shipped_errors() -> dict[str, list[SetErrors]]:
+    """The errors of each set behind the profiles that ship, by engine and in the order of its `measured`."""
+    text = (files("tltlab.bench") / "profile_errors.json").read_text()
+    return TypeAdapter(dict[str, list[SetErrors]]).validate_json(text)
+
+
+def pooled_by_fold(sets: ByEngine, engine: str, experts: bool) -> dict[str, tuple[float, float]]:
+    """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
+
+    Each set of measurements counts alike. Of an engine with fewer than `ENOUGH_SETS` in a fold those of all engines
+    speak for it.
+    """
+    of_all: dict[str, list[LeftOut]] = {}
+    of_engine: dict[str, list[LeftOut]] = {}
+    for name, pairs in sets.items():
+        for measured, errors in pairs:
+            if bool(model(measured.model).experts) == experts:
+                for fold, error in errors.left_out.items():
+                    key = fold + (SPECULATING if measured.draft_depth else "")
+                    of_all.setdefault(key, []).append(error)
+                    if name == engine:
+                        of_engine.setdefault(key, []).append(error)
+    enough = of_all | {fold: errors for fold, errors in of_engine.items() if len(errors) >= ENOUGH_SETS}
+    # A further set is none of these: the fewer they are the larger a share of them it takes (conformal prediction).
+    return {
+        fold: (
+            pooled([error.spread for error in errors], 0.5),
+            pooled([error.spread for error in errors], min(LEVEL * (1 + 1 / len(errors)), 1.0)),
+        )
+        for fold, errors in enough.items()
+    }
+
+
+def pooled(errors: Iterable[tuple[float, float, float]], level: float = LEVEL) -> float:
+    """The error that the share `level` of measurements does not exceed, sets of them counting alike.
+
+    Each set is (median, what nine in ten do not exceed, worst), its distribution linear between those.
+
+    >>> pooled([(0.1, 0.2, 0.3)]), pooled([(0.1, 0.2, 0.3), (0.0, 0.0, 0.0)], 0.75)
+    (0.2, 0.1)
+    """
+    sets = [sorted(quantiles) for quantiles in errors]
+    low, high = 0.0, max(quantiles[-1] for quantiles in sets)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(_share_within(quantiles, middle) for quantiles in sets) / len(sets) < level:
+            low = middle
+        else:
+            high = middle
+    return round(high, 6)
+
+
+def _share_within(errors: list[float], bound: float) -> float:
+    """Share of a set's errors that do not exceed `bound`."""
+    knots = zip([0.0, *errors], [0.0, 0.5, LEVEL, 1.0], strict=True)
+    (at, share), *later = knots
+    for error, below in later:
+        if bound < error:
+            return share + (below - share) * (bound - at) / (error - at)
+        at, share = error, below
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +199,7 @@ def shipped(fitting: ProfileFit) -> Profiles:
     """The profiles of a fit, four digits each; left-out errors where the fit has been validated."""
     table = fitting.table[fitting.table["family"] != "kernels"]
     gpus = sorted(table["gpu"].unique())
+    sets = set_errors(fitting)
     return Profiles(
         knee=_round(fitting.term("knee")),
         expert_spread=_round(fitting.term("expert_spread")),
@@ -111,7 +208,7 @@ def shipped(fitting: ProfileFit) -> Profiles:
         ),
         typical=_efficiencies(fitting, ""),
         gpus={name: _efficiencies(fitting, name) for name in gpus},
-        engines={name: _engine(fitting, name, of) for name, of in ENGINES.items()},
+        engines={name: _engine(fitting, name, of, sets) for name, of in ENGINES.items()},
         provenance=(
             f"Fitted jointly by tltlab.bench.profiles to {len(table)} published measurements of engines "
             f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, TLT arXiv 2511.16665, EAGLE-3 arXiv "
@@ -119,6 +216,12 @@ def shipped(fitting: ProfileFit) -> Profiles:
             "Efficiencies are by GPU, terms by engine; where few were measured they stay near what all have in common.",
         ),
     )
+
+
+def set_errors(fitting: ProfileFit) -> ByEngine:
+    """Each engine's sets of measurements, with their errors; left-out ones where the fit has been validated."""
+    parts = {name: _rows_of(fitting.table, of).groupby("set", sort=False) for name, of in ENGINES.items()}
+    return {name: [_measured(part) for _, part in grouped] for name, grouped in parts.items()}
 
 
 def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
@@ -136,7 +239,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
         asked=np.where(table["draft_depth"] > 0, "speed-up", "plain"),
         **{f"{fold}_inside": np.nan for fold in ("", *FOLDS)},
     )
-    _mark_inside(table, shipped(fitting))
+    _mark_inside(table, shipped(fitting), set_errors(fitting))
     table_rows: list[tuple[object, ...]] = []
     for column in ("set", "engine"):
         for _, part in table.groupby([column, "asked"], sort=False):
@@ -151,15 +254,14 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     return pd.DataFrame([*table_rows, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
 
 
-def _mark_inside(table: pd.DataFrame, ships: Profiles) -> None:
+def _mark_inside(table: pd.DataFrame, ships: Profiles, sets: ByEngine) -> None:
     """Which errors lie in the interval that the measurements' own profile gives, or what it has left without them."""
-    for name, profile in ships.engines.items():
+    for name, pairs in sets.items():
         parts = _rows_of(table, ENGINES[name]).groupby("set", sort=False)
-        for measured, (_, part) in zip(profile.measured, parts, strict=True):
-            remaining = profile.model_copy(update={"measured": tuple(m for m in profile.measured if m is not measured)})
-            without = ships.model_copy(update={"engines": ships.engines | {name: remaining}})
+        for (measured, _), (_, part) in zip(pairs, parts, strict=True):
+            without = {**sets, name: [pair for pair in pairs if pair[0] is not measured]}
             shape, kind = model(measured.model), SPECULATING if measured.draft_depth else ""
-            bounds = {fold: most for fold, (_, most) in without.left_out(name, shape.experts > 0).items()}
+            bounds = {fold: most for fold, (_, most) in pooled_by_fold(without, name, shape.experts > 0).items()}
             evidence = ships.evidence(name, measured.gpu, shape, measured.weights)
             bounds[kind] = (evidence.speedup_error() if kind else evidence.error()) or 0.0
             for fold in ("", *FOLDS):
@@ -204,7 +306,7 @@ def _efficiencies(fitting: ProfileFit, gpu: str) -> Efficiencies:
     return Efficiencies(**{name: _round(fitting.term(name, gpu=gpu)) for name in names})
 
 
-def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:
+def _engine(fitting: ProfileFit, name: str, of: Shipped, sets: ByEngine) -> EngineProfile:
     table = fitting.table
     measurements = _rows_of(table, of)
     at = {"family": of.family, "version": of.version}
@@ -224,7 +326,8 @@ def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:
         prefill_efficiency=_round(fitting.term("prefill", **at)),
         expert_efficiency=_round(fitting.term("expert_efficiency", **at)),
         draft_vocab=of.draft_vocab,
-        measured=tuple(_measured(part) for _, part in measurements.groupby("set", sort=False)),
+        measured=tuple(measured for measured, _ in sets[name]),
+        left_out={"dense": pooled_by_fold(sets, name, False), "experts": pooled_by_fold(sets, name, True)},
         notes=tuple(notes),
         **{term: _round(fitting.term(term, **at)) for term in seconds},
     )
@@ -234,12 +337,14 @@ def _rows_of(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
     return table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
 
 
-def _measured(part: pd.DataFrame) -> MeasurementSet:
+def _measured(part: pd.DataFrame) -> tuple[MeasurementSet, SetErrors]:
     first = part.iloc[0]
     served = part["input_tokens"].notna()
     context = part["context_tokens"].where(~served, part["input_tokens"] + part["output_tokens"] / 2).dropna()
     drafted = part["draft_depth"][part["draft_depth"] > 0]
-    return MeasurementSet(
+    fitted = _fold_errors(part["error"])
+    left_out = {fold: _fold_errors(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part}
+    measured = MeasurementSet(
         gpu=first["gpu"],
         model=first["model"],
         weights=first["weights"],
@@ -248,10 +353,10 @@ def _measured(part: pd.DataFrame) -> MeasurementSet:
         context_tokens=_span(context) if len(context) else (0.0, 0.0),
         draft_depth=_span(drafted) if len(drafted) else None,
         source=first["source"],
-        fitted=_fold_errors(part["error"]),
+        fitted=(fitted.median, fitted.most),
         parameter=nine_in_ten(part["open"].to_numpy(np.float64)),
-        left_out={fold: _fold_errors(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part},
     )
+    return measured, SetErrors(fitted=fitted, left_out=left_out)
 
 
 def _span(values: pd.Series[float]) -> tuple[float, float]:

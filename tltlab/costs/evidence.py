@@ -143,33 +143,3 @@ class Evidence(FrozenModel):
 def interval(value: float, error: float | None) -> tuple[float, float] | None:
     """Where a value lies that a prediction `value` misses by at most the relative `error`; None without one."""
     return None if error is None else (value / (1.0 + error), value / (1.0 - min(error, _MOST_OVER)))
-
-
-def pooled(errors: Iterable[tuple[float, float, float]], level: float = LEVEL) -> float:
-    """The error that the share `level` of measurements does not exceed, sets of them counting alike.
-
-    Each set is (median, what nine in ten do not exceed, worst), its distribution linear between those.
-
-    >>> pooled([(0.1, 0.2, 0.3)]), pooled([(0.1, 0.2, 0.3), (0.0, 0.0, 0.0)], 0.75)
-    (0.2, 0.1)
-    """
-    sets = [sorted(quantiles) for quantiles in errors]
-    low, high = 0.0, max(quantiles[-1] for quantiles in sets)
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(_share_within(quantiles, middle) for quantiles in sets) / len(sets) < level:
-            low = middle
-        else:
-            high = middle
-    return round(high, 6)
-
-
-def _share_within(errors: list[float], bound: float) -> float:
-    """Share of a set's errors that do not exceed `bound`."""
-    knots = zip([0.0, *errors], [0.0, 0.5, LEVEL, 1.0], strict=True)
-    (at, share), *later = knots
-    for error, below in later:
-        if bound < error:
-            return share + (below - share) * (bound - at) / (error - at)
-        at, share = error, below
-    return 1.0

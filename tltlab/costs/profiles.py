@@ -6,12 +6,10 @@ and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -22,11 +20,9 @@ from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
 from .base import CalibratedRange, Seconds, Span
-from .evidence import LEVEL, SPECULATING, Evidence, pooled
+from .evidence import SPECULATING, Error, Evidence
 from .roofline import Constants, RooflineCosts
 
-ENOUGH_SETS = 3
-"""Sets of measurements from which on an engine's own left-out errors are told from luck."""
 Factor = Annotated[float, Field(gt=0, le=10)]
 MOST_EFFICIENT = 1.0
 """Share of a data sheet's rates: no kernel reads or computes faster."""
@@ -35,7 +31,6 @@ MOST_OF_EXPERTS = 1.2
 _SHARPNESS = 12.0
 _Numbers = TypeVar("_Numbers", float, Floats)
 _Record = TypeVar("_Record", Gpu, ModelShape)
-_Set = TypeVar("_Set", "LeftOut", "MeasurementSet")
 
 
 def capped(value: _Numbers, most: float) -> _Numbers:
@@ -65,26 +60,11 @@ class Quantised(FrozenModel):
     compute: Factor
 
 
-class LeftOut(FrozenModel):
-    """Relative errors of predictions: `bias` the median of the signed ones, `most` what nine in ten do not exceed."""
-
-    num_points: Annotated[int, Field(gt=0)]
-    bias: float
-    median: Annotated[float, Field(ge=0)]
-    most: Annotated[float, Field(ge=0)]
-    worst: Annotated[float, Field(ge=0)]
-
-    @property
-    def spread(self) -> tuple[float, float, float]:
-        return self.median, self.most, self.worst
-
-
 class MeasurementSet(FrozenModel):
-    """One set of measurements of the fit: what was run, the spans covered, errors inside the fit and left out.
+    """One set of measurements of the fit: what was run, the spans covered, and errors inside the fit.
 
-    `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted.
-    `left_out` is by what was left out: the model, the GPU or the engine, each with all its measurements; `parameter` as
-    in `Evidence`.
+    `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted. `fitted`
+    and `parameter` as in `Evidence`.
     """
 
     gpu: str
@@ -95,9 +75,8 @@ class MeasurementSet(FrozenModel):
     context_tokens: Span
     draft_depth: Span | None = None
     source: str
-    fitted: LeftOut
+    fitted: tuple[Error, Error]
     parameter: Annotated[float, Field(ge=0)] = 0.0
-    left_out: dict[str, LeftOut] = Field(default_factory=dict)
 
     def of(self, gpu: str, model: str, weights: str) -> bool:
         """Whether it is of these."""
@@ -109,7 +88,8 @@ class EngineProfile(FrozenModel):
 
     Per layer: `layer_s`, `qk_norm_layer_s` where queries and keys are normalised, `quantised_layer_s` where weights
     have fewer bits than 16 (inputs are quantised too), `expert_layer_s` where there are experts (routing, dispatch).
-    Drafting terms are those of a drafter with weights.
+    Drafting terms are those of a drafter with weights. `left_out` holds `Evidence.left_out` of dense models and of ones
+    with experts: errors with the model, the GPU or the engine left out, each with all its measurements.
     """
 
     engine: str
@@ -130,14 +110,8 @@ class EngineProfile(FrozenModel):
     tree_s: Seconds
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
     measured: tuple[MeasurementSet, ...]
+    left_out: dict[Literal["dense", "experts"], dict[str, tuple[Error, Error]]] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def errors(self, experts: bool) -> Iterator[tuple[str, LeftOut]]:
-        """Each fold, plain and speculating apart, with the errors of a set of models with or without experts."""
-        for measured in self.measured:
-            if bool(model(measured.model).experts) == experts:
-                for fold, errors in measured.left_out.items():
-                    yield fold + (SPECULATING if measured.draft_depth else ""), errors
 
     def unmeasured(self, gpu: str, model: str, weights: Dtype) -> tuple[str, ...]:
         """What this engine was never measured with; "together" where everything was, but apart."""
@@ -157,34 +131,20 @@ class Profiles(FrozenModel):
     engines: dict[str, EngineProfile]
     provenance: tuple[str, ...]
 
-    def left_out(self, engine: str, experts: bool) -> dict[str, tuple[float, float]]:
-        """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
-
-        Each set of measurements counts alike. Of an engine with fewer than `ENOUGH_SETS` in a fold those of all engines
-        speak for it.
-        """
-        of_engine, of_all = (
-            _by_fold(chain.from_iterable(profile.errors(experts) for profile in chosen))
-            for chosen in ([self.engines[engine]], self.engines.values())
-        )
-        enough = of_all | {fold: sets for fold, sets in of_engine.items() if len(sets) >= ENOUGH_SETS}
-        # A further set is none of these: the fewer they are the larger a share of them it takes (conformal prediction).
-        return {fold: _pooled(sets, min(LEVEL * (1 + 1 / len(sets)), 1.0)) for fold, sets in enough.items()}
-
     def evidence(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Evidence:
         """What speaks for this engine's costs of a model on one kind of GPU."""
         profile = self.engines[engine]
         nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
-        by_fold = _by_fold(("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest)
+        by_kind = [("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest]
         drafted = [m for m in profile.measured if m.draft_depth]
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
         return Evidence(
             engine=engine,
             unmeasured=profile.unmeasured(gpu, model.name, weights),
             speculation=bool(drafted),
-            left_out=self.left_out(engine, model.experts > 0),
-            fitted={fold: _pooled([m.fitted for m in sets]) for fold, sets in by_fold.items()},
-            parameter={fold: max(m.parameter for m in sets) for fold, sets in by_fold.items()},
+            left_out=profile.left_out.get("experts" if model.experts else "dense", {}),
+            fitted={kind: m.fitted for kind, m in by_kind},
+            parameter={kind: m.parameter for kind, m in by_kind},
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
@@ -219,19 +179,6 @@ class Profiles(FrozenModel):
             draft_level_per_request_s=e.draft_level_per_request_s,
             tree_s=e.tree_s,
         )
-
-
-def _by_fold(errors: Iterable[tuple[str, _Set]]) -> dict[str, list[_Set]]:
-    folds: dict[str, list[_Set]] = {}
-    for fold, errors_of_set in errors:
-        folds.setdefault(fold, []).append(errors_of_set)
-    return folds
-
-
-def _pooled(sets: list[LeftOut], level: float = LEVEL) -> tuple[float, float]:
-    """Median and nine in ten of the errors of several sets, each counting alike."""
-    spreads = [errors.spread for errors in sets]
-    return pooled(spreads, 0.5), pooled(spreads, level)
 
 
 @cache

@@ -6,10 +6,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.bench.profiles import ENGINES, fitted, shipped
+from tltlab.bench.profiles import (
+    ENGINES,
+    SetErrors,
+    fitted,
+    pooled,
+    pooled_by_fold,
+    set_errors,
+    shipped,
+    shipped_errors,
+)
 from tltlab.bench.published.measurements import COLUMNS
 from tltlab.bench.published.profiles import PRIORS, Design, Param, fit, predict, uncertainty
-from tltlab.costs.profiles import profiles
+from tltlab.costs.profiles import MeasurementSet, profiles
+from tltlab.hardware import model
 
 
 def servers() -> pd.DataFrame:
@@ -89,22 +99,71 @@ def test_a_row_alone_moves_terms_little(made: pd.DataFrame):
 
 
 def test_the_profiles_that_ship_are_those_of_the_fit(shared_data: Path):
-    found, ships = shipped(fitted(shared_data)), profiles()
+    found, ships, sets = shipped(fitted(shared_data)), profiles(), set_errors(fitted(shared_data))
     assert sorted(found.engines) == sorted(ships.engines) == sorted(ENGINES)
     for name, engine in found.engines.items():
-        for term, value in engine.model_dump(exclude={"measured"}).items():
+        for term, value in engine.model_dump(exclude={"measured", "left_out"}).items():
             expected = getattr(ships.engines[name], term)
             assert expected == (pytest.approx(value, rel=0.05) if isinstance(value, float) else value)
-        assert [m.fitted.num_points for m in engine.measured] == [
-            m.fitted.num_points for m in ships.engines[name].measured
-        ]
+        assert [e.fitted.num_points for _, e in sets[name]] == [e.fitted.num_points for e in shipped_errors()[name]]
     for name, rates in found.gpus.items():
         assert ships.gpus[name].model_dump() == pytest.approx(rates.model_dump(), rel=0.02)
 
 
 def test_inside_the_fit_every_dense_model_is_within_5_percent(shared_data: Path):
-    for engine in shipped(fitted(shared_data)).engines.values():
-        for one in engine.measured:
-            if one.fitted.num_points > 1 and "A3B" not in one.model and "A22B" not in one.model:
-                assert abs(one.fitted.bias) < 0.05, one
-                assert one.fitted.median < 0.07, one
+    for sets in set_errors(fitted(shared_data)).values():
+        for one, errors in sets:
+            if errors.fitted.num_points > 1 and "A3B" not in one.model and "A22B" not in one.model:
+                assert abs(errors.fitted.bias) < 0.05, one
+                assert errors.fitted.median < 0.07, one
+
+
+def shipped_sets() -> dict[str, list[tuple[MeasurementSet, SetErrors]]]:
+    errors = shipped_errors()
+    return {name: list(zip(engine.measured, errors[name], strict=True)) for name, engine in profiles().engines.items()}
+
+
+def test_the_errors_that_ship_are_pooled_from_those_of_the_sets():
+    sets = shipped_sets()
+    for name, engine in profiles().engines.items():
+        for kind, experts in (("dense", False), ("experts", True)):
+            assert engine.left_out[kind] == pooled_by_fold(sets, name, experts)
+        for one, errors in sets[name]:
+            assert one.fitted == (errors.fitted.median, errors.fitted.most)
+
+
+def test_left_out_errors_that_ship_are_within_what_is_promised():
+    found = {
+        (engine, one.model, one.gpu, one.draft_depth is None): errors.left_out["model"]
+        for engine, sets in shipped_sets().items()
+        for one, errors in sets
+    }
+    speculating = {tuple(names): errors for (*names, plain), errors in found.items() if not plain}
+    assert len(speculating) == 4
+    assert all(errors.median < 0.075 for (engine, *_), errors in speculating.items() if engine == "sglang")
+    assert abs(found["vllm", "Llama-3.1-70B", "H100", True].bias) < 0.05
+    assert abs(found["tensorrt-llm", "Llama-3.1-8B", "H100", True].bias) < 0.05
+
+
+def share_within(errors: tuple[float, float, float], bound: float) -> float:
+    return float(np.interp(bound, [0.0, *errors], [0.0, 0.5, 0.9, 1.0]))
+
+
+def test_pooled_errors_are_a_quantile_of_all_sets():
+    sets = [(0.1, 0.2, 0.3), (0.02, 0.05, 0.4)]
+    bound = pooled(sets, 0.8)
+    assert np.mean([share_within(one, bound) for one in sets]) == pytest.approx(0.8, abs=1e-4)
+
+
+@pytest.mark.parametrize("fold", ["model", "gpu", "engine"])
+def test_intervals_of_dense_models_hold_for_sets_that_they_were_not_made_of(fold: str):
+    """Each set of measurements against the interval that the others give."""
+    every, held = shipped_sets(), []
+    for name, sets in every.items():
+        for out, errors in sets:
+            if out.draft_depth or model(out.model).experts:
+                continue
+            without = every | {name: [pair for pair in sets if pair[0] is not out]}
+            held.append(share_within(errors.left_out[fold].spread, pooled_by_fold(without, name, False)[fold][1]))
+    assert len(held) == 14
+    assert 0.9 <= np.mean(held) <= 0.95
