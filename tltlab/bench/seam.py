@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED, Activation, Policy
 
 if TYPE_CHECKING:
-    from tltlab.runtime.engine.vllm.played import PlayedEngine, World
+    from tltlab.bench.vllm.played import PlayedEngine, World
 
 BATCHES = (1, 8, 32, 128, 256, 512)
 RECORD, CAPTURE = "record", "capture"
@@ -142,7 +142,7 @@ def _loop_ns() -> float:
 
 def _world(folder: Path, max_batch: int) -> World:
     """A small model and texts for `max_batch` requests at a time."""
-    from tltlab.runtime.engine.vllm.played import World
+    from tltlab.bench.vllm.played import World
 
     groups = made_up(-(-max_batch // GROUP), 2 * GROUP, RESPONSE_TOKENS)
     return World(
@@ -157,7 +157,7 @@ def _world(folder: Path, max_batch: int) -> World:
 
 
 def _played(world: World, case: str, policy: Policy, batch: int, *, cold: bool = False) -> PlayedEngine:
-    from tltlab.runtime.engine.vllm.played import PlayedEngine
+    from tltlab.bench.vllm.played import PlayedEngine
 
     learned, record, capture = (case == name for name in ("beg-mab-learned", RECORD, CAPTURE))
     return PlayedEngine(world, policy, batch, learned=learned, record=record, capture=capture, cold=cold)

@@ -73,7 +73,7 @@ def test_every_kind_of_case_runs_beside_vllms_scheduler_and_drafts_when_it_is_to
 
 @pytest.mark.engine
 def test_what_is_beyond_the_index_is_held_against_it_strategy_by_strategy():
-    from tltlab.runtime.engine.vllm.played import _beyond_us
+    from tltlab.bench.vllm.played import _beyond_us
 
     def rows(strategy: str, plain_us: list[float], index_us: list[float]) -> list[dict]:
         taken = [{"us": {"drafts": us, "vllm": 99.0}, "index_us": {}} for us in plain_us]

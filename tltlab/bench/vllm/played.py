@@ -32,11 +32,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.ledger import Stopwatch
-
-from .capture import RunnerCapture
-from .options import vllm_options
-from .scheduler import PolicyScheduler
-from .watch import WATCHED, record_only
+from tltlab.runtime.engine.vllm.capture import RunnerCapture
+from tltlab.runtime.engine.vllm.options import vllm_options
+from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler
+from tltlab.runtime.engine.vllm.watch import WATCHED, record_only
 
 _WARM_UP = 12
 _FEWEST = 10

@@ -1,0 +1,1 @@
+"""Benchmarks and checks that know vLLM from inside."""
