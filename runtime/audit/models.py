@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 WORDS = ("a", "b", "c", "d", "<eos>")
@@ -37,20 +37,6 @@ class TinyModels:
     draft_model: Path
     eagle: Path
     eagle3: Path
-
-
-def stand_in_for_hub(hub: Path) -> None:
-    """Write the configuration that vLLM's tests of scheduling ask Hugging Face's hub for, as its cache has it.
-
-    It is transformers' default of an OPT, with a tokenizer and next to no weights: vLLM would look for some online.
-    """
-    place = hub / "models--facebook--opt-125m"
-    snapshot = place / "snapshots" / "0"
-    OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(snapshot)
-    save_file({"lm_head.weight": torch.zeros(1)}, snapshot / "model.safetensors")
-    _save_tokenizer(snapshot)
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("0")
 
 
 def make_tiny_models(folder: Path) -> TinyModels:
@@ -144,10 +130,10 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
     model.save_pretrained(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=WORDS[EOS]).save_pretrained(folder)

@@ -444,6 +444,32 @@ def train(
     _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, text)
 
 
+@app.command("vllm-tests")
+def vllm_tests(
+    source: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="What the sdist of the installed version of vLLM unpacks to.")
+    ],
+    test: Annotated[
+        list[str] | None, typer.Option(help="A file or folder of tests in FOLDER, in place of the default. Repeatable.")
+    ] = None,
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds that the tests may take, each time they run.")] = 3600,
+    as_json: Json = False,
+) -> None:
+    """Run vLLM's own tests of scheduling and sampling with vLLM as it is, and with ours in its place, and compare.
+
+    They run three times: as they are, with our schedulers and plugin, and with a policy that always drafts. Nothing is
+    fetched; what the tests need from elsewhere fails each time. Exit code 1 for a difference that is not explained.
+
+    Example: tltlab bench vllm-tests vllm-0.32.0
+    """
+    from tltlab.bench.vllm.own_tests import TESTS, run_vllm_tests, text
+
+    report = run_vllm_tests(source, tests=test or TESTS, limit_s=limit_s, progress=progress)
+    _tell(report, as_json, text)
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
 def _tell(
     result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str], out: Path | None = None
 ) -> None:

@@ -141,13 +141,6 @@ def keep_linear_weights() -> None:
     utils.check_cpu_sgl_kernel = lambda *_: False
 
 
-def do_not_wait_for_hub() -> None:
-    """Have vLLM ask Hugging Face's hub once for a file that is not there: it waits for two seconds and asks again."""
-    from vllm.transformers_utils import repo_utils
-
-    repo_utils.with_retry.__defaults__ = (1, 0, ())
-
-
 def installed_vllm() -> str:
     """The version of vLLM here, whose CPU build is a distribution of another name. Importing it takes seconds."""
     with suppress(PackageNotFoundError):

@@ -7,15 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import on_cpu, replaced, starting, uncompiled
 from .llm import add_request, client_errors, engine_arguments, response, running, sampling_params, scheduler_of
@@ -190,37 +186,3 @@ class StockEngine:
         if accepted is None:
             return [0] * (1 + self.depth)
         return [metrics[_DRAFTS].value, *accepted.values[: self.depth]]
-
-
-def in_place_of_vllms(*, with_policy: bool) -> None:
-    """Load our plugin, and put our schedulers where vLLM's modules have theirs, for as long as this process lives.
-
-    `with_policy` each of them has a policy that always drafts as deep as its engine can.
-    """
-    from vllm.v1.core.sched import async_scheduler, scheduler
-
-    from . import scheduler as ours
-    from .capabilities import missing
-    from .options import Attachment
-    from .plugin import register
-
-    if not missing("diffusion models"):
-        # While these are still over vLLM's own, which ours look for.
-        import_module("vllm.v1.core.sched.diffusion_scheduler")
-
-    class Always(Attachment):
-        """Whatever the configuration says."""
-
-        @classmethod
-        def of_engine(cls, config: Any) -> Attachment:
-            depth = config.num_speculative_tokens if config.speculative_config is not None else 0
-            strategy = Strategy.chain("learned", depth) if depth else NO_SPECULATION
-            learned = LearnedSpec(method="draft_model", model="of/the-engine")
-            return Attachment(policy=load_policy(strategy), drafters={"learned": learned}, max_draft_depth=depth)
-
-    register()
-    if with_policy:
-        vars(ours).update(Attachment=Always)
-    # The tests ask for a class by name, and a CPU's configuration says that scheduling is synchronous.
-    ours.PolicyScheduler._check_class = lambda self, config: None  # type: ignore[method-assign]
-    scheduler.Scheduler, async_scheduler.AsyncScheduler = ours.PolicyScheduler, ours.AsyncPolicyScheduler

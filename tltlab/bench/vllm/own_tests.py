@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
 from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.engine.vllm import do_not_wait_for_hub, installed_vllm
+from tltlab.runtime.engine.vllm import installed_vllm
 
 TESTS = (
     "tests/v1/core/test_scheduler.py",
@@ -125,9 +126,6 @@ def run_vllm_tests(
 
     ConfigError for a folder without the tests of the vLLM that is installed, RunError where pytest cannot run them.
     """
-    # It imports torch and transformers, which the process of a side, that imports this module, need not wait for.
-    from .models import stand_in_for_hub
-
     _check(source, tests)
     outcomes: dict[Side, dict[str, Outcome]] = {}
     seconds: dict[Side, float] = {}
@@ -194,6 +192,27 @@ def _run(place: Path, side: Side, tests: Sequence[str], limit_s: float) -> dict[
     return outcomes
 
 
+def stand_in_for_hub(hub: Path) -> None:
+    """Write the configuration that vLLM's tests of scheduling ask Hugging Face's hub for, as its cache has it.
+
+    It is transformers' default of an OPT, with a tokenizer and next to no weights: vLLM would look for some online.
+    """
+    # The process of a side, which imports this module, need not wait for these.
+    import torch
+    from safetensors.torch import save_file
+    from transformers import OPTConfig
+
+    from tltlab.runtime.audit.models import save_tokenizer
+
+    place = hub / "models--facebook--opt-125m"
+    snapshot = place / "snapshots" / "0"
+    OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(snapshot)
+    save_file({"lm_head.weight": torch.zeros(1)}, snapshot / "model.safetensors")
+    save_tokenizer(snapshot)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0")
+
+
 def outcomes_of(report: Path) -> dict[str, Outcome]:
     """How each test of a JUnit report came out, by "file::name"."""
     outcomes = {}
@@ -212,9 +231,6 @@ def pytest_configure() -> None:
     do_not_wait_for_hub()
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
-        # It imports torch, and more.
-        from tltlab.runtime.engine.vllm.stock import in_place_of_vllms
-
         in_place_of_vllms(with_policy=side == "policy")
 
 
@@ -223,6 +239,51 @@ def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
     for item in items:
         if "tests/v1/core/" in item.nodeid:
             item.add_marker("skip_global_cleanup")
+
+
+def do_not_wait_for_hub() -> None:
+    """Have vLLM ask Hugging Face's hub once for a file that is not there: it waits for two seconds and asks again."""
+    from vllm.transformers_utils import repo_utils
+
+    repo_utils.with_retry.__defaults__ = (1, 0, ())
+
+
+def in_place_of_vllms(*, with_policy: bool) -> None:
+    """Load our plugin, and put our schedulers where vLLM's modules have theirs, for as long as this process lives.
+
+    `with_policy` each of them has a policy that always drafts as deep as its engine can.
+    """
+    # It imports torch, and more.
+    from vllm.v1.core.sched import async_scheduler, scheduler
+
+    from tltlab.drafters.specs import LearnedSpec
+    from tltlab.policies.policy import load_policy
+    from tltlab.runtime.engine.vllm import scheduler as ours
+    from tltlab.runtime.engine.vllm.capabilities import missing
+    from tltlab.runtime.engine.vllm.options import Attachment
+    from tltlab.runtime.engine.vllm.plugin import register
+    from tltlab.strategy import NO_SPECULATION, Strategy
+
+    if not missing("diffusion models"):
+        # While these are still over vLLM's own, which ours look for.
+        import_module("vllm.v1.core.sched.diffusion_scheduler")
+
+    class Always(Attachment):
+        """Whatever the configuration says."""
+
+        @classmethod
+        def of_engine(cls, config: Any) -> Attachment:
+            depth = config.num_speculative_tokens if config.speculative_config is not None else 0
+            strategy = Strategy.chain("learned", depth) if depth else NO_SPECULATION
+            learned = LearnedSpec(method="draft_model", model="of/the-engine")
+            return Attachment(policy=load_policy(strategy), drafters={"learned": learned}, max_draft_depth=depth)
+
+    register()
+    if with_policy:
+        vars(ours).update(Attachment=Always)
+    # The tests ask for a class by name, and a CPU's configuration says that scheduling is synchronous.
+    ours.PolicyScheduler._check_class = lambda self, config: None  # type: ignore[method-assign]
+    scheduler.Scheduler, async_scheduler.AsyncScheduler = ours.PolicyScheduler, ours.AsyncPolicyScheduler
 
 
 def _tally(results: Mapping[str, Outcome]) -> dict[str, int]:
