@@ -7,18 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.config import json_or_text
-from tltlab.console import Json, command_group, emit, progress
+from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
 
-audit = command_group(
-    help="Sample a real engine and hold the samples against the exact distribution of its model, case by case.",
-    invoke_without_command=True,
-)
 
-
-@audit.callback()
-def _sample(
-    context: typer.Context,
+def audit(
     fast: Annotated[bool, typer.Option("--fast", help="Every value of every factor once, not every pair.")] = False,
     drafter: Annotated[
         list[str] | None, typer.Option(help="Audit this drafter only: ngram, suffix, eagle, ... Repeatable.")
@@ -55,8 +48,6 @@ def _sample(
 
     Example: tltlab audit --fast --vllm max_num_seqs=64
     """
-    if context.invoked_subcommand is not None:
-        return
     # vLLM takes seconds to import: --help should not wait for it.
     from tltlab.runtime.audit.run import run_audit, text
 

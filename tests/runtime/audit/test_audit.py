@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from typer import Typer
 from typer.testing import CliRunner
 
 from tltlab.errors import ConfigError
@@ -158,8 +159,11 @@ def test_engine_settings_that_are_none_are_refused(given: str):
 
 @pytest.fixture(scope="session")
 def run() -> Callable[..., tuple[int, dict]]:
+    app = Typer()
+    app.command()(audit)
+
     def invoke(*args: str) -> tuple[int, dict]:
-        result = CliRunner().invoke(audit, [*args, "--json"])
+        result = CliRunner().invoke(app, [*args, "--json"])
         return result.exit_code, json.loads(result.stdout)
 
     return invoke
