@@ -1,8 +1,7 @@
-"""What the adapter touches in vLLM: asked of the one that is installed, of sources, and told in the README."""
+"""What the adapter touches in vLLM: asked of the one that is installed, and told by version."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -11,78 +10,9 @@ from typing import get_args
 import pytest
 
 from tltlab.runtime.engine.vllm import capabilities, plugin
-from tltlab.runtime.engine.vllm.capabilities import (
-    CAPABILITIES,
-    VERSIONS,
-    Sources,
-    by_version,
-    cpu_head_sizes,
-    dtypes,
-    has_each,
-    lacks,
-    missing,
-    table,
-)
+from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, by_version, cpu_head_sizes, dtypes, lacks, missing
 
 ADAPTER = Path(capabilities.__file__).parent
-
-MADE_UP = {
-    "core/__init__.py": "from .scheduler import Scheduler as Planner",
-    "core/scheduler.py": """
-from vllm.core.base import Base
-if True:
-    try:
-        from fast import twice
-    except ImportError:
-        def twice(x, *, deep): ...
-class Scheduler(Base[int]):
-    limit: int = 1
-    def schedule(self, now):
-        self.table = self.made
-""",
-    "core/base.py": """
-class Base:
-    def __init__(self, config):
-        self.waiting = []
-""",
-}
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Sources:
-    for name, text in MADE_UP.items():
-        path = tmp_path / "vllm" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return Sources(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("touch", "there"),
-    [
-        ("core:Planner.schedule(now)", True),
-        ("core:Planner.schedule(now, then)", False),
-        ("core:Scheduler", False),
-        ("core.scheduler:Scheduler.table", True),
-        ("core.scheduler:Scheduler.waiting", True),
-        ("core.scheduler:Scheduler(limit, config)", True),
-        ("core.scheduler:Scheduler(limit, size)", False),
-        ("core.scheduler:Scheduler.running", False),
-        ("core.scheduler:twice(deep)", True),
-        ("core.nowhere:Scheduler", False),
-    ],
-)
-def test_sources_are_read_through_imports_bases_and_what_methods_set(sources: Sources, touch: str, there: bool):
-    assert sources.has(touch) is there
-
-
-def test_the_vllm_that_runs_and_its_sources_say_the_same_and_what_the_table_of_versions_says():
-    installed = Sources.installed()
-    assert installed is not None
-    for name in CAPABILITIES:
-        assert lacks(name) == installed.lacks(name), name
-    versions = json.loads(VERSIONS.read_text())
-    assert versions[installed.version()] == {"torch": installed.torch(), "has": has_each(installed)}
 
 
 def test_a_version_in_the_table_is_told_what_goes_without_and_another_one_nothing():
@@ -99,12 +29,6 @@ def test_head_sizes_and_types_are_read_as_vllm_has_them():
 
     assert cpu_head_sizes() == CPUAttentionBackend.get_supported_head_sizes()
     assert dtypes() == list(get_args(ModelDType))
-
-
-def test_the_readme_has_the_table_of_versions():
-    versions = json.loads(VERSIONS.read_text())
-    assert all(row["has"].keys() == CAPABILITIES.keys() for row in versions.values()), "write it anew from wheels"
-    assert table(versions) in (ADAPTER.parents[1] / "README.md").read_text()
 
 
 def test_what_the_adapter_asks_for_is_in_the_table():
