@@ -10,7 +10,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,8 @@ class Watch:
 
     A request has come once vLLM's `add_request` is over, and leaves before `_free_request`; an iteration is scheduled
     before `_update_after_schedule`, which AsyncScheduler changes requests in, and back before `update_from_output`, at
-    whose end it has `landed`. Requests of pooling models are not followed. Each call takes O(1) where the batch is the
-    last one, and what joins and leaves it where not, but for the tokens each request got.
+    whose end it has `landed`. Requests of pooling models are not followed. No request is looked at one by one where the
+    batch is the last one, but for the tokens each got.
     """
 
     def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
@@ -66,13 +65,7 @@ class Watch:
         self._samples: dict[tuple[int, str], int] = {}
         self._least_sample = self._num_nameless = 0
         self._in_flight: deque[Scheduled] = deque()
-        self._drafts: Any = None
         self._batch: list[str] = []
-        self._context_tokens = 0
-        # Of the batch: who is in it, the tokens of those that have left it since, and whether it was all that runs.
-        self._members: set[str] = set()
-        self._left_tokens: dict[str, int] = {}
-        self._is_whole = False
 
     @property
     def control(self) -> Control:
@@ -97,7 +90,6 @@ class Watch:
 
     def continues(self, session: Request, before: Live | None) -> Live | None:
         """A streaming session goes on after what has `left`: the output so far is prompt, and this its next turn."""
-        self._batch = []
         if before is None:
             return None
         rl_step, prompt_id, sample, turn = before.key
@@ -117,11 +109,7 @@ class Watch:
 
     def left(self, request: Request) -> Live | None:
         """A request is about to be freed; what was known of it."""
-        name = request.request_id
-        live = self.control.finish(name)
-        if name in self._members:
-            self._members.discard(name)
-            self._left_tokens[name] = len(request._all_token_ids)
+        live = self.control.finish(request.request_id)
         if live is not None and (recording := self._open_recording) is not None:
             reason = request.get_finished_reason()
             recording.left(live, None if reason is None else str(reason))
@@ -130,13 +118,15 @@ class Watch:
     def scheduled(self, output: SchedulerOutput) -> Scheduled:
         """An iteration is put together."""
         ids = list(output.num_scheduled_tokens)
-        if ids == self._batch:
-            ids = self._batch
-        else:
-            self._join(ids, output)
+        # The same list where it is the same batch: by that others know.
+        self._batch = ids = self._batch if ids == self._batch else ids
         scheduler, drafts = self.scheduler, output.scheduled_spec_decode_tokens
-        # All but a token each and its draft, and of those that have no token yet that one too.
-        prefill = output.total_num_scheduled_tokens - self._decodes * len(ids) - sum(map(len, drafts.values()))
+        undrafted = output.total_num_scheduled_tokens - sum(map(len, drafts.values()))
+        # What is in the KV cache before the iteration; what is scheduled comes to that.
+        computed = sum(output.scheduled_cached_reqs.num_computed_tokens)
+        computed += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        # All but a token each, and of those that have no token yet that one too.
+        prefill = undrafted - self._decodes * len(ids)
         for i in self.control.speechless:
             prefill += i in output.num_scheduled_tokens and _awaits_its_first(scheduler.requests[i])
         work = Scheduled(
@@ -144,7 +134,7 @@ class Watch:
             # A diffusion model's are canvases.
             drafts=drafts if self._decodes else {},
             waiting=len(scheduler.waiting),
-            context_tokens=self._context_tokens,
+            context_tokens=computed + undrafted,
             prefill_tokens=prefill,
             free_kv_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
         )
@@ -156,53 +146,20 @@ class Watch:
         speculative = self.scheduler.vllm_config.speculative_config
         self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
-    def _join(self, ids: list[str], output: SchedulerOutput) -> None:
-        """The batch is another one: count its tokens, all or where that suffices those that came and those that left.
-
-        Counting all takes long: each request's list lies elsewhere in memory.
-        """
-        joined = [new.req_id for new in output.scheduled_new_reqs]
-        whole = len(ids) == len(self.scheduler.running)
-        # Then nobody was put back or left out, neither then nor now.
-        same = len(self._batch) - len(self._left_tokens) + len(joined) == len(ids)
-        counted = self._batch and self._is_whole and whole and same
-        self._batch, self._is_whole = ids, whole
-        if counted and not output.scheduled_cached_reqs.resumed_req_ids:
-            self._members.update(joined)
-            self._context_tokens += self._count(joined) - sum(self._left_tokens.values())
-        else:
-            self._members = set(ids)
-            self._context_tokens = self._count(ids)
-        self._left_tokens.clear()
-
-    def _count(self, ids: Sequence[str]) -> int:
-        """Tokens of these requests, prompts and what they have generated."""
-        return sum(map(len, map(_all_tokens, map(self.scheduler.requests.__getitem__, ids))))
-
     def back(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
         """The oldest iteration in flight is back, with what the model made of it; None where nothing ran."""
-        self._drafts = None
         if not output.num_scheduled_tokens:
             return None
         work = self._in_flight.popleft()
-        self._drafts = work.drafts
         if (graph := getattr(model_output, "cudagraph_stats", None)) is not None:
             work.graph = kind_of(graph.runtime_mode), graph.num_padded_tokens
         with self.control.inside:
             counts = _counts(work.request_ids, model_output)
-            if work.request_ids is self._batch and not self._left_tokens:
-                self._context_tokens += sum(counts)
-            else:
-                # Another batch has been put together before this one's tokens were known, or some are for nobody.
-                self._batch = []
         self.control.sampled(work, counts)
         return work
 
     def landed(self) -> None:
         """What came of it has reached the requests."""
-        if self._drafts and self._left_tokens and not self._left_tokens.keys().isdisjoint(self._drafts):
-            # Who ends in the middle of a draft does not get all that was kept of it.
-            self._batch = []
         recording = self._open_recording
         if not self.scheduler.requests:
             self.control.idle()
@@ -388,7 +345,6 @@ class _RecordOnly:
 
 
 _chain = cache(Strategy.chain)
-_all_tokens = attrgetter("_all_token_ids")
 
 
 def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
