@@ -98,9 +98,8 @@ class Control:
     Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
     opens a rollout, `end` closes it and returns its rows (`Ledger`). An iteration calls `iteration_starts`,
     `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but requests are looked
-    at one by one only where there are drafts or the policy reads them. Unless it `steers`, because the engine was given
-    a policy, `watched` stands for `scheduled`. `inside` runs while the ledger is kept, `seat.deciding` while the policy
-    decides.
+    at one by one only where there are drafts or the policy reads them. Where the engine has no policy `watched` stands
+    for `scheduled`. `inside` runs while the ledger is kept, `seat.deciding` while the policy decides.
 
     A policy that raises is logged once and asked no more: the engine decodes plainly, and `failure` has the sentence
     until another policy is set. A `tally` counts iterations for `metrics`.
@@ -117,7 +116,6 @@ class Control:
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
-        self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
         self._tally = tally or NullTally()
         self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock, over=self._tally.add)
@@ -153,7 +151,6 @@ class Control:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
-        self.steers = True
         self.failure = ""
 
     def suspend(self) -> None:

@@ -457,8 +457,9 @@ def vllm_tests(
 ) -> None:
     """Run vLLM's own tests of scheduling and sampling with vLLM as it is, and with ours in its place, and compare.
 
-    They run three times: as they are, with our schedulers and plugin, and with a policy that always drafts. Nothing is
-    fetched; what the tests need from elsewhere fails each time. Exit code 1 for a difference that is not explained.
+    They run three times: as they are, with our plugin, and with our schedulers under a policy that always drafts.
+    Nothing is fetched; what the tests need from elsewhere fails each time. Exit code 1 for a difference that is not
+    explained.
 
     Example: tltlab bench vllm-tests vllm-0.32.0
     """

@@ -88,7 +88,6 @@ class Attachment(FrozenModel):
         control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
-        control.steers = self.policy is not None
         return control
 
 
@@ -402,8 +401,6 @@ def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound
             "vLLM's rejection sampler is not mended here, and at temperature > 0 would sample drafts wrongly on a CPU: "
             "leave speculative_config out"
         )
-    elif getattr(config.model_config, "is_diffusion", False) and (without := missing("diffusion models")):
-        complaint = without
     elif attachment.policy is not None:
         complaint = _unfit_policy(config, attachment, attachment.policy)
     if complaint:

@@ -29,7 +29,6 @@ from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.metrics import Metrics
 from tltlab.runtime.engine.seat import PolicyFile, what_was_raised
 
-from .capabilities import missing
 from .capture import NoCapture, pause_capture, start_capture
 from .options import Attachment, check_engine, drafts_nothing
 from .plugin import is_registered, speculative_sampling_is_sound
@@ -49,33 +48,31 @@ def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Poli
 class PolicyScheduler(Scheduler):
     """Asks the policy before each iteration, trims or replaces the drafts after it.
 
-    Without a policy it only takes down what happens: vLLM drafts as it was started to. ConfigError where the engine
-    schedules asynchronously and the scheduler does not, or the other way round, and for all that `check_engine` knows.
+    ConfigError without a policy, where the engine schedules asynchronously and the scheduler does not, or the other way
+    round, and for all that `check_engine` knows.
     """
-
-    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
-        """For a diffusion model one over vLLM's own scheduler of canvases."""
-        diffuses = getattr(vllm_config.model_config, "is_diffusion", False)
-        scheduler: PolicyScheduler = super().__new__(_over_canvases(cls) if diffuses else cls)
-        return scheduler
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         settings = Attachment.of_engine(vllm_config)
         check_engine(vllm_config, settings, plugged_in=is_registered(), sound=speculative_sampling_is_sound())
+        if settings.policy is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no policy to follow in this engine: leave scheduler_cls out (record= needs "
+                "none), or pass all that vllm_options gives"
+            )
         self._check_class(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        # Or several batches are under way, without a policy then.
-        overlapped = isinstance(self, AsyncScheduler) or self.use_pp
+        overlapped = isinstance(self, AsyncScheduler)
         # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
         self.control = settings.control(overlapped=overlapped, beside=beside)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
-        if self.num_spec_tokens and self.control.steers:
+        if self.num_spec_tokens:
             self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
         self.policy_file: PolicyFile | None = None
-        if settings.reload is not None and settings.policy is not None:
+        if settings.reload is not None:
             self.policy_file = PolicyFile(settings.reload, settings.policy)
             self._seed = settings.seed, settings.worker
         self.capture: NoCapture = NoCapture()
@@ -104,7 +101,7 @@ class PolicyScheduler(Scheduler):
             logger.error("%s; the engine goes on without a policy, a recording or a capture", failure)
             self.control.failure = self.control.failure or failure
             self._worker_depth, self._due_ids = 0, None
-            if self.num_spec_tokens and self.control.steers:
+            if self.num_spec_tokens:
                 self._draft_at_most(0)
             with suppress(Exception):
                 self.capture.stop()
@@ -176,17 +173,13 @@ class PolicyScheduler(Scheduler):
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
         if scheduler_output.num_scheduled_tokens:
             self._ours(self._note_iteration, scheduler_output)
-            if self.control.steers:
-                scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
+            scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
         super()._update_after_schedule(scheduler_output)
 
     def _note_iteration(self, scheduler_output: SchedulerOutput) -> None:
         with self.control.inside:
             work = self.watch.scheduled(scheduler_output)
-        if self.control.steers:
-            self._worker_depth = self.control.scheduled(work)
-        else:
-            self.watch.watched(work, scheduler_output.num_spec_tokens_to_schedule)
+        self._worker_depth = self.control.scheduled(work)
         self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -208,14 +201,11 @@ class PolicyScheduler(Scheduler):
     @property
     def _beside(self) -> bool:
         """Whether drafts are made here, or cut here, once an iteration's tokens are known."""
-        return bool(self.num_spec_tokens) and self.control.steers and not self.control.overlapped
+        return bool(self.num_spec_tokens) and not self.control.overlapped
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         draft_s = getattr(draft_token_ids, "draft_s", None)
-        if not self.control.steers:
-            self._ours(self.watch.drafted, draft_token_ids)
-            super().update_draft_token_ids(draft_token_ids)
-        elif self._worker_depth:
+        if self._worker_depth:
             workers = draft_token_ids.draft_token_ids
             self._give(self._ours(self._draft, draft_token_ids.req_ids, workers, draft_s))
         elif self._due_ids is not None:
@@ -291,17 +281,6 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
             if share < len(request.spec_token_ids):
                 # The placeholders are one list for all.
                 request.spec_token_ids = request.spec_token_ids[:share]
-
-
-def _over_canvases(cls: type[PolicyScheduler]) -> type[PolicyScheduler]:
-    """The same class over vLLM's scheduler for diffusion models, where this vLLM has one: see `check_engine`."""
-    if missing("diffusion models"):
-        return cls
-    from vllm.v1.core.sched import diffusion_scheduler as diffusion
-
-    overlapped = issubclass(cls, AsyncScheduler)
-    stock = diffusion.DiffusionAsyncScheduler if overlapped else diffusion.DiffusionScheduler
-    return cls if issubclass(cls, stock) else type(f"Diffusion{cls.__name__}", (cls, stock), {})
 
 
 def call_control(core: Any, message: bytes) -> bytes:

@@ -27,7 +27,6 @@ class Engine:
     def __init__(self, path: Path) -> None:
         self.path, self.now = path, 0.0
         self.control = Control(DrafterPool(None, 0), clock=lambda: self.now)
-        self.control.steers = False
         self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0")
         self._number = itertools.count()
 

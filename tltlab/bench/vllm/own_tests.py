@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -32,11 +33,11 @@ TESTS = (
 """What is run unless something else is named."""
 
 Side = Literal["stock", "ours", "policy"]
-"""vLLM as it is; our schedulers and plugin without a policy; and with one that drafts as deep as the engine can."""
+"""vLLM as it is; with our plugin; and with our schedulers, under a policy that drafts as deep as the engine can."""
 
 SIDES: Mapping[Side, str] = {
     "stock": "vLLM as it is",
-    "ours": "ours, without a policy",
+    "ours": "our plugin, without a policy",
     "policy": "ours, with a policy that always drafts",
 }
 SIDE = "TLTLAB_VLLM_TESTS_SIDE"
@@ -55,7 +56,7 @@ class ExpectedDifference:
 EXPECTED: tuple[ExpectedDifference, ...] = (
     ExpectedDifference(
         tests=r"::test_abort_request_when_structured_output_fsm_cannot_advance$",
-        sides=("ours", "policy"),
+        sides=("policy",),
         outcome="failed",
         why="the test makes a scheduler without calling its constructor, so ours has none of its attributes",
     ),
@@ -231,7 +232,12 @@ def pytest_configure() -> None:
     do_not_wait_for_hub()
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
-        in_place_of_vllms(with_policy=side == "policy")
+        # It imports torch, and more.
+        from tltlab.runtime.engine.vllm.plugin import register
+
+        register()
+    if side == "policy":
+        in_place_of_vllms()
 
 
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
@@ -248,24 +254,21 @@ def do_not_wait_for_hub() -> None:
     repo_utils.with_retry.__defaults__ = (1, 0, ())
 
 
-def in_place_of_vllms(*, with_policy: bool) -> None:
-    """Load our plugin, and put our schedulers where vLLM's modules have theirs, for as long as this process lives.
+def in_place_of_vllms() -> None:
+    """Put our schedulers where vLLM's modules have theirs, for as long as this process lives.
 
-    `with_policy` each of them has a policy that always drafts as deep as its engine can.
+    Each of them has a policy that always drafts as deep as its engine can.
     """
-    # It imports torch, and more.
     from vllm.v1.core.sched import async_scheduler, scheduler
 
     from tltlab.drafters.specs import LearnedSpec
     from tltlab.policies.policy import load_policy
     from tltlab.runtime.engine.vllm import scheduler as ours
-    from tltlab.runtime.engine.vllm.capabilities import missing
     from tltlab.runtime.engine.vllm.options import Attachment
-    from tltlab.runtime.engine.vllm.plugin import register
     from tltlab.strategy import NO_SPECULATION, Strategy
 
-    if not missing("diffusion models"):
-        # While these are still over vLLM's own, which ours look for.
+    with suppress(ImportError):
+        # Where there are some: these stay over vLLM's own.
         import_module("vllm.v1.core.sched.diffusion_scheduler")
 
     class Always(Attachment):
@@ -278,9 +281,7 @@ def in_place_of_vllms(*, with_policy: bool) -> None:
             learned = LearnedSpec(method="draft_model", model="of/the-engine")
             return Attachment(policy=load_policy(strategy), drafters={"learned": learned}, max_draft_depth=depth)
 
-    register()
-    if with_policy:
-        vars(ours).update(Attachment=Always)
+    vars(ours).update(Attachment=Always)
     # The tests ask for a class by name, and a CPU's configuration says that scheduling is synchronous.
     ours.PolicyScheduler._check_class = lambda self, config: None  # type: ignore[method-assign]
     scheduler.Scheduler, async_scheduler.AsyncScheduler = ours.PolicyScheduler, ours.AsyncPolicyScheduler

@@ -19,7 +19,7 @@ def test_a_version_in_the_table_is_told_what_goes_without_and_another_one_nothin
     told = by_version("0.29.0+cpu")
     assert told.keys() == CAPABILITIES.keys()
     assert told["policies"] == ""
-    assert told["diffusion models"] == "diffusion models are not recorded: leave record= out"
+    assert told["graph counters"] == "traces do not say which CUDA graphs of the V2 model runner ran"
     assert by_version("0.1.0") == {}
 
 

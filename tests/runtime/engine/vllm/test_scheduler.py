@@ -23,12 +23,14 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import TableRow, TableSpec, Ucb1Spec
+from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import read
 
 pytestmark = pytest.mark.engine
 LEARNED = Strategy.chain("learned", 4)
@@ -230,12 +232,12 @@ def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine
     assert [row["prefill_tokens"] for row in rows] == [3, 3]
 
 
-def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_down(engine: Engine):
+def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_down(engine: Engine, tmp_path: Path):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     depths = []
-    for cls in (AsyncScheduler, "AsyncPolicyScheduler"):
-        worker = Overlapped.of(scheduled_by(cls, engine, settings={}))
+    for settings in ({}, vllm_options(None, record=tmp_path / "trace")["additional_config"]):
+        worker = Overlapped.of(scheduled_by(AsyncScheduler, engine, settings=settings))
         worker.add("a", 40)
         worker.add("b", 40)
         outputs = [worker.schedule(), worker.schedule()]
@@ -247,17 +249,15 @@ def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_d
         )
     assert depths[0] == depths[1]
     assert depths[0][-1] == (8, 8, 8)
-    worker.scheduler.control.begin(0)
     while worker.flight:
         worker.finish(2)
-    for _ in range(3):
-        worker.schedule()
-        worker.finish(2)
-    rows, decisions, _ = worker.scheduler.control.end()
-    assert decisions == []
-    assert [(r["drafter"], r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows][-1] == (
-        "draft_model", 8, 16, 4,
-    )  # fmt: skip
+        if worker.scheduler.has_unfinished_requests():
+            worker.schedule()
+    worker.scheduler.close_recording()
+    rows = read(tmp_path / "trace").iterations
+    assert rows is not None
+    drafted = rows[rows["draft_depth"] > 0][["drafter", "draft_depth", "num_drafted", "num_accepted"]]
+    assert ["draft_model", 8, 16, 4] in drafted.values.tolist()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -301,6 +301,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pooling": ({"model_config.runner_type": "pooling"}, BY_MODEL, "a pooling model .* leave the policy out"),
     "diffusion": ({"model_config.is_diffusion": True}, BY_MODEL, "a diffusion model has no drafts"),
     "model-free and asynchronous": ({"scheduler_config.async_scheduling": True}, BY_TEXT, "leave async_scheduling off"),
+    "no policy": ({}, {"tltlab": {"record": "trace"}}, "has no policy to follow .* leave scheduler_cls out"),
     "no such setting": ({}, {"tltlab": {"polcy": None}}, r"additional_config\['tltlab'\]: polcy: Extra inputs"),
 }  # fmt: skip
 
@@ -336,27 +337,22 @@ def test_without_our_plugin_or_its_mend_nothing_starts(engine: Engine, monkeypat
         scheduled_by("PolicyScheduler", engine, asynchronous=False, settings={})
 
 
-def test_without_a_policy_pipelines_replicas_and_canvases_are_vllms_own(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_canvases_are_recorded_over_vllms_own_scheduler(engine: Engine, asynchronous: bool, tmp_path: Path):
     from vllm.config import DiffusionConfig
     from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 
-    monkeypatch.setenv("RANK", "3")
-    for changes in ({"parallel_config.pipeline_parallel_size": 2}, {"parallel_config.data_parallel_size": 2}, RANKS):
-        scheduler = scheduled_by("policy_scheduler", engine, asynchronous=False, settings={}, changes=changes)
-        assert not scheduler.control.steers
-    record = {"tltlab": {"record": str(tmp_path / "trace")}}
-    second = scheduled_by("policy_scheduler", engine, asynchronous=False, settings=record, changes=RANKS)
-    assert second.watch.recording is None
     canvases = {
         "model_config.is_diffusion": True,
         "speculative_config": None,
         "diffusion_config": DiffusionConfig(canvas_length=4),
     }
-    for asynchronous, stock in ((True, DiffusionAsyncScheduler), (False, DiffusionScheduler)):
-        over = scheduled_by("policy_scheduler", engine, asynchronous=asynchronous, settings={}, changes=canvases)
-        assert isinstance(over, stock)
+    settings = vllm_options(None, record=tmp_path / "trace")["additional_config"]
+    stock = DiffusionAsyncScheduler if asynchronous else DiffusionScheduler
+    scheduler = scheduled_by(stock, engine, asynchronous=asynchronous, settings=settings, changes=canvases)
+    assert type(scheduler) is stock
+    assert isinstance(scheduler.close_recording.__self__._recording, LiveRecording)
+    scheduler.close_recording()
 
 
 def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):
