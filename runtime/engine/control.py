@@ -178,8 +178,8 @@ class Control:
         """Seconds spent inside in all, of these deciding, and, beside them, feeding drafters and looking up."""
         return self.inside.seconds, self.seat.deciding.seconds, self.drafting.seconds
 
-    def metrics(self, changes: Mapping[str, int] | None = None) -> Metrics:
-        """What iterations did by arm since the start, and the policy in force; `changes` are those of its file."""
+    def metrics(self) -> Metrics:
+        """What iterations did by arm since the start, and the policy in force."""
         text = self._policy.model_dump_json() if self._policy is not None else ""
         return Metrics(
             selector=self._policy.selector.kind if self._policy is not None else "",
@@ -188,7 +188,6 @@ class Control:
             arms=self._tally.arms,
             newest=self._tally.newest,
             seconds=self.seconds,
-            changes=changes or {},
             by=self._tally.by,
         )
 

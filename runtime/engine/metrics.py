@@ -7,7 +7,6 @@ as `str` writes it, "ngram:4" or "none":
 | metric | |
 |---|---|
 | `tltlab:policy_info` | 1, with the policy's `selector`, the start of its `digest`, its `failure` if it failed |
-| `tltlab:policy_changes_total` | times the policy's file held another one, by `outcome`: taken or refused |
 | `tltlab:arm_info` | 1, with the `arm` of the newest iteration |
 | `tltlab:iterations_total`, `tltlab:iteration_seconds_total`, `tltlab:generated_tokens_total` | by `arm` |
 | `tltlab:drafts_total`, `tltlab:draft_tokens_total`, `tltlab:accepted_tokens_total` | by `arm` |
@@ -75,7 +74,6 @@ class Metrics:
     newest: Strategy
     arms: Mapping[Strategy, ArmCounts]
     seconds: tuple[float, float, float]
-    changes: Mapping[str, int]
     by: str
 
 
@@ -216,12 +214,6 @@ _FAMILIES: Sequence[tuple[str, str, tuple[str, ...], Callable[[Metrics], Samples
         "The policy in force.",
         ("selector", "digest", "failure"),
         lambda metrics: [((metrics.selector, metrics.digest, metrics.failure), 1)],
-    ),
-    (
-        "policy_changes_total",
-        "Policies that the policy's file has held since the start.",
-        ("outcome",),
-        lambda metrics: [((outcome,), times) for outcome, times in metrics.changes.items()],
     ),
     ("arm_info", "The arm of the newest iteration.", ("arm",), lambda metrics: [((str(metrics.newest),), 1)]),
     ("iterations_total", "Iterations that verified this arm.", ("arm",), _of_arms(lambda c: c.iterations)),

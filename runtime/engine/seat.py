@@ -1,33 +1,20 @@
-"""The policy's place beside an engine: the selector that is asked and told, and the budget that shares out.
-
-`PolicyFile` is where the policy may come from again and again, while it serves.
-"""
+"""The policy's place beside an engine: the selector that is asked and told, and the budget that shares out."""
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tltlab
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.replay import START, ReplayedDecisions
 from tltlab.policies.selector import Selector
 from tltlab.state import StepOutcome, StepState
 
 from .ledger import Choice, Clock, Stopwatch
-
-logger = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""How often a policy's file is looked at."""
 
 
 class PolicyFailed(RunError):
@@ -135,70 +122,3 @@ class Seat:
         if selector is not None:
             selector.load_state_dict(state["selector"])
         self.budget.load_state_dict(state["budget"])
-
-
-class PolicyFile:
-    """The file of the policy in force, for an engine that takes another one from it while requests run.
-
-    A thread looks at it each `every_s` seconds and reads it once it has stood unchanged between two looks, so that half
-    of a file is not read; `take` has it checked and put in force, between two iterations. What cannot be read or run is
-    refused: a sentence in the log, `changes` counts it, and what is in force goes on.
-    """
-
-    def __init__(self, path: str | Path, in_force: Policy, *, every_s: float = LOOK_S) -> None:
-        self.path = Path(path)
-        self.changes: Counter[str] = Counter(taken=0, refused=0)
-        self.waiting: Policy | None = None
-        self._in_force = in_force
-        self._last_stamp: tuple[int, ...] | None = None
-        self._read_stamp: tuple[int, ...] | None = None
-        self._end = threading.Event()
-        threading.Thread(target=self._watch, args=(every_s,), name="tltlab-policy-file", daemon=True).start()
-
-    def close(self) -> None:
-        """Look no more."""
-        self._end.set()
-
-    def look(self) -> None:
-        """Read the file if it is another one than was read last and was so at the last look."""
-        before, self._last_stamp = self._last_stamp, self._stamp()
-        if self._last_stamp != before or self._last_stamp == self._read_stamp:
-            return
-        self._read_stamp = self._last_stamp
-        try:
-            policy = load_policy(self.path)
-        except Exception as error:  # of a class of the user's own, whatever it raises
-            self._refuse(error)
-        else:
-            self.waiting = None if policy == self._in_force else policy
-
-    def take(self, put_in_force: Callable[[Policy, int], None]) -> None:
-        """Hand the policy that waits to `put_in_force`, with its number from 1; ConfigError there refuses it."""
-        policy, self.waiting = self.waiting, None
-        if policy is None:
-            return
-        try:
-            put_in_force(policy, self.changes["taken"] + 1)
-        except Exception as error:  # the same: its selector is built there
-            self._refuse(error)
-            return
-        self._in_force = policy
-        self.changes["taken"] += 1
-        logger.warning("%s: its policy is in force now, a %s", self.path, policy.selector.kind)
-
-    def _refuse(self, error: Exception) -> None:
-        self.changes["refused"] += 1
-        sentence = str(error) if isinstance(error, ConfigError) else what_was_raised(error)
-        logger.error("%s is refused, and the policy in force goes on: %s", self.path, sentence)
-
-    def _stamp(self) -> tuple[int, ...] | None:
-        """What changes when the file does; None where there is none."""
-        try:
-            status = os.stat(self.path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
-
-    def _watch(self, every_s: float) -> None:
-        while not self._end.wait(every_s):
-            self.look()

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from pydantic import Field
 
-from tltlab.config import FrozenModel, faults_in, shown
+from tltlab.config import FrozenModel, faults_in
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_sampled_drafts
@@ -36,8 +36,8 @@ class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
 
     Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
-    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `reload` is the
-    file from which another policy may come, `costs` a cost model written out, which metrics compare with.
+    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `costs` is a
+    cost model written out, which metrics compare with.
     """
 
     policy: Policy | None = None
@@ -47,7 +47,6 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
     numbered: bool = False
-    reload: str | None = None
     costs: dict[str, Any] | None = None
 
     @classmethod
@@ -104,7 +103,6 @@ class EngineOptions(FrozenModel):
     async_scheduling: bool | None = None
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
-    reload: bool = False
     costs: str | dict[str, Any] | None = None
     strict: bool = False
 
@@ -119,7 +117,6 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
-    reload: bool = False,
     costs: str | Path | dict[str, Any] | CostModel | None = None,
     for_: Program = "vllm",
 ) -> dict[str, Any]:
@@ -129,9 +126,8 @@ def vllm_options(
     drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at most so many
     requests at a time and captures the CUDA graphs of `graphs.plan_graphs`. Engines that share a run differ by
     `worker`, and each data-parallel replica has a policy, drafters and a trace of its own. With `record` the engine
-    writes a trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while
-    requests run; the engine's depth, drafters and graphs stay. A server's metrics compare with plain decoding by
-    `costs`, what `load_costs` takes, or as it was measured. ConfigError for what vLLM cannot run.
+    writes a trace there. A server's metrics compare with plain decoding by `costs`, what `load_costs` takes, or as it
+    was measured. ConfigError for what vLLM cannot run.
 
     Without a policy the engine is only recorded, what speculation of its own kept included: all else stays what vLLM
     makes of the other arguments (`watch.record_only`), and recording that fails ends no engine.
@@ -179,7 +175,6 @@ def vllm_options(
             async_scheduling=async_scheduling,
             worker=worker,
             seed=seed,
-            reload=reload,
             costs=plain_costs,
         )
         return _variables(policy, chosen, record, engine_options)
@@ -188,8 +183,6 @@ def vllm_options(
         attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:
         attachment = attachment.model_copy(update={"record": str(Path(record).absolute())})
-    if reload:
-        attachment = attachment.model_copy(update={"reload": file_to_reload(policy)})
     if pool.feeds:
         async_scheduling = False
     options: dict[str, Any] = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
@@ -208,13 +201,6 @@ def vllm_options(
         if chosen is not None:
             plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
     return _options_for(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
-
-
-def file_to_reload(policy: object) -> str:
-    """The whole path of the file that `policy` names. ConfigError where it names none."""
-    if not isinstance(policy, str | Path) or not os.path.isfile(policy):
-        raise ConfigError(f"with reload the policy is a file, which is looked at again, and {shown(policy)} is none")
-    return os.path.abspath(policy)
 
 
 def _options_for(options: dict[str, Any], program: Program) -> dict[str, Any]:
@@ -245,7 +231,6 @@ class Variables(FrozenModel):
     policy: Policy | None = None
     named: str = ""
     record: str | None = None
-    reload: str | None = None
     options: EngineOptions = EngineOptions()
 
     @classmethod
@@ -256,13 +241,11 @@ class Variables(FrozenModel):
             if options:
                 raise ConfigError(f"{OPTIONS} is set, but neither {POLICY} nor {RECORD}")
             return None
-        engine_options = cls.read_options(options)
         return cls(
             policy=_policy(policy) if policy else None,
             named="of its own" if policy.startswith("{") else policy,
             record=os.path.abspath(record) if record else None,
-            reload=file_to_reload(policy) if engine_options.reload and policy else None,
-            options=engine_options,
+            options=cls.read_options(options),
         )
 
     @classmethod
@@ -283,7 +266,7 @@ class Variables(FrozenModel):
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
         is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
         """
-        arguments = {name: value for name, value in self.options if name not in ("strict", "reload")}
+        arguments = {name: value for name, value in self.options if name != "strict"}
         if arguments["async_scheduling"] is None:
             arguments["async_scheduling"] = async_scheduling
         if speculative and self.policy is not None:
@@ -298,7 +281,7 @@ class Variables(FrozenModel):
         options = vllm_options(self.policy, record=self.record, **arguments)
         if speculative and self.policy is not None:
             options["speculative_config"] = dict(speculative)
-        options["additional_config"]["tltlab"] |= {"numbered": True, "reload": self.reload}
+        options["additional_config"]["tltlab"] |= {"numbered": True}
         return options
 
     def __str__(self) -> str:

@@ -26,8 +26,7 @@ from vllm.v1.request import Request
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Live
-from tltlab.runtime.engine.metrics import Metrics
-from tltlab.runtime.engine.seat import PolicyFile, what_was_raised
+from tltlab.runtime.engine.seat import what_was_raised
 
 from .capture import NoCapture, pause_capture, start_capture
 from .options import Attachment, check_engine, drafts_nothing
@@ -71,10 +70,6 @@ class PolicyScheduler(Scheduler):
             self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
-        self.policy_file: PolicyFile | None = None
-        if settings.reload is not None:
-            self.policy_file = PolicyFile(settings.reload, settings.policy)
-            self._seed = settings.seed, settings.worker
         self.capture: NoCapture = NoCapture()
         self.given_up = False
         # Of the last iteration: how deep the workers drafted, in which time, and the requests that have no draft yet.
@@ -147,27 +142,8 @@ class PolicyScheduler(Scheduler):
         if self._due_ids is not None and self.requests:
             # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
             self._give(self._ours(self._draft, self._due_ids, (), self._draft_s))
-        if self.policy_file is not None and self.policy_file.waiting is not None:
-            self._ours(self.take_policy)
         self._ours(self.control.iteration_starts)
         return super().schedule(*args, **kwargs)
-
-    def take_policy(self) -> None:
-        """Have the policy in force that waits in its file, if one does."""
-        if self.policy_file is not None:
-            self.policy_file.take(lambda policy, number: self.control.replace_policy(policy, (*self._seed, number)))
-
-    def metrics(self) -> Metrics:
-        """What the policy did until now, for `Collector`."""
-        # An idle engine schedules nothing.
-        self.take_policy()
-        return self.control.metrics(self.policy_file.changes if self.policy_file is not None else {})
-
-    def shutdown(self) -> None:
-        if self.policy_file is not None:
-            with suppress(Exception):
-                self.policy_file.close()
-        super().shutdown()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
@@ -329,7 +305,6 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "held_bytes": lambda core: core.model_executor.collective_rpc(held_bytes)[0],
     "capture": start_capture,
     "captured": lambda core: core.scheduler.capture.captured,
-    "metrics": lambda core: core.scheduler.metrics(),
     "pause_capture": pause_capture,
     # Ranks capture the same graphs.
     "captured_graphs": lambda core: core.model_executor.collective_rpc(captured_graphs)[0],

@@ -1,10 +1,6 @@
-"""What is counted of iterations and how Prometheus reads it, and a policy that comes anew from its file."""
+"""What is counted of iterations and how Prometheus reads it, and a policy that takes another one's place."""
 
 from __future__ import annotations
-
-import logging
-import os
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,7 +15,6 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.ledger import Choice, Iteration
 from tltlab.runtime.engine.metrics import Collector, Metrics, Tally
-from tltlab.runtime.engine.seat import PolicyFile
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 NGRAM = Strategy.chain("ngram", 3)
@@ -103,7 +98,7 @@ def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
     arms = tally(iteration(NO_SPECULATION, 2.0), iteration(NGRAM, 3.0, (3, 2), (3, 0))).arms
     metrics = Metrics(
         selector="fixed", digest="ab12", failure="", newest=NGRAM, arms=arms, seconds=(3.0, 1.0, 0.5),
-        changes={"taken": 2, "refused": 1}, by="measured",
+        by="measured",
     )  # fmt: skip
 
     def dead() -> list[object]:
@@ -111,7 +106,6 @@ def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
 
     found = shown(dead, lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
     assert found["tltlab:policy_info ab12 1  m fixed"] == 1
-    assert found["tltlab:policy_changes_total 0 m refused"] == 1
     assert found["tltlab:arm_info ngram:3 0 m"] == 1
     assert found["tltlab:iterations_total none 0 m"] == 1
     assert found["tltlab:accepted_tokens_total ngram:3 0 m"] == 2
@@ -122,58 +116,25 @@ def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
     assert shown() == {}
 
 
-class Following:
-    """A control and its policy's file, looked at by hand."""
-
-    def __init__(self, path: Path) -> None:
-        load_policy("beg-mab").write(path)
-        self.control = Control(DrafterPool(None, 8))
-        self.control.set_policy(load_policy("beg-mab"), (0, 0, 0))
-        self.file = PolicyFile(path, load_policy(path), every_s=3600.0)
-
-    def look(self) -> str:
-        """Twice, as a file must stand still in between; the policy then in force."""
-        self.file.look()
-        self.file.look()
-        self.file.take(lambda policy, number: self.control.replace_policy(policy, (0, 0, number)))
-        return self.control.metrics().selector
-
-
-def test_a_policy_written_to_the_file_is_taken_and_one_that_cannot_be_run_is_refused_with_a_sentence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    following = Following(tmp_path / "policy.json")
-    path = following.file.path
-    assert (following.look(), following.file.changes.total()) == ("beg-mab", 0)
-    load_policy("fixed").write(path)
-    following.file.look()
-    assert following.file.waiting is None  # it may be half of a file yet
-    assert following.look() == "fixed"
-    assert following.control.seat.selector is not None
-    assert [str(s) for s in following.control.seat.selector.strategies] == ["ngram:4"]
-    digest = following.control.metrics().digest
+def test_another_policy_takes_the_place_of_the_one_in_force_and_one_that_cannot_be_run_is_refused_with_a_sentence():
+    control = Control(DrafterPool(None, 8))
+    control.set_policy(load_policy("beg-mab"), (0, 0, 0))
+    control.replace_policy(load_policy("fixed"), (0, 0, 1))
+    assert control.seat.selector is not None
+    assert [str(s) for s in control.seat.selector.strategies] == ["ngram:4"]
+    before = control.metrics()
+    assert before.selector == "fixed"
     bad = {
-        "no JSON": "{",
-        "not a policy": '{"format": "tltlab-policy", "version": 1}',
-        "depths up to 8": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))).model_dump_json(),
-        "has the drafters": Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))).model_dump_json(),
-        "not set so in this engine": load_policy("das").model_dump_json(),
+        "depths up to 8": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))),
+        "has the drafters": Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))),
+        "not set so in this engine": load_policy("das"),
     }
-    for refused, text in enumerate(bad.values(), start=1):
-        path.write_text(text)
-        assert following.look() == "fixed"
-        assert following.file.changes == {"taken": 1, "refused": refused}
-    os.unlink(path)
-    assert following.look() == "fixed"
-    assert following.file.changes["refused"] == len(bad) + 1
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == len(bad) + 1
-    assert all("the policy in force goes on" in error and "\n" not in error for error in errors)
-    assert "depths up to 8" in errors[2]
-    assert following.control.metrics().digest == digest
-    load_policy("none").write(path)
-    assert following.look() == "none"
-    following.file.close()
+    for sentence, policy in bad.items():
+        with pytest.raises(ConfigError, match=sentence):
+            control.replace_policy(policy, (0, 0, 2))
+        assert control.metrics() == before
+    control.replace_policy(load_policy("none"), (0, 0, 2))
+    assert control.metrics().selector == "none"
 
 
 def test_a_drafter_that_cannot_be_built_leaves_the_policy_in_force(monkeypatch: pytest.MonkeyPatch):

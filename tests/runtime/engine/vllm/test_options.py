@@ -16,7 +16,7 @@ from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.vllm.options import Attachment, Variables, serve_arguments
+from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
 from tltlab.strategy import Strategy
 
 
@@ -93,24 +93,6 @@ def test_with_a_learned_drafter_alone_graphs_are_captured_for_the_depths_of_a_sc
     options = vllm_options(policy, max_batch=64)
     assert options["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 8, 4], [9, 64, 0]]
     assert {5, 40, 64} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
-
-
-def test_a_policy_to_reload_is_a_file_wherever_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    load_policy("beg-mab").write("policy.json")
-    whole = str(tmp_path / "policy.json")
-    assert vllm_options("policy.json", reload=True)["additional_config"]["tltlab"]["reload"] == whole
-    assert vllm_options("policy.json")["additional_config"]["tltlab"]["reload"] is None
-    variables = vllm_options("policy.json", reload=True, for_="trl")
-    assert variables == {"TLTLAB_POLICY": whole, "TLTLAB_OPTIONS": '{"reload": true}'}
-    asked = Variables.read(variables)
-    assert asked is not None
-    assert asked.engine_options(None)["additional_config"]["tltlab"]["reload"] == whole
-    for policy in ("beg-mab", load_policy("beg-mab")):
-        with pytest.raises(ConfigError, match="with reload the policy is a file"):
-            vllm_options(policy, reload=True)
-    with pytest.raises(ConfigError, match="with reload the policy is a file"):
-        Variables.read(variables | {"TLTLAB_POLICY": "beg-mab"})
 
 
 def test_costs_to_compare_with_are_written_out(tmp_path: Path):

@@ -6,12 +6,15 @@ The CPU platform turns asynchronous scheduling off, so no engine runs it here.
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
-from tltlab.policies.specs import TableRow, TableSpec, Ucb1Spec
+from tltlab.policies.specs import FixedSpec, TableRow, TableSpec, Ucb1Spec
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
@@ -258,6 +261,22 @@ def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_d
     assert rows is not None
     drafted = rows[rows["draft_depth"] > 0][["drafter", "draft_depth", "num_drafted", "num_accepted"]]
     assert ["draft_model", 8, 16, 4] in drafted.values.tolist()
+
+
+def test_a_utility_call_puts_another_policy_in_force_while_requests_run(engine: Engine):
+    from tltlab.runtime.engine.vllm.scheduler import call_control
+
+    worker = Overlapped(engine, Told())
+    worker.add("a", 40)
+    outputs = [worker.schedule(), worker.schedule()]
+    core = SimpleNamespace(scheduler=worker.scheduler)
+    for depth in (2, 9):
+        policy = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", depth)), drafters={"learned": HEAD})
+        with pytest.raises(ConfigError, match="depths up to 4") if depth > 4 else nullcontext():
+            call_control(core, pickle.dumps(("replace_policy", (policy, [1]))))
+        worker.finish(0)
+        outputs.append(worker.schedule())
+    assert [output.num_spec_tokens_to_schedule for output in outputs] == [4, 4, 2, 2]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
