@@ -28,7 +28,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
-from .metrics import Metrics, NullTally, Tally
+from .metrics import Samples, Tally
 from .seat import Seat, what_was_raised
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Control:
         self.drafters = drafters
         self.overlapped = overlapped
         self.seat = Seat(worker=worker, clock=clock)
-        self._tally = tally or NullTally()
+        self._tally = tally or Tally()
         self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock, over=self._tally.add)
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
@@ -178,18 +178,13 @@ class Control:
         """Seconds spent inside in all, of these deciding, and, beside them, feeding drafters and looking up."""
         return self.inside.seconds, self.seat.deciding.seconds, self.drafting.seconds
 
-    def metrics(self) -> Metrics:
-        """What iterations did by arm since the start, and the policy in force."""
-        text = self._policy.model_dump_json() if self._policy is not None else ""
-        return Metrics(
-            selector=self._policy.selector.kind if self._policy is not None else "",
-            digest=hashlib.sha256(text.encode()).hexdigest()[:8] if text else "",
-            failure=self.failure,
-            arms=self._tally.arms,
-            newest=self._tally.newest,
-            seconds=self.seconds,
-            by=self._tally.by,
-        )
+    def metrics(self) -> Samples:
+        """What iterations did by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
+        selector = digest = ""
+        if self._policy is not None:
+            selector = self._policy.selector.kind
+            digest = hashlib.sha256(self._policy.model_dump_json().encode()).hexdigest()[:8]
+        return {("policy_info", selector, digest, self.failure): 1, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned.

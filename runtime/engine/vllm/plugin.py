@@ -29,7 +29,7 @@ from .transfer import register_backend
 
 if TYPE_CHECKING:
     # Policies are loaded where there is one to follow, and not in every process of vLLM's.
-    from tltlab.runtime.engine.metrics import Collector, Labels, Metrics
+    from tltlab.runtime.engine.metrics import Collector, Labels, Samples
 
     from .options import Variables
 
@@ -308,7 +308,7 @@ def _collector() -> Collector:
     return collector
 
 
-def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
+def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Samples]]:
     """The metrics of each engine core that the client talks to; nothing where it is gone or has not begun.
 
     Nor is there anything in the client's own loop, which would have to wait for itself. TimeoutError where a core does

@@ -99,7 +99,7 @@ def test_costs_to_compare_with_are_written_out(tmp_path: Path):
     LinearCosts(base_s=0.01, per_request_s=0.001, per_context_s=1e-6).write(tmp_path / "costs.json")
     for costs, by in ((tmp_path / "costs.json", "costs"), ("cpu-small", "costs"), (None, "measured")):
         told = vllm_options("beg-mab", costs=costs)["additional_config"]["tltlab"]
-        assert Attachment.model_validate(told).control(overlapped=False).metrics().by == by
+        assert Attachment.model_validate(told).control(overlapped=False)._tally.by == by
     with pytest.raises(ConfigError, match="base_s"):
         vllm_options("beg-mab", costs={"kind": "linear"})
 

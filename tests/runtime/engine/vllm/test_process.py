@@ -285,12 +285,9 @@ def test_the_metrics_endpoint_tells_what_the_trace_does(served: Served):
     shown = {key[1]: value for key, value in found.items() if key[0] == "tltlab:iterations_total"}
     assert shown == dict(by_arm)
     for name, column in (("draft", "num_drafted"), ("accepted", "num_accepted")):
-        totals = [value for key, value in found.items() if key[0] == f"tltlab:{name}_tokens_total"]
         positions = [value for key, value in found.items() if key[0] == f"tltlab:{name}_tokens_per_position_total"]
         of_vllm = found[f"vllm:spec_decode_num_{name}_tokens_total",]
-        assert sum(totals) == sum(positions) == rows[column].sum() == of_vllm > 0
-    assert found["tltlab:arm_info", arms[-1]] == 1
-    assert sum(value for key, value in found.items() if key[0] == "tltlab:compared_seconds_total") > 0
+        assert sum(positions) == rows[column].sum() == of_vllm > 0
     assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
 
 
