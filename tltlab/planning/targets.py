@@ -15,7 +15,6 @@ import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.policies.activation import ElasticActivation
-from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy, UniformBudgetSpec
@@ -64,7 +63,7 @@ def _learns(selector: Selector) -> bool:
     core = _core(selector)
     if core.memoryless or isinstance(core, Explore):
         return False
-    if isinstance(core, BegMab | Ucb1 | Goodput):
+    if isinstance(core, BegMab | Goodput):
         return True
     raise ConfigError(
         f"{type(core).__name__} cannot be evaluated from a log: its chances depend on a history that the log does not "

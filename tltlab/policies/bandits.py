@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 
 from .beg_mab import BegMab
-from .reward import Reward, RewardKind, Statistic, Window
+from .reward import RewardKind, Statistic
 from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
 from .simple import checked_strategies
 
@@ -40,16 +39,16 @@ class EpsilonGreedy(BegMab):
         super().__init__([(1, strategies)], epsilon, window, reward, plain_rate, statistic, rng=rng)
 
 
-class Ucb1(Selector):
-    """UCB1 over the last `window` rewards: the arm with the highest mean + bonus, no randomness.
+class Ucb1(EpsilonGreedy):
+    """UCB1 over each arm's last `window` rewards: the arm with the highest mean + bonus, no randomness.
 
-    The bonus is exploration * spread * sqrt(2 ln N / n) for an arm with n of the N rewards in the window. UCB1 (Auer,
-    Cesa-Bianchi and Fischer 2002, figure 1) assumes rewards in [0, 1]; for rewards that span another range Hoeffding's
-    bound scales with that range, hence `spread`, the largest minus the smallest reward in the window. Added to raw
-    tokens per second, which run into the thousands, the unscaled bonus of about 1 would never change a choice. One
-    window over all arms makes it follow drift (Garivier and Moulines 2011, SW-UCB): an arm that drops out of it counts
-    as unseen and is tried again. Unseen arms first, ties to the first in the list; with a learned plain rate
-    (see `Reward`) no speculation goes before the other unseen arms.
+    The bonus is exploration * spread * sqrt(2 ln N / n) for an arm with n rewards in its window, after N of all arms.
+    UCB1 (Auer, Cesa-Bianchi and Fischer 2002, figure 1) assumes rewards in [0, 1]; for rewards that span another range
+    Hoeffding's bound scales with that range, hence `spread`, the largest minus the smallest reward in the windows.
+    Added to raw tokens per second, which run into the thousands, the unscaled bonus of about 1 would never change a
+    choice. An arm that worsens is noticed within its own window; one that improves when its bonus has grown enough.
+    Unseen arms first, ties to the first in the list; with a learned plain rate (see `Reward`) no speculation goes
+    before the other unseen arms.
     """
 
     def __init__(
@@ -60,78 +59,35 @@ class Ucb1(Selector):
         reward: RewardKind = "paper",
         plain_rate: Mapping[int, float] | None = None,
     ) -> None:
-        self.strategies = checked_strategies(strategies)
         if not 0.0 <= exploration < math.inf:
             raise ConfigError(f"ucb1: exploration must be a number from 0 up, got {exploration}")
+        super().__init__(strategies, 0.0, window, reward, plain_rate, rng=np.random.default_rng(0))
         self.exploration = exploration
-        self.reward_ = Reward(reward, plain_rate)
-        if self.reward_.learns_plain and len(self.strategies) > 1 and NO_SPECULATION not in self.strategies:
-            raise ConfigError(
-                f"reward 'relative' compares with plain decoding: add no speculation to "
-                f"{', '.join(map(str, self.strategies))}, or give plain_rate"
-            )
-        self.all_ = Window(window)
-        self.order_: deque[Strategy] = deque()
-        self.rewards_: dict[Strategy, deque[float]] = {arm: deque() for arm in self.strategies}
-        self.mean_ = dict.fromkeys(self.strategies, math.inf)
-        self.bucket_ = 0
+        self.rounds_ = 0
 
-    def choose(self, state: StepState) -> Strategy:
-        if self.reward_.learns_plain and len(self.strategies) > 1 and not self.rewards_[NO_SPECULATION]:
-            return NO_SPECULATION
-        scale = self.exploration * self.all_.spread * math.sqrt(2.0 * math.log(max(len(self.order_), 1)))
-        return max(self.strategies, key=lambda arm: self._score(arm, scale))
-
-    def _score(self, arm: Strategy, scale: float) -> float:
-        count = len(self.rewards_[arm])
-        return self.mean_[arm] + scale / math.sqrt(count) if count else math.inf
+    def _best(self, bucket: int) -> Strategy:
+        windows = self.windows_[bucket]
+        if not windows[best := super()._best(bucket)].values:
+            return best
+        lows, highs = zip(*(window.range for window in windows.values()), strict=True)
+        scale = self.exploration * (max(highs) - min(lows)) * math.sqrt(2.0 * math.log(max(self.rounds_, 1)))
+        return max(windows, key=lambda arm: windows[arm].value + scale / math.sqrt(len(windows[arm].values)))
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        reward = self.reward_(strategy, outcome)
-        if reward is not None and strategy in self.rewards_:
-            self._push(strategy, reward)
-        self.reward_.learn(strategy, outcome)
-
-    def _push(self, arm: Strategy, reward: float) -> None:
-        if len(self.order_) == self.all_.size:
-            oldest = self.order_.popleft()
-            self.rewards_[oldest].popleft()
-            self._refresh(oldest)
-        self.order_.append(arm)
-        self.all_.push(reward)
-        self.rewards_[arm].append(reward)
-        self._refresh(arm)
-
-    def _refresh(self, arm: Strategy) -> None:
-        rewards = self.rewards_[arm]
-        self.mean_[arm] = math.fsum(rewards) / len(rewards) if rewards else math.inf
-
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
-        """The reward that `observe` would learn from this outcome; ask before `observe`."""
-        return self.reward_(strategy, outcome)
+        self.rounds_ += strategy in self.strategies and self.reward(strategy, outcome) is not None
+        super().observe(strategy, outcome)
 
     def state_dict(self) -> dict[str, Any]:
-        index = {arm: i for i, arm in enumerate(self.strategies)}
-        return {
-            "arms": [str(arm) for arm in self.strategies],
-            "order": [index[arm] for arm in self.order_],
-            "rewards": list(self.all_.values),
-            "reward": self.reward_.state_dict(),
-        }
+        return super().state_dict() | {"rounds": self.rounds_}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        # Checkpoints have had trees in another notation.
-        refuse_other_arms([str(Strategy.parse(arm)) for arm in state["arms"]], [str(arm) for arm in self.strategies])
-        self.order_ = deque(self.strategies[i] for i in state["order"])
-        self.all_.refill(state["rewards"])
-        for rewards in self.rewards_.values():
-            rewards.clear()
-        for arm, reward in zip(self.order_, state["rewards"], strict=True):
-            self.rewards_[arm].append(reward)
-        for arm in self.strategies:
-            self._refresh(arm)
-        self.reward_.load_state_dict(state["reward"])
+        """Take back what `state_dict` gave; ConfigError for other arms, or a state with one window over all arms."""
+        if "rounds" not in state:
+            raise ConfigError(
+                "ucb1: its state was saved by an earlier version, with one window over all arms: begin anew"
+            )
+        super().load_state_dict(state)
+        self.rounds_ = state["rounds"]
 
 
 class Hedge(Selector):

@@ -64,9 +64,9 @@ class Window:
             self.push(value)
 
     @property
-    def spread(self) -> float:
-        """Largest minus smallest value, 0 while empty."""
-        return self._sorted[-1] - self._sorted[0] if self._sorted else 0.0
+    def range(self) -> tuple[float, float]:
+        """The smallest and the largest value; there must be one."""
+        return self._sorted[0], self._sorted[-1]
 
 
 class Reward:

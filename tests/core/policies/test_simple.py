@@ -91,7 +91,7 @@ def test_a_window_summarises_exactly_the_last_values(values, size, statistic):
         last = values[max(0, i - size) : i]
         expected = np.median(last) if statistic == "median" else np.mean(last)
         assert window.value == pytest.approx(expected, rel=1e-9, abs=1e-6)
-        assert window.spread == max(last) - min(last)
+        assert window.range == (min(last), max(last))
 
 
 def test_the_papers_reward_is_tokens_per_second():
@@ -205,9 +205,12 @@ def test_mean_and_median_differ_on_an_outlier():
     assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
 
 
-def test_ucb1_refuses_the_state_of_other_arms():
+def test_ucb1_refuses_the_state_of_other_arms_and_that_of_earlier_versions():
     with pytest.raises(ConfigError, match="ngram:8"):
         Ucb1([SHALLOW]).load_state_dict(Ucb1([DEEP]).state_dict())
+    earlier = {"arms": ["ngram:2"], "order": [0], "rewards": [100.0], "reward": {"plain_s": []}}
+    with pytest.raises(ConfigError, match="ucb1: its state was saved by an earlier version"):
+        Ucb1([SHALLOW]).load_state_dict(earlier)
 
 
 OTHER = Strategy.chain("suffix", 8)
