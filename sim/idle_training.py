@@ -6,20 +6,18 @@ trainers and their progress are brought up to date whenever the rollout has some
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, advance
 from tltlab.coordination.messages import Event, RolloutEnded, RolloutStarted, WorkerReport
 from tltlab.coordination.progress import Progress, SpotTraining, Trained
-from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSpan:
-    """A row of `spans`: "spot_train" on a worker's lane, or "checkpoint" on the drafter's."""
+    """A row of `spans`: "spot_train" on a worker's lane, or "checkpoint" on the drafter's, the last of a period."""
 
     lane: str
     kind: str
@@ -54,8 +52,8 @@ class SimulatedSpotTrainer:
     """Trains the drafter on idle workers; an `engine.IdleUse` whose updates and data last from rollout to rollout.
 
     Calls come in order of time, in seconds of the environment's clock. Every worker begins busy and is idle once, so a
-    rollout has one training period at most, which ends when the last worker is idle. `responses_finished` tells the
-    data's size, which only `max_epochs` needs: without it an idle worker's responses are data of any size.
+    rollout has one training period at most, which ends when the last worker is idle. Responses that have finished are
+    data, an idle worker's too where nobody tells `responses_finished`.
 
     >>> spot = SimulatedSpotTrainer(SpotTraining(start_s=5.0))
     >>> spot.rollout_started(num_workers=2, now=0.0)
@@ -72,7 +70,6 @@ class SimulatedSpotTrainer:
         self.drafter = DrafterState()
         self._rollout = -1
         self._has_data = False
-        self._lengths: list[float] = []
         self.result: SpotResult
         """Of the rollout that ended last."""
 
@@ -86,11 +83,8 @@ class SimulatedSpotTrainer:
         self._progress = Progress()
         self._trained_s = self._release_delay_s = 0.0
         self._trained = Trained()
-        self._checkpoints_s: list[float] = []
         self._spans: list[SpotSpan] = []
-        self._data_tokens = self.model.carried_tokens(self._lengths)
         self._has_data &= self.model.carried_share > 0
-        self._lengths = []
         self._feed(RolloutStarted(rl_step=self._rollout))
         for worker in range(num_workers):
             self._feed(WorkerReport(worker=worker, seq=0, rl_step=self._rollout, busy=True))
@@ -98,9 +92,7 @@ class SimulatedSpotTrainer:
     def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
         """Responses of these lengths have finished: data to train on, the longest of them in the next rollout too."""
         self._train_until(now)
-        self._lengths.extend(response_tokens)
-        self._data_tokens += float(sum(response_tokens))
-        self._has_data |= self._data_tokens > 0
+        self._has_data |= sum(response_tokens) > 0
 
     def worker_idle(self, worker: int, now: float) -> None:
         """The worker has neither running nor waiting requests."""
@@ -111,11 +103,9 @@ class SimulatedSpotTrainer:
         self._feed(WorkerReport(worker=worker, seq=1, rl_step=self._rollout, busy=False))
 
     def rollout_ended(self, now: float) -> None:
-        """No request is left. Raises ConfigError where `max_epochs` is set and nobody told the responses' lengths."""
+        """No request is left."""
         self._train_until(now)
         self._feed(RolloutEnded(rl_step=self._rollout))
-        if self.model.max_epochs is not None and self._has_data and self._data_tokens <= 0:
-            raise ConfigError("max_epochs limits training by the data, but no lengths of finished responses were given")
         idle_worker_s = 0.0
         for _, idle_s in sorted(self._idle_from_s.items()):
             idle_worker_s += now - idle_s
@@ -135,11 +125,7 @@ class SimulatedSpotTrainer:
         period, before = self._coordinator.period, self._progress
         if period is not None:
             members = len(period.members)
-            max_updates = math.inf if self._has_data else 0.0
-            if self.model.max_epochs is not None:
-                max_updates = self.model.max_updates(self._data_tokens)
-            self._progress, offsets = self.model.advance(before, now - self._now, members, max_updates)
-            self._checkpoints_s += [self._now + offset for offset in offsets]
+            self._progress = self.model.advance(before, now - self._now, members, has_data=self._has_data)
             self._trained_s += (self._progress.trained_s - before.trained_s) * members
         self._now = now
 
@@ -166,13 +152,9 @@ class SimulatedSpotTrainer:
         end_s = self._now + min(yield_s, timeout_s)
         self._release_delay_s = end_s - self._now
         self._trained = model.killed(self._progress) if killed else model.stopped(self._progress)
-        checkpoints = [(start_s, start_s + model.checkpoint_s) for start_s in self._checkpoints_s]
-        if killed:
-            checkpoints = [(start_s, min(done_s, end_s)) for start_s, done_s in checkpoints]
-        elif len(checkpoints) < self._trained.checkpoints:
-            checkpoints.append((end_s, end_s + model.checkpoint_s))
-        training = [(f"worker {worker}", "spot_train", joined_s, end_s) for worker, joined_s in self._joined_s.items()]
-        rows = [("drafter", "checkpoint", start_s, done_s) for start_s, done_s in checkpoints] + training
+        rows = [(f"worker {worker}", "spot_train", joined_s, end_s) for worker, joined_s in self._joined_s.items()]
+        if not killed and self._trained.checkpoints:
+            rows.append(("drafter", "checkpoint", end_s, end_s + model.checkpoint_s))
         self._spans = [
             SpotSpan(lane=lane, kind=kind, start_s=start_s, end_s=done_s, detail=f"term {term}")
             for lane, kind, start_s, done_s in rows

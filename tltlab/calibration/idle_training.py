@@ -49,7 +49,7 @@ def fit_spot(trace: Trace) -> SpotFit:
 
     What a term needs and the table lacks leaves it at its default, with a note. The table does not tell how long an
     optimizer step alone takes (part of the rate), what padding would cost (the factor stays TLT's), nor what
-    limits training but time: `carried_share`, `max_epochs`. `scaling_efficiency` counts updates, not tokens, and
+    limits training but time: `carried_share`. `scaling_efficiency` counts updates, not tokens, and
     `checkpoint_every` is somewhat large: what periods trained after their last whole one counts too. Raises ConfigError
     for a trace without the table, and for one without a single update.
     """

@@ -7,12 +7,10 @@ number of updates at once.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tltlab.config import FrozenModel
 
@@ -37,15 +35,14 @@ class SpotTraining(FrozenModel):
     `scaling_efficiency`. One worker trains `padded_samples_per_s`, times `packing_factor` where `packed`.
 
     `start_s` sets up a group, `join_s` is the whole group's pause when its membership changes. After every
-    `checkpoint_every` updates (None: only when it stops) a checkpoint blocks for `checkpoint_s` and counts as written
-    when that is over. Told to stop, a trainer saves in the background and loses nothing; killed, it loses the updates
+    `checkpoint_every` updates (None: only when it stops) a checkpoint blocks for `checkpoint_s`, of which each of them
+    bears its part. Told to stop, a trainer saves in the background and loses nothing; killed, it loses the updates
     since its last checkpoint, as the trained layer is sharded over the members. `on_stop`: "abandon" drops the update
     under way, "finish" completes it first; either holds the device `yield_s` longer (0: the rest of the RL step hides
     the save; `checkpoint_s`: it does not).
 
     Data are this rollout's finished responses and, one step off, the longest `carried_share` of the last rollout's.
-    Each token may be trained `max_epochs` times per rollout; None: any number of times, so that only an empty buffer
-    stops the training.
+    Each token may be trained any number of times, so that only an empty buffer stops the training.
 
     TLT states samples/s and checkpoint times without the number of devices or the sample's length: the rates are taken
     as one worker's. `samples_per_update`, `sample_tokens`, `scaling_efficiency`, `start_s`, `join_s` and
@@ -70,7 +67,14 @@ class SpotTraining(FrozenModel):
     on_stop: Literal["abandon", "finish"] = "abandon"
     yield_s: _Seconds = 0.0
     carried_share: _Share = 0.25
-    max_epochs: _Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unlimited(cls, values: Any) -> Any:
+        # Files of earlier versions name a limit that nobody set.
+        if isinstance(values, dict) and values.get("max_epochs", 0) is None:
+            return {name: value for name, value in values.items() if name != "max_epochs"}
+        return values
 
     @property
     def samples_per_s(self) -> float:
@@ -86,55 +90,22 @@ class SpotTraining(FrozenModel):
         speedup = 1.0 + (members - 1) * self.scaling_efficiency
         return self.samples_per_update / (self.samples_per_s * speedup) + self.optimizer_s
 
-    def max_updates(self, tokens: float) -> float:
-        """Updates that `tokens` in the buffer are good for, whole or infinite."""
-        if self.max_epochs is None:
-            return math.inf if tokens > 0 else 0.0
-        return math.floor(self.max_epochs * tokens / self.update_tokens + _ROUNDING)
-
-    def carried_tokens(self, response_tokens: Sequence[float]) -> float:
-        """Tokens that the next rollout's training finds in the buffer: those of the longest `carried_share`."""
-        longest = sorted(response_tokens, reverse=True)
-        return float(sum(longest[: math.ceil(self.carried_share * len(longest) - _ROUNDING)]))
-
-    def advance(
-        self, progress: Progress, seconds: float, members: int, max_updates: float = math.inf
-    ) -> tuple[Progress, tuple[float, ...]]:
-        """Progress after `seconds` of a group of `members`, and the offsets at which checkpoints began in them.
-
-        An update begins only while fewer than `max_updates` are done, counted from `progress.updates` = 0.
-        """
+    def advance(self, progress: Progress, seconds: float, members: int, *, has_data: bool = True) -> Progress:
+        """Progress after `seconds` of a group of `members`; without data it waits."""
         setup_s = min(seconds, progress.setup_left_s)
-        update_s, every = self.update_s(members), self.checkpoint_every or sys.maxsize
-        cycle_s = every * update_s + self.checkpoint_s
-        # Seconds since the last checkpoint was written, as if this group had trained all the time.
-        writing = progress.checkpoint_left_s > 0
-        begin_s = cycle_s - progress.checkpoint_left_s if writing else (progress.unsaved + progress.share) * update_s
-        end_s = begin_s + seconds - setup_s
-        if math.isfinite(max_updates):
-            allowed = int(max_updates) - progress.updates + progress.unsaved
-            dry_s = allowed * update_s + allowed // every * self.checkpoint_s
-        else:
-            dry_s = math.inf
-        stop_s = max(begin_s, min(end_s, dry_s))
-        cycles = math.floor(stop_s / cycle_s + _ROUNDING)
-        within_s = max(0.0, stop_s - cycles * cycle_s)
-        done = min(every, math.floor(within_s / update_s + _ROUNDING))
-        share = 0.0 if done == every else max(0.0, within_s / update_s - done)
-        share = share if share > _ROUNDING else 0.0
-        gained = cycles * every + done - progress.unsaved
-        after = replace(
+        update_s = self.update_s(members)
+        every_s = update_s + (self.checkpoint_s / self.checkpoint_every if self.checkpoint_every else 0.0)
+        gained = (seconds - setup_s) / every_s if has_data else 0.0
+        total = progress.share + gained
+        done = math.floor(total + _ROUNDING)
+        share = total - done
+        return replace(
             progress,
-            updates=progress.updates + gained,
-            unsaved=done,
-            checkpoints=progress.checkpoints + cycles,
-            share=share,
+            updates=progress.updates + done,
+            share=share if share > _ROUNDING else 0.0,
             setup_left_s=progress.setup_left_s - setup_s,
-            checkpoint_left_s=max(0.0, cycle_s - within_s) if done == every else 0.0,
-            trained_s=progress.trained_s + max(0.0, gained + share - progress.share) * update_s,
+            trained_s=progress.trained_s + gained * update_s,
         )
-        numbers = range(1 if writing else 0, cycles + (done == every))
-        return after, tuple(setup_s + k * cycle_s + every * update_s - begin_s for k in numbers)
 
     def yield_delay_s(self, progress: Progress, members: int) -> float:
         """For how long a member holds its device after it was told to stop: at most one update and `yield_s`."""
@@ -143,36 +114,29 @@ class SpotTraining(FrozenModel):
 
     def stopped(self, progress: Progress) -> Trained:
         """What is left of a period that was told to stop: all of it, saved."""
-        finished = self.on_stop == "finish" and progress.share > 0
-        updates, unsaved = progress.updates + finished, progress.unsaved + finished
-        checkpoints = progress.checkpoints + (unsaved > 0)
+        updates = progress.updates + (self.on_stop == "finish" and progress.share > 0)
+        checkpoints = math.ceil(updates / (self.checkpoint_every or max(updates, 1)))
         return Trained(updates=updates, checkpoints=checkpoints, tokens=updates * self.update_tokens)
 
     def killed(self, progress: Progress) -> Trained:
         """What is left of a period that was killed: what its last checkpoint has."""
-        updates = progress.updates - progress.unsaved
-        return Trained(
-            updates=updates,
-            updates_lost=progress.unsaved,
-            checkpoints=progress.checkpoints,
-            tokens=updates * self.update_tokens,
-        )
+        every = self.checkpoint_every
+        checkpoints, lost = divmod(progress.updates, every) if every else (0, progress.updates)
+        updates = progress.updates - lost
+        return Trained(updates=updates, updates_lost=lost, checkpoints=checkpoints, tokens=updates * self.update_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """A training period under way.
 
-    `updates` are done, `unsaved` of them since the last of `checkpoints`; `share` of the next one is. `setup_left_s`
-    and `checkpoint_left_s`: what is left of a pause. `trained_s` was spent on updates.
+    `updates` are done and a `share` of the next one; `setup_left_s` is what is left of a pause. `trained_s` was spent
+    on updates.
     """
 
     updates: int = 0
-    unsaved: int = 0
-    checkpoints: int = 0
     share: float = 0.0
     setup_left_s: float = 0.0
-    checkpoint_left_s: float = 0.0
     trained_s: float = 0.0
 
     def regrouped(self, join_s: float) -> Progress:
