@@ -1,4 +1,4 @@
-"""The worker coordinator at work, and its record of who trained when.
+"""The worker coordinator at work.
 
 It is `tltlab.coordination.machine` behind a ZeroMQ ROUTER, in a thread of the driver.
 """
@@ -9,7 +9,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import zmq
@@ -40,90 +39,10 @@ from .keys import ServerKeys, check_endpoint, private_endpoint
 from .thread import SocketThread, identity, prepare
 from .wire import decode_report, encode
 
-NUM_PERIODS = 10_000
-"""How many of the newest a log keeps."""
-
 _LATE_S = 30.0
 """How late a thread that is alive may be before the driver gives it up."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """A worker's time in a training period: told to train, told to stop (or lost), device free (or its process ended).
-
-    Times are None where that has not happened yet.
-    """
-
-    worker: int
-    start_s: float
-    stop_s: float | None = None
-    free_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeriodRecord:
-    """A training period, with all who ever were in it, in the order of joining; `end_s` None while it is open.
-
-    Times are on `time.perf_counter`.
-    """
-
-    term: int
-    rl_step: int
-    leader: int
-    start_s: float
-    end_s: float | None = None
-    members: tuple[Membership, ...] = ()
-
-
-@dataclass(slots=True)
-class _Period:
-    record: PeriodRecord
-
-    @property
-    def is_over(self) -> bool:
-        return self.record.end_s is not None and all(member.free_s is not None for member in self.record.members)
-
-    def follow(self, in_period: tuple[int, ...], state: CoordinatorState, now: float) -> None:
-        members = []
-        for member in self.record.members:
-            if member.stop_s is None and member.worker not in in_period:
-                member = replace(member, stop_s=now)
-            yields = state.workers[member.worker].phase is Phase.STOPPING
-            if member.stop_s is not None and member.free_s is None and not yields:
-                member = replace(member, free_s=now)
-            members.append(member)
-        training = {member.worker for member in members if member.stop_s is None}
-        members += [Membership(worker=worker, start_s=now) for worker in in_period if worker not in training]
-        self.record = replace(self.record, members=tuple(members))
-
-
-class PeriodLog:
-    """Keeps a record of each training period."""
-
-    def __init__(self) -> None:
-        self._periods: deque[_Period] = deque(maxlen=NUM_PERIODS)
-        self._followed: list[_Period] = []
-
-    def periods(self) -> list[PeriodRecord]:
-        """The newest training periods, in order of their terms."""
-        return [period.record for period in self._periods]
-
-    def add(self, now: float, before: CoordinatorState, after: CoordinatorState) -> None:
-        """What an event made of the coordinator."""
-        old, new = before.period, after.period
-        closed = old is not None and (new is None or new.term != old.term)
-        if closed:
-            self._periods[-1].record = replace(self._periods[-1].record, end_s=now)
-        if new is not None and (old is None or closed):
-            record = PeriodRecord(term=new.term, rl_step=after.rl_step, leader=new.leader, start_s=now)
-            self._periods.append(_Period(record))
-            self._followed.append(self._periods[-1])
-        for period in self._followed:
-            members = new.members if new is not None and new.term == period.record.term else ()
-            period.follow(members, after, now)
-        self._followed = [period for period in self._followed if not period.is_over]
 
 
 class CoordinatorServer(SocketThread):
@@ -159,7 +78,6 @@ class CoordinatorServer(SocketThread):
         self.config, self.num_workers = config, num_workers
         self._keys, self._on_kill = keys, on_kill
         self._events: deque[Event] = deque()
-        self._log = PeriodLog()
         self._released: int | None = None
         self._first: tuple[Command, ...] = ()
         now, above = time.perf_counter(), time.time_ns() // 1_000_000
@@ -198,10 +116,14 @@ class CoordinatorServer(SocketThread):
         """The process of this worker's trainer has ended. Tell it before another one starts in its place."""
         self._tell(WorkerGone(worker=worker))
 
-    def periods(self) -> list[PeriodRecord]:
-        """The newest training periods."""
-        with self._changed:
-            return self._log.periods()
+    @property
+    def term(self) -> int:
+        """The term of the newest training period."""
+        return self._state.term
+
+    def trains(self, worker: int) -> bool:
+        """Whether this worker's trainer has been told to train, and has not yielded since."""
+        return self._state.workers[worker].phase in (Phase.TRAINING, Phase.STOPPING)
 
     def _tell(self, event: Event) -> None:
         self._check()
@@ -246,10 +168,7 @@ class CoordinatorServer(SocketThread):
             self._advance(report)
 
     def _advance(self, event: Event) -> None:
-        now, before = time.perf_counter(), self._state
-        self._state, commands = advance(before, event, now)
-        with self._changed:
-            self._log.add(now, before, self._state)
+        self._state, commands = advance(self._state, event, time.perf_counter())
         self._carry_out(commands)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.coordinator.keys import ClientKeys, make_keys
-from tltlab.runtime.coordinator.server import CoordinatorServer, Membership, PeriodRecord
+from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
@@ -46,7 +46,7 @@ class IdleWorkerTraining:
         self._lock = threading.Lock()
         self._training_step: int | None = None
         self._began = time.perf_counter()
-        self._dead_workers: set[int] = set()
+        self._lost: list[tuple[int, int, float]] = []
         self.server: CoordinatorServer | None = self._new_server(endpoint)
         places = [
             place(worker, self.server.endpoint, self._meeting.address, addresses[node], keys[worker])
@@ -61,7 +61,7 @@ class IdleWorkerTraining:
 
     def rollout_starts(self, rl_step: int) -> None:
         """From now on workers that run out of requests train."""
-        self._training_step, self._began, self._dead_workers = rl_step, time.perf_counter(), set()
+        self._training_step, self._began, self._lost = rl_step, time.perf_counter(), []
         self._tell(lambda server: server.rollout_started(rl_step))
 
     def rollout_ends(self, rl_step: int) -> None:
@@ -83,7 +83,8 @@ class IdleWorkerTraining:
     def rows(self, rl_step: int) -> list[dict[str, Any]]:
         """The rows of `spot_training` of the rollout that has ended, those of trainers that died in it too."""
         rows = [row for answer in self.processes.answers("take_rows").values() for row in answer]
-        rows += self._lost_rows(rl_step, rows)
+        rows += [_lost_row(rl_step, *lost) for lost in self._lost]
+        self._lost = []
         for row in rows:
             if row["ended"] == "failed":
                 self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
@@ -106,12 +107,17 @@ class IdleWorkerTraining:
         )
 
     def _kill(self, worker: int) -> None:
-        self._dead_workers.add(worker)
+        self._note_lost(worker)
         self.processes.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
 
     def _note_death(self, worker: int) -> None:
-        self._dead_workers.add(worker)
+        if self.server is not None and self.server.trains(worker):
+            self._note_lost(worker)
         self._tell(lambda server: server.worker_gone(worker))
+
+    def _note_lost(self, worker: int) -> None:
+        if self.server is not None:
+            self._lost.append((worker, self.server.term, time.perf_counter() - self._began))
 
     def _tell(self, tell: Callable[[CoordinatorServer], Any]) -> None:
         """Tell the coordinator something; where its thread has died another one takes over, and is told."""
@@ -148,31 +154,16 @@ class IdleWorkerTraining:
         self.events.note(f"{why}: the drafter is not trained any more in this run")
         self.processes.close()
 
-    def _lost_rows(self, rl_step: int, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Rows for trainers that died in this rollout's training and tell nothing any more."""
-        died, self._dead_workers = self._dead_workers, set()
-        if not died or self.server is None:
-            return []
-        terms = {(row["worker"], row["term"]) for row in rows}
-        lost = {
-            (member.worker, period.term): _lost_row(period, member, self._began)
-            for period in self.server.periods()
-            for member in period.members
-            if period.rl_step == rl_step and member.worker in died
-        }
-        return [row for key, row in lost.items() if key not in terms]
 
-
-def _lost_row(period: PeriodRecord, member: Membership, began: float) -> dict[str, Any]:
-    """What the coordinator knows of a trainer that died: when it held its device, and not what it did."""
-    until = member.stop_s if member.free_s is None else member.free_s
+def _lost_row(rl_step: int, worker: int, term: int, died_s: float) -> dict[str, Any]:
+    """The row of a trainer that died, `died_s` after the RL step began: what it did is not known."""
     return {
-        "rl_step": period.rl_step,
-        "worker": member.worker,
-        "term": period.term,
-        "t_start": max(member.start_s - began, 0.0),
-        "duration": (time.perf_counter() if until is None else until) - member.start_s,
-        "members": len(period.members),
+        "rl_step": rl_step,
+        "worker": worker,
+        "term": term,
+        "t_start": died_s,
+        "duration": 0.0,
+        "members": 1,
         **dict.fromkeys(("setup_s", "train_s", "wait_s", "blocked_s"), 0.0),
         **dict.fromkeys(("updates", "tokens", "sequences", "checkpoints"), 0),
         "yield_s": None,

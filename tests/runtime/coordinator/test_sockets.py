@@ -199,20 +199,20 @@ def test_rollouts_go_through_a_network_that_loses_doubles_delays_and_reorders(cl
         assert terms == sorted(terms), "an older term was obeyed"
 
 
-def test_a_period_is_logged_with_its_members_from_order_to_free_device(cluster):
+def test_workers_join_a_period_leave_it_and_are_told_to_stop(cluster):
     server, workers = cluster()
     begin(server, workers, 0)
     train(workers, 2, rl_step=0)
     train(workers, 1, rl_step=0)
+    assert server._state.period.members == (2, 1)
     workers[1].client.requests(0, True)
     until(lambda: not workers[1].training)
+    until(lambda: not server.trains(1))
+    assert server._state.period.members == (2,)
+    assert (server.trains(2), server.term) == (True, server._state.period.term)
     server.rollout_ended(0)
-    (period,) = server.periods()
-    assert (period.leader, period.rl_step) == (2, 0)
-    assert [member.worker for member in period.members] == [2, 1]
-    leader, joined = period.members
-    assert period.start_s == leader.start_s < joined.start_s < joined.stop_s < joined.free_s < leader.free_s
-    assert leader.stop_s == period.end_s < leader.free_s < leader.stop_s + server.config.yield_timeout_s
+    assert server._state.period is None
+    assert not server.trains(2)
     assert list(dict.fromkeys(m.worker for m in server.messages if isinstance(m, StopTraining))) == [1, 2]
 
 
@@ -239,7 +239,7 @@ def test_heartbeats_go_on_while_the_main_thread_works(cluster):
         assert time.monotonic() < end, "nothing is heard"
         sum(i * i for i in range(1000))
     assert workers[1].training
-    assert len(server.periods()) == 1
+    assert len({message.term for message in server.messages if isinstance(message, Train)}) == 1
     assert not [message for message in server.messages if isinstance(message, Kill)]
 
 
@@ -267,9 +267,9 @@ def test_a_server_that_takes_over_stops_everybody_and_goes_on_under_a_higher_ter
     assert workers[1].training, "the trainers do not notice"
     second = CoordinatorServer(first.config, first.endpoint, 4, killed.append, take_over=True)
     second.rollout_started(0)
-    until(lambda: second.periods())
+    until(lambda: second._state.period)
     until(lambda: workers[1].training and workers[2].training)
-    assert second.periods()[0].term > first.periods()[-1].term
+    assert second.term > first.term
     assert second.rollout_ended(0) < second.config.yield_timeout_s
     assert not any(worker.training for worker in workers)
     assert killed == []
@@ -367,7 +367,7 @@ def processes(sockets, request):
 @pytest.mark.parametrize("processes", [100.0], indirect=True)
 def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(processes):
     server, workers, killed = processes
-    (first,) = server.periods()
+    first = server._state.period
     workers[1].kill()
     server.worker_gone(1)
     for i in (0, 2):
@@ -375,11 +375,10 @@ def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(p
     workers[1] = WorkerProcess(server.endpoint, 1)
     workers[1].pipe.send((0, False))
     assert workers[1].says() == "trains", "its next process joins"
+    second = server._state.period
     assert server.rollout_ended(0) < server.config.yield_timeout_s
-    ended, second = server.periods()
-    assert ended.term == first.term < second.term
-    assert ended.end_s is not None
-    assert [member.worker for member in second.members] == [0, 2, 1]
+    assert first.term < second.term
+    assert second.members == (0, 2, 1)
     assert killed == []
 
 

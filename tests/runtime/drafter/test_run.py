@@ -463,7 +463,7 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: No
     assert ended == {1: "stopped", 2: "killed"}
     (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
     assert lost["t_start"] + lost["duration"] > HANGING_S
-    assert (lost["members"], lost["updates"]) == (2, 0)
+    assert (lost["term"], lost["updates"]) == (story.rows["spot_training"][0]["term"], 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
     assert any("did not yield within 10 s" in said for said in story.said + story.events.take())
 
