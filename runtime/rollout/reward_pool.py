@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -180,8 +181,12 @@ class RewardPool(UserProcesses):
                 except RuntimeError:
                     break  # as below: the pool is not active any more
                 tasks[task] = waiting.popleft()
-            done, _ = wait(tasks, patience + limit, FIRST_COMPLETED)
-            if tasks and not done:
+            deadline = time.monotonic() + patience + limit
+            done: set[Future[Outcome]] = set()
+            # A pool that breaks while a task is scheduled may never end that task.
+            while tasks and not done and pool.active and time.monotonic() < deadline:
+                done, _ = wait(tasks, 1.0, FIRST_COMPLETED)
+            if tasks and not done and pool.active:
                 raise RunError(f"reward processes did not start within faults.start_timeout_s, {patience:g} s")
             for ended in done:
                 number = tasks.pop(ended)

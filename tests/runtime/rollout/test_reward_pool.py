@@ -9,11 +9,13 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from pebble.pool.base_pool import PoolStatus
 from pebble.pool.process import PoolManager
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -247,6 +249,20 @@ def test_a_reward_process_has_the_memory_that_it_is_given(folder: Path):
 def test_processes_that_die_between_rewards_are_replaced(pool: RewardPool):
     for number in both(pool):
         os.kill(number, signal.SIGKILL)
+    assert of(pool, "a", "bb") == [1, 2]
+
+
+def test_a_task_that_a_breaking_pool_never_ends_is_given_to_the_next_pool(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+):
+    both(pool)
+    broken = pool._pool
+
+    def breaks(*arguments: Any, **options: Any) -> Future[Any]:
+        broken._context.status = PoolStatus.ERROR
+        return Future()
+
+    monkeypatch.setattr(broken, "schedule", breaks)
     assert of(pool, "a", "bb") == [1, 2]
 
 
