@@ -6,6 +6,7 @@ that cost nothing to make (a model-free drafter) and are kept by vLLM's syntheti
 probability ALPHA ** i. Both also decode plainly at fixed batch sizes. A row is on disk as soon as it is measured.
 
     python tests/bench/rehearsal.py FOLDER --shapes Qwen2.5-1.5B,Qwen2.5-7B --minutes 7
+    python tests/bench/rehearsal.py traces/h200-rehearsal --show       # what one H200 did, from its quick.json
 """
 
 from __future__ import annotations
@@ -149,6 +150,22 @@ def rows(case: dict[str, Any], begun: float) -> Iterator[dict[str, Any]]:
         engine.close()
 
 
+def show(quick: Path) -> str:
+    """Text of a `quick.json`: median milliseconds of plain steps by batch, and seconds of each rollout, by engine."""
+    rows = json.loads(quick.read_text())["rows"]
+    names = ("model", "engine", "scheduling", "graphs")
+    lines = [f"{'model':13s} {'engine':7s} {'scheduling':13s} {'graphs':11s} {'what':24s} measured"]
+    for engine in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in names) == engine]
+        place = "{:13s} {:7s} {:13s} {:11s}".format(*engine)
+        steps = [f"{row['median_s'] * 1e3:.2f} at {row['batch']}" for row in mine if row["row"] == "plain step"]
+        lines.append(f"{place} {'plain step, ms by batch':24s} {', '.join(steps)}")
+        for policy in dict.fromkeys(row["policy"] for row in mine if row["row"] == "rollout"):
+            seconds = [row["seconds"] for row in mine if row.get("policy") == policy]
+            lines.append(f"{place} {f'rollout, {policy}':24s} {', '.join(f'{s:.2f} s' for s in seconds)}")
+    return "\n".join(lines)
+
+
 def child(case_file: str) -> None:
     """Measure one engine and append its rows to its file."""
     begun = time.perf_counter()
@@ -176,7 +193,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--show", action="store_true", help="print FOLDER/quick.json; measure nothing")
     options = parser.parse_args()
+    if options.show:
+        print(show(options.folder / "quick.json"))
+        return
     from tltlab.bench.gpu import shape
 
     deadline = time.monotonic() + 60 * options.minutes
