@@ -34,6 +34,11 @@ os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"tltlab-state-
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what commands print to tests/golden/printed")
+
+
 STARTING = {"ray_cluster", "one_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
 

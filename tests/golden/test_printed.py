@@ -1,0 +1,93 @@
+"""What each command prints, held by one file a command in `printed/`; `pytest --update-golden` writes them anew.
+
+Seconds of this machine, its environment and temporary paths are replaced by their names; numbers may differ by 1 %, as
+processors round differently. Other tests check facts and leave sentences alone.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tltlab.cli.app import main
+
+PRINTED = Path(__file__).parent / "printed"
+TINY = "traces/tiny"
+GEOMETRIC = ("--acceptance", "geometric:0.7")
+H100 = ("--costs", "h100-qwen2.5-7b")
+COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "overview": (("--help",),),
+    "calibrate": (("calibrate", TINY, "--out", "{tmp}/costs.json"),),
+    "compare": (
+        ("compare", TINY, "--systems", "verl,tlt,das", *H100, *GEOMETRIC),
+        ("compare", TINY, "--policies", "none,fixed,adaptive", *GEOMETRIC),
+    ),
+    "costs": (
+        ("costs",),
+        ("costs", "h100-qwen2.5-7b", "--strategy", "4,1,5", "--accept-length", "2.5"),
+        ("costs", "vllm:2xH100:Qwen3-32B:fp8", "--batch", "1,8"),
+    ),
+    "doctor": (("doctor", TINY),),
+    "settings": (("settings", "rollout"),),
+    "simulate": (
+        ("simulate", TINY, "--policy", "beg-mab", *GEOMETRIC),
+        ("simulate", TINY, "--system", "tlt", *H100, *GEOMETRIC),
+        ("simulate", "{lengths}", "--workers", "2", *H100, *GEOMETRIC, "--strategy", "4,1,5", "--sd-threshold", "8"),
+    ),
+    "sweep": (("sweep", TINY, "--policies", "none,fixed", "--workers", "1,2", "--acceptance", "0.5,0.7"),),
+    "timeline": (("timeline", TINY, "--out", "{tmp}/timeline.json"),),
+    "trace": (
+        ("trace", "describe", TINY),
+        ("trace", "validate", TINY),
+        ("trace", "import", "{lengths}", "--out", "{tmp}/imported"),
+        ("trace", "generate", "--out", "{tmp}/drawn", "--prompts", "8", "--group-size", "4", "--rl-steps", "2"),
+    ),
+    "tune": (("tune", TINY, "--out", "{tmp}/policy.json", *GEOMETRIC, "--trials", "2"),),
+    "what-if": (("what-if", "{lengths}", "--gpus", "8xH100", "--model", "Qwen2.5-7B"),),
+}  # fmt: skip
+LENGTHS = "step,group,response_len\n" + "".join(f"0,{i // 4},{40 + 7 * i + i**3 // 90}\n" for i in range(64))
+OF_THIS_MACHINE = (
+    (r"(simulated in|in|takes|took)( +)[\d.]+ s\b", r"\1\2SECONDS s"),
+    (r"; \d+ s\n", "; SECONDS s\n"),
+    (r"(?s)\nenvironment\n.*", "\nENVIRONMENT\n"),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_output_is_as_recorded(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("COLUMNS", "100")
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text(LENGTHS)
+    parts = []
+    for arguments in COMMANDS[name]:
+        with pytest.raises(SystemExit) as ended:
+            main([argument.format(tmp=tmp_path, lengths=lengths) for argument in arguments])
+        out, err = capsys.readouterr()
+        typed = " ".join(arguments).format(tmp="TMP", lengths="LENGTHS")
+        parts.append(f"$ tltlab {typed}\n{out}[{ended.value.code or 0}]\n{err}")
+    text = "\n".join(parts).replace(str(lengths), "LENGTHS").replace(str(tmp_path), "TMP")
+    for pattern, name_of_it in OF_THIS_MACHINE:
+        text = re.sub(pattern, name_of_it, text)
+    file = PRINTED / f"{name}.txt"
+    if request.config.getoption("--update-golden"):
+        file.write_text(text)
+    words, numbers = words_and_numbers(text)
+    golden_words, golden_numbers = words_and_numbers(file.read_text())
+    assert words == golden_words, f"tltlab {name} prints something else; pytest --update-golden takes it"
+    assert numbers == pytest.approx(golden_numbers, rel=0.01, abs=0.005)
+
+
+def words_and_numbers(text: str) -> tuple[str, list[float]]:
+    """The text with # for each number and one space for several, and the numbers."""
+    number = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?")
+    numbers = [float(each.replace(",", "")) for each in number.findall(text)]
+    return re.sub(r"[ ─]+", " ", number.sub("#", text)), numbers

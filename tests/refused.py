@@ -1,0 +1,32 @@
+"""What is wrong is refused with an error of a class whose message names the facts: option, value, file, line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def refused(
+    error: type[BaseException] | tuple[type[BaseException], ...], naming: tuple[object, ...] = ()
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """Expect `error` within, and each of `naming`, as whole words, somewhere in its message; the sentence is free.
+
+    >>> with refused(ValueError, naming=("--depth", 9)):
+    ...     raise ValueError("--depth is 9: give 1 to 8")
+    """
+    with pytest.raises(error) as info:
+        yield info
+    message = str(info.value)
+    missing = [fact for fact in map(str, naming) if not _names(message, fact)]
+    assert not missing, f"the message does not name {', '.join(missing)}: {message}"
+
+
+def _names(message: str, fact: str) -> bool:
+    """True where `fact` stands in the message and is no piece of a longer word or number."""
+    before = r"(?<!\w)" if fact[:1].isalnum() else ""
+    after = r"(?!\w)" if fact[-1:].isalnum() else ""
+    return re.search(before + re.escape(fact) + after, message) is not None
