@@ -43,8 +43,9 @@ def slower_than_plain(run: RunEvidence) -> Facts | None:
     low, name, slowdown = max(judged, key=lambda policy: policy[0])
     if low <= UNSURE:
         return None
+    _, source = run.plain
     where = rl_steps(rows.loc[names == name, "rl_step"])
-    return {"policy": name, "slowdown": slowdown, "source": run.plain[1], "where": where}
+    return {"policy": name, "slowdown": slowdown, "source": source, "where": where}
 
 
 def large_batches(run: RunEvidence) -> Facts | None:
@@ -84,8 +85,8 @@ def drafts_lose_time(run: RunEvidence) -> Facts | None:
         raise NotChecked("plain rollouts do not tell what their lengths take")
     off = float(np.sqrt(np.mean((x @ coefficients / y - 1) ** 2)))
     cost = mean_of_few((drafted["rollout_s"] / expected).to_numpy(), least_error=off / np.sqrt(len(plain)))
-    facts = {"drafted": len(drafted), "accept_length": drafted["accept_length"].mean(), "plain": len(plain)}
-    return facts | {"cost": cost, "where": rl_steps(drafted["rl_step"])} if cost.low > 1.0 else None
+    facts = {"drafted": len(drafted), "accept_length": drafted["accept_length"].mean(), "cost": cost}
+    return facts | {"where": rl_steps(drafted["rl_step"])} if cost.low > 1.0 else None
 
 
 def timed_steps(run: RunEvidence) -> pd.DataFrame:
@@ -101,7 +102,7 @@ def timed_steps(run: RunEvidence) -> pd.DataFrame:
     return rows
 
 
-def rollout_not_bottleneck(run: RunEvidence) -> Facts | None:
+def not_bottleneck(run: RunEvidence) -> Facts | None:
     """The rollout is less than half of an RL step, so speeding it up cannot help much."""
     rows = run.steps[run.steps["rollout_s"].notna()]
     if len(rows) < ENOUGH_STEPS:

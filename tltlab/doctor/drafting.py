@@ -26,20 +26,6 @@ SWITCH_SHARE = 0.05  # share of the time that eats a gain as large as that of ch
 STARVED = 0.95  # mean length trained on over that generated below which the policy is taught to be short
 HALF = 0.5  # share of training periods, and of their time, that should bring updates
 
-RAISE_LEARNED = (
-    "Train it before the run (tltlab train-drafter, then drafter.checkpoint) or more within it (drafter.schedule.kind "
-    "= always); until then set drafter.fallback or another rollout.policy."
-)
-RAISE_MODEL_FREE = (
-    "Model-free drafts need text that repeats itself: draft less deep, or give the run a learned drafter ([drafter] in "
-    "the recipe, rollout.policy = beg-mab-learned)."
-)
-KEEP_LEARNED = (
-    "The drafter ages: train it more often (drafter.schedule.kind = always, or a smaller drafter.schedule.drop) or "
-    "more per RL step (drafter.max_updates)."
-)
-KEEP_MODEL_FREE = "Responses repeat earlier ones less and less: draft less deep, or use a learned drafter ([drafter])."
-
 
 def acceptance_low(run: RunEvidence) -> Facts | None:
     """Even in small batches a drafter's drafts are kept too rarely to pay for themselves."""
@@ -57,9 +43,7 @@ def acceptance_low(run: RunEvidence) -> Facts | None:
         times = (
             f"; up to batch {SMALL_BATCH} its tokens take {lost:.2f} times what plain decoding would" if lost else ""
         )
-        remedy = RAISE_MODEL_FREE if drafter in MODEL_FREE else RAISE_LEARNED
-        facts = {"drafter": drafter, "accepted": accepted, "times": times, "remedy": remedy}
-        return facts | {"where": rl_steps(rows["rl_step"])}
+        return {"drafter": drafter, "accepted": accepted, "times": times, "where": rl_steps(rows["rl_step"])}
     return None
 
 
@@ -73,9 +57,7 @@ def acceptance_falling(run: RunEvidence) -> Facts | None:
         slope = _slope(level.to_numpy(), level.index.to_numpy(np.float64))
         total = slope.estimate * float(np.ptp(level.index))
         if slope.high < 0 and total <= -FALL:
-            remedy = KEEP_MODEL_FREE if drafter in MODEL_FREE else KEEP_LEARNED
-            facts = {"drafter": drafter, "slope": slope, "total": total, "remedy": remedy}
-            return facts | {"where": rl_steps(level.index)}
+            return {"drafter": drafter, "slope": slope, "total": total, "where": rl_steps(level.index)}
     return None
 
 
@@ -112,7 +94,7 @@ def target_too_fast(run: RunEvidence) -> Facts | None:
     return {"slope": slope, "usual": usual, "pairs": len(samples), "where": rl_steps(level.index)}
 
 
-def worse_when_just_trained(run: RunEvidence) -> Facts | None:
+def worse_when_trained(run: RunEvidence) -> Facts | None:
     """Acceptance falls on the RL steps that follow a training of the drafter."""
     rows = timed_steps(run)
     if "drafter_age" not in rows or rows["drafter_age"].isna().all():
@@ -171,7 +153,7 @@ def idle_fragmented(run: RunEvidence) -> Facts | None:
     return facts | {"setup": shares["setup_s"], "train": shares["train_s"], "where": rl_steps(rows["rl_step"])}
 
 
-def drafter_never_published(run: RunEvidence) -> Facts | None:
+def never_published(run: RunEvidence) -> Facts | None:
     """The recipe trains a drafter, yet engines never got new weights of it."""
     if run.setting("drafter") is None:
         raise NotChecked("the run trains no drafter of its own")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from packaging.requirements import Requirement
 
 from .check import GIB, Check, Facts, Finding, look
@@ -59,9 +57,10 @@ def _leftovers(m: Machine) -> Facts | None:
     return {"files": ", ".join(m.leftovers[:3]), "more": more} if m.leftovers else None
 
 
-def _kv_space(m: Machine) -> str:
-    """The KV cache, in GiB, of engines on this CPU, where the environment sets it."""
-    return m.env.get("VLLM_CPU_KVCACHE_SPACE", "") if m.has_vllm and not m.gpus else ""
+def _kv_space(m: Machine) -> Facts | None:
+    space = m.env.get("VLLM_CPU_KVCACHE_SPACE", "") if m.has_vllm and not m.gpus else ""
+    fits = not space or (space.isdecimal() and not _below(m.memory_bytes, 2 * GIB * int(space)))
+    return None if fits else {"space": space}
 
 
 def _below(known: int | None, need: float) -> bool:
@@ -86,20 +85,11 @@ CHECKS: tuple[Check[Machine], ...] = (
         "{without}.",
         "vLLM 0.32 and 0.33 have all, see runtime/README.md.",
     ),
-    _check(
-        "imports",
-        lambda m: any(name in (m.import_error or "") for name in BESIDE_TORCH),
-        ("import_error",),
-        "the runtime's packages import together",
-    ).problem(
+    _check("imports", lambda m: m.import_error != "", ("import_error",), "the runtime's packages import").problem(
         "Packages of the runtime do not import",
         "{m.import_error}.",
-        "tltlab does not need the packages beside torch: pip uninstall torchvision torchaudio torchcodec.",
-    ),
-    _check("imports", lambda m: m.import_error != "").problem(
-        "Packages of the runtime do not import",
-        "{m.import_error}.",
-        "Reinstall the runtime: pip install --force-reinstall 'tltlab[runtime-cpu]', or [runtime] with CUDA.",
+        "Uninstall torchvision, torchaudio and torchcodec where they are named here: tltlab does not need them. Else "
+        "reinstall the runtime: pip install --force-reinstall 'tltlab[runtime-cpu]', or [runtime] with CUDA.",
     ),
     _check("torchvision", _cuda_builds, good="no CUDA builds beside a torch for CPUs").problem(
         "CUDA builds stand beside a torch for CPUs",
@@ -136,24 +126,17 @@ CHECKS: tuple[Check[Machine], ...] = (
         "{m.engines} engines with {m.kv_bytes:bytes} each, of {m.memory_bytes:bytes} free.",
         "A smaller vllm.kv_cache_memory_bytes; 256 MiB is plenty for small models.",
     ),
-    _check("kv-cache", lambda m: not re.fullmatch(r"\d*", _kv_space(m))).problem(
-        "The size of the KV cache is no number",
-        "VLLM_CPU_KVCACHE_SPACE={m.env[VLLM_CPU_KVCACHE_SPACE]}.",
-        "Unset it, or give whole GiB.",
-    ),
-    _check("kv-cache", lambda m: _below(m.memory_bytes, 2 * GIB * int(_kv_space(m) or 0))).problem(
-        "The KV cache takes most of the memory",
-        "VLLM_CPU_KVCACHE_SPACE={m.env[VLLM_CPU_KVCACHE_SPACE]} GiB per engine.",
-        "Lower it; tltlab's own engines take vllm.kv_cache_memory_bytes, 256 MiB by default.",
+    _check("kv-cache", _kv_space).problem(
+        "The KV cache of engines on this CPU has a wrong size",
+        "VLLM_CPU_KVCACHE_SPACE={space}: not a number of GiB, or most of the memory.",
+        "Unset or lower it; tltlab's own engines take vllm.kv_cache_memory_bytes, 256 MiB by default.",
     ),
     _check("disk", lambda m: m.disk_bytes < DISK_BYTES, good="{m.disk_bytes:bytes} free in this folder").problem(
         "The disk is almost full",
         "{m.disk_bytes:bytes} are free in this folder.",
         "Make room: traces and checkpoints go there.",
     ),
-    _check(
-        "shared-memory", lambda m: _below(m.shm_bytes, SHM_BYTES), ("shm_bytes",), "/dev/shm has {m.shm_bytes:bytes}"
-    ).hint(
+    _check("shared-memory", lambda m: _below(m.shm_bytes, SHM_BYTES), ("shm_bytes",), "{m.shm_bytes:bytes}").hint(
         "/dev/shm is small",
         "It has {m.shm_bytes:bytes}; Ray's object store wants 512 MiB and goes to the disk instead.",
         "docker run --shm-size=2g.",

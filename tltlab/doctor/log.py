@@ -32,17 +32,16 @@ SIGNATURES = (
     Signature(
         "capture-out-of-memory",
         "The GPU ran out of memory while CUDA graphs were captured",
-        "Capture less: fewer strategies in the policy, a smaller activation.max_requests or vllm.max_num_seqs, fewer "
-        "vllm.compilation_config.cudagraph_capture_sizes, a smaller rollout.graph_gib; or leave more room with a lower "
-        "vllm.gpu_memory_utilization.",
+        "Capture less: fewer strategies in the policy, a smaller activation.max_requests, vllm.max_num_seqs or "
+        "rollout.graph_gib; or leave more room with a lower vllm.gpu_memory_utilization.",
         r"out of memory(?! occurred when warming up)",
         r"captur|cuda ?_?graph",
     ),
     Signature(
         "no-room-for-kv-cache",
         "The engine finds no room for its KV cache",
-        "On a GPU: vllm.gpu_memory_utilization, or end other programs that hold its memory. On a CPU: set "
-        "vllm.kv_cache_memory_bytes (256 MiB is plenty for small models). Or a smaller vllm.max_model_len.",
+        "Raise vllm.gpu_memory_utilization or end other programs on the GPU; on a CPU set vllm.kv_cache_memory_bytes "
+        "(256 MiB is plenty for small models). Or lower vllm.max_model_len.",
         r"No available memory for the cache blocks|available KV cache memory \(|needed for the largest|"
         r"is less than desired (GPU|CPU) memory utilization",
     ),

@@ -14,6 +14,12 @@ from .evidence import RunEvidence
 
 _check = Check[RunEvidence]
 
+TRAIN_OR_REPLACE = (
+    "A learned drafter: train it before the run (tltlab train-drafter, drafter.checkpoint) or more within it "
+    "(drafter.schedule.kind = always, drafter.max_updates); drafter.fallback serves until then. A model-free one: "
+    "draft less deep, or use a learned drafter ([drafter], rollout.policy = beg-mab-learned)."
+)
+
 
 def unfinished(run: RunEvidence) -> Facts | None:
     """The recording was interrupted, so the trace lacks what came later."""
@@ -28,10 +34,7 @@ def repaired(run: RunEvidence) -> Facts | None:
 
 CHECKS: tuple[Check[RunEvidence], ...] = (
     _check("deaths", log.deaths, good="nothing died or was given up").problem(
-        "{title}",
-        '{source} says "{quote}"{more}.',
-        "{advice}",
-        code="{code}",
+        "{title}", '{source} says "{quote}"{more}.', "{advice}", code="{code}"
     ),
     _check("interrupted", unfinished, good="the recording is whole").problem(
         "The recording was interrupted",
@@ -46,53 +49,38 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
     _check("slower-than-plain", decoding.slower_than_plain, good="rollouts are not slower than plain decoding").problem(
         "Policy {policy} makes rollouts slower than no speculation",
         "Decoding takes {slowdown:.2f} times as long as plain decoding of the same tokens at these batches ({source}).",
-        "Speculate at small batches only (activation.max_requests), draft less deep, or set rollout.policy = none; "
-        "tltlab tune compares these.",
+        "Speculate at small batches only (activation.max_requests), draft less deep, or not at all: see tltlab tune.",
     ),
-    _check(
-        "drafts-lose-time",
-        decoding.drafts_lose_time,
-        good="RL steps that draft are no slower per token than those that do not",
-    ).problem(
+    _check("drafts-lose-time", decoding.drafts_lose_time, good="RL steps that draft are no slower per token").problem(
         "Speculation is net negative",
-        "{drafted} rollouts that draft ({accept_length:.2f} tokens each) take {cost:.2f} times what {plain} plain ones "
-        "would for these lengths.",
+        "{drafted} rollouts with {accept_length:.2f} tokens per draft take {cost:.2f} times what plain ones would.",
         "Draft below a batch only (tltlab tune finds it), draft less deep, or switch it off.",
     ),
     _check("acceptance-low", drafting.acceptance_low, good="drafts are kept often enough").problem(
         "The drafts of {drafter} are kept too rarely to pay",
         "{drafter} yields {accepted:.2f} tokens per draft, the bonus token included{times}.",
-        "{remedy}",
+        TRAIN_OR_REPLACE,
     ),
     _check("acceptance-falling", drafting.acceptance_falling, good="acceptance holds over the run").problem(
         "The acceptance of {drafter} falls during the run",
-        "At like batches and depths the share of drafted tokens kept changes by {slope:+.1%} per RL step, {total:+.0%} "
-        "in all.",
-        "{remedy}",
+        "At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
+        TRAIN_OR_REPLACE,
     ),
-    _check(
-        "worse-when-just-trained",
-        drafting.worse_when_just_trained,
-        good="a drafter that was just trained accepts no less",
-    ).problem(
+    _check("worse-when-just-trained", drafting.worse_when_trained, good="drafter training costs no acceptance").problem(
         "Acceptance falls on RL steps right after the drafter was trained",
         "{times} times the accept length is {fall:+.1%} off that of the RL steps around.",
-        "The drafter learns the wrong thing or is published half: compare its loss on the next rollout, check learning "
-        "rate and which weights the engine loads.",
+        "Compare the drafter's loss on the next rollout; check its learning rate and which weights the engine loads.",
     ),
-    _check(
-        "target-too-fast", drafting.target_too_fast, ("steps",), good="the drafter keeps up with the policy"
-    ).problem(
+    _check("target-too-fast", drafting.target_too_fast, good="the drafter keeps up with the policy").problem(
         "The policy moves faster than the drafter follows",
-        "Acceptance changes by {slope:+.1%} for each update of usual size (KL {usual:.2g} nats per token; {pairs} "
-        "pairs of RL steps).",
+        "Acceptance changes by {slope:+.1%} per update of usual size (KL {usual:.2g}; {pairs} pairs of RL steps).",
         "Train the drafter each RL step and more (drafter.schedule.kind = always, drafter.max_updates), or update the "
         "policy less (train.lr, train.minibatches, train.kl_coef).",
     ),
     _check("large-batches", decoding.large_batches, good="no speculation at too large batches").problem(
         "Speculation goes on at batches too large for it",
-        "Time against plain decoding of the same tokens: {by_batch}; {share:.0%} of the decoding time goes into drafts "
-        "at larger batches than {most} ({source}).",
+        "Time against plain decoding of the same tokens ({source}): {by_batch}; {share:.0%} of the decoding time goes "
+        "into drafts at larger batches than {most}.",
         "Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
     ),
     _check("switches-often", drafting.switching_time, good="few switches").problem(
@@ -100,24 +88,22 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "{seconds:.3g} s, {share:.0%} of the workers' busy time, went into switches.",
         "Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
     ),
-    _check("switches-often", drafting.switches_often, ("speculating",)).hint(
+    _check("switches-often", drafting.switches_often, needs=("speculating",)).hint(
         "Speculation goes on and off again and again",
         "{flips} switches in {iterations} iterations, {rate:.0f} per 100.",
-        "Where drafts hardly matter, fix one choice: a longer activation.hold_iterations, a smaller epsilon, or no "
-        "speculation as an arm only where it wins.",
+        "Use a longer activation.hold_iterations, a smaller epsilon, or no speculation as an arm only where it wins.",
     ),
     _check("explores-too-much", bandit.explores_too_much, good="bandits find more than they spend").problem(
         "Bandit {bandit} explores more than it finds",
         "{off:.0%} of its {decisions} decisions went to other arms than the best of their bucket; that cost {lost:.1%} "
         "of the reward, while choosing gained {gained:+.1%} over arms picked blindly.",
-        "Lower epsilon (ucb1: exploration), give the bandit fewer arms or a longer window, use reward = relative; or "
-        'take the best arm per batch as a table (rollout.policy = "table", tltlab tune).',
+        "Lower epsilon (ucb1: exploration), give it fewer arms or a longer window, use reward = relative; or take the "
+        'best arm per batch (rollout.policy = "table", tltlab tune).',
     ),
     _check("one-arm-per-bucket", bandit.one_arm_per_bucket, good="buckets have arms to choose from").problem(
         "Bandit {bandit} never chooses",
         "Each of its {buckets} buckets has one strategy, so epsilon and rewards change nothing.",
-        "List several depths or drafters in each of selector.buckets; the paper's grouping by tokens_to_verify leaves "
-        "one arm a bucket where drafts are chains, as TLT's released settings do.",
+        "List several depths or drafters in each of selector.buckets; grouping chains by tokens_to_verify leaves one.",
     ),
     _check("canary", partial(log.canary, kind="collapsed"), good="the drafter's canary is content").problem(
         "The learned drafter collapsed",
@@ -132,9 +118,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
         code="drafter-untrained",
     ),
-    _check(
-        "drafter-never-published", drafting.drafter_never_published, good="new drafter weights went into service"
-    ).problem(
+    _check("drafter-never-published", drafting.never_published, good="new drafter weights went into service").problem(
         "The trained drafter never went into service",
         "In {steps} RL steps the engines stayed on the drafter they began with; training made {updates} updates.",
         "No updates: are workers ever idle before the rollout ends (tltlab timeline), and for longer than an update "
@@ -144,22 +128,18 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "Idle time comes in pieces too short to train in",
         "{periods} periods of {median_s:.2g} s (median): {setup:.0%} of the time set trainers up, {train:.0%} trained; "
         "{empty:.0%} of the periods made no update ({update}).",
-        "Smaller updates (drafter.tokens_per_update), training in fewer rollouts (drafter.schedule.kind = every), a "
-        "group that waits for more idle workers (drafter.coordinator.min_idle_workers) or takes no late ones "
-        "(drafter.coordinator.late_join = false).",
+        "Make updates smaller (drafter.tokens_per_update), train in fewer rollouts (drafter.schedule.kind = every) or "
+        "larger groups (drafter.coordinator.min_idle_workers, late_join = false).",
     ),
-    _check(
-        "rollout-not-bottleneck", decoding.rollout_not_bottleneck, ("steps",), good="the rollout is the bottleneck"
-    ).hint(
+    _check("rollout-not-bottleneck", decoding.not_bottleneck, good="the rollout is the bottleneck").hint(
         "The rollout is not the bottleneck, {largest} is",
-        "The rollout is {share:.0%} of an RL step, {breakdown}: a rollout twice as fast would shorten the RL step by "
-        "{gain:.0%}.",
+        "The rollout is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {gain:.0%} of it.",
         "Look at {remedy}.",
     ),
-    _check("rollout-share", decoding.rollout_share, ("steps",), "the rollout is less than half of the RL step").hint(
+    _check("rollout-share", decoding.rollout_share, good="the rollout is less than half of the RL step").hint(
         "The rollout is {share.estimate:.0%} of the RL step",
-        "{rollout_s:.1f} of {step_s:.1f} s, {share:.0%}: a rollout twice as fast makes RL steps {twice:.2f} times as "
-        "fast, one in no time {at_best:.1f} times.",
+        "The rollout takes {rollout_s:.1f} of {step_s:.1f} s, {share:.0%}: RL steps are {twice:.2f}x as fast with one "
+        "twice as fast, {at_best:.1f}x at best.",
         "tltlab calibrate LOG --out costs.json, then tltlab compare LOG --costs costs.json, shows what gains most.",
     ),
     _check("waiting-queue", decoding.preemption, good="no queue and no preemption").problem(
@@ -170,8 +150,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
     ),
     _check("waiting-queue", decoding.waiting_queue).hint(
         "Requests wait while others run",
-        "During {waiting:.0%} of the time requests waited for a place, up to {most:.0f} at once, with batches of up to "
-        "{batch}.",
+        "For {waiting:.0%} of the time up to {most:.0f} requests waited, with batches of up to {batch}.",
         "Raise vllm.max_num_seqs or vllm.kv_cache_memory_bytes: a long response that starts late is a tail.",
     ),
     _check("slow-worker", decoding.slow_worker, good="workers are equally fast").problem(
@@ -182,8 +161,8 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
     _check("no-graph", partial(decoding.no_graph, kinds=("eager",)), good="decoding runs in full CUDA graphs").problem(
         "Engines decode without full CUDA graphs",
         decoding.GRAPHS,
-        "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; larger batches "
-        "than graphs were captured for need rollout.vllm.max_num_batched_tokens.",
+        "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
+        "rollout.vllm.max_num_batched_tokens for batches larger than those captured.",
     ),
     _check("no-graph", partial(decoding.no_graph, kinds=("piecewise", "eager"))).hint(
         "Engines decode without full CUDA graphs",
@@ -191,13 +170,10 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
         "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one depth.",
     ),
-    _check(
-        "long-starved", drafting.long_starved, ("steps",), good="training sees the lengths that are generated"
-    ).problem(
+    _check("long-starved", drafting.long_starved, good="training sees the lengths that are generated").problem(
         "Training is starved of long responses",
         "Responses trained on have {bias:.0%} of the mean length of those generated.{groups}",
-        'Let RL steps wait for the oldest groups (rollout.stale = "hold"), or allow older ones (rollout.staleness, '
-        "rollout.partial.max_age).",
+        'Wait for the oldest groups (rollout.stale = "hold"), or allow older ones (staleness, partial.max_age).',
     ),
 )
 """In the order in which findings are told: what broke, what speculation does, what is around it."""
