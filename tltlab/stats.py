@@ -36,6 +36,12 @@ class Interval:
     level: float
     method: Method
 
+    def __format__(self, spec: str) -> str:
+        """The estimate and its ends in a number's format: `f"{interval:.1f}"` is '1.2 (1.1 to 1.3)'."""
+        if not spec:
+            return str(self)
+        return f"{self.estimate:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
 
 def interval_json(interval: Interval | None) -> dict[str, Any] | None:
     """An interval for JSON, which knows no NaN: ends that are unknown are None."""

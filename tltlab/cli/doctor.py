@@ -13,17 +13,16 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.console import Json, emit, progress
+from tltlab.doctor.check import Diagnosis, Finding
 from tltlab.doctor.environment import check_environment
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.finding import Finding
-from tltlab.doctor.machine import Machine
-from tltlab.doctor.signatures import Diagnosis, examine
+from tltlab.doctor.machine import Machine, try_imports
+from tltlab.doctor.signatures import examine
 from tltlab.errors import ConfigError
 
-WIDTH = 120
-"""Letters of the longest line."""
+WIDTH = 120  # letters of the longest line
 
-_MARK = {"problem": "PROBLEM", "hint": "hint", "fine": "fine"}
+_MARK = {"problem": "PROBLEM", "hint": "hint"}
 
 
 def doctor(
@@ -53,31 +52,37 @@ def doctor(
 
     Example: tltlab doctor run
     """
-    if run is None and costs is not None:
-        raise ConfigError("--costs tell what plain decoding takes in a run: give the RUN to look at")
-    diagnosis, needs = None, {}
+    told: Diagnosis[RunEvidence] = Diagnosis()
+    known: dict[str, Any] = {}
     if run is not None:
         evidence = RunEvidence.of(run, costs)
-        diagnosis = examine(evidence)
-        needs = {
-            "engines": int(evidence.setting("rollout.num_workers", 0)),
-            "kv_bytes": evidence.setting("rollout.vllm.kv_cache_memory_bytes"),
-        }
-    imports = run is None and not quick
-    if imports:
-        progress("importing torch and vLLM to see whether they work together ...")
-    environment = check_environment(Machine.here(imports=imports, vllm=None if run else _vllm(), **needs))
-    findings = diagnosis.findings if diagnosis else ()
-    result: dict[str, Any] = {
+        told = examine(evidence)
+        known["engines"] = int(evidence.setting("rollout.num_workers", 0))
+        known["kv_bytes"] = evidence.setting("rollout.vllm.kv_cache_memory_bytes")
+    elif costs is not None:
+        raise ConfigError("--costs tell what plain decoding takes in a run: give the RUN to look at")
+    else:
+        known["vllm"] = _vllm()
+        if not quick:
+            progress("importing torch and vLLM to see whether they work together ...")
+            known |= try_imports()
+    environment = check_environment(Machine(**known))
+    result = {
         "run": None if run is None else str(run),
-        "simulated": None if diagnosis is None else diagnosis.simulated,
+        "simulated": told.simulated,
         "environment": [asdict(finding) for finding in environment],
-        "findings": [asdict(finding) for finding in findings],
-        "fine": [{"name": check.name, "good": check.good} for check in diagnosis.good] if diagnosis else [],
-        "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked] if diagnosis else [],
-        "ok": not any(finding.severity == "problem" for finding in (*environment, *findings)),
+        "findings": [asdict(finding) for finding in told.findings],
+        "fine": [{"name": check.name, "good": check.good} for check in told.good],
+        "not_checked": [{"name": name, "why": why} for name, why in told.not_checked],
+        "ok": not any(finding.severity == "problem" for finding in (*environment, *told.findings)),
     }
-    emit(result, as_json=as_json, text=_text(run, diagnosis, environment))
+    good = [finding for finding in environment if finding.severity == "fine"]
+    lines = _finding_lines(environment)
+    if run is not None:
+        lines = [*_run_lines(run, told), "environment", *lines, *_wrapped("fine", ", ".join(f.title for f in good))]
+    else:
+        lines += [line for finding in good for line in _wrapped("fine", f"{finding.title}: {finding.evidence}")]
+    emit(result, as_json=as_json, text="\n".join(lines))
 
 
 def _vllm() -> dict[str, str] | None:
@@ -91,49 +96,28 @@ def _vllm() -> dict[str, str] | None:
         return None
 
 
-def _text(run: Path | None, diagnosis: Diagnosis | None, environment: list[Finding]) -> str:
+def _run_lines(run: Path, told: Diagnosis[RunEvidence]) -> list[str]:
+    lines = [f"{run}{' (simulated: its figures are predictions)' if told.simulated else ''}", ""]
+    lines += _finding_lines(told.findings) or ["No problem found.", ""]
+    if told.good:
+        lines += _wrapped("fine", "; ".join(check.good for check in told.good))
+    names_of: dict[str, list[str]] = {}
+    for name, why in told.not_checked:
+        names_of.setdefault(why, []).append(name)
+    lines += [line for why, names in names_of.items() for line in _wrapped("not checked", f"{', '.join(names)}: {why}")]
+    return [*lines, ""]
+
+
+def _finding_lines(findings: Iterable[Finding]) -> list[str]:
     lines: list[str] = []
-    if diagnosis is not None:
-        kind = " (simulated: its figures are predictions)" if diagnosis.simulated else ""
-        lines += [f"{run}{kind}", ""]
-        for finding in diagnosis.findings:
-            lines += _finding_lines(finding)
-        if not diagnosis.findings:
-            lines += ["No problem found.", ""]
-        if diagnosis.good:
-            lines += _wrapped("fine", "; ".join(check.good for check in diagnosis.good))
-        for why, names in _by_reason(diagnosis.not_checked):
-            lines += _wrapped("not checked", f"{', '.join(names)}: {why}")
-        lines += ["", "environment"]
-    bad = [finding for finding in environment if finding.severity != "fine"]
-    for finding in bad:
-        lines += _finding_lines(finding)
-    good = [finding for finding in environment if finding.severity == "fine"]
-    if diagnosis is not None:
-        lines += _wrapped("fine", ", ".join(finding.title for finding in good))
-    else:
-        lines += [line for finding in good for line in _wrapped("fine", f"{finding.title}: {finding.evidence}")]
-    return "\n".join(lines)
-
-
-def _finding_lines(finding: Finding) -> list[str]:
-    place = f"  [{finding.where}]" if finding.where else ""
-    return [
-        *_wrapped(_MARK[finding.severity], finding.title + place),
-        *_wrapped("", finding.evidence),
-        *_wrapped("  ->", finding.advice),
-        "",
-    ]
+    for finding in findings:
+        if finding.severity != "fine":
+            place = f"  [{finding.where}]" if finding.where else ""
+            lines += _wrapped(_MARK[finding.severity], finding.title + place)
+            lines += [*_wrapped("", finding.evidence), *_wrapped("  ->", finding.advice), ""]
+    return lines
 
 
 def _wrapped(label: str, text: str) -> list[str]:
     width = max(60, min(shutil.get_terminal_size((WIDTH, 1)).columns, WIDTH))
     return textwrap.wrap(text, width, initial_indent=f"{label:13s}", subsequent_indent=" " * 13)
-
-
-def _by_reason(not_checked: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """(why, names) of the checks not made: many lack the same."""
-    reasons: dict[str, list[str]] = {}
-    for name, why in not_checked:
-        reasons.setdefault(why, []).append(name)
-    return list(reasons.items())

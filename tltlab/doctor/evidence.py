@@ -1,4 +1,4 @@
-"""What is known of a run: its trace, its events and logs, its settings, and how long plain decoding would take."""
+"""What is known of a run, each thing read once and only where a check asks for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from tltlab.arrays import Flags, Floats
 from tltlab.calibration.iterations import recorded_rows
 from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.costs.base import CostModel, LinearCosts
@@ -26,58 +24,25 @@ from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace, read
 
-from .finding import NotChecked
+from .check import NotChecked
 
-ENOUGH_PLAIN = 50
-"""Plain iterations from which a fit has several per term: four terms, and single iterations vary by some 10 %."""
-
-ENOUGH_STEPS = 3
-"""RL steps below which an interval over RL steps says nothing."""
-
-COSTS_MAY_MISS = 0.15
-"""Share by which costs from elsewhere may miss this run's time before nothing is concluded from them."""
-
-LOG_TAIL_BYTES = 1 << 20
-"""What is read of a log: what a run died of stands at its end."""
-
-_BATCH_SLACK = 1.25
-"""How far beyond the batches it was fitted to the plain time is believed: it is linear, and a band is 2 wide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainTimes:
-    """How long plain decoding takes: costs, the batches they were seen at, and where they are from."""
-
-    costs: CostModel
-    batches: tuple[float, float]
-    source: str
-
-    def seconds(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
-        """Seconds of plain iterations of `batch` requests whose contexts sum to `context` tokens."""
-        sizes, at = np.unique(np.asarray(batch, np.int64), return_inverse=True)
-        cost = self.costs.iteration(NO_SPECULATION)
-        fixed = np.array([cost.without_context_s(int(size)) for size in sizes])
-        slope = np.array([cost.context_slope_s(int(size)) for size in sizes])
-        seconds: Floats = fixed[at] + slope[at] * np.asarray(context, np.float64)
-        return seconds
-
-    def covers(self, batch: npt.ArrayLike) -> Flags:
-        """Which batches lie within, or close to, those seen."""
-        least, most = self.batches
-        sizes = np.asarray(batch, np.float64)
-        return (sizes >= least / _BATCH_SLACK) & (sizes <= most * _BATCH_SLACK)
+ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
+ENOUGH_PLAIN = 50  # plain iterations for a fit of four terms: single ones vary by some 10 %
+COSTS_MAY_MISS = 0.15  # share by which costs from elsewhere may miss this run's time
+LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
+BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyond the batches of its fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvidence:
-    """A run as its checks see it; what is not there is empty or None.
+    """A run as its checks see it. Properties raise NotChecked where the run does not have what they return.
 
-    `trace_complaint` says why there is no trace. `events` are the lines of events.jsonl, `logs` the ends of log files
+    `complaint` says why there is no trace. `events` are the lines of events.jsonl, `logs` the ends of log files
     by name, `recipe` what run.json resolved, `policies` what was in force from which RL step on.
     """
 
     trace: Trace | None = None
-    trace_complaint: str = ""
+    complaint: str = ""
     unfinished: Path | None = None
     events: tuple[Mapping[str, Any], ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
@@ -98,25 +63,17 @@ class RunEvidence:
         run = Path(run)
         trace, complaint, unfinished = _trace_of(run)
         folders = [run] if trace is None or trace.path in (None, run) else [run, trace.path]
-        if model is None:
-            model = next((load_costs(str(f / "costs.json")) for f in folders if (f / "costs.json").is_file()), None)
+        files = [folder / "costs.json" for folder in folders if (folder / "costs.json").is_file()]
         return cls(
             trace=trace,
-            trace_complaint=complaint,
+            complaint=complaint,
             unfinished=unfinished,
             events=json_lines(run / "events.jsonl"),
             logs=_logs(run),
             recipe=read_object(run / "run.json").get("recipe") or {},
-            policies=next((policies for f in folders if (policies := _policies(f))), ()),
-            costs=model,
+            policies=next((policies for folder in folders if (policies := _policies(folder))), ()),
+            costs=load_costs(str(files[0])) if model is None and files else model,
         )
-
-    @property
-    def known(self) -> Trace:
-        """The trace. Raises NotChecked where there is none."""
-        if self.trace is None:
-            raise NotChecked(self.trace_complaint or "there is no trace")
-        return self.trace
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A recipe's setting by its dotted name, `default` where it is not known."""
@@ -125,9 +82,30 @@ class RunEvidence:
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
+    @property
+    def known(self) -> Trace:
+        """The trace."""
+        if self.trace is None:
+            raise NotChecked(self.complaint or "there is no trace")
+        return self.trace
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """The table of RL steps."""
+        if self.known.steps is None:
+            raise NotChecked("the trace has no steps.parquet")
+        return self.known.steps
+
+    @property
+    def happened(self) -> tuple[Mapping[str, Any], ...]:
+        """The events, at least one."""
+        if not self.events:
+            raise NotChecked("the run has no events.jsonl")
+        return self.events
+
     @cached_property
     def iterations(self) -> pd.DataFrame:
-        """The iterations in order of time. Raises NotChecked where none were recorded."""
+        """The iterations in order of time."""
         table = self.known.iterations
         if table is None or table.empty:
             raise NotChecked("the trace has no iterations (a simulation writes them with --record-iterations)")
@@ -135,119 +113,88 @@ class RunEvidence:
 
     @cached_property
     def decoding(self) -> pd.DataFrame:
-        """Iterations without prefill, of RL steps whose policy was not there to explore. Raises NotChecked."""
+        """Iterations without prefill, in RL steps whose policy was not there to explore."""
         table = self.iterations
-        table = table[(table["prefill_tokens"] == 0) & ~table["rl_step"].isin(self.exploring)]
+        explored = [s for s, (name, kind, _) in self.policy_of_step.items() if "explore" in (name, kind)]
+        table = table[(table["prefill_tokens"] == 0) & ~table["rl_step"].isin(explored)]
         if table.empty:
             raise NotChecked("all RL steps ran under policy explore, which tries everything on purpose")
         return table
 
     @cached_property
     def speculating(self) -> pd.DataFrame:
-        """Those of `decoding` that verified, or could have verified, drafts. Raises NotChecked where none did."""
+        """Those of `decoding` that verified, or could have verified, drafts."""
         table = self.decoding[self.decoding["draft_depth"] > 0]
         if table.empty:
             raise NotChecked("nothing was speculated outside policy explore")
         return table
 
     @cached_property
-    def spot_training(self) -> pd.DataFrame:
-        """Periods of drafter training on idle workers. Raises NotChecked where there was none."""
-        rows = self.known.spot_training
-        if rows is None or rows.empty:
-            raise NotChecked("no drafter was trained on idle workers in this trace")
-        return rows
-
-    @cached_property
-    def policy_of_step(self) -> dict[int, tuple[str, Policy | None]]:
-        """Name and, where known, settings of the policy in force in each RL step."""
+    def policy_of_step(self) -> dict[int, tuple[str, str | None, Policy | None]]:
+        """Name and, where known, selector and settings of the policy in force in each RL step."""
         steps = self.known.steps
         names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
-        policies: dict[int, tuple[str, Policy | None]] = {}
+        policies: dict[int, tuple[str, str | None, Policy | None]] = {}
         for rl_step in self.known.rl_steps:
             in_force = [entry for entry in self.policies if entry[0] <= rl_step]
             name = str(names.get(rl_step) or (in_force[-1][1] if in_force else "unknown"))
-            policies[rl_step] = (name, in_force[-1][2] if in_force else _named(name))
+            policy = in_force[-1][2] if in_force else _named(name)
+            policies[rl_step] = (name, policy.selector.kind if policy else None, policy)
         return policies
 
     @cached_property
-    def exploring(self) -> list[int]:
-        """RL steps whose policy only explores, to be recorded: nobody means them to be fast."""
-        return [
-            rl_step
-            for rl_step, (name, policy) in self.policy_of_step.items()
-            if name == "explore" or (policy is not None and policy.selector.kind == "explore")
-        ]
+    def plain(self) -> tuple[pd.Series, str]:
+        """Seconds that plain decoding of each iteration's tokens takes, NaN at batches never seen, and their source.
 
-    @cached_property
-    def plain(self) -> PlainTimes:
-        """What plain decoding takes: from the run's own plain iterations, else from `costs`. Raises NotChecked."""
-        table = self.iterations
-        table = table[(table["draft_depth"] == 0) & (table["prefill_tokens"] == 0) & (table["duration"] > 0)]
+        The seconds are those of the run's own plain iterations, else of `costs`.
+        """
+        every = self.iterations[self.iterations["prefill_tokens"] == 0]
+        table = every[(every["draft_depth"] == 0) & (every["duration"] > 0)]
+        costs, batches, source = self.costs, (0.0, np.inf), "predicted by the costs given"
         if len(table) >= ENOUGH_PLAIN and table["batch"].nunique() > 1:
-            rows = recorded_rows(table)
-            costs, _ = fit_recorded(rows)
-            terms = {n: getattr(costs, n) or 0.0 for n in LinearCosts.model_fields if n.endswith("_s")}
-            span = rows.covered.batch
-            assert span is not None
-            return PlainTimes(
-                costs=costs.model_copy(update=terms),
-                batches=(span[0], span[1]),
-                source=f"predicted from {len(table)} plain iterations of this run",
-            )
-        if self.costs is not None:
-            self._check_costs(self.costs)
-            span = self.costs.calibrated.batch if self.costs.calibrated else None
-            return PlainTimes(costs=self.costs, batches=span or (0.0, np.inf), source="predicted by the costs given")
-        raise NotChecked(
-            f"{len(table)} plain iterations are too few to know what plain decoding takes: run an RL step under policy "
-            "none, or give a cost file with --costs"
-        )
-
-    def _check_costs(self, costs: CostModel) -> None:
-        """Raise NotChecked where costs do not describe the engine of this run: they miss what its drafts took."""
-        if not isinstance(costs, LinearCosts):
-            return
-        table = self.iterations[self.iterations["prefill_tokens"] == 0]
-        off = float(predict(costs, recorded_rows(table)).sum() / table["duration"].sum())
-        if abs(off - 1) > COSTS_MAY_MISS:
+            fitted, _ = fit_recorded(recorded_rows(table))
+            costs = fitted.model_copy(update={n: 0.0 for n, value in fitted if n.endswith("_s") and value is None})
+            batches = (table["batch"].min(), table["batch"].max())
+            source = f"predicted from {len(table)} plain iterations of this run"
+        elif costs is None:
             raise NotChecked(
-                f"the costs at hand are not this run's: they predict {off:.2f} of the time that its iterations took; "
-                "run an RL step under policy none and calibrate this run"
+                f"{len(table)} plain iterations are too few to know what plain decoding takes: run an RL step under "
+                "policy none, or give a cost file with --costs"
             )
+        else:
+            batches = (costs.calibrated and costs.calibrated.batch) or batches
+            # Costs of another engine miss what this run's iterations took.
+            took = predict(costs, recorded_rows(every)).sum() if isinstance(costs, LinearCosts) else None
+            off = 1.0 if took is None else took / every["duration"].sum()
+            if abs(off - 1) > COSTS_MAY_MISS:
+                raise NotChecked(
+                    f"the costs at hand are not this run's: they predict {off:.2f} of the time that its iterations "
+                    "took; run an RL step under policy none and calibrate this run"
+                )
+        cost = costs.iteration(NO_SPECULATION)
+        batch = every.loc[every["batch"].between(batches[0] / BATCH_SLACK, batches[1] * BATCH_SLACK), "batch"]
+        terms = {size: (cost.without_context_s(int(size)), cost.context_slope_s(int(size))) for size in batch.unique()}
+        seconds = (
+            batch.map(lambda size: terms[size][0]) + batch.map(lambda size: terms[size][1]) * every["context_tokens"]
+        )
+        return seconds * every["num_generated"] / every["batch"], source
+
+    def against_plain(self, rows: pd.DataFrame) -> Interval | None:
+        """Time of these iterations over that of plain decoding of as many tokens; None where too few are known."""
+        rows = rows.assign(plain=self.plain[0])
+        by_step = rows[rows["plain"] > 0].groupby("rl_step")[["duration", "plain"]].sum()
+        return ratio(by_step["duration"], by_step["plain"]) if len(by_step) >= ENOUGH_STEPS else None
 
 
-def ratio(measured: Sequence[float] | Floats, reference: Sequence[float] | Floats) -> Interval:
+def ratio(measured: Sequence[float] | pd.Series, reference: Sequence[float] | pd.Series) -> Interval:
     """Sum of `measured` over sum of `reference` with its 95 % interval over RL steps; the same for the same data."""
-    return paired_interval(measured, reference, rng=np.random.default_rng(0))
-
-
-def with_ends(interval: Interval) -> str:
-    """An estimate with its interval: '1.20 (1.10 to 1.30)'."""
-    return f"{interval.estimate:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+    return paired_interval(np.asarray(measured), np.asarray(reference), rng=np.random.default_rng(0))
 
 
 def accepted_pairs(table: pd.DataFrame) -> pd.Series:
     """(request, iteration) pairs of each row, as `metrics.mean_accept_length` counts them."""
     lengths = table["accepted_per_request"].astype(object).str.len()
     return lengths.astype(np.float64).fillna(table["batch"])
-
-
-def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
-    """The trace, or why there is none, and a recording that was never finished. Raises TraceError."""
-    places = [run, run / "trace"]
-    unfinished = next((recording_of(place) for place in places if recording_of(place).is_dir()), None)
-    try:
-        trace = read(run)
-        if unfinished is not None and not trace.rl_steps:
-            return None, f"the recording {unfinished} was never finished and has no whole response", unfinished
-        return trace, "", unfinished
-    except TraceError as error:
-        if unfinished is not None:
-            return None, f"the recording {unfinished} was never finished, and cannot be read: {error}", unfinished
-        if not any((run / name).is_file() for name in ("run.json", "events.jsonl")) or (run / "trace").exists():
-            raise
-        return None, f"{run} has no trace ({error})", None
 
 
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
@@ -257,6 +204,22 @@ def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
         with suppress(ValueError):
             values.append(parse_json(line))
     return tuple(value for value in values if isinstance(value, dict))
+
+
+def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
+    """The trace, or why there is none, and a recording that was never finished. Raises TraceError."""
+    unfinished = next((r for place in (run, run / "trace") if (r := recording_of(place)).is_dir()), None)
+    try:
+        trace = read(run)
+    except TraceError as error:
+        if unfinished is not None:
+            return None, f"the recording {unfinished} was never finished, and cannot be read: {error}", unfinished
+        if not any((run / name).is_file() for name in ("run.json", "events.jsonl")) or (run / "trace").exists():
+            raise
+        return None, f"{run} has no trace ({error})", None
+    if unfinished is not None and not trace.rl_steps:
+        return None, f"the recording {unfinished} was never finished and has no whole response", unfinished
+    return trace, "", unfinished
 
 
 def _logs(run: Path) -> dict[str, str]:
@@ -273,10 +236,9 @@ def _named(name: str) -> Policy | None:
     """A shipped policy, or the file that a simulation was given, where it is still there."""
     if name in SHIPPED or not name.endswith(".json"):
         return SHIPPED.get(name)
-    try:
+    with suppress(ValueError, TltlabError):
         return Policy.model_validate(read_object(Path(name)), context={"folder": Path(name).parent})
-    except (ValueError, TltlabError):
-        return None
+    return None
 
 
 def _policies(folder: Path) -> tuple[tuple[int, str, Policy], ...]:
@@ -286,10 +248,8 @@ def _policies(folder: Path) -> tuple[tuple[int, str, Policy], ...]:
         entries = [{"rl_step": 0, "name": None, "policy": single}]
     policies = []
     for entry in entries:
-        try:
+        # Written by another version, or naming a class that is not installed here: then it is not known.
+        with suppress(KeyError, TypeError, ValueError, TltlabError):
             policy = Policy.model_validate(entry["policy"], context={"folder": folder})
             policies.append((int(entry["rl_step"]), str(entry.get("name") or policy.selector.kind), policy))
-        except (KeyError, TypeError, ValueError, TltlabError):
-            # Written by another version, or naming a class that is not installed here: then it is not known.
-            continue
     return tuple(sorted(policies, key=lambda entry: entry[0]))

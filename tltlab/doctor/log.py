@@ -1,173 +1,132 @@
-"""Failure signatures that a run tells in words: events.jsonl and log files. What an engine died of, and the canary."""
+"""Tests on the words of a run, in events.jsonl and log files: why an engine died, and the drafter's canary."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tltlab.errors import one_line
 
+from .check import Facts, NotChecked, rl_steps
 from .evidence import RunEvidence
-from .finding import Finding, NotChecked, check, hint, problem, span
 
-SENTENCE_LETTERS = 240
-
-LINES_BEFORE = 40
-"""Lines before an error that belong to it: a traceback through vLLM has some 30."""
+QUOTE_LETTERS = 240
+LINES_BEFORE = 40  # lines before an error that belong to it: a traceback through vLLM has some 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sentence:
-    """A sentence of the run: its text, where it stands, the lines before it, and the RL step where that is known."""
+class Signature(NamedTuple):
+    """What engines, Ray and the system say when something known goes wrong.
 
+    A line fits `pattern`; it, or a line just before it, fits `beside`. Case does not count.
+    """
+
+    code: str
+    title: str
+    advice: str
+    pattern: str
+    beside: str = ""
+
+
+SIGNATURES = (
+    Signature(
+        "capture-out-of-memory",
+        "The GPU ran out of memory while CUDA graphs were captured",
+        "Capture less: fewer strategies in the policy, a smaller activation.max_requests, vllm.max_num_seqs or "
+        "rollout.graph_gib; or leave more room with a lower vllm.gpu_memory_utilization.",
+        r"out of memory(?! occurred when warming up)",
+        r"captur|cuda ?_?graph",
+    ),
+    Signature(
+        "no-room-for-kv-cache",
+        "The engine finds no room for its KV cache",
+        "Raise vllm.gpu_memory_utilization or end other programs on the GPU; on a CPU set vllm.kv_cache_memory_bytes "
+        "(256 MiB is plenty for small models). Or lower vllm.max_model_len.",
+        r"No available memory for the cache blocks|available KV cache memory \(|needed for the largest|"
+        r"is less than desired (GPU|CPU) memory utilization",
+    ),
+    Signature(
+        "out-of-memory",
+        "Memory ran out",
+        "Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes, vllm.max_num_seqs or "
+        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch, train.sequence_parallel for long responses.",
+        r"out of memory|OutOfMemoryError|cannot allocate memory|bad_alloc|running low on memory|exit code 137",
+    ),
+    Signature(
+        "engine-died",
+        "An engine died",
+        "The cause stands above this line in the engine's own output: start it with VLLM_LOGGING_LEVEL=INFO.",
+        r"the engine lost \d+ of|EngineDeadError|EngineCore encountered|Engine core initialization failed|"
+        r"EngineCore failed to start",
+    ),
+    Signature(
+        "drafter-not-in-service",
+        "The trained drafter does not serve",
+        "The sentence says why; the drafter before it goes on serving. Where the policy never drafts with it, set "
+        "rollout.policy to one with its strategies, such as beg-mab-learned, or leave [drafter] out.",
+        r"it is trained and serves nobody|the drafter is not trained any more|does not go into service",
+    ),
+    Signature(
+        "run-stopped",
+        "The run stopped with an error",
+        "tltlab COMMAND --debug shows where; Ray's logs (/tmp/ray/session_latest/logs) and the kernel's (dmesg, for "
+        "memory) show why a process died.",
+        r"^the run stopped: (?!.*KeyboardInterrupt)|an actor (died|failed)|ActorDiedError|RayActorError|"
+        r"No space left on device|Disk quota exceeded|Too many open files|Address already in use|EADDRINUSE|"
+        r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
+    ),
+)
+"""From the particular to the general: a line counts for the first that fits it."""
+
+
+class _Line(NamedTuple):
     text: str
     source: str
     before: str = ""
     rl_step: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Signature:
-    """What engines, Ray and the system say when something known goes wrong.
-
-    The sentence fits `pattern`; it, or what was said just before it, fits `beside`. Case does not count.
-    """
-
-    code: str
-    pattern: str
-    beside: str = ""
-    title: str
-    advice: str
-
-    def fits(self, sentence: _Sentence) -> bool:
-        if not re.search(self.pattern, sentence.text, re.IGNORECASE):
-            return False
-        return bool(re.search(self.beside, sentence.before + sentence.text, re.IGNORECASE))
-
-
-SIGNATURES: tuple[_Signature, ...] = (
-    _Signature(
-        code="capture-out-of-memory",
-        pattern=r"out of memory(?! occurred when warming up)",
-        beside=r"captur|cuda ?_?graph",
-        title="The GPU ran out of memory while CUDA graphs were captured",
-        advice="Capture less: fewer strategies in the policy, a smaller activation.max_requests or vllm.max_num_seqs, "
-        "fewer vllm.compilation_config.cudagraph_capture_sizes, a smaller rollout.graph_gib; or leave more room with a "
-        "lower vllm.gpu_memory_utilization.",
-    ),
-    _Signature(
-        code="no-room-for-kv-cache",
-        pattern=r"No available memory for the cache blocks|available KV cache memory \(|needed for the largest|"
-        r"is less than desired (GPU|CPU) memory utilization",
-        title="The engine finds no room for its KV cache",
-        advice="On a GPU: vllm.gpu_memory_utilization, or end what else holds its memory. On a CPU: set "
-        "vllm.kv_cache_memory_bytes (256 MiB is plenty for small models). Or a smaller vllm.max_model_len.",
-    ),
-    _Signature(
-        code="out-of-memory",
-        pattern=r"out of memory|OutOfMemoryError|cannot allocate memory|bad_alloc|running low on memory|"
-        r"exit code 137",
-        title="Memory ran out",
-        advice="Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes, vllm.max_num_seqs or "
-        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch, train.sequence_parallel for long responses.",
-    ),
-    _Signature(
-        code="engine-died",
-        pattern=r"the engine lost \d+ of|EngineDeadError|EngineCore encountered|Engine core initialization failed|"
-        r"EngineCore failed to start",
-        title="An engine died",
-        advice="The cause stands above this line in the engine's own output: start it with VLLM_LOGGING_LEVEL=INFO.",
-    ),
-    _Signature(
-        code="drafter-not-in-service",
-        pattern=r"it is trained and serves nobody|the drafter is not trained any more|does not go into service",
-        title="The trained drafter does not serve",
-        advice="The sentence says why; what served before goes on. Where the policy never drafts with it, set "
-        "rollout.policy to one with its strategies, such as beg-mab-learned, or leave [drafter] out.",
-    ),
-    _Signature(
-        code="run-stopped",
-        pattern=r"^the run stopped: (?!.*KeyboardInterrupt)|an actor (died|failed)|ActorDiedError|RayActorError|"
-        r"No space left on device|Disk quota exceeded|Too many open files|Address already in use|EADDRINUSE|"
-        r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
-        title="The run stopped with an error",
-        advice="The sentence says what it was; tltlab COMMAND --debug shows where, Ray's logs "
-        "(/tmp/ray/session_latest/logs) and the kernel's (dmesg, for memory) what a process died of.",
-    ),
-)
-"""From the particular to the general: a sentence counts for the first that fits it."""
-
-
-@check("deaths", good="nothing died or was given up")
-def deaths(evidence: RunEvidence) -> list[Finding]:
-    """What the run, or one of its engines, died of, one finding for each cause, and what became of its drafter."""
-    if not evidence.events and not evidence.logs:
+def deaths(run: RunEvidence) -> list[Facts]:
+    """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
+    if not run.events and not run.logs:
         raise NotChecked("the run has neither events.jsonl nor *.log files")
-    by_code: dict[str, list[_Sentence]] = {}
-    for sentence in _sentences(evidence):
-        if signature := next((s for s in SIGNATURES if s.fits(sentence)), None):
-            by_code.setdefault(signature.code, []).append(sentence)
-    findings = []
-    for signature in SIGNATURES:
-        if sentences := by_code.get(signature.code):
-            first = sentences[0]
-            quote = one_line(first.text)
-            quote = quote if len(quote) <= SENTENCE_LETTERS else quote[: SENTENCE_LETTERS - 3] + "..."
-            more = f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""
-            rl_steps = [sentence.rl_step for sentence in sentences if sentence.rl_step is not None]
-            findings.append(
-                problem(
-                    code=signature.code,
-                    title=signature.title,
-                    evidence=f'{first.source} says "{quote}"{more}.',
-                    advice=signature.advice,
-                    where=f"RL steps {span(rl_steps)}" if rl_steps else None,
-                )
-            )
-    return findings
+    by_signature: dict[Signature, list[_Line]] = {signature: [] for signature in SIGNATURES}
+    for line in _lines(run):
+        if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
+            by_signature[signature].append(line)
+    found = []
+    for signature, (first, *others) in ((signature, lines) for signature, lines in by_signature.items() if lines):
+        quote = one_line(first.text)
+        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
+        more = f" (and {len(others)} more like it)" if others else ""
+        steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
+        facts: Facts = {"source": first.source, "quote": quote, "more": more}
+        found.append(facts | signature._asdict() | {"where": rl_steps(steps) if steps else None})
+    return found
 
 
-@check("canary", good="the drafter's canary is content")
-def canary(evidence: RunEvidence) -> Finding | None:
-    """The learned drafter collapsed, or never learned, and something else served in its place."""
-    if not evidence.events:
-        raise NotChecked("the run has no events.jsonl")
-    verdicts = [(event, event["verdict"]) for event in evidence.events if isinstance(event.get("verdict"), dict)]
-    if not verdicts:
-        raise NotChecked("no canary spoke: the run has no learned drafter, or it drafted too little to judge")
-    collapsed, untrained = (
-        [event for event, verdict in verdicts if verdict.get("kind") == kind] for kind in ("collapsed", "untrained")
-    )
-    if not (bad := collapsed or untrained):
-        return None
-    summary = f"{len(bad)} of {len(verdicts)} verdicts; the first: {bad[0]['event']}."
-    rl_steps = f"RL steps {span([int(event['rl_step']) for event in bad])}"
-    if collapsed:
-        return problem(
-            code="canary-collapsed",
-            title="The learned drafter collapsed",
-            evidence=summary,
-            advice=(
-                "Check that its weights reach the engines whole and share the target's embedding and LM head; "
-                "until then drafter.fallback serves. drafter.canary.collapse sets the bound."
-            ),
-            where=rl_steps,
-        )
-    return hint(
-        code="drafter-untrained",
-        title="The learned drafter had not learned enough to serve",
-        evidence=summary,
-        advice="Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
-        where=rl_steps,
-    )
+def _fits(line: _Line, signature: Signature) -> bool:
+    if not re.search(signature.pattern, line.text, re.IGNORECASE):
+        return False
+    return bool(re.search(signature.beside, line.before + line.text, re.IGNORECASE))
 
 
-def _sentences(evidence: RunEvidence) -> Iterator[_Sentence]:
-    for event in evidence.events:
+def _lines(run: RunEvidence) -> Iterator[_Line]:
+    for event in run.events:
         rl_step = rl_step if isinstance(rl_step := event.get("rl_step"), int) else None
-        yield _Sentence(text=str(event.get("event", "")), source="events.jsonl", rl_step=rl_step)
-    for name, text in evidence.logs.items():
+        yield _Line(str(event.get("event", "")), "events.jsonl", rl_step=rl_step)
+    for name, text in run.logs.items():
         lines = text.splitlines()
         for number, line in enumerate(lines):
-            yield _Sentence(text=line, source=name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
+            yield _Line(line, name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
+
+
+def canary(run: RunEvidence, kind: str) -> Facts | None:
+    """The canary's verdict on the learned drafter was `kind`: "collapsed", or "untrained"."""
+    verdicts = [(event, event["verdict"]) for event in run.happened if isinstance(event.get("verdict"), dict)]
+    if not verdicts:
+        raise NotChecked("no canary spoke: the run has no learned drafter, or it drafted too little to judge")
+    if not (bad := [event for event, verdict in verdicts if verdict.get("kind") == kind]):
+        return None
+    facts = {"bad": len(bad), "verdicts": len(verdicts), "first": bad[0]["event"]}
+    return facts | {"where": rl_steps(event["rl_step"] for event in bad)}

@@ -1,61 +1,190 @@
-"""The known failure signatures, as a table of checks, and what they find in a run."""
+"""The known failure signatures of a run: one table of checks, each with its evidence, test, sentence and remedy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tltlab.traces.trace import Trace
 
-from . import bandit, log, plain_decoding, run, speculation, steps, training
+from . import bandit, decoding, drafting, log
+from .check import Check, Diagnosis, Facts, look
 from .evidence import RunEvidence
-from .finding import Check, Finding, NotChecked
+
+_check = Check[RunEvidence]
+
+TRAIN_OR_REPLACE = (
+    "A learned drafter: train it before the run (tltlab train-drafter, drafter.checkpoint) or more within it "
+    "(drafter.schedule.kind = always, drafter.max_updates); drafter.fallback serves until then. A model-free one: "
+    "draft less deep, or use a learned drafter ([drafter], rollout.policy = beg-mab-learned)."
+)
+
+
+def unfinished(run: RunEvidence) -> Facts | None:
+    """The recording was interrupted, so the trace lacks what came later."""
+    return {"folder": run.unfinished.name} if run.unfinished is not None else None
+
+
+def repaired(run: RunEvidence) -> Facts | None:
+    """The trace was made of an interrupted recording."""
+    notes = "" if run.trace is None else run.trace.manifest.notes or ""
+    return {"note": notes[notes.find("repaired: ") :]} if "repaired: " in notes else None
+
 
 CHECKS: tuple[Check[RunEvidence], ...] = (
-    log.deaths, run.interrupted, plain_decoding.slower_than_plain, steps.drafts_lose_time, speculation.acceptance_low,
-    speculation.acceptance_falling, steps.worse_when_just_trained, speculation.target_too_fast,
-    plain_decoding.large_batches, speculation.switches_often, bandit.explores_more_than_it_finds,
-    bandit.one_arm_per_bucket, log.canary, training.drafter_never_published, training.idle_fragmented,
-    run.rollout_not_bottleneck, steps.rollout_share, run.waiting_queue, run.slow_worker, run.no_graph, run.long_starved,
-)  # fmt: skip
-"""In the order in which what they find is told: what broke, what speculation does, what is around it."""
+    _check("deaths", log.deaths, good="nothing died or was given up").problem(
+        "{title}", '{source} says "{quote}"{more}.', "{advice}", code="{code}"
+    ),
+    _check("interrupted", unfinished, good="the recording is whole").problem(
+        "The recording was interrupted",
+        "{folder} is still there: the run was stopped, or goes on.",
+        "Commands read it as it is. If no run writes there any more, tltlab trace repair makes a trace of it.",
+    ),
+    _check("interrupted", repaired).hint(
+        "The recording was interrupted",
+        'The trace says "{note}".',
+        "The rest of the trace is sound; leave RL steps out that lack requests.",
+    ),
+    _check("slower-than-plain", decoding.slower_than_plain, good="rollouts are not slower than plain decoding").problem(
+        "Policy {policy} makes rollouts slower than no speculation",
+        "Decoding takes {slowdown:.2f} times as long as plain decoding of the same tokens at these batches ({source}).",
+        "Speculate at small batches only (activation.max_requests), draft less deep, or not at all: see tltlab tune.",
+    ),
+    _check("drafts-lose-time", decoding.drafts_lose_time, good="RL steps that draft are no slower per token").problem(
+        "Speculation is net negative",
+        "{drafted} rollouts with {accept_length:.2f} tokens per draft take {cost:.2f} times what plain ones would.",
+        "Draft below a batch only (tltlab tune finds it), draft less deep, or switch it off.",
+    ),
+    _check("acceptance-low", drafting.acceptance_low, good="drafts are kept often enough").problem(
+        "The drafts of {drafter} are kept too rarely to pay",
+        "{drafter} yields {accepted:.2f} tokens per draft, the bonus token included{times}.",
+        TRAIN_OR_REPLACE,
+    ),
+    _check("acceptance-falling", drafting.acceptance_falling, good="acceptance holds over the run").problem(
+        "The acceptance of {drafter} falls during the run",
+        "At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
+        TRAIN_OR_REPLACE,
+    ),
+    _check("worse-when-just-trained", drafting.worse_when_trained, good="drafter training costs no acceptance").problem(
+        "Acceptance falls on RL steps right after the drafter was trained",
+        "{times} times the accept length is {fall:+.1%} off that of the RL steps around.",
+        "Compare the drafter's loss on the next rollout; check its learning rate and which weights the engine loads.",
+    ),
+    _check("target-too-fast", drafting.target_too_fast, good="the drafter keeps up with the policy").problem(
+        "The policy moves faster than the drafter follows",
+        "Acceptance changes by {slope:+.1%} per update of usual size (KL {usual:.2g}; {pairs} pairs of RL steps).",
+        "Train the drafter each RL step and more (drafter.schedule.kind = always, drafter.max_updates), or update the "
+        "policy less (train.lr, train.minibatches, train.kl_coef).",
+    ),
+    _check("large-batches", decoding.large_batches, good="no speculation at too large batches").problem(
+        "Speculation goes on at batches too large for it",
+        "Time against plain decoding of the same tokens ({source}): {by_batch}; {share:.0%} of the decoding time goes "
+        "into drafts at larger batches than {most}.",
+        "Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
+    ),
+    _check("switches-often", drafting.switching_time, good="few switches").problem(
+        "Switching speculation on takes a good part of the rollout",
+        "{seconds:.3g} s, {share:.0%} of the workers' busy time, went into switches.",
+        "Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
+    ),
+    _check("switches-often", drafting.switches_often, needs=("speculating",)).hint(
+        "Speculation goes on and off again and again",
+        "{flips} switches in {iterations} iterations, {rate:.0f} per 100.",
+        "Use a longer activation.hold_iterations, a smaller epsilon, or no speculation as an arm only where it wins.",
+    ),
+    _check("explores-too-much", bandit.explores_too_much, good="bandits find more than they spend").problem(
+        "Bandit {bandit} explores more than it finds",
+        "{off:.0%} of its {decisions} decisions went to other arms than the best of their bucket; that cost {lost:.1%} "
+        "of the reward, while choosing gained {gained:+.1%} over arms picked blindly.",
+        "Lower epsilon (ucb1: exploration), give it fewer arms or a longer window, use reward = relative; or take the "
+        'best arm per batch (rollout.policy = "table", tltlab tune).',
+    ),
+    _check("one-arm-per-bucket", bandit.one_arm_per_bucket, good="buckets have arms to choose from").problem(
+        "Bandit {bandit} never chooses",
+        "Each of its {buckets} buckets has one strategy, so epsilon and rewards change nothing.",
+        "List several depths or drafters in each of selector.buckets; grouping chains by tokens_to_verify leaves one.",
+    ),
+    _check("canary", partial(log.canary, kind="collapsed"), good="the drafter's canary is content").problem(
+        "The learned drafter collapsed",
+        "{bad} of {verdicts} verdicts; the first: {first}.",
+        "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
+        "drafter.fallback serves. drafter.canary.collapse sets the bound.",
+        code="canary-collapsed",
+    ),
+    _check("canary", partial(log.canary, kind="untrained")).hint(
+        "The learned drafter had not learned enough to serve",
+        "{bad} of {verdicts} verdicts; the first: {first}.",
+        "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
+        code="drafter-untrained",
+    ),
+    _check("drafter-never-published", drafting.never_published, good="new drafter weights went into service").problem(
+        "The trained drafter never went into service",
+        "In {steps} RL steps the engines stayed on the drafter they began with; training made {updates} updates.",
+        "No updates: are workers ever idle before the rollout ends (tltlab timeline), and for longer than an update "
+        "takes (drafter.tokens_per_update)? Else events.jsonl says why its weights were refused.",
+    ),
+    _check("idle-fragmented", drafting.idle_fragmented, good="idle time is long enough to train in").problem(
+        "Idle time comes in pieces too short to train in",
+        "{periods} periods of {median_s:.2g} s (median): {setup:.0%} of the time set trainers up, {train:.0%} trained; "
+        "{empty:.0%} of the periods made no update ({update}).",
+        "Make updates smaller (drafter.tokens_per_update), train in fewer rollouts (drafter.schedule.kind = every) or "
+        "larger groups (drafter.coordinator.min_idle_workers, late_join = false).",
+    ),
+    _check("rollout-not-bottleneck", decoding.not_bottleneck, good="the rollout is the bottleneck").hint(
+        "The rollout is not the bottleneck, {largest} is",
+        "The rollout is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {gain:.0%} of it.",
+        "Look at {remedy}.",
+    ),
+    _check("rollout-share", decoding.rollout_share, good="the rollout is less than half of the RL step").hint(
+        "The rollout is {share.estimate:.0%} of the RL step",
+        "The rollout takes {rollout_s:.1f} of {step_s:.1f} s, {share:.0%}: RL steps are {twice:.2f}x as fast with one "
+        "twice as fast, {at_best:.1f}x at best.",
+        "tltlab calibrate LOG --out costs.json, then tltlab compare LOG --costs costs.json, shows what gains most.",
+    ),
+    _check("waiting-queue", decoding.preemption, good="no queue and no preemption").problem(
+        "Engines prefill requests again",
+        "{again:.2f} tokens were prefilled for each prompt token: running requests lost their KV cache.",
+        "Give the cache more room (vllm.kv_cache_memory_bytes) or run fewer at a time (vllm.max_num_seqs).",
+        code="kv-preemption",
+    ),
+    _check("waiting-queue", decoding.waiting_queue).hint(
+        "Requests wait while others run",
+        "For {waiting:.0%} of the time up to {most:.0f} requests waited, with batches of up to {batch}.",
+        "Raise vllm.max_num_seqs or vllm.kv_cache_memory_bytes: a long response that starts late is a tail.",
+    ),
+    _check("slow-worker", decoding.slow_worker, good="workers are equally fast").problem(
+        "Worker {worker} is slower than the others",
+        "Its iterations take {factor:.2f} times those of the other workers at like batch and depth.",
+        "Look at its device and what else runs there: another process, fewer cores, a throttled GPU.",
+    ),
+    _check("no-graph", partial(decoding.no_graph, kinds=("eager",)), good="decoding runs in full CUDA graphs").problem(
+        "Engines decode without full CUDA graphs",
+        decoding.GRAPHS,
+        "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
+        "rollout.vllm.max_num_batched_tokens for batches larger than those captured.",
+    ),
+    _check("no-graph", partial(decoding.no_graph, kinds=("piecewise", "eager"))).hint(
+        "Engines decode without full CUDA graphs",
+        decoding.GRAPHS,
+        "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
+        "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one depth.",
+    ),
+    _check("long-starved", drafting.long_starved, good="training sees the lengths that are generated").problem(
+        "Training is starved of long responses",
+        "Responses trained on have {bias:.0%} of the mean length of those generated.{groups}",
+        'Wait for the oldest groups (rollout.stale = "hold"), or allow older ones (staleness, partial.max_age).',
+    ),
+)
+"""In the order in which findings are told: what broke, what speculation does, what is around it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """What the checks found in a run; `good` has those that found nothing, `not_checked` (name, why) of the others.
-
-    `simulated` says that the run is a simulation, so its figures are predictions.
-    """
-
-    findings: tuple[Finding, ...]
-    good: tuple[Check[RunEvidence], ...]
-    not_checked: tuple[tuple[str, str], ...]
-    simulated: bool
-
-
-def diagnose(run: str | Path | Trace) -> Diagnosis:
+def diagnose(run: str | Path | Trace) -> Diagnosis[RunEvidence]:
     """Look for every signature in a RUN folder, a trace folder or a Trace. Raises TraceError for what is no run."""
     return examine(RunEvidence.of(run))
 
 
-def examine(evidence: RunEvidence) -> Diagnosis:
+def examine(evidence: RunEvidence) -> Diagnosis[RunEvidence]:
     """Look for every signature in what is known of a run."""
-    findings: list[Finding] = []
-    good: list[Check[RunEvidence]] = []
-    missing: list[tuple[str, str]] = []
-    for check in CHECKS:
-        try:
-            of_check = check.look(evidence)
-        except NotChecked as why:
-            missing.append((check.name, str(why)))
-        else:
-            findings += of_check
-            good += [] if of_check else [check]
-    trace = evidence.trace
-    return Diagnosis(
-        findings=tuple(sorted(findings, key=lambda finding: finding.severity != "problem")),
-        good=tuple(good),
-        not_checked=tuple(missing),
-        simulated=trace is not None and trace.manifest.kind == "simulated",
-    )
+    simulated = evidence.trace is not None and evidence.trace.manifest.kind == "simulated"
+    return replace(look(CHECKS, evidence), simulated=simulated)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.arrays import Ints
 from tltlab.charts import lines
+from tltlab.console import json_rows
 from tltlab.errors import TltlabError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import median_step
@@ -165,7 +165,7 @@ def steps_part(trace: Trace) -> Part:
 
 def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     """What is known of each RL step: metrics and the trace's own `steps`; None where unknown."""
-    by_step = {} if trace.steps is None else {row["rl_step"]: row for row in _rows_of(trace.steps)}
+    by_step = {} if trace.steps is None else {row["rl_step"]: row for row in json_rows(trace.steps)}
     rows = []
     for row in metrics.per_step(trace):
         recorded, measured = by_step.get(row["rl_step"], {}), row["rollout_s"]
@@ -173,12 +173,6 @@ def steps_rows(trace: Trace) -> list[dict[str, Any]]:
         row |= {"reward": recorded.get("reward_mean")}
         rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
     return rows
-
-
-def _rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """A frame's rows, what is not known as None."""
-    values = frame.astype(object).where(frame.notna(), None)
-    return [{str(key): value for key, value in row.items()} for row in values.to_dict("records")]
 
 
 def _step_pictures(rows: list[dict[str, Any]]) -> list[Block]:
@@ -226,7 +220,7 @@ def off_policy_part(trace: Trace) -> Part:
         "length_bias": ("length trained on / generated, so far", ".3f"),
     }  # fmt: skip
     caption = "Of the tokens that each RL step trained on."
-    table = records(_rows_of(steps), columns, caption=caption, summary="RL step by RL step")
+    table = records(json_rows(steps), columns, caption=caption, summary="RL step by RL step")
     return Section(title=title, blocks=(picture, table))
 
 

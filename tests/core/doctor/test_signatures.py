@@ -1,4 +1,4 @@
-"""`tltlab doctor`'s checks: each finds the fault that was put into a run, and says nothing of a sound one."""
+"""`tltlab doctor`'s checks as tables: a made-up run, the check that fires, and the facts that it finds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tltlab.costs.base import LinearCosts
+from tltlab.doctor.check import Finding, NotChecked
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.finding import Finding, NotChecked
-from tltlab.doctor.signatures import CHECKS, diagnose
+from tltlab.doctor.log import SIGNATURES
+from tltlab.doctor.signatures import CHECKS, diagnose, examine
 from tltlab.errors import TraceError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket
@@ -113,333 +115,337 @@ class Run:
 
 
 SOUND = Run()
+SMALL = Run(steps=4, responses=8)
 
 
 @cache
-def recording(run: Run) -> Trace:
+def trace_of(run: Run) -> Trace:
     """The trace of a run that several tests look at."""
     return run.trace()
 
 
-def look(name: str, run: Any) -> list[Finding]:
-    """What the check `name` finds. NotChecked where it could not look."""
-    evidence = run if isinstance(run, RunEvidence) else RunEvidence.of(run)
-    return list(next(check for check in CHECKS if check.name == name).look(evidence))
+def with_steps(run: Run = SMALL, **columns: Any) -> Trace:
+    trace = trace_of(run)
+    return trace.replace(steps=trace.table("steps").assign(**columns))
 
 
-def found_by(name: str, run: Any) -> list[str]:
-    return [finding.code for finding in look(name, run)]
+def in_graphs(kind: Callable[[int], str | None], hardware: str = "8 x H100") -> Trace:
+    """A run on GPUs whose iterations say what they ran in, by draft depth."""
+    trace = trace_of(SOUND)
+    iterations = trace.table("iterations")
+    manifest = trace.manifest.model_copy(update={"hardware": hardware})
+    return trace.replace(manifest=manifest, iterations=iterations.assign(graph=iterations["draft_depth"].map(kind)))
 
 
-FAULTS: dict[str, tuple[Run, Run]] = {
-    "slower-than-plain": (Run(verify_s=2e-3), SOUND),
-    "acceptance-low": (Run(accept=lambda step: 0.03, plain_steps=False), Run(plain_steps=False)),
-    "acceptance-falling": (Run(accept=lambda step: 0.8 - 0.03 * step), Run(accept=lambda step: 0.5 + 0.02 * step)),
-    "target-too-fast": (
+def trained(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: int = 10) -> Trace:
+    """Training periods of worker 0, one per RL step."""
+    times = {"t_start": 0.0, "duration": setup_s + train_s, "setup_s": setup_s, "train_s": train_s}
+    counts = {"members": 1, "updates": updates, "tokens": 10, "sequences": 1, "checkpoints": 0}
+    others = {"wait_s": 0.0, "blocked_s": 0.0, "ended": "stopped"}
+    rows = [{"rl_step": step, "worker": 0, "term": step, **times, **counts, **others} for step in range(num)]
+    return trace_of(SMALL).replace(spot_training=pd.DataFrame(rows))
+
+
+def switched(seconds: float) -> Trace:
+    lane = {"rl_step": 0, "lane": "worker 0", "t_start": 0.0}
+    spans = [lane | {"kind": "decode", "duration": 1.0}, lane | {"kind": "switch", "duration": seconds}]
+    return trace_of(SMALL).replace(spans=pd.DataFrame(spans))
+
+
+def noted(notes: str) -> Trace:
+    trace = trace_of(SMALL)
+    return trace.replace(manifest=trace.manifest.model_copy(update={"notes": notes}))
+
+
+def bandits(names: dict[int, str], *strategies: Strategy) -> RunEvidence:
+    """A run under BEG-MAB policies of one bucket, by the RL step from which they are in force."""
+    policy = Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=strategies),)))
+    trace = Run(steps=4, responses=8, reward=lambda d, b: 1.0).trace()
+    in_force = [names[max(start for start in names if start <= step)] for step in range(4)]
+    trace = trace.replace(steps=trace.table("steps").assign(policy=in_force))
+    return RunEvidence(trace=trace, policies=tuple((start, name, policy) for start, name in names.items()))
+
+
+def happened(*texts: str, **event: Any) -> RunEvidence:
+    return RunEvidence(events=tuple({"rl_step": 1, "event": text, **event} for text in texts))
+
+
+def logged(*lines: str) -> RunEvidence:
+    return RunEvidence(logs={"run.log": "\n".join(("INFO all is well", *lines))})
+
+
+def drafting(schedule: str, version: int, run: Run = SMALL) -> RunEvidence:
+    recipe = {"drafter": {"schedule": {"kind": schedule}}}
+    return RunEvidence(trace=with_steps(run, drafter_version=version), recipe=recipe)
+
+
+def judged(kind: str) -> RunEvidence:
+    return happened("worker 0: the learned drafter ...", verdict={"kind": kind})
+
+
+EXPLORER = Run(policy="ucb1", depth=lambda b, i: 4 * (i % 4 == 0), reward=lambda d, b: 100.0 * b * (1 + d / 4))
+SLOW = Run(verify_s=2e-3)
+DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
+OOM = "OutOfMemoryError: CUDA out of memory"
+CAPTURE = "Capturing CUDA graphs (decode, FULL): 40%"
+
+FIRES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("slower-than-plain", SLOW, {"policy": "fixed", "where": "RL steps 1, 3, 5, 7, 9, 11, 13, 15"}),
+    ("acceptance-low", Run(accept=lambda s: 0.03, plain_steps=False), {"drafter": "ngram", "where": "RL steps 0-15"}),
+    ("acceptance-low", Run(accept=lambda s: 0.03, drafter="learned", plain_steps=False), {"drafter": "learned"}),
+    ("acceptance-falling", Run(accept=lambda s: 0.8 - 0.03 * s), {"drafter": "ngram"}),
+    ("acceptance-falling", Run(accept=lambda s: 0.8 - 0.03 * s, drafter="learned"), {"drafter": "learned"}),
+    (
+        "target-too-fast",
         Run(drafter="learned", plain_steps=False, kl=lambda s: 0.03 * (s % 2), accept=lambda s: 0.5 + 0.2 * (s % 2)),
-        Run(drafter="learned", plain_steps=False, kl=lambda s: 0.03 * (s % 2)),
+        {"pairs": 15, "usual": 0.015, "where": "RL steps 0-15"},
     ),
-    "large-batches": (Run(verify_s=4e-4), Run(verify_s=4e-4, depth=lambda batch, i: 4 if batch <= 4 else 0)),
-    "switches-often": (Run(depth=lambda batch, i: 4 * (i % 2)), Run(depth=lambda batch, i: 4 if batch <= 8 else 0)),
-    "explores-too-much": (
-        Run(policy="ucb1", depth=lambda b, i: 4 * (i % 4 == 0), reward=lambda d, b: 100.0 * b * (1 + d / 4)),
-        Run(policy="ucb1", depth=lambda b, i: 4 * (i % 10 > 0), reward=lambda d, b: 100.0 * b * (1 + d / 4)),
+    ("large-batches", Run(verify_s=4e-4), {"most": 3, "where": "batches from 4"}),
+    ("switches-often", Run(depth=lambda batch, i: 4 * (i % 2)), {"where": "RL steps 1, 3, 5, 7, 9, 11, 13, 15"}),
+    ("switches-often", switched(0.5), {"seconds": 0.5, "share": 1 / 3}),
+    ("explores-too-much", EXPLORER, {"bandit": "ucb1"}),
+    ("explores-too-much", replace(EXPLORER, policy="mine.py:Bandit"), {"bandit": "mine.py:Bandit"}),
+    ("one-arm-per-bucket", bandits({0: "beg-mab"}, DEEP), {"buckets": 1, "where": "RL steps 0-3"}),
+    (
+        "one-arm-per-bucket",
+        Run(steps=6, policy="beg-mab-mine", plain_steps=False, reward=lambda d, b: 1.0),
+        {"bandit": "beg-mab-mine", "buckets": 1},
     ),
-    "rollout-not-bottleneck": (Run(stages={"train_s": 9.0, "inference_s": 1.0}), SOUND),
-    "waiting-queue": (Run(waiting=3), SOUND),
-    "slow-worker": (Run(slowness=lambda worker: 1.3 if worker else 1.0), SOUND),
-}
+    ("rollout-not-bottleneck", Run(stages={"train_s": 9.0, "inference_s": 1.0}), {"largest": "train"}),
+    ("rollout-not-bottleneck", Run(stages={"reward_s": 9.0}), {"largest": "reward"}),
+    ("waiting-queue", Run(waiting=3), {"waiting": 1.0, "most": 3}),
+    ("kv-preemption", Run(prefills=3), {}),
+    ("slow-worker", Run(slowness=lambda worker: 1.3 if worker else 1.0), {"worker": 1, "where": "worker 1"}),
+    ("long-starved", with_steps(length_bias=0.9, dropped_groups=3), {"bias": 0.9}),
+    ("idle-fragmented", trained(8, setup_s=2.0, train_s=0.1, updates=0), {"periods": 8, "empty": 1.0}),
+    ("idle-fragmented", trained(8, setup_s=9.0, train_s=1.0), {"train": 0.1, "empty": 0.0}),
+    ("drafter-never-published", drafting("always", version=0), {"steps": 4, "updates": 0}),
+    ("no-graph", in_graphs(lambda depth: "full" if depth else "piecewise"), {"most": "plain decoding", "share": 1.0}),
+    ("no-graph", in_graphs(lambda depth: "eager"), {"eager": 1.0, "piecewise": 0.0}),
+    ("interrupted", RunEvidence(unfinished=Path("trace.recording")), {"folder": "trace.recording"}),
+    ("interrupted", noted("on a spot machine; repaired: 3 of 4 RL steps"), {"note": "repaired: 3 of 4 RL steps"}),
+    ("canary-collapsed", judged("collapsed"), {"bad": 1, "verdicts": 1, "where": "RL steps 1"}),
+    ("drafter-untrained", judged("untrained"), {"bad": 1, "verdicts": 1}),
+    ("capture-out-of-memory", happened(f"an actor failed: {OOM} while capturing graphs"), {"where": "RL steps 1"}),
+    ("capture-out-of-memory", logged(CAPTURE, "  File x, line 1", OOM), {"quote": OOM, "source": "run.log"}),
+    ("out-of-memory", logged(CAPTURE, f"{OOM} occurred when warming up sampler"), {"where": None}),
+    ("out-of-memory", happened(f"the engine lost 3 of 8 responses, the first with key []: {OOM}."), {"more": ""}),
+    ("no-room-for-kv-cache", logged("ValueError: No available memory for the cache blocks."), {}),
+    ("engine-died", happened("the engine lost 3 of 8 responses, the first with key []: EngineDeadError"), {}),
+    (
+        "drafter-not-in-service",
+        happened("policy none never drafts with 'learned': it is trained and serves nobody"),
+        {},
+    ),
+    ("drafter-not-in-service", happened("the drafter of worker 1 does not go into service: 1.2 is no chance"), {}),
+    ("run-stopped", logged("RuntimeError: operator torchvision::nms does not exist"), {}),
+    ("run-stopped", logged("OSError: [Errno 28] No space left on device"), {}),
+    ("run-stopped", logged("zmq.error.ZMQError: Address already in use"), {}),
+    ("run-stopped", happened("an actor died: The actor died. (1) it was killed by SIGKILL by OOM killer"), {}),
+    ("run-stopped", happened(*["the run stopped: ValueError: x"] * 2), {"quote": "the run stopped: ValueError: x"}),
+]
+
+QUIET: list[tuple[str, Any]] = [
+    ("slower-than-plain", SOUND),
+    ("acceptance-low", Run(plain_steps=False)),
+    ("acceptance-falling", Run(accept=lambda step: 0.5 + 0.02 * step)),
+    ("target-too-fast", Run(drafter="learned", plain_steps=False, kl=lambda s: 0.03 * (s % 2))),
+    ("large-batches", Run(verify_s=4e-4, depth=lambda batch, i: 4 if batch <= 4 else 0)),
+    ("switches-often", Run(depth=lambda batch, i: 4 if batch <= 8 else 0)),
+    ("switches-often", switched(0.01)),
+    ("explores-too-much", replace(EXPLORER, depth=lambda b, i: 4 * (i % 10 > 0))),
+    ("one-arm-per-bucket", bandits({0: "beg-mab"}, DEEP, SHALLOW)),
+    ("long-starved", with_steps(length_bias=1.0)),
+    ("idle-fragmented", trained(8)),
+    ("drafter-never-published", drafting("always", version=1)),
+    ("no-graph", in_graphs(lambda depth: "full")),
+    ("interrupted", trace_of(SMALL)),
+    ("canary", judged("fine")),
+    ("deaths", happened("no training: the schedule says never", "the run stopped: KeyboardInterrupt: ")),
+]
+
+LACKING: list[tuple[str, Any, str]] = [
+    ("slower-than-plain", Run(plain_steps=False), "policy none"),
+    ("slower-than-plain", RunEvidence(complaint="never finished"), "never finished"),
+    ("large-batches", SLOW, "no batch size"),
+    ("switches-often", Run(policy="explore", depth=lambda batch, i: 4 * (i % 2), plain_steps=False), "explore"),
+    ("explores-too-much", SOUND, "bandit"),
+    ("target-too-fast", Run(plain_steps=False), "learned"),
+    ("waiting-queue", trace_of(SMALL).replace(iterations=None), "iterations"),
+    ("slow-worker", Run(workers=1), "two workers"),
+    ("idle-fragmented", trained(3), "3"),
+    ("idle-fragmented", trained(8, setup_s=0.0, train_s=0.0), "time"),
+    ("drafter-never-published", drafting("never", version=0), "never"),
+    ("no-graph", in_graphs(lambda depth: None), "graph"),
+    ("no-graph", in_graphs(lambda depth: "eager", "2 CPU cores"), "GPU"),
+    ("long-starved", SMALL, "length_bias"),
+    ("canary", logged(), "events.jsonl"),
+    ("deaths", SMALL, "events.jsonl"),
+]
+NEEDS_AN_INTERVAL = {
+    "slower-than-plain", "acceptance-low", "acceptance-falling", "target-too-fast", "large-batches",
+    "explores-too-much", "slow-worker", "rollout-not-bottleneck",
+}  # fmt: skip
+DEATHS = {signature.code for signature in SIGNATURES}
+CHECK_OF = {row.code or row.name: row.name for row in CHECKS} | dict.fromkeys(DEATHS, "deaths")
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
-    """And says what to do, with figures from the run."""
-    faulty, sound = FAULTS[name]
-    (finding,) = look(name, recording(faulty))
-    assert finding.code == name
-    assert finding.title[0].isupper()
-    assert finding.evidence.endswith(".")
-    assert any(letter.isdigit() for letter in finding.evidence)
-    assert finding.advice
+def evidence_of(run: Any) -> RunEvidence:
+    if isinstance(run, RunEvidence):
+        return run
+    return RunEvidence.of(trace_of(run) if isinstance(run, Run) else run)
+
+
+def look(name: str, run: Any) -> tuple[list[Finding], list[Any]]:
+    """What the check `name` finds, and the facts. NotChecked where it could not look."""
+    evidence = evidence_of(run)
+    rows = [row for row in CHECKS if row.name == name]
+    row = next((row for row in rows if row.look(evidence)), rows[-1])
+    facts = row.test(evidence)
+    return row.look(evidence), facts if isinstance(facts, list) else [facts]
+
+
+@pytest.mark.parametrize(("code", "run", "facts"), FIRES, ids=[case[0] for case in FIRES])
+def test_a_check_finds_the_fault_and_its_facts(code: str, run: Any, facts: dict[str, Any]) -> None:
+    [finding], [found] = look(CHECK_OF[code], run)
+    assert finding.code == code
+    assert {name: found.get(name) for name in facts} == pytest.approx(facts)
+    assert all((finding.title, finding.evidence, finding.advice))
+    assert "{" not in finding.title + finding.evidence + finding.advice
     json.dumps(asdict(finding), allow_nan=False)
-    assert found_by(name, recording(sound)) == []
 
 
-def test_training_on_shorter_responses_than_were_generated_is_told() -> None:
-    trace = _small()
-    assert trace.steps is not None
-    for bias, found in ((0.9, ["long-starved"]), (1.0, [])):
-        stale = trace.steps.assign(staleness=0.5, off_policy_share=0.4, dropped_groups=3, length_bias=bias)
-        assert found_by("long-starved", trace.replace(steps=stale)) == found
+@pytest.mark.parametrize(("name", "run"), QUIET, ids=[case[0] for case in QUIET])
+def test_a_check_finds_nothing_in_a_sound_run(name: str, run: Any) -> None:
+    assert look(name, run)[0] == []
+
+
+@pytest.mark.parametrize(("name", "run", "lacks"), LACKING, ids=[case[0] for case in LACKING])
+def test_a_check_names_the_evidence_that_it_lacks(name: str, run: Any, lacks: str) -> None:
+    with pytest.raises(NotChecked, match=lacks):
+        look(name, run)
+
+
+def test_every_run_check_has_a_case_that_fires() -> None:
+    from_logs = {"drafts-lose-time", "worse-when-just-trained", "rollout-share"}  # see test_training_log.py
+    named = {row.code or row.name for row in CHECKS if row.name != "deaths"} | DEATHS
+    assert {code for code, _, _ in FIRES} == named - from_logs
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "severity"),
+    [
+        ("no-graph", in_graphs(lambda depth: "piecewise"), "hint"),
+        ("no-graph", in_graphs(lambda depth: "eager"), "problem"),
+        ("interrupted", RunEvidence(unfinished=Path("x")), "problem"),
+        ("interrupted", noted("repaired: x"), "hint"),
+        ("switches-often", switched(0.5), "problem"),
+        ("canary", judged("untrained"), "hint"),
+        ("canary", judged("collapsed"), "problem"),
+        ("waiting-queue", Run(prefills=3), "problem"),
+    ],
+)
+def test_severity_follows_the_fault(name: str, run: Any, severity: str) -> None:
+    [finding], _ = look(name, run)
+    assert finding.severity == severity
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sound_run_is_accused_of_nothing(seed: int) -> None:
-    assert not diagnose(Run(seed=seed).trace() if seed else recording(SOUND)).findings
+    assert not diagnose(Run(seed=seed).trace()).findings
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_chance_alone_is_no_fault(seed: int) -> None:
     """Times that vary by 30 %, and acceptance that varies without a trend."""
-    rng = np.random.default_rng(seed)
-    level = 0.6 + 0.1 * rng.random(16)
-    run = Run(seed=seed, noise=0.3, accept=lambda step: float(level[step]))
-    assert not diagnose(run.trace()).findings
+    level = 0.6 + 0.1 * np.random.default_rng(seed).random(16)
+    assert not diagnose(Run(seed=seed, noise=0.3, accept=lambda step: float(level[step])).trace()).findings
 
 
-def test_without_plain_iterations_nothing_is_said_of_the_time_unless_costs_that_fit_are_given(tmp_path: Path) -> None:
-    trace = Run(plain_steps=False, verify_s=2e-3).trace()
-    with pytest.raises(NotChecked, match="policy none"):
-        found_by("slower-than-plain", trace)
-    costs = {"kind": "linear", "base_s": PLAIN_S, "per_request_s": PER_REQUEST_S - 2e-3, "per_token_s": 2e-3}
-    costs |= {"per_request_s": 0.0, "per_context_s": 0.0, "sd_base_s": 0.0, "sd_idle_s": 0.0, "draft_level_s": 0.0,
-              "draft_level_per_request_s": 5e-4}  # fmt: skip
-    right, wrong = tmp_path / "right.json", tmp_path / "wrong.json"
+def test_costs_that_fit_the_run_tell_what_plain_decoding_takes() -> None:
+    trace = replace(SLOW, plain_steps=False).trace()
+    terms = dict.fromkeys(["per_request_s", "per_context_s", "sd_base_s", "sd_idle_s", "draft_level_s"], 0.0)
     # Here drafting is what costs: 0.1 ms per request, and 2 ms per drafted token.
-    right.write_text(json.dumps(costs | {"per_token_s": PER_REQUEST_S, "draft_level_per_request_s": 1.9e-3}))
-    wrong.write_text(json.dumps(costs | {"base_s": 0.4}))
-    assert found_by("slower-than-plain", RunEvidence.of(trace, right)) == ["slower-than-plain"]
-    with pytest.raises(NotChecked, match="not this run's"):
-        found_by("slower-than-plain", RunEvidence.of(trace, wrong))
+    costs = LinearCosts(base_s=PLAIN_S, per_token_s=PER_REQUEST_S, draft_level_per_request_s=1.9e-3, **terms)
+    [finding], _ = look("slower-than-plain", RunEvidence.of(trace, costs))
+    assert finding.code == "slower-than-plain"
+    with pytest.raises(NotChecked, match="costs"):
+        look("slower-than-plain", RunEvidence.of(trace, costs.model_copy(update={"base_s": 0.4})))
 
 
-def test_where_speculation_gains_nowhere_no_batch_is_too_large_for_it() -> None:
-    told = dict(diagnose(recording(FAULTS["slower-than-plain"][0])).not_checked)
-    assert "no batch size" in told["large-batches"]
-
-
-def test_exploring_on_purpose_is_no_fault() -> None:
-    told = diagnose(Run(policy="explore", depth=lambda batch, i: 4 * (i % 2), plain_steps=False).trace())
-    assert not told.findings
-    assert "explore" in dict(told.not_checked)["switches-often"]
-
-
-def test_requests_thrown_out_of_the_cache_are_prefilled_again() -> None:
-    assert found_by("waiting-queue", Run(prefills=3).trace()) == ["kv-preemption"]
-
-
-def test_a_bandit_with_one_arm_per_bucket_is_told_by_its_settings_and_by_its_decisions(tmp_path: Path) -> None:
-    def run_under(*buckets: Bucket) -> Path:
-        folder = tmp_path / str(len(buckets[0].strategies))
-        Run(steps=4, responses=8, policy="beg-mab", reward=lambda d, b: 1.0).trace().write(folder / "trace")
-        policy = Policy(selector=BegMabSpec(buckets=buckets)).model_dump(mode="json")
-        entries = [{"rl_step": 0, "name": "beg-mab", "policy": policy}]
-        (folder / "policies.json").write_text(json.dumps({"seed": 0, "policies": entries}))
-        return folder
-
-    deep, shallow = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
-    one = [Bucket(min_batch=1, strategies=(deep,)), Bucket(min_batch=5, strategies=(shallow,))]
-    two = [Bucket(min_batch=1, strategies=(deep, shallow)), Bucket(min_batch=5, strategies=(shallow,))]
-    assert found_by("one-arm-per-bucket", run_under(*one)) == ["one-arm-per-bucket"]
-    assert found_by("one-arm-per-bucket", run_under(*two)) == []
-    only_decisions = Run(steps=6, policy="beg-mab-mine", plain_steps=False, reward=lambda d, b: 1.0).trace()
-    assert found_by("one-arm-per-bucket", only_decisions) == ["one-arm-per-bucket"]
-
-
-def test_a_bandit_of_unknown_settings_is_judged_by_its_rewards() -> None:
-    faulty, _ = FAULTS["explores-too-much"]
-    unknown = replace(faulty, policy="mine.py:Bandit").trace()
-    assert found_by("explores-too-much", unknown) == ["explores-too-much"]
-
-
-def test_every_bandit_that_offends_is_told_not_the_last_one_alone(tmp_path: Path) -> None:
-    faulty, _ = FAULTS["explores-too-much"]
-    trace = replace(faulty, steps=32, plain_steps=False).trace()
+def test_every_bandit_that_offends_is_found() -> None:
     names = ["ucb1-first" if s % 2 else "ucb1-second" for s in range(32)]
-    both = trace.replace(steps=trace.steps.assign(policy=names))
-    titles = [f.title for f in look("explores-too-much", both)]
-    assert titles == [f"Bandit ucb1-{name} explores more than it finds" for name in ("first", "second")]
-
-    bucket = Bucket(min_batch=1, strategies=(Strategy.chain("ngram", 8),))
-    policy = Policy(selector=BegMabSpec(buckets=(bucket,))).model_dump(mode="json")
-    entries = [{"rl_step": s, "name": name, "policy": policy} for s, name in ((0, "beg-mab-a"), (2, "beg-mab-b"))]
-    trace = Run(steps=4, responses=8, reward=lambda d, b: 1.0).trace()
-    trace.replace(steps=trace.steps.assign(policy=["beg-mab-a"] * 2 + ["beg-mab-b"] * 2)).write(tmp_path / "trace")
-    (tmp_path / "policies.json").write_text(json.dumps({"policies": entries}))
-    assert [f.where for f in look("one-arm-per-bucket", tmp_path)] == ["RL steps 0-1", "RL steps 2-3"]
+    both = with_steps(replace(EXPLORER, steps=32, plain_steps=False), policy=names)
+    assert [facts["bandit"] for facts in look("explores-too-much", both)[1]] == ["ucb1-first", "ucb1-second"]
+    found, _ = look("one-arm-per-bucket", bandits({0: "beg-mab-a", 2: "beg-mab-b"}, DEEP))
+    assert [finding.where for finding in found] == ["RL steps 0-1", "RL steps 2-3"]
 
 
-def spot(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: int = 10) -> Any:
-    """Training periods of worker 0, one per RL step."""
-    return pd.DataFrame(
-        [
-            {"rl_step": step, "worker": 0, "term": step, "t_start": 0.0, "duration": setup_s + train_s, "members": 1,
-             "setup_s": setup_s, "train_s": train_s, "wait_s": 0.0, "blocked_s": 0.0, "updates": updates, "tokens": 10,
-             "sequences": 1, "checkpoints": 0, "ended": "stopped"}
-            for step in range(num)
-        ]
-    )  # fmt: skip
+def test_a_long_sentence_is_quoted_in_part() -> None:
+    _, [facts] = look("deaths", happened(*["the run stopped: " + "x" * 400] * 3))
+    assert (len(facts["quote"]), facts["quote"][-3:]) == (240, "...")
+    assert "2" in facts["more"]
 
 
-def test_idle_time_in_pieces_is_told() -> None:
-    whole, pieces = (
-        _small().replace(spot_training=periods) for periods in (spot(8), spot(8, setup_s=2.0, train_s=0.1, updates=0))
-    )
-    assert found_by("idle-fragmented", whole) == []
-    assert found_by("idle-fragmented", pieces) == ["idle-fragmented"]
-    nothing = spot(8, setup_s=0.0, train_s=0.0, updates=0)
-    with pytest.raises(NotChecked, match="took no time"):
-        found_by("idle-fragmented", _small().replace(spot_training=nothing))
-
-
-def test_a_check_that_fails_is_a_finding_of_its_own_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(evidence: RunEvidence) -> list[Finding]:
-        raise ZeroDivisionError("float division by zero")
-
-    sound = diagnose(_small())
-    broken = tuple(replace(check, find=fails) if check.name == "waiting-queue" else check for check in CHECKS)
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = diagnose(trace_of(SMALL))
+    broken = [replace(row, test=lambda run: 1 / 0) if row.name == "slow-worker" else row for row in CHECKS]
     monkeypatch.setattr("tltlab.doctor.signatures.CHECKS", broken)
-    told = diagnose(_small())
-    (finding,) = told.findings
+    told = diagnose(trace_of(SMALL))
+    [finding] = told.findings
     assert (finding.code, finding.severity) == ("could-not-look", "hint")
-    assert finding.title == "could not look: waiting-queue"
-    assert finding.evidence == "ZeroDivisionError: float division by zero."
-    assert {check.name for check in told.good} == {check.name for check in sound.good} - {"waiting-queue"}
-    assert told.not_checked == sound.not_checked
+    assert "slow-worker" in finding.title
+    assert "ZeroDivisionError" in finding.evidence
+    assert {row.name for row in told.good} | {name for name, _ in told.not_checked} == {
+        row.name for row in CHECKS if row.name != "slow-worker"
+    }
+    assert len(told.good) >= len(sound.good) - 1
 
 
-@cache
-def _small() -> Trace:
-    return Run(steps=4, responses=8).trace()
+def test_a_run_folder_that_died_keeps_what_can_still_be_checked(tmp_path: Path) -> None:
+    trace_of(SMALL).write(tmp_path / "trace")
+    (tmp_path / "trace").rename(tmp_path / "trace.recording")
+    event = {"rl_step": 1, "event": "the run stopped: RunError: an actor died: x"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + '\n{"torn')
+    (tmp_path / "run.log").write_text("EngineDeadError\n")
+    (tmp_path / "run.json").write_text(json.dumps({"argv": [], "versions": {}, "recipe": {"seed": 3}}))
+    policy = Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=(DEEP,)),))).model_dump(mode="json")
+    entries = [{"rl_step": 0, "name": "mine", "policy": policy}, {"rl_step": 1, "policy": {"selector": "of 2031"}}]
+    (tmp_path / "policies.json").write_text(json.dumps({"seed": 0, "policies": entries}))
+    evidence = RunEvidence.of(tmp_path)
+    assert (evidence.setting("seed"), evidence.setting("train.lr", 0.5)) == (3, 0.5)
+    assert [(rl_step, name) for rl_step, name, _ in evidence.policies] == [(0, "mine")]
+    told = examine(evidence)
+    assert {finding.code for finding in told.findings} == {"interrupted", "run-stopped", "engine-died"}
+    assert "trace.recording" in dict(told.not_checked)["slower-than-plain"]
 
 
-def recorded(
-    folder: Path, *, trace: Trace | None = None, events: list[dict[str, Any]] | None = None, recipe: Any = None
-) -> Path:
-    """A RUN folder with events and what run.json resolved, as one that died before its trace was there."""
-    folder.mkdir(exist_ok=True)
-    if trace is not None:
-        trace.write(folder / "trace")
-    if events is not None:
-        (folder / "events.jsonl").write_text("".join(json.dumps({"rl_step": 1, **e}) + "\n" for e in events) + '{"torn')
-    (folder / "run.json").write_text(json.dumps({"argv": [], "versions": {}, "recipe": recipe or {}}))
-    return folder
-
-
-DEATHS = [
-    ("capture-out-of-memory", "an actor failed: OutOfMemoryError: CUDA out of memory while capturing graphs"),
-    ("out-of-memory", "the engine lost 3 of 8 responses, the first with key []: OutOfMemoryError: CUDA out of memory."),
-    ("no-room-for-kv-cache", "ValueError: No available memory for the cache blocks. Try increasing it."),
-    ("engine-died", "the engine lost 3 of 8 responses, the first with key []: EngineDeadError"),
-    ("drafter-not-in-service", "policy none never drafts with 'learned': it is trained and serves nobody"),
-    ("drafter-not-in-service", "the drafter that worker 1 trained does not go into service: 1.2 is no chance"),
-    ("run-stopped", "RuntimeError: operator torchvision::nms does not exist"),
-    ("run-stopped", "OSError: [Errno 28] No space left on device"),
-    ("run-stopped", "zmq.error.ZMQError: Address already in use"),
-    ("run-stopped", "an actor died: The actor died. (1) it was killed by SIGKILL by OOM killer (2) ray stop"),
-    ("run-stopped", "the run stopped: ValueError: no such column"),
-]
-
-
-@pytest.mark.parametrize(("code", "sentence"), DEATHS)
-def test_what_a_run_died_of_is_told_from_its_events_and_logs(code: str, sentence: str, tmp_path: Path) -> None:
-    run = recorded(tmp_path, events=[{"event": "training: the schedule says always"}, {"event": sentence}])
-    (finding,) = look("deaths", run)
-    assert finding.code == code
-    assert finding.severity == "problem"
-    assert sentence[:40] in finding.evidence
-    assert finding.where == "RL steps 1"
-    log = recorded(tmp_path / "log")
-    (log / "run.log").write_text(f"INFO all is well\n{sentence}\n")
-    assert found_by("deaths", log) == [code]
-
-
-def test_a_run_in_which_nothing_died_has_no_death_and_an_interruption_by_hand_is_none(tmp_path: Path) -> None:
-    events = [{"event": "no training: the schedule says never"}, {"event": "the run stopped: KeyboardInterrupt: "}]
-    assert found_by("deaths", recorded(tmp_path, events=events)) == []
-
-
-def test_memory_that_ran_out_some_lines_after_capture_began_ran_out_in_capture(tmp_path: Path) -> None:
-    run = recorded(tmp_path)
-    (run / "run.log").write_text("Capturing CUDA graphs (decode, FULL): 40%\n  File x, line 1\nCUDA out of memory.\n")
-    assert found_by("deaths", run) == ["capture-out-of-memory"]
-    late = (
-        "Capturing CUDA graphs: 100%\nCUDA out of memory occurred when warming up sampler with 1024 dummy requests.\n"
-    )
-    (run / "run.log").write_text(late)
-    assert found_by("deaths", run) == ["out-of-memory"]
-
-
-def test_the_canarys_verdicts_become_findings(tmp_path: Path) -> None:
-    def run(kind: str) -> Path:
-        verdict = {"event": "worker 0: the learned drafter ...", "verdict": {"kind": kind}}
-        return recorded(tmp_path / kind, events=[verdict])
-
-    assert found_by("canary", run("fine")) == []
-    assert found_by("canary", run("collapsed")) == ["canary-collapsed"]
-    assert found_by("canary", run("untrained")) == ["drafter-untrained"]
-
-
-def test_a_drafter_that_never_goes_into_service_is_told(tmp_path: Path) -> None:
-    served = recorded(tmp_path, trace=_small(), recipe={"drafter": {"schedule": {"kind": "always"}}})
-    assert found_by("drafter-never-published", served) == []
-    _small().replace(steps=_small().steps.assign(drafter_version=0)).write(served / "trace")
-    assert found_by("drafter-never-published", served) == ["drafter-never-published"]
-
-
-def in_graphs(kind: Callable[[int], str | None], hardware: str = "8 x H100") -> Trace:
-    """A run on GPUs whose iterations say what they ran in, by draft depth."""
-    trace = recording(SOUND)
-    manifest = trace.manifest.model_copy(update={"hardware": hardware})
-    iterations = trace.table("iterations")
-    return trace.replace(manifest=manifest, iterations=iterations.assign(graph=iterations["draft_depth"].map(kind)))
-
-
-def test_decoding_without_full_graphs_is_told_on_a_gpu_with_the_depth_it_is_most_of() -> None:
-    [finding] = look("no-graph", in_graphs(lambda depth: "full" if depth else "piecewise"))
-    assert finding.severity == "hint"
-    assert "(100%) at plain decoding" in finding.evidence
-    [finding] = look("no-graph", in_graphs(lambda depth: "eager"))
-    assert finding.severity == "problem"
-    assert "100% in none" in finding.evidence
-
-
-def test_full_graphs_are_no_finding_and_unrecorded_ones_are_not_judged() -> None:
-    assert look("no-graph", in_graphs(lambda depth: "full")) == []
-    for trace, why in (
-        (in_graphs(lambda depth: None), "does not say what iterations ran in"),
-        (in_graphs(lambda depth: "eager", "2 CPU cores"), "exist on GPUs only"),
-    ):
-        with pytest.raises(NotChecked, match=why):
-            look("no-graph", trace)
-
-
-def test_an_interrupted_recording_is_told_and_what_can_be_is_still_checked(tmp_path: Path) -> None:
-    run = recorded(tmp_path, trace=_small(), events=[{"event": "the run stopped: RunError: an actor died: x"}])
-    (run / "trace").rename(run / "trace.recording")
-    told = diagnose(run)
-    assert {f.code for f in told.findings} == {"interrupted", "run-stopped"}
-    assert "never finished" in dict(told.not_checked)["slower-than-plain"]
-    noted = _small().manifest.model_copy(update={"notes": "repaired: the recording was interrupted"})
-    assert found_by("interrupted", _small().replace(manifest=noted)) == ["interrupted"]
-    assert found_by("interrupted", _small()) == []
-
-
-def test_a_trace_of_lengths_alone_says_what_could_not_be_checked() -> None:
-    told = diagnose(_small().replace(iterations=None, steps=None))
-    assert told.findings == ()
-    missing = dict(told.not_checked)
-    assert "iterations" in missing["slower-than-plain"]
-    assert {check.name for check in told.good} | set(missing) == {check.name for check in CHECKS}
-
-
-def test_two_rl_steps_are_too_few_to_call_anything_good_that_needs_an_interval() -> None:
-    told = diagnose(Run(steps=2).trace())
-    assert not {check.name for check in told.good} & {
-        "slower-than-plain", "acceptance-low", "acceptance-falling", "target-too-fast", "large-batches",
-        "explores-too-much", "slow-worker", "rollout-not-bottleneck",
-    }  # fmt: skip
-
-
-def test_a_folder_without_a_run_and_a_damaged_trace_are_refused(tmp_path: Path) -> None:
+def test_a_run_without_a_trace_is_a_run_and_other_folders_are_not(tmp_path: Path) -> None:
     with pytest.raises(TraceError):
         diagnose(tmp_path)
-    run = recorded(tmp_path / "run", trace=_small())
-    (run / "trace" / "outcomes.parquet").write_bytes(b"not parquet")
-    with pytest.raises(TraceError):
-        diagnose(run)
-
-
-def test_a_run_that_died_before_its_first_rl_step_is_still_a_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "the run stopped: MemoryError: out of memory"}) + "\n")
-    assert [f.code for f in diagnose(tmp_path).findings] == ["out-of-memory"]
+    assert [finding.code for finding in diagnose(tmp_path).findings] == ["out-of-memory"]
+    trace_of(SMALL).write(tmp_path / "trace")
+    (tmp_path / "trace" / "outcomes.parquet").write_bytes(b"not parquet")
+    with pytest.raises(TraceError):
+        diagnose(tmp_path)
+
+
+def test_every_check_is_good_or_says_what_it_lacks() -> None:
+    told = diagnose(trace_of(SMALL).replace(iterations=None, steps=None))
+    assert told.findings == ()
+    assert [row.name for row in told.good] == ["interrupted"]
+    assert {row.name for row in told.good} | {name for name, _ in told.not_checked} == {row.name for row in CHECKS}
+
+
+def test_two_rl_steps_are_too_few_for_an_interval() -> None:
+    assert not {row.name for row in diagnose(Run(steps=2).trace()).good} & NEEDS_AN_INTERVAL
+
+
+def test_figures_without_an_answer_leave_the_other_checks_theirs() -> None:
+    stages = ["rollout_s", "reward_s", "inference_s", "train_s", "sync_s"]
+    steps = trace_of(SOUND).table("steps")
+    steps.loc[0, stages] = 0.0
+    told = diagnose(trace_of(SOUND).replace(steps=steps))
+    assert "rollout-not-bottleneck" in dict(told.not_checked)
+    assert "acceptance-low" in {row.name for row in told.good}

