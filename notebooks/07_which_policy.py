@@ -25,7 +25,7 @@ from IPython.display import display
 
 from tltlab.charts import bars
 from tltlab.experiments.policies import by_part, judged, verdict
-from tltlab.sim.tuning.regimes import regimes
+from tltlab.experiments.regimes import regimes
 
 # %matplotlib inline
 
