@@ -127,7 +127,7 @@ def compare(
             "repeats": repeats, "jobs": jobs, "ranges": ranges,
         }  # fmt: skip
         if search:
-            from tltlab.sim.maps.search import search_systems
+            from tltlab.sim.tuning.compositions import search_systems
 
             rows = search_systems(source, config, **arguments)
         else:

@@ -1,7 +1,6 @@
-"""Which family of systems pays where, over a grid of points; and which composition of their parts on one trace."""
+"""Which family of systems pays where, over a grid of points."""
 
 from .grid import FAMILIES, MapGrid, Point
-from .search import compositions, search_systems
 from .survey import Map, PointResult, break_even, survey
 
 __all__ = [
@@ -11,7 +10,5 @@ __all__ = [
     "Point",
     "PointResult",
     "break_even",
-    "compositions",
-    "search_systems",
     "survey",
 ]

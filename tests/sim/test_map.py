@@ -8,12 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.bench.simulator import COSTS
 from tltlab.costs.profiles import nearest_engine, profiles
 from tltlab.errors import ConfigError
-from tltlab.lengths.generate import log_normal
 from tltlab.planning.system_binding import bind_assuming
-from tltlab.sim.config import SimulationConfig
 from tltlab.sim.maps import (
     FAMILIES,
     Map,
@@ -21,18 +18,15 @@ from tltlab.sim.maps import (
     Point,
     PointResult,
     break_even,
-    compositions,
-    search_systems,
     survey,
 )
 from tltlab.sim.maps.grid import WARM_UP_STEPS, beyond_measured, scheduled
 from tltlab.sim.maps.survey import Gain
-from tltlab.sim.systems import compare_systems, simulate_system
+from tltlab.sim.systems import simulate_system
 from tltlab.stats import Interval, paired_ratio
 
 from .workloads import typed
 
-TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 SMALL = MapGrid(models=["Qwen3-32B"], weights=["bf16"], contexts=[4096], loads=[4], workers=2, rl_steps=2)
 
 
@@ -181,34 +175,3 @@ def test_points_have_names_and_kinds():
     point = Point(model="Qwen3-32B", weights="fp8", schedule="one step off", context=131072, load=64)
     assert point.name == "Qwen3-32B fp8, one step off, 128K, 64 a worker"
     assert point.kind == "dense"
-
-
-def test_a_search_chooses_on_half_of_the_rl_steps_and_judges_on_the_others():
-    trace = log_normal(prompts=4, group_size=4, rl_steps=3, median=100, cap=400, workers=2)
-    settings = {"costs": COSTS, "acceptance": "geometric:0.7", "ranges": False, "decision_block": 16}
-    config = SimulationConfig(costs=COSTS, acceptance="geometric:0.7", decision_block=16)
-    found = search_systems(trace, config, finalists=2)
-    tried = list(compositions())
-    assert found.attrs["searched"] == len(tried) == len({system.name for system in tried})
-    assert found.attrs["chosen_on"] == [0, 2]
-    first = compare_systems(trace, tried, rl_steps=[0, 2], **settings)
-    names = [name for name in first["system"] if name != "verl"][:2]
-    assert sorted(found["system"]) == sorted(["verl", *names])
-    judged = compare_systems(trace, [s for s in tried if s.name in ("verl", *names)], rl_steps=[1], **settings)
-    assert found["makespan_s"].tolist() == judged["makespan_s"].tolist()
-    assert all(system.lossless and system.on_policy for system in tried)
-
-
-def test_a_search_needs_rl_steps_to_judge_on():
-    with pytest.raises(ConfigError, match="at least two"):
-        search_systems(log_normal(prompts=2, group_size=2, rl_steps=1, workers=2))
-
-
-def test_the_command_searches(capsys: pytest.CaptureFixture[str]):
-    options = "--search --rl-steps 0:2 --no-ranges --decision-block 32 --json"
-    code, shown, _ = typed(capsys, "compare", TINY, *options.split())
-    told = json.loads(shown)
-    assert code == 0
-    assert told["chosen_on"] == [0]
-    assert told["num_rl_steps"] == 1
-    assert len(told["systems"]) == 6
