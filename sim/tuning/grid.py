@@ -155,9 +155,10 @@ def sweep(
     to verl, which is always among them, as `compare_systems` does without ranges; an acceptance on the axes is that of
     all drafters.
 
-    `jobs` processes, or a Ray cluster as in `compare`, share the points; the numbers do not depend on them. `journal` is
-    a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
-    ended, with more values of an axis too, and another one is refused. `done` hears of each point.
+    `jobs` processes, or a Ray cluster as in `compare`, share the points; the numbers do not depend on them. `journal`
+    is a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
+    ended, with more values of an axis too, and another one is refused. `done` is called after each point.
+
     Raises ConfigError, before anything is simulated, for what cannot be.
 
     >>> sweep("traces/tiny", {"workers": (1, 2), "systems": ("tlt-base",)}).frame.speed_up.max()  # doctest: +SKIP
