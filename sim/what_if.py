@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,16 @@ class Deployment:
                 raise ConfigError(f"{num_gpus} GPUs are no whole number of workers of {tp} GPUs")
             sizes = [tp]
         fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
-        costs = smallest_worker(lambda size: profile_costs(engine, device, shape, size), sizes, tokens, fault)
+        for size in sizes:
+            try:
+                costs = profile_costs(engine, device, shape, size)
+            except ConfigError as error:
+                fault = error
+                continue
+            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
+                break
+        else:
+            raise fault
         stages = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
         return cls(
             name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
@@ -111,21 +120,6 @@ class Deployment:
     @property
     def workers(self) -> int:
         return self.num_gpus // self.costs.tensor_parallel
-
-
-def smallest_worker(
-    costs_on: Callable[[int], RooflineCosts], sizes: Iterable[int], tokens: int, fault: ConfigError
-) -> RooflineCosts:
-    """Costs on the first number of GPUs that holds the weights and a request of `tokens`, else the last fault."""
-    for size in sizes:
-        try:
-            costs = costs_on(size)
-        except ConfigError as error:
-            fault = error
-            continue
-        if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
-            return costs
-    raise fault
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,16 +96,16 @@ def drafter_training(trace: Trace, scenario: Scenario) -> DrafterTraining | None
 def _known(trace: Trace) -> tuple[FreshAcceptance, DrafterState, DrafterState, str] | None:
     """The model, the drafter at its best and at its worst, and where that is from."""
     with suppress(ConfigError):
-        model = fit_kind(trace, "fresh").model
-        assert isinstance(model, FreshAcceptance)
+        fitted = fit_kind(trace, "fresh").model
+        assert isinstance(fitted, FreshAcceptance)
         assert trace.acceptance is not None
-        rows = drafter_states(trace.acceptance[trace.acceptance["drafter"] == model.drafter])
+        rows = drafter_states(trace.acceptance[trace.acceptance["drafter"] == fitted.drafter])
         pairs = rows[["age", "updates"]].drop_duplicates().itertuples(index=False)
         states = [DrafterState(age=int(age), updates=int(updates)) for age, updates in pairs]
-        states.sort(key=model.ratio)
+        states.sort(key=fitted.ratio)
         worst, best = states[0], states[-1]
         source = "acceptance.parquet: age {0.age} and {0.updates} updates against age {1.age} and {1.updates}"
-        return model, best, worst, source.format(worst, best)
+        return fitted, best, worst, source.format(worst, best)
     model, _ = SimulationConfig().find_acceptance(trace)
     if not isinstance(model, FreshAcceptance):
         return None
