@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.systems import compare_systems
 from tltlab.sim.tuning.compositions import compositions, search_systems
 
-from ..workloads import typed
+from ..workloads import COSTS, typed
 
 TINY = Path(__file__).resolve().parents[3] / "traces" / "tiny"
 
