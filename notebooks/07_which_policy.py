@@ -14,12 +14,10 @@
 # %% [markdown]
 # # 7. Which policy, and why
 #
-# Two questions that the papers leave open. What is the least that is never worse than a fixed number of guessed
-# tokens? And is a drafter that is trained beside the rollout worth its time? Everything here is simulated, and small,
-# so that it runs in seconds; `tltlab experiment policies` and `tltlab advise` are the long versions.
+# A question that the papers leave open: what is the least that is never worse than a fixed number of guessed tokens?
+# Everything here is simulated, and small, so that it runs in seconds; `tltlab experiment policies` is the long version.
 
 # %%
-import os
 from pathlib import Path
 
 import pandas as pd
@@ -27,9 +25,7 @@ from IPython.display import display
 
 from tltlab.charts import bars
 from tltlab.experiments.policies import by_part, judged, verdict
-from tltlab.sim.config import SimulationConfig
-from tltlab.sim.tuning.advice import advise
-from tltlab.sim.tuning.regimes import regimes
+from tltlab.experiments.regimes import regimes
 
 # %matplotlib inline
 
@@ -72,40 +68,3 @@ display(
     )
 )
 display(lost.pivot(index="policy", columns="part", values="lost").round(3))
-
-# %% [markdown]
-# ## Should a drafter be trained?
-#
-# `advise` plays RL steps of a trace while the drafter ages and learns: frozen, trained in all idle time, and trained
-# with a gate, which waits until what was lost since comes to the price of a training. Two traces, two answers.
-
-# %%
-traces = Path(os.path.relpath(root / "traces"))
-short = advise(traces / "h100-smoke", rl_steps=40, seeds=3)
-print(short.text())
-
-# %%
-long = advise(traces / "base-rl-16k", SimulationConfig(costs="h100-qwen2.5-7b", rl_steps=[0, 1]), rl_steps=40, seeds=3)
-print(long.text())
-
-# %%
-saved = [
-    (f"{trace}: {name}", advice.saved_s[name], advice.step_s)
-    for trace, advice in (("h100-smoke", short), ("base-rl-16k", long))
-    for name in ("idle time", "gated")
-]
-display(
-    bars(
-        [name for name, _, _ in saved],
-        [interval.estimate / step_s for _, interval, step_s in saved],
-        [interval.low / step_s for _, interval, step_s in saved],
-        [interval.high / step_s for _, interval, step_s in saved],
-        xlabel="saved by training the drafter, share of an RL step (simulated)",
-        title="the same question, two answers",
-        reference=0.0,
-    )
-)
-
-# %% [markdown]
-# What differs is the idle time and how long a rollout is beside the wait for a trainer. Look at the lines marked
-# *assumed* before you believe a verdict: what the trace does not show was taken from elsewhere.

@@ -25,9 +25,12 @@ from pathlib import Path
 import pandas as pd
 from IPython.display import display
 
-from tltlab.charts import lines
+import tltlab
+from tltlab.charts import heat_maps, lines
 from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured
-from tltlab.sim.maps import MapGrid, break_even, survey
+from tltlab.lengths.generate import generate
+from tltlab.lengths.model import of_regime
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.systems import compare_systems
 
 # %matplotlib inline
@@ -37,34 +40,54 @@ root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / 
 # %% [markdown]
 # ## Where does each family pay?
 #
-# A small map: a dense and a sparse model, generation and training in turn or at the same time, few or many responses to
-# a worker. `tltlab map` draws the large one, with FP8 and length limits to 128K.
+# A small map: the same responses on few or many GPUs, cut at two lengths, for a dense and a sparse model. Each family
+# is a system of the literature, and the fastest RL step is named: a question mark where the 95 % interval of its
+# speed-up over plain decoding reaches down to 1. `tltlab sweep --systems` compares others, on your lengths.
 
 # %%
-grid = MapGrid(weights=["bf16"], contexts=[4096], loads=[4, 64], workers=2, rl_steps=3)
-surveyed = survey(grid)
-print(surveyed.verdict)
-display(surveyed.plot())
+FAMILIES = {"seer-drafts": "text", "tlt": "trained", "streamrl": "order", "seer": "order + text"}
+lengths = of_regime("reasoning").with_changes(median=1500, max_response_tokens=8192)
+trace = generate(lengths, num_rl_steps=3, prompts_per_step=32, group_size=8, num_workers=2)
+axes = {"gpus": ("2xH100", "8xH100", "32xH100"), "caps": (1024, 8192), "systems": tuple(FAMILIES)}
+config = SimulationConfig(decision_block=64)
+
+
+def named(row):
+    """The speed-up of a system's RL step and its family."""
+    return f"{row.step_speed_up:.2f} {FAMILIES.get(row.system, 'plain')}" + "?" * (row.step_speed_up_low <= 1)
+
+
+times, texts = {}, {}
+for model in ("Qwen3-32B", "Qwen3-30B-A3B"):
+    cells = tltlab.sweep(trace, axes | {"model": model}, config=config).frame
+    fastest = cells.loc[cells.groupby(["caps", "gpus"], sort=False)["step_speed_up"].idxmax()]
+    fastest = fastest.assign(text=[named(row) for row in fastest.itertuples()])
+    times[model], texts[model] = (
+        fastest.pivot_table(index="caps", columns="gpus", values=column, sort=False, aggfunc="first")
+        for column in ("step_speed_up", "text")
+    )
+display(
+    heat_maps(
+        times, texts=texts, xlabel="GPUs that share the responses", ylabel="length limit", title="RL step (simulated)"
+    )
+)
 
 # %% [markdown]
 # ## What turns the answer?
 #
-# By what would the chance of each drafted token have to be multiplied until drafting is just as fast as not drafting?
-# 1 is what was measured elsewhere (TLT's trained drafter, Seer's text of siblings). The lower the number, the safer the
-# conclusion; above 1 drafting does not pay, and would have to be so much better.
+# The same trained drafter with other chances that a drafted token is accepted once those before it were. Where a line
+# crosses 1, drafting is just as fast as not drafting: the further to the left, the safer the conclusion.
 
 # %%
-points = [p for p in grid.points() if p.schedule == "synchronous"]
-safe = {
-    family: [break_even(grid, point, family, within=0.1) for point in points if point.model == grid.models[0]]
-    for family in ("model-free", "trained")
-}
+turning = {"gpus": ("2xH100", "8xH100", "32xH100"), "acceptance": ("0.1", "0.4", "0.7"), "systems": ("tlt",)}
+cells = tltlab.sweep(trace, turning | {"model": "Qwen3-30B-A3B"}, config=config).frame
+by_gpus = cells[cells["system"] == "tlt"].groupby("gpus", sort=False)
 display(
     lines(
-        {family: (grid.loads, [float("nan") if x is None else x for x in found]) for family, found in safe.items()},
-        xlabel="responses to a worker",
-        ylabel="break-even factor on acceptance",
-        title=f"{grid.models[0]}, synchronous (simulated)",
+        {gpus: (rows["acceptance"].astype(float), rows["step_speed_up"]) for gpus, rows in by_gpus},
+        xlabel="chance that a drafted token is accepted",
+        ylabel="RL step, times as fast as without",
+        title="Qwen3-30B-A3B with TLT (simulated)",
     )
 )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import TableSpec
-from tltlab.stats import Interval, finite, paired_ratio
+from tltlab.stats import Interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, TraceSource
 
@@ -34,8 +33,15 @@ from .scenario import Scenario
 from .simulate import SimResult, outside_calibration, simulate
 from .systems import compare_systems
 from .topology import Colocated
-from .tuning.cases import TuningCase
-from .tuning.search import Prices
+from .tuning.drafter_training import (
+    DrafterTraining,
+    best_table,
+    covered_chains,
+    drafter_training,
+    interval_ends,
+    times_as_fast,
+    times_text,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,10 +54,8 @@ LEAST, MOST = 0.5, 0.85
 """Acceptance where nobody measured it, and what is asked beside it."""
 MODEL_FREE = 0.42
 """Acceptance of n-grams beside a learned drafter: a lone request's in Seer (arXiv 2511.14617), see seer-siblings."""
-DEPTHS = (1, 2, 3, 4, 6, 8)
 _CURVE = (0.3, 0.6, 0.95)
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
-_MAX_ROWS = 4
 THE_VERDICT = System(
     name="verdict-table",
     title="The verdict's table",
@@ -97,7 +101,16 @@ class Deployment:
                 raise ConfigError(f"{num_gpus} GPUs are no whole number of workers of {tp} GPUs")
             sizes = [tp]
         fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
-        costs = smallest_worker(lambda size: profile_costs(engine, device, shape, size), sizes, tokens, fault)
+        for size in sizes:
+            try:
+                costs = profile_costs(engine, device, shape, size)
+            except ConfigError as error:
+                fault = error
+                continue
+            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
+                break
+        else:
+            raise fault
         stages = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
         return cls(
             name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
@@ -107,21 +120,6 @@ class Deployment:
     @property
     def workers(self) -> int:
         return self.num_gpus // self.costs.tensor_parallel
-
-
-def smallest_worker(
-    costs_on: Callable[[int], RooflineCosts], sizes: Iterable[int], tokens: int, fault: ConfigError
-) -> RooflineCosts:
-    """Costs on the first number of GPUs that holds the weights and a request of `tokens`, else the last fault."""
-    for size in sizes:
-        try:
-            costs = costs_on(size)
-        except ConfigError as error:
-            fault = error
-            continue
-        if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
-            return costs
-    raise fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +143,8 @@ class WhatIf:
     source's, `ignored` are its others.
     `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
     `crowded_share` the share of worker time with more requests than the policy drafts for. Nine in ten
-    speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known).
+    speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known). `training` is what
+    training the drafter would bring, None where the trace does not know.
     """
 
     trace: Trace
@@ -162,6 +161,7 @@ class WhatIf:
     rollout_share: float | None
     crowded_share: float
     speedup_error: float | None
+    training: DrafterTraining | None
     systems: pd.DataFrame
     decision_block: int
     wall_s: float
@@ -179,8 +179,8 @@ class WhatIf:
         if chosen.rollout.estimate < 1.005:
             head = f"Speculation would not make the rollout faster {condition}"
         else:
-            step = "" if chosen.rl_step is None else f", the RL step {_times(chosen.rl_step)}"
-            head = f"Speculation would make the rollout {_times(chosen.rollout)} as fast{step}, {condition}"
+            step = "" if chosen.rl_step is None else f", the RL step {times_text(chosen.rl_step)}"
+            head = f"Speculation would make the rollout {times_text(chosen.rollout)} as fast{step}, {condition}"
         beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
         sure = ""
         if self.speedup_error is not None and self.drafting and any(row.strategy.speculates for row in self.drafting):
@@ -234,15 +234,16 @@ class WhatIf:
             "distance": self.distance,
             "evidence": self.evidence,
             "accept": self.chosen.accept,
-            "speedup": {"rollout": _interval(rollout), "rl_step": _interval(rl_step)},
+            "speedup": {"rollout": interval_ends(rollout), "rl_step": interval_ends(rl_step)},
             "by_accept": [
-                {"accept": s.accept, "rollout": _interval(s.rollout), "rl_step": _interval(s.rl_step)}
+                {"accept": s.accept, "rollout": interval_ends(s.rollout), "rl_step": interval_ends(s.rl_step)}
                 for s in self.speed_ups
             ],
             "makespan_s": self.plain_s,
             "rollout_share": self.rollout_share,
             "crowded_share": self.crowded_share,
             "speedup_error": self.speedup_error,
+            "drafter_training": None if self.training is None else self.training.json(),
             "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
             "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
             "decision_block": self.decision_block,
@@ -341,8 +342,7 @@ def what_if(
     stages = 3 + len(accepts)
     say(f"{trace.num_rows('outcomes')} responses of {len(trace.rl_steps)} RL steps", stages)
     scenario = Scenario.of(trace, config)
-    strategies = [Strategy.chain(name, depth) for name in drafters for depth in DEPTHS]
-    strategies = [s for s in strategies if _covered(scenario, s)]
+    strategies = covered_chains(scenario, drafters)
     if not strategies:
         raise ConfigError("the acceptance covers none of the chains 1 to 8 deep: give --accept, such as 0.7")
     ask = _Question(trace=trace, config=config, scenario=scenario, machine=machine, strategies=strategies)
@@ -377,6 +377,7 @@ def what_if(
         rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
         crowded_share=_crowded_share(plain, chosen.policy),
         speedup_error=scenario.evidence(chosen.policy.strategies)["speedup_error"],
+        training=drafter_training(trace, scenario),
         wall_s=time.perf_counter() - started,
     )  # fmt: skip
 
@@ -419,26 +420,11 @@ class _Question:
         if accept is not None:
             model = GeometricAcceptance(alpha=accept)
             config, scenario = replace(config, acceptance=model), replace(scenario, acceptance=model)
-        prices = Prices.of([TuningCase(name="what-if", trace=0, scenario=scenario)], self.strategies)
-        policy = Policy(selector=prices.table(_MAX_ROWS))
+        policy = best_table(scenario, self.strategies)
         seconds = self.seconds(simulate(self.trace, policy, config))
-        step = None if base[1] is None or seconds[1] is None else self._times(base[1], seconds[1])
-        return SpeedUp(accept=accept, rollout=self._times(base[0], seconds[0]), rl_step=step, policy=policy)
-
-    def _times(self, plain: Floats, seconds: Floats) -> Interval:
-        """The reciprocal of the ratio that the systems' table has."""
-        ratio = paired_ratio(seconds, plain, rng=np.random.default_rng(self.config.seed))
-        most = 1.0 / ratio.low if ratio.low else math.inf
-        return replace(ratio, estimate=1.0 / ratio.estimate, low=1.0 / ratio.high, high=most)
-
-
-def _covered(scenario: Scenario, strategy: Strategy) -> bool:
-    try:
-        assert scenario.acceptance is not None
-        scenario.acceptance.in_state({}).check(strategy)
-    except ConfigError:
-        return False
-    return True
+        step = None if base[1] is None or seconds[1] is None else times_as_fast(base[1], seconds[1], self.config.seed)
+        rollout = times_as_fast(base[0], seconds[0], self.config.seed)
+        return SpeedUp(accept=accept, rollout=rollout, rl_step=step, policy=policy)
 
 
 def _crowded_share(plain: SimResult, policy: Policy) -> float:
@@ -461,17 +447,3 @@ def _measured_here(scenario: Scenario, plain: SimResult) -> str:
     if scenario.costs.calibrated is None:
         return "never measured"
     return "interpolated" if outside_calibration(scenario, plain.rollouts) else "measured together"
-
-
-def _times(interval: Interval) -> str:
-    if interval.low != interval.low:
-        return f"{interval.estimate:.2f}x (one RL step, no interval)"
-    most = f"{interval.high:.2f}" if math.isfinite(interval.high) else "no upper end"
-    return f"{interval.estimate:.2f}x [{interval.low:.2f}, {most}]"
-
-
-def _interval(interval: Interval | None) -> dict[str, float | None] | None:
-    """For JSON, which knows neither NaN nor infinity."""
-    if interval is None:
-        return None
-    return {"mean": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}

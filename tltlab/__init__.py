@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .report.timeline import timeline
     from .sim.simulate import simulate
     from .sim.sweep import compare
+    from .sim.tuning.grid import sweep
     from .sim.tuning.tune import tune
     from .sim.what_if import what_if
     from .traces.trace import Trace, read
@@ -41,6 +42,7 @@ __all__ = [
     "load_policy",
     "read",
     "simulate",
+    "sweep",
     "timeline",
     "tune",
     "what_if",
@@ -55,6 +57,7 @@ _MODULE_OF = {
     "load_policy": "policies.policy",
     "read": "traces.trace",
     "simulate": "sim.simulate",
+    "sweep": "sim.tuning.grid",
     "timeline": "report.timeline",
     "tune": "sim.tuning.tune",
     "what_if": "sim.what_if",

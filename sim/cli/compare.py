@@ -69,10 +69,7 @@ def compare(
     rl_steps: options.RlSteps = None,
     prefix_caching: options.PrefixCaching = False,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
-    decision_block: Annotated[
-        int | None,
-        typer.Option(help="Iterations between decisions. [default: 1; systems on long responses: their cap / 256]"),
-    ] = None,
+    decision_block: options.DefaultDecisionBlock = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
     ray_address: options.RayAddress = None,
     seed: options.Seed = 0,
@@ -97,8 +94,7 @@ def compare(
             raise ConfigError("--search tries systems' parts: leave out --systems")
         systems = "all"
     source = read(trace)
-    if decision_block is None:
-        decision_block = 1 if systems is None else _block(source)
+    decision_block = options.decisions(decision_block, source, systems)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
@@ -127,7 +123,7 @@ def compare(
             "repeats": repeats, "jobs": jobs, "ranges": ranges,
         }  # fmt: skip
         if search:
-            from tltlab.sim.maps.search import search_systems
+            from tltlab.sim.tuning.compositions import search_systems
 
             rows = search_systems(source, config, **arguments)
         else:
@@ -156,12 +152,6 @@ def compare(
     if prefix_caching:
         text += "\na group's prompt is prefilled, and held, once on each worker"
     emit(result, as_json=as_json, text=text)
-
-
-def _block(source: Trace) -> int:
-    """Iterations between the decisions of learning policies: where responses are long, a few hundred decisions each."""
-    cap = int(source.workload["max_response_tokens"].max())
-    return cap // 256 if cap >= 4096 else 1
 
 
 def _policies(

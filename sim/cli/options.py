@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from tltlab.traces.trace import Trace
+
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
 Costs = Annotated[
     str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
@@ -21,6 +23,10 @@ AcceptanceSpread = Annotated[
 Mode = Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")]
 RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")]
 DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
+DefaultDecisionBlock = Annotated[
+    int | None,
+    typer.Option(help="Iterations between decisions. [default: 1; systems on long responses: their cap / 256]"),
+]
 PrefixCaching = Annotated[
     bool, typer.Option("--prefix-caching", help="A group's prompt is prefilled, and held, once on each worker.")
 ]
@@ -45,3 +51,11 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches an
 def words(text: str | None) -> tuple[str, ...]:
     """What stands between commas."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def decisions(block: int | None, trace: Trace, systems: str | None) -> int:
+    """Iterations between decisions: of systems that get long responses some hundred decisions each, else 1."""
+    cap = int(trace.workload["max_response_tokens"].max())
+    if block is not None or systems is None or cap < 4096:
+        return 1 if block is None else block
+    return cap // 256

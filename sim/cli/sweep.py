@@ -12,6 +12,7 @@ from tltlab.charts import FORMATS, save_figure
 from tltlab.console import AllowCode, Json, emit, json_rows, made_by, progress, progress_bar, table, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
+from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.traces.trace import read
@@ -24,8 +25,17 @@ _ENDINGS = (".csv", ".json", *FORMATS)
 def sweep(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder, or a file of lengths.")],
     policies: Annotated[
-        str, typer.Option(help="Names, drafts (ngram:4@8), files or package.module:Class, with commas between.")
-    ] = "adaptive",
+        str | None,
+        typer.Option(
+            help="Names, drafts (ngram:4@8), files or package.module:Class, with commas between. [default: adaptive]"
+        ),
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Systems from the literature instead: all, or {','.join(SYSTEMS)}. With --gpus whole RL steps too."
+        ),
+    ] = None,
     workers: Annotated[str | None, typer.Option(help="Rollout workers, such as 1,2,4.")] = None,
     caps: Annotated[str | None, typer.Option(help="Caps that responses are cut at, such as 8192,16384.")] = None,
     group_sizes: Annotated[str | None, typer.Option(help="First samples of each prompt to keep, such as 4,8.")] = None,
@@ -37,7 +47,7 @@ def sweep(
     costs: options.Costs = None,
     mode: options.Mode = "fluid",
     rl_steps: options.RlSteps = None,
-    decision_block: options.DecisionBlock = 1,
+    decision_block: options.DefaultDecisionBlock = None,
     seed: options.Seed = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the points.")] = 1,
     ray_address: options.RayAddress = None,
@@ -47,14 +57,16 @@ def sweep(
     allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate policies at every combination of workers, caps, group sizes, GPUs and acceptance: a table, a heat map.
+    """Simulate policies, or systems, at every combination of workers, caps, group sizes, GPUs and acceptance.
 
-    Speed-ups are over plain decoding at the same point. With --out each point is kept as it ends, in OUT.points, until
-    all are done: the same command goes on where it was interrupted, also with more values.
+    The result is a table or a heat map. Speed-ups are over plain decoding at the same point. With --out each point is
+    kept as it ends, in OUT.points, until all are done: the same command goes on where it was interrupted, also with
+    more values.
 
     Example: tltlab sweep traces/tiny --workers 1,2,4 --acceptance 0.5,0.7 --policies ngram:4,beg-mab --out sweep.csv
     """
-    from tltlab.sim.tuning.grid import Axes, sweep_grid
+    from tltlab.sim.tuning.grid import BASELINES, Axes
+    from tltlab.sim.tuning.grid import sweep as run
     from tltlab.sim.what_if import MODEL
 
     if out is not None and (out.is_dir() or out.suffix not in _ENDINGS):
@@ -67,22 +79,21 @@ def sweep(
         workers=_numbers("--workers", workers), caps=_numbers("--caps", caps),
         group_sizes=_numbers("--group-sizes", group_sizes), gpus=options.words(gpus),
         acceptance=options.words(acceptance), model=model or MODEL,
+        systems=() if systems is None else tuple(system.name for system in find_systems(systems)),
     )  # fmt: skip
     source = read(trace)
     config = SimulationConfig(
         costs=costs, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block,
+        decision_block=options.decisions(decision_block, source, systems),
     )  # fmt: skip
     journal = None if out is None else out.with_name(out.name + ".points")
     with progress_bar("points", len(axes.points())) as done, code_allowed(allow_code or ()):
-        grid = sweep_grid(
-            source, axes, policies, config, jobs=jobs, ray_address=ray_address, journal=journal, done=done
-        )
+        grid = run(source, axes, policies, config, jobs=jobs, ray_address=ray_address, journal=journal, done=done)
     if grid.resumed:
         progress(f"{grid.resumed} points were done before")
-    rows = json_rows(grid.frame)
+    rows, swept = json_rows(grid.frame), [*axes.names, *(["systems"] if axes.systems else [])]
     result: dict[str, Any] = {
-        "points": rows, "axes": {name: list(getattr(axes, name)) for name in axes.names}, "figures": "simulated",
+        "points": rows, "axes": {name: list(getattr(axes, name)) for name in swept}, "figures": "simulated",
         "trace": source.manifest.name or str(trace), "resumed": grid.resumed, "seed": seed,
         **made_by("numpy", "scipy", "simpy"),
     }  # fmt: skip
@@ -95,22 +106,29 @@ def sweep(
             save_figure(grid.plot(), out)
     if journal is not None:
         journal.unlink(missing_ok=True)
-    names = [*axes.names, "policy"]
+    names = [*axes.names, axes.compared]
+    times = [("rollout s", "makespan_s", "speed_up")]
+    times += [("RL step s", "step_s", "step_speed_up")] if "step_s" in grid.frame else []
     cells = [
-        (*(row[name] for name in names), f"{row['makespan_s']:.4g}", f"{row['speed_up']:.2f}x", _interval(row))
-        for row in rows
+        (*(row[name] for name in names), *(cell for _, *keys in times for cell in _times(row, *keys))) for row in rows
     ]
+    header = [*names, *(word for title, _, _ in times for word in (title, "speed-up", "95 % interval"))]
+    assumed = dict.fromkeys(f"{row[axes.compared]}: {row['assumed']}" for row in rows if row.get("assumed"))
     lines = [
-        table([*names, "rollout s", "speed-up", "95 % interval"], cells, left=len(names)),
-        "speed-up: over plain decoding (none) at the same point; all simulated",
+        table(header, cells, left=len(names)),
+        f"speed-up: over plain decoding ({BASELINES[axes.compared]}) at the same point; all simulated",
+        *assumed,
         *([] if out is None else [f"wrote {out}"]),
     ]
     emit(result, as_json=as_json, text="\n".join(lines))
 
 
-def _interval(row: dict[str, Any]) -> str:
-    low, high = row["speed_up_low"], row["speed_up_high"]
-    return "one RL step only" if low is None else f"[{low:.2f}, {high:.2f}]"
+def _times(row: dict[str, Any], seconds: str, speed_up: str) -> tuple[str, str, str]:
+    low, high = row[f"{speed_up}_low"], row[f"{speed_up}_high"]
+    interval = (
+        "one RL step only" if low is None else f"[{low:.2f}, {'no end' if high is None else format(high, '.2f')}]"
+    )
+    return f"{row[seconds]:.4g}", f"{row[speed_up]:.2f}x", interval
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:

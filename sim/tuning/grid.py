@@ -1,4 +1,4 @@
-"""A grid over workload, machine and policy, simulated by points: in parallel, resumable, a table and a heat map."""
+"""A grid over workload, machine and policies or systems, simulated by points: parallel, resumable, a heat map."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed
 
 from tltlab.acceptance.load import load_acceptance
+from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import parse_json
-from tltlab.sim.config import SimulationConfig, at_least
+from tltlab.planning.systems import find_systems
+from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
 from tltlab.sim.sweep import backend, makespans, ratio_columns
+from tltlab.sim.systems import compare_systems
 from tltlab.sim.what_if import MODEL, Deployment
 from tltlab.traces.schema import KEY
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, TraceSource, read
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BASELINE = "none"
+BASELINES = {"policy": "none", "system": "verl"}
+"""Plain decoding, as a policy and as a system."""
 _MOST_PANELS = 6
 
 
@@ -36,7 +40,8 @@ class Axes:
 
     `workers` and `gpus` (such as 8xH100, with `model`) say where, `caps` cut responses, `group_sizes` keep the first
     samples of each prompt, `acceptance` are chances that a drafted token is accepted, or models as `simulate` takes.
-    Raises ConfigError for a value that is no such thing, or comes twice.
+    `systems` are names in `tltlab.planning.systems` that every point compares in place of policies. Raises ConfigError
+    for a value that is no such thing, or comes twice.
     """
 
     workers: tuple[int, ...] = ()
@@ -44,6 +49,7 @@ class Axes:
     group_sizes: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     acceptance: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
     model: str = MODEL
 
     def __post_init__(self) -> None:
@@ -59,12 +65,19 @@ class Axes:
             Deployment.of(value, self.model)
         for value in self.acceptance:
             load_acceptance(_acceptance(value))
+        if self.systems:
+            find_systems(self.systems)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that have values, in the order of their columns."""
-        every = (field.name for field in fields(self) if field.name != "model")
+        """Those of the points that have values, in the order of their columns."""
+        every = (field.name for field in fields(self) if field.name not in ("systems", "model"))
         return tuple(name for name in every if getattr(self, name))
+
+    @property
+    def compared(self) -> Literal["policy", "system"]:
+        """The column that tells the rows of a point apart."""
+        return "system" if self.systems else "policy"
 
     def points(self) -> list[dict[str, Any]]:
         """A dict for each combination of values; a single one, which is empty, without any."""
@@ -75,10 +88,11 @@ class Axes:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SweepGrid:
-    """Rows of `frame`: a point's values, `policy`, `makespan_s`, and `speed_up` over plain decoding at the same point
-    with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
+    """Rows of `frame`: a point's values, `policy` or `system`, `makespan_s`, and `speed_up` over plain decoding at the
+    same point with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
 
-    `resumed` of the points had been done before.
+    Systems on GPUs have `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` says which acceptance
+    nobody knew. `resumed` of the points had been done before.
     """
 
     frame: pd.DataFrame
@@ -86,7 +100,7 @@ class SweepGrid:
     resumed: int
 
     def __repr__(self) -> str:
-        return f"<Grid of {len(self.frame)} simulations over {', '.join((*self.axes.names, 'policy'))}>"
+        return f"<Grid of {len(self.frame)} simulations over {', '.join((*self.axes.names, self.axes.compared))}>"
 
     def _repr_html_(self) -> str:
         return self.frame.to_html(index=False, float_format=lambda value: f"{value:.4g}")
@@ -97,32 +111,37 @@ class SweepGrid:
     def plot(self) -> Figure:
         """A heat map of speed-ups over the two axes with most values, a panel for each policy, else over policies.
 
-        Other axes are averaged over, which the title says.
+        Systems likewise, by their RL steps where those are known. Other axes are averaged over, which the title says.
         """
         from tltlab.charts import heat_maps
 
-        frame, sizes = self.frame, {name: len(getattr(self.axes, name)) for name in self.axes.names}
+        frame, compared = self.frame, self.axes.compared
+        sizes = {name: len(getattr(self.axes, name)) for name in self.axes.names}
         across = sorted((name for name in sizes if sizes[name] > 1), key=lambda name: -sizes[name])
         x = across[0] if across else next(iter(sizes), None)
         if x is None:
             frame, x = frame.assign(trace="trace"), "trace"
-        y = across[1] if len(across) > 1 else "policy"
-        panels = frame.groupby("policy", sort=False) if y != "policy" else [("all policies", frame)]
+        y = across[1] if len(across) > 1 else compared
+        kinds = {"policy": "policies", "system": "systems"}
+        panels = frame.groupby(compared, sort=False) if y != compared else [(f"all {kinds[compared]}", frame)]
+        whole = "step_speed_up" in frame
+        values = "step_speed_up" if whole else "speed_up"
         tables = {
-            str(name): rows.pivot_table(index=y, columns=x, values="speed_up", sort=False, aggfunc="mean")
+            str(name): rows.pivot_table(index=y, columns=x, values=values, sort=False, aggfunc="mean")
             for name, rows in panels
-            if y == "policy" or name != BASELINE
+            if y == compared or name != BASELINES[compared]
         }
         averaged = [name for name in across[2:] if name not in (x, y)]
         mean = f", mean over {', '.join(averaged)}" if averaged else ""
+        what = "RL step, times as fast as verl's" if whole else "times as fast as without speculation"
         return heat_maps(dict(list(tables.items())[:_MOST_PANELS]), xlabel=x, ylabel=y,
-                         title=f"times as fast as without speculation (simulated{mean})")  # fmt: skip
+                         title=f"{what} (simulated{mean})")  # fmt: skip
 
 
-def sweep_grid(
-    trace: Trace,
-    axes: Axes,
-    policies: Sequence[str] | Mapping[str, Any] | str,
+def sweep(
+    trace: TraceSource,
+    axes: Axes | Mapping[str, Any],
+    policies: Sequence[str] | Mapping[str, Any] | str | None = None,
     config: SimulationConfig = SimulationConfig(),
     *,
     jobs: int = 1,
@@ -130,15 +149,29 @@ def sweep_grid(
     journal: Path | None = None,
     done: Callable[[str], None] = lambda point: None,
 ) -> SweepGrid:
-    """Simulate every policy at every point, with the same luck at each. O(points x policies) simulations.
+    """Simulate every policy, or every system of `axes`, at every point. O(points x policies) simulations.
 
-    `jobs` processes, or a Ray cluster as in `sweep`, share the points; the numbers do not depend on them. `journal` is
-    a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
-    ended, with more values of an axis too, and another one is refused. `done` hears of each point.
+    All have common random numbers. `policies` are as `compare` takes them, by default adaptive. Systems are compared
+    to verl, which is always among them, as `compare_systems` does without ranges; an acceptance on the axes is that of
+    all drafters.
+
+    `jobs` processes, or a Ray cluster as in `compare`, share the points; the numbers do not depend on them. `journal`
+    is a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
+    ended, with more values of an axis too, and another one is refused. `done` is called after each point.
+
     Raises ConfigError, before anything is simulated, for what cannot be.
+
+    >>> sweep("traces/tiny", {"workers": (1, 2), "systems": ("tlt-base",)}).frame.speed_up.max()  # doctest: +SKIP
     """
     at_least(1, jobs=jobs)
-    chosen = {BASELINE: named_policies(BASELINE)[BASELINE]} | named_policies(policies)
+    if not isinstance(axes, Axes):
+        check_keywords(axes, [field.name for field in fields(Axes)], Axes)
+        axes = Axes(**axes)
+    if axes.systems and policies is not None:
+        raise ConfigError("systems bring their policies: sweep over one of the two")
+    trace = read(trace)
+    policies = "adaptive" if policies is None else policies
+    chosen = {} if axes.systems else named_policies(BASELINES["policy"]) | named_policies(policies)
     points = axes.points()
     widest = trace.workload.groupby(["rl_step", "prompt_id"]).size().max()
     if any(size > widest for size in axes.group_sizes):
@@ -152,7 +185,8 @@ def sweep_grid(
             "policies": {name: _identity(policy) for name, policy in chosen.items()},
             "settings": {f.name: str(value) for f in fields(config) if (value := getattr(config, f.name)) is not None},
             "model": axes.model if axes.gpus else None,
-        },
+        }
+        | ({"systems": axes.systems} if axes.systems else {}),
         sort_keys=True,
     )
     rows_of = _read_journal(journal, question)
@@ -180,20 +214,44 @@ def sweep_grid(
 def _rows(
     trace: Trace, axes: Axes, config: SimulationConfig, policies: Mapping[str, PolicyLike], point: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """A point's rows, one per policy."""
-    scenario = _scenario(trace, axes, config, point)
-    seconds = {name: np.array(steps) for name, steps in makespans(scenario, policies).items()}
+    """A point's rows, one per policy or system."""
+    trace, config, stages = _at(trace, axes, config, point)
+    if axes.systems:
+        return _system_rows(trace, axes, config, stages)
+    seconds = {name: np.array(steps) for name, steps in makespans(Scenario.of(trace, config), policies).items()}
     rows = []
     for name, steps in seconds.items():
         # The ratio of plain decoding to the policy: its interval is that of the speed-up.
-        columns = ratio_columns("speed_up", seconds[BASELINE], steps, config.seed)
+        columns = ratio_columns("speed_up", seconds[BASELINES["policy"]], steps, config.seed)
         finite = {key: None if value != value else value for key, value in columns.items()}
         rows.append({"policy": name, "makespan_s": float(steps.mean())} | finite)
     return rows
 
 
-def _scenario(trace: Trace, axes: Axes, config: SimulationConfig, point: Mapping[str, Any]) -> Scenario:
+def _system_rows(trace: Trace, axes: Axes, config: SimulationConfig, stages: StageCosts | None) -> list[dict[str, Any]]:
+    names = list(dict.fromkeys((BASELINES["system"], *axes.systems)))
+    table = compare_systems(trace, names, config, stages=stages, ranges=False).set_index("system").loc[names]
+    rows = []
+    for name, row in table.iterrows():
+        times = {"makespan_s": row["makespan_s"]} | _speed_ups("speed_up", row, "ratio")
+        if stages is not None:
+            times |= {"step_s": row["step_s"]} | _speed_ups("step_speed_up", row, "step_ratio")
+        rows.append({"system": name, **times, "assumed": "; ".join(row["defaults"]) or None})
+    return rows
+
+
+def _speed_ups(name: str, row: pd.Series[Any], ratio: str) -> dict[str, float | None]:
+    """The reciprocals of a ratio and of the ends of its interval; None for an end that is unknown or has none."""
+    ends = {"": row[ratio], "_low": row[f"{ratio}_high"], "_high": row[f"{ratio}_low"]}
+    return {name + end: 1.0 / float(value) if value > 0 else None for end, value in ends.items()}
+
+
+def _at(
+    trace: Trace, axes: Axes, config: SimulationConfig, point: Mapping[str, Any]
+) -> tuple[Trace, SimulationConfig, StageCosts | None]:
+    """Trace, settings and costs of the other stages at a point."""
     changes: dict[str, Any] = {}
+    stages = None
     if "group_sizes" in point:
         # What lies beside the trace, or was measured of all its responses.
         changes = {"costs": config.find_costs(trace)[0], "acceptance": config.find_acceptance(trace)[0]}
@@ -206,9 +264,10 @@ def _scenario(trace: Trace, axes: Axes, config: SimulationConfig, point: Mapping
         longest = int(trace.outcomes["response_tokens"].max() + trace.workload["prompt_tokens"].max())
         machine = Deployment.of(point["gpus"], axes.model, tokens=min(longest, point.get("caps", longest)))
         changes |= {"costs": machine.costs, "workers": machine.workers}
+        stages = machine.stages
     if "acceptance" in point:
         changes["acceptance"] = load_acceptance(_acceptance(point["acceptance"]))
-    return Scenario.of(trace, replace(config, **changes))
+    return trace, replace(config, **changes), stages
 
 
 def _first_samples(trace: Trace, size: int) -> Trace:

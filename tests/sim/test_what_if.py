@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 
 import tltlab
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.errors import ConfigError
 from tltlab.sim import what_if as questions
 from tltlab.sim.rl_steps import run_steps
@@ -118,6 +120,33 @@ def test_a_recorded_trace_brings_costs_and_acceptance_of_its_own():
     assert found.chosen.rl_step is None
     assert "as many drafted tokens accepted as were recorded" in found.verdict
     assert found.workers == tltlab.read("traces/tiny").manifest.num_workers
+
+
+def test_training_the_drafter_is_told_where_the_trace_knows_how_acceptance_depends_on_it(tmp_path: Path):
+    base, half = GeometricAcceptance(alpha=0.8), Freshness(untrained=0.5, floor=0.5)
+    trace = tltlab.read(FRAME).write(tmp_path / "trace")
+    FreshAcceptance(base=base, freshness=half).write(trace / "acceptance.json")
+    found = what_if(trace, accept=0.8, gpus="8xH100", **FAST)
+    stale = what_if(FRAME, accept=0.4, **FAST)
+    assert found.training is not None
+    assert (found.training.drafter, found.training.level) == ("learned", pytest.approx(0.5))
+    times = found.chosen.rollout.estimate / stale.chosen.rollout.estimate
+    assert found.training.speed_up.estimate == pytest.approx(times, rel=1e-6)
+    assert found.training.saved_s == pytest.approx(found.plain_s * (1 - 1 / times) / stale.chosen.rollout.estimate)
+    assert found.training.delay_s is None
+    assert stale.training is None
+    assert stale.json()["drafter_training"] is None
+
+
+def test_a_recorded_drafter_of_two_ages_tells_what_training_brought(capsys, tmp_path: Path):
+    asked = ("what-if", "traces/h100-smoke", "--accept", "0.5", "--systems", "verl")
+    code, out, _ = typed(capsys, *asked, "--json", "--out", tmp_path / "answer.html")
+    known = json.loads(out)["drafter_training"]
+    assert code == 0
+    assert known["drafter"] == "learned"
+    assert known["level"] == pytest.approx(0.0301 / 0.0387, abs=0.03), "of the tokens tried in RL step 1 at either age"
+    assert known["delay_s"] == pytest.approx(tltlab.read("traces/h100-smoke").spot_training["yield_s"].mean())
+    assert known["says"] in (tmp_path / "answer.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,6 @@ _ROWS = (
         takes="6 minutes, shared by `jobs`; 2 with --fast; with `models=`, 3 more for each",
     ),
     Experiment(
-        name="drift",
-        module="simulated.drift",
-        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
-        takes="half a minute; seconds with --fast",
-    ),
-    Experiment(
         name="open-questions",
         module="simulated.open_questions",
         question="What does TLT bring at its own number of responses to a worker, and where its paper leaves it open: "

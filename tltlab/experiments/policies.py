@@ -28,12 +28,12 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
 from tltlab.policies.specs import AdaptiveSpec, NoneSpec
 from tltlab.sim.sweep import backend
-from tltlab.sim.tuning.regimes import PolicyRegime, best_fixed, regimes
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import Progress
 from .models import Count, bench_on, own_model
+from .regimes import PolicyRegime, best_fixed, regimes
 from .result import ExperimentResult, select_cases, with_interval
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"

@@ -86,7 +86,8 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     notes = result.get("notes")
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Paragraph(text=str(note)) for note in notes)))
-    above = {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup"}
+    above = {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup",
+             "drafter_training"}  # fmt: skip
     parts.append(_origin(result, above))
     fastest = best.get("step_ratio" if whole else "ratio")
     keys = [("fastest", str(best[key])), ("its ratio", number(fastest, ".3f"))]
@@ -118,6 +119,8 @@ def _what_if(result: Mapping[str, Any], path: Path) -> Page:
         caption = "Over decoding without speculation, each with the best table for that acceptance. Bands: 95 %."
         picture = Picture.of(figure, alt=f"Times as fast by acceptance. {points_text}.", caption=caption)
         parts = (Section(title="By acceptance", blocks=(picture,)), *parts)
+    if (training := result.get("drafter_training")) is not None:
+        parts = (Section(title="Training the drafter", blocks=(Paragraph(text=training["says"]),)), *parts)
     speedups = {"rollout": result["speedup"]["rollout"], "RL step": result["speedup"]["rl_step"]}
     keys = [(name, f"{times['mean']:.2f}x") for name, times in speedups.items() if times is not None]
     accept = result["accept"]

@@ -23,8 +23,8 @@ from tltlab.experiments.policies import (
     run,
     verdict,
 )
+from tltlab.experiments.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
 from tltlab.policies.policy import load_policy
-from tltlab.sim.tuning.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
 
 TRACES = Path(__file__).parents[3] / "traces"
 

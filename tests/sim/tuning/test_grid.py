@@ -1,6 +1,7 @@
-"""`sweep` over workload, machine and policy: each point is what `simulate` gives, and an interrupted sweep goes on."""
+"""`sweep` over workload, machine and policies or systems: each point is what simulating it alone gives."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,8 @@ import pytest
 import tltlab
 from tltlab.errors import ConfigError
 from tltlab.sim.config import SimulationConfig
-from tltlab.sim.tuning.grid import Axes, SweepGrid, sweep_grid
+from tltlab.sim.systems import compare_systems
+from tltlab.sim.tuning.grid import Axes, SweepGrid
 from tltlab.sim.what_if import Deployment
 
 from ..workloads import typed
@@ -23,7 +25,7 @@ AXES = Axes(workers=(1, 2), acceptance=("0.5", "0.8"))
 
 
 def grid(axes: Axes = AXES, **options) -> SweepGrid:
-    return sweep_grid(tltlab.read(FRAME), axes, "ngram:4", CONFIG, **options)
+    return tltlab.sweep(FRAME, axes, "ngram:4", CONFIG, **options)
 
 
 def test_each_point_is_what_simulate_gives_and_its_speed_up_is_over_plain_decoding():
@@ -48,6 +50,33 @@ def test_caps_cut_responses_group_sizes_keep_first_samples_and_gpus_bring_costs(
         )
 
 
+def test_systems_at_each_point_are_what_comparing_them_gives():
+    axes = {"gpus": ("1xH100", "2xH100"), "acceptance": ("0.7",), "systems": ("tlt-base", "streamrl")}
+    found = tltlab.sweep(FRAME, axes)
+    assert found.frame["system"].tolist() == ["verl", "tlt-base", "streamrl"] * 2
+    for gpus, rows in found.frame.groupby("gpus"):
+        machine = Deployment.of(str(gpus), "Qwen2.5-7B", tokens=1200)
+        expected = compare_systems(
+            tltlab.read(FRAME), "verl,tlt-base,streamrl", costs=machine.costs, workers=machine.workers,
+            acceptance="geometric:0.7", stages=machine.stages, ranges=False,
+        ).set_index("system")  # fmt: skip
+        for row in rows.to_dict("records"):
+            alone = expected.loc[row["system"]]
+            assert (row["makespan_s"], row["step_s"]) == (alone["makespan_s"], alone["step_s"])
+            assert row["speed_up"] == pytest.approx(1 / alone["ratio"], rel=1e-12)
+            assert row["step_speed_up"] == pytest.approx(1 / alone["step_ratio"], rel=1e-12)
+            assert row["step_speed_up_low"] == pytest.approx(1 / alone["step_ratio_high"], rel=1e-12)
+    (panel,) = found.plot().axes
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("gpus", "system")
+
+
+def test_systems_without_gpus_have_rollouts_and_say_which_acceptance_is_assumed():
+    frame = tltlab.sweep(FRAME, {"workers": (1, 2), "systems": ("tlt-base",)}, config=CONFIG).frame
+    assert "step_s" not in frame
+    assert frame["assumed"].notna().tolist() == [False, True] * 2
+    assert "seer-siblings" in frame["assumed"][1]
+
+
 def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
     journal, told = tmp_path / "deep" / "s.points", []
 
@@ -69,7 +98,9 @@ def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
     assert again.frame.equals(grid(more).frame)
     assert grid(more, journal=journal).resumed == 6
     with pytest.raises(ConfigError, match="of another sweep"):
-        sweep_grid(tltlab.read(FRAME), more, "ngram:8", CONFIG, journal=journal)
+        tltlab.sweep(FRAME, more, "ngram:8", CONFIG, journal=journal)
+    with pytest.raises(ConfigError, match="of another sweep"):
+        tltlab.sweep(FRAME, replace(more, systems=("tlt",)), config=CONFIG, journal=journal)
 
 
 def test_a_heat_map_has_a_panel_per_policy_or_policies_for_rows():
@@ -90,11 +121,20 @@ def test_a_heat_map_has_a_panel_per_policy_or_policies_for_rows():
         ({"caps": (0,)}, "caps are whole numbers above 0"),
         ({"gpus": ("8xZ1",)}, "unknown GPU 'Z1'"),
         ({"acceptance": ("1.5",)}, "1.5"),
+        ({"systems": ("tlt", "tlt")}, "tlt"),
+        ({"systems": ("tlx",)}, "'tlx'"),
     ],
 )
 def test_what_cannot_be_swept_is_a_sentence(axes: dict, said: str):
     with pytest.raises(ConfigError, match=said):
         Axes(**axes)
+
+
+def test_axes_that_there_are_not_and_policies_beside_systems_are_refused():
+    with pytest.raises(ConfigError, match="'cap'"):
+        tltlab.sweep(FRAME, {"cap": (100,)})
+    with pytest.raises(ConfigError, match="systems"):
+        tltlab.sweep(FRAME, {"systems": ("tlt",)}, "ngram:4")
 
 
 def test_a_group_size_that_the_trace_has_not_is_a_sentence():
@@ -116,6 +156,9 @@ def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path, capsy
     assert f"{result['points'][1]['speed_up']:.2f}x" in text
     assert (tmp_path / "s.svg").read_text().startswith("<?xml")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.csv", "s.csv", "s.svg"]
+    result = json.loads(typed(capsys, *asked[:4], "--costs", "cpu-small", "--systems", "tlt-base", "--json")[1])
+    assert result["axes"] == {"workers": [1, 2], "systems": ["tlt-base"]}
+    assert [row["system"] for row in result["points"]] == ["verl", "tlt-base"] * 2
     for wrong, said in ((("--workers", "two"), "whole numbers"), (("--out", tmp_path / "s.txt"), "ends in .csv")):
         code, _, err = typed(capsys, "sweep", tmp_path / "lengths.csv", *wrong)
         assert (code, said in err) == (2, True)

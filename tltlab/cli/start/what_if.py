@@ -101,6 +101,7 @@ def text(answer: WhatIf) -> str:
         ("on", ", ".join([f"{answer.setting}: {answer.workers} workers", *evidence])),
         ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in answer.drafting)),
         ("in the table", f"the verdict's speed-up is that of {THE_VERDICT.name}"),
+        *([] if answer.training is None else [("training", str(answer.training))]),
         ("used", used or "a trace"),
         *([("ignored", ", ".join(answer.ignored))] if answer.ignored else []),
         ("responses", f"{answer.trace.num_rows('outcomes')} of {len(answer.trace.rl_steps)} RL steps"),

@@ -26,10 +26,9 @@ from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import PolicyLike, Scenario
+from tltlab.sim.tuning.oracle import OraclePolicy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
-
-from .oracle import OraclePolicy
 
 MAX_DEPTH = 8
 NOISE = IterationNoise(
