@@ -81,11 +81,6 @@ class Ucb1(EpsilonGreedy):
         return super().state_dict() | {"rounds": self.rounds_}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError for other arms, or a state with one window over all arms."""
-        if "rounds" not in state:
-            raise ConfigError(
-                "ucb1: its state was saved by an earlier version, with one window over all arms: begin anew"
-            )
         super().load_state_dict(state)
         self.rounds_ = state["rounds"]
 

@@ -123,9 +123,7 @@ class BegMab(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        # Checkpoints have had trees in another notation.
-        saved = [[str(Strategy.parse(arm)) for arm in arms] for arms in state["arms"]]
-        refuse_other_arms(saved, self._arm_names())
+        refuse_other_arms(state["arms"], self._arm_names())
         for windows, rewards in zip(self.windows_, state["windows"], strict=True):
             for window, values in zip(windows.values(), rewards, strict=True):
                 window.refill(values)

@@ -425,11 +425,11 @@ def test_a_strategy_is_read_as_it_is_written(text: str):
     assert Strategy.parse(str(Strategy.parse(text))) == Strategy.parse(text)
 
 
-def test_trees_are_read_as_they_were_written_before():
-    assert Strategy.parse("learned:8,4,48") == Strategy.parse("learned:8x4/48") == Strategy("learned", 8, 4, 48)
+def test_parts_left_out_of_a_tree_are_every_node():
+    assert Strategy.parse("learned:8x4/48") == Strategy("learned", 8, 4, 48)
     assert Strategy.parse("learned:2x2") == Strategy("learned", 2, 2, 7)
     assert Strategy.parse("learned:2x4/21").tokens_to_verify == 21
-    for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:2x4/22"):
+    for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8,4,48", "learned:2x4/22"):
         with pytest.raises(ConfigError, match=r"is no strategy|21 nodes at most"):
             Strategy.parse(text)
 
@@ -442,15 +442,6 @@ def test_drafts_in_short_are_policies_and_stand_in_policy_files(tmp_path: Path):
     file = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "fixed", "strategy": "ngram:4"}}
     (tmp_path / "mine.json").write_text(json.dumps(file))
     assert load_policy(tmp_path / "mine.json") == load_policy("ngram:4")
-
-
-def test_a_bandit_takes_back_a_state_that_names_trees_as_before():
-    spec = {"kind": "beg-mab", "buckets": [{"min_batch": 1, "strategies": ["learned:8x4/48", "learned:4x4/48"]}]}
-    bandit = load_policy(spec).build(np.random.default_rng(0))
-    state = bandit.state_dict()
-    assert state["arms"] == [["learned:8x4/48", "learned:4x4/48"]]
-    bandit.load_state_dict(state | {"arms": [["learned:8,4,48", "learned:4,4,48"]]})
-    assert bandit.state_dict() == state
 
 
 def test_a_name_that_is_misspelt_is_answered_with_the_nearest_and_all_that_there_are():

@@ -205,12 +205,9 @@ def test_mean_and_median_differ_on_an_outlier():
     assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
 
 
-def test_ucb1_refuses_the_state_of_other_arms_and_that_of_earlier_versions():
+def test_ucb1_refuses_the_state_of_other_arms():
     with pytest.raises(ConfigError, match="ngram:8"):
         Ucb1([SHALLOW]).load_state_dict(Ucb1([DEEP]).state_dict())
-    earlier = {"arms": ["ngram:2"], "order": [0], "rewards": [100.0], "reward": {"plain_s": []}}
-    with pytest.raises(ConfigError, match="ucb1: its state was saved by an earlier version"):
-        Ucb1([SHALLOW]).load_state_dict(earlier)
 
 
 OTHER = Strategy.chain("suffix", 8)
