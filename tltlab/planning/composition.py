@@ -90,7 +90,7 @@ def doubling(buckets: Sequence[Bucket]) -> SelectorSpec:
 
 
 def hedge(buckets: Sequence[Bucket]) -> SelectorSpec:
-    """Exponential weights over the drafters of the first bucket, all scored on what was verified."""
+    """Exponential weights over the drafters of the first bucket."""
     return HedgeSpec(strategies=buckets[0].strategies)
 
 

@@ -1,4 +1,4 @@
-"""Bandits without buckets, the usual points of comparison for BEG-MAB, and Hedge, which sees what all drafters did."""
+"""Bandits without buckets, the usual points of comparison for BEG-MAB, and Hedge over drafters."""
 
 from __future__ import annotations
 
@@ -86,27 +86,23 @@ class Ucb1(EpsilonGreedy):
 
 
 class Hedge(Selector):
-    """Exponential weights over drafters with full information (Not-a-Bandit / HedgeSpec, arXiv 2510.20064).
+    """Exponential weights over drafters (Not-a-Bandit / HedgeSpec, arXiv 2510.20064), with bandit feedback.
 
-    What the target verified scores every drafter on the same text, so all learn from each iteration: drafter i loses
-    l_i = 1 - accepted_i / deepest draft, and is drawn with weight exp(-eta sum l_i), eta = sqrt(8 ln N / t) in round t.
-    Its expected loss exceeds the best drafter's by at most 2 sqrt(T ln N / 2) + sqrt(ln N / 8) after T rounds
-    (Cesa-Bianchi and Lugosi 2006, theorem 2.3); the paper's own rate is not at hand. A caller that scores nothing
-    (`StepOutcome.scored`) leaves it bandit feedback: the loss of what was drafted over its chance, as in Exp3.
+    The paper scores every drafter on the verified text. Engines report the drafter that drafted, so only that one
+    learns: it loses (1 - accepted / deepest draft) / propensity, an unbiased estimate as in Exp3 (Auer et al. 2002).
+    Drafter i is drawn with weight exp(-eta * its losses), eta = sqrt(8 ln N / t) in round t.
 
     >>> hedge = Hedge([Strategy.chain(name, 4) for name in ("learned", "suffix")], rng=np.random.default_rng(0))
-    >>> hedge.observe(hedge.strategies[0], StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,),
-    ...               scored={hedge.strategies[0]: 1.0, hedge.strategies[1]: 3.0}))
-    >>> hedge.losses_, [round(p, 3) for p in hedge.chances]
-    ([0.75, 0.25], [0.303, 0.697])
+    >>> chosen = hedge.choose(StepState(rl_step=0, batch=1))
+    >>> hedge.observe(chosen, StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,)))
+    >>> hedge.losses_
+    [0.0, 1.5]
     """
-
-    full_information = True
 
     def __init__(self, strategies: Sequence[Strategy], *, rng: np.random.Generator) -> None:
         self.strategies = checked_strategies(strategies)
         if not all(strategy.speculates for strategy in self.strategies):
-            raise ConfigError("hedge: no speculation drafts nothing that could be scored: leave it out")
+            raise ConfigError("hedge: no speculation drafts nothing: leave it out")
         self.rng = rng
         self.losses_ = [0.0] * len(self.strategies)
         self.rounds_ = 0
@@ -128,13 +124,8 @@ class Hedge(Selector):
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         if strategy not in self.strategies:
             return
-        deepest = max(arm.reach for arm in self.strategies)
-        if outcome.scored:
-            for at, arm in enumerate(self.strategies):
-                self.losses_[at] += 1.0 - outcome.scored[arm] / deepest
-        else:
-            loss = 1.0 - (outcome.accept_length - 1.0) / deepest
-            self.losses_[self.strategies.index(strategy)] += loss / self.propensity_
+        loss = 1.0 - (outcome.accept_length - 1.0) / max(arm.reach for arm in self.strategies)
+        self.losses_[self.strategies.index(strategy)] += loss / self.propensity_
         self.rounds_ += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,14 +27,12 @@ class Selector(ABC):
     `strategies` lists everything `choose` may return: engines size their buffers by it. `memoryless` promises that
     `choose` depends on nothing but `batch` and `waiting` and that `observe` does nothing; the simulator then asks once
     per change of these. `propensity_` is the probability that the last choice had, `bucket_` the bucket it fell in.
-    `full_information` asks for `StepOutcome.scored`, which a caller gives where it can.
     `steady_` promises it of the last choice alone: the next ones are the same until one of `batch`, `waiting` and
     `rl_step` changes, whether it is asked for them or not.
     """
 
     strategies: tuple[Strategy, ...] = ()
     memoryless: bool = False
-    full_information: bool = False
     propensity_: float = 1.0
     bucket_: int | None = None
     steady_: bool = False
