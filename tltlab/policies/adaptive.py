@@ -53,7 +53,7 @@ _Iteration = tuple[int, int, float, float, float, int, Sequence[float]]
 those kept."""
 
 
-class Adaptive(Selector):
+class Adaptive(Selector, kind="adaptive"):
     """The strategy with the most expected tokens per second, by costs and acceptance that it learns: it needs no file.
 
     Strategies are no speculation and chains of 1 to `max_depth` tokens of each of the `drafters`. An iteration with b

@@ -14,11 +14,11 @@ from tltlab.strategy import Strategy
 
 from .beg_mab import BegMab
 from .reward import RewardKind, Statistic
-from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
+from .selector import Selector, StrategyField, refuse_other_arms, rng_state, set_rng_state
 from .simple import checked_strategies
 
 
-class EpsilonGreedy(BegMab):
+class EpsilonGreedy(BegMab, kind="epsilon-greedy"):
     """Epsilon-greedy over one set of strategies at all batch sizes: BEG-MAB with a single bucket.
 
     `statistic` summarises an arm's last `window` rewards. With one bucket the paper's reward (tokens per second) says
@@ -27,7 +27,7 @@ class EpsilonGreedy(BegMab):
 
     def __init__(
         self,
-        strategies: Sequence[Strategy],
+        strategies: Sequence[StrategyField],
         epsilon: float = 0.1,
         window: int = 300,
         reward: RewardKind = "paper",
@@ -36,10 +36,18 @@ class EpsilonGreedy(BegMab):
         *,
         rng: np.random.Generator,
     ) -> None:
-        super().__init__([(1, strategies)], epsilon, window, reward, plain_rate, statistic, rng=rng)
+        super().__init__(
+            [(1, strategies)],
+            epsilon=epsilon,
+            window=window,
+            reward=reward,
+            plain_rate=plain_rate,
+            statistic=statistic,
+            rng=rng,
+        )
 
 
-class Ucb1(EpsilonGreedy):
+class Ucb1(EpsilonGreedy, kind="ucb1"):
     """UCB1 over each arm's last `window` rewards: the arm with the highest mean + bonus, no randomness.
 
     The bonus is exploration * spread * sqrt(2 ln N / n) for an arm with n rewards in its window, after N of all arms.
@@ -53,7 +61,7 @@ class Ucb1(EpsilonGreedy):
 
     def __init__(
         self,
-        strategies: Sequence[Strategy],
+        strategies: Sequence[StrategyField],
         exploration: float = 1.0,
         window: int = 300,
         reward: RewardKind = "paper",
@@ -85,7 +93,7 @@ class Ucb1(EpsilonGreedy):
         self.rounds_ = state["rounds"]
 
 
-class Hedge(Selector):
+class Hedge(Selector, kind="hedge"):
     """Exponential weights over drafters (Not-a-Bandit / HedgeSpec, arXiv 2510.20064), with bandit feedback.
 
     The paper scores every drafter on the verified text. Engines report the drafter that drafted, so only that one
@@ -99,7 +107,7 @@ class Hedge(Selector):
     [0.0, 1.5]
     """
 
-    def __init__(self, strategies: Sequence[Strategy], *, rng: np.random.Generator) -> None:
+    def __init__(self, strategies: Sequence[StrategyField], *, rng: np.random.Generator) -> None:
         self.strategies = checked_strategies(strategies)
         if not all(strategy.speculates for strategy in self.strategies):
             raise ConfigError("hedge: no speculation drafts nothing: leave it out")

@@ -12,7 +12,6 @@ from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector, rng_state, set_rng_state
 from tltlab.policies.simple import BatchTable, Explore, bucket_of, checked_thresholds
-from tltlab.policies.specs import HedgeSpec
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
@@ -214,7 +213,7 @@ OTHER = Strategy.chain("suffix", 8)
 
 
 def test_hedge_weighs_a_loss_by_its_chance_and_keeps_the_contract_and_its_state():
-    check_selector(HedgeSpec(strategies=(DEEP, OTHER)).build)
+    check_selector(Hedge.Spec(strategies=(DEEP, OTHER)).build)
     hedge, again = (Hedge([DEEP, OTHER], rng=np.random.default_rng(seed)) for seed in (0, 1))
     chosen = hedge.choose(at(1))
     hedge.observe(chosen, ran(chosen, 2, 0.1, accepted=4.0))
