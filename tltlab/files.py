@@ -17,14 +17,14 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
-from weakref import WeakValueDictionary
+
+from filelock import FileLock, Timeout
 
 from .errors import ConfigError, InputError
 
@@ -35,6 +35,9 @@ PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
+_LOCK = "lock"
+_PATIENCE_S = 0.2
+"""How long a lock is waited for, seconds: somebody may only be asking whether it is held."""
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -311,43 +314,27 @@ def fsync_tree(path: Path) -> None:
     fsync_file(path)
 
 
-def lock(folder: Path, activity: str = "this recording") -> IO[bytes]:
-    """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
+def lock(folder: Path, activity: str = "this recording") -> ExitStack:
+    """Hold a folder until this process closes what is returned, or ends: the kernel lets go of it even after kill -9.
 
-    Raises ConfigError where another process holds it for `activity`, and where it cannot be written to.
+    Raises ConfigError where somebody holds it for `activity`, and where it cannot be written to.
     """
+    held = ExitStack()
     try:
-        file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
+        held.enter_context(FileLock(folder / _LOCK, timeout=_PATIENCE_S, poll_interval=0.01, thread_local=False))
+    except Timeout as error:
+        raise ConfigError(f"{folder}: {activity} is in progress in another process") from error
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
-    for patience_s in (0.01, 0.05, 0.1, 0.0):
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError) as error:
-            if not patience_s:
-                file.close()
-                raise ConfigError(f"{folder}: {activity} is in progress in another process") from error
-            # Somebody may only be asking whether it is held.
-            time.sleep(patience_s)
-    status = os.fstat(file.fileno())
-    _locks[os.getpid(), status.st_dev, status.st_ino] = file
-    return file
-
-
-_locks: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
-"""The lock files of this process. It loses its lock when it closes any of its handles of the file, so none is opened
-just to ask."""
+    return held
 
 
 def in_progress(folder: Path) -> bool:
     """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
     try:
-        status = os.stat(folder / "lock")
-        if (ours := _locks.get((os.getpid(), status.st_dev, status.st_ino))) is not None and not ours.closed:
-            return True
-        with open(folder / "lock", "rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # `FileLock` would ask for the right to write, and make the file where there is none.
+        with open(folder / _LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
     return False
@@ -359,7 +346,7 @@ _OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_|sem\.mp
 """Names of what runs leave elsewhere: Ray's sessions, shared memory of vLLM's processes, semaphores of Python's."""
 _SHARED = Path("/dev/shm")
 
-_scratch: dict[int, tuple[Path, IO[bytes]]] = {}
+_scratch: dict[int, tuple[Path, ExitStack]] = {}
 _numbers = count()
 
 
@@ -424,7 +411,7 @@ def leftovers() -> list[Path]:
     for folder in sorted(Path(tempfile.gettempdir()).glob("tltlab-*-*")):
         with suppress(OSError):
             status = folder.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / "lock").is_file()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / _LOCK).is_file()
             if ours and _SCRATCH.fullmatch(folder.name) and not in_progress(folder):
                 paths += [*filter(_is_leftover, _elsewhere(folder)), folder]
     return paths
