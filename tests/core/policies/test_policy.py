@@ -1,4 +1,5 @@
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def test_a_shipped_policy_survives_its_file(name, tmp_path):
     policy.write(tmp_path / "new folder" / "policy.json")
     assert load_policy(tmp_path / "new folder" / "policy.json") == policy
     assert load_policy(str(tmp_path / "new folder" / "policy.json")) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 MODEL_FREE = [name for name in SHIPPED if name != "beg-mab-learned"]
