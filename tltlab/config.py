@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Unpack, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -42,16 +44,24 @@ class StoredModel(FrozenModel):
         return Path(path)
 
 
+@dataclass(frozen=True)
+class InFile:
+    """Part of a parameter's annotation where a file has another form: its `type`, and what makes the argument of it."""
+
+    type: Any
+    argument: Callable[[Any], Any]
+
+
 class Built(FiniteModel):
     """Settings of a class of ours: the parameters of its constructor, which alone says their types and defaults.
 
-    A subclass names the class that it `builds` and declares only what a file writes in another way than the constructor
-    takes it. `init=False` tells type checkers that there are more fields. Whatever the constructor refuses is refused
-    when the settings are read.
+    A subclass names the class that it `builds`. A sequence is a tuple in the settings; an annotation with `InFile` says
+    that a file has another form. `init=False` tells type checkers that there are more fields. Whatever the constructor
+    refuses is refused when the settings are read.
     """
 
     _class: ClassVar[type]
-    _settings: ClassVar[list[str]]
+    _arguments: ClassVar[dict[str, Callable[[Any], Any]]]
     _draws: ClassVar[bool]
 
     if TYPE_CHECKING:
@@ -65,15 +75,17 @@ class Built(FiniteModel):
         parameters = dict(inspect.signature(builds, eval_str=True).parameters)
         # The generator that a selector draws from is no setting.
         cls._draws = parameters.pop("rng", None) is not None
-        cls._class, cls._settings = builds, list(parameters)
+        cls._class, cls._arguments = builds, {}
         for name, parameter in parameters.items():
-            cls.__annotations__.setdefault(name, parameter.annotation)
+            form = _in_file(parameter.annotation)
+            cls._arguments[name] = form.argument
+            cls.__annotations__.setdefault(name, form.type)
             if name not in cls.__dict__ and parameter.default is not parameter.empty:
                 setattr(cls, name, parameter.default)
 
     def arguments(self) -> dict[str, Any]:
-        """What the constructor is given, by name; ConfigError where that cannot be said."""
-        return {name: getattr(self, name) for name in self._settings}
+        """Arguments of the constructor by name; ConfigError where a setting names nothing."""
+        return {name: argument(getattr(self, name)) for name, argument in self._arguments.items()}
 
     def make(self, rng: object = None) -> Any:
         """A fresh object of the class; it draws from `rng` if it draws."""
@@ -90,6 +102,20 @@ class Built(FiniteModel):
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self
+
+
+def _in_file(annotation: Any) -> InFile:
+    """Form of a parameter in a file."""
+    if get_origin(annotation) is Annotated:
+        for part in get_args(annotation):
+            if isinstance(part, InFile):
+                return part
+    is_sequence = get_origin(annotation) is Sequence
+    return InFile(types.GenericAlias(tuple, (*get_args(annotation), ...)) if is_sequence else annotation, _as_it_is)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def json_or_text(text: str) -> Any:

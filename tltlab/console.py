@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .errors import ConfigError, InputError, RunError, one_line
 from .files import new_folder
+from .strategy import NO_SPECULATION, Strategy
 
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
@@ -97,6 +98,19 @@ def json_rows(frame: DataFrame) -> list[dict[str, Any]]:
     """A frame's rows for JSON: what is not known is null."""
     rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
     return rows
+
+
+def parse_strategy(text: str, drafter: str) -> Strategy:
+    """`ngram:4`, or `D,K,V` (draft depth, top-k, tokens to verify) as a strategy; `0,0,1` is no speculation."""
+    if ":" in text or text == NO_SPECULATION.drafter:
+        return Strategy.parse(text)
+    try:
+        depth, top_k, tokens_to_verify = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--strategy {text!r}: give ngram:4 or D,K,V as three whole numbers, such as 4,1,5"
+        ) from error
+    return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
 
 
 def whole_numbers(option: str, text: str, least: int = 0) -> list[int]:

@@ -5,7 +5,6 @@ What is not durable is whole after a kill; what is durable (`fsync`) also after 
 
 from __future__ import annotations
 
-import atexit
 import errno
 import fcntl
 import hashlib
@@ -17,14 +16,13 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
-from itertools import count
 from pathlib import Path
 from typing import IO, Any
-from weakref import WeakValueDictionary
+
+from filelock import FileLock, Timeout
 
 from .errors import ConfigError, InputError
 
@@ -35,6 +33,9 @@ PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
+_LOCK = "lock"
+_PATIENCE_S = 0.2
+"""How long a lock is waited for, seconds: somebody may only be asking whether it is held."""
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -311,111 +312,37 @@ def fsync_tree(path: Path) -> None:
     fsync_file(path)
 
 
-def lock(folder: Path, activity: str = "this recording") -> IO[bytes]:
-    """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
+def lock(folder: Path, activity: str = "this recording") -> ExitStack:
+    """Hold a folder until this process closes what is returned, or ends: the kernel lets go of it even after kill -9.
 
-    Raises ConfigError where another process holds it for `activity`, and where it cannot be written to.
+    Raises ConfigError where somebody holds it for `activity`, and where it cannot be written to.
     """
+    held = ExitStack()
     try:
-        file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
+        held.enter_context(FileLock(folder / _LOCK, timeout=_PATIENCE_S, poll_interval=0.01, thread_local=False))
+    except Timeout as error:
+        raise ConfigError(f"{folder}: {activity} is in progress in another process") from error
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
-    for patience_s in (0.01, 0.05, 0.1, 0.0):
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError) as error:
-            if not patience_s:
-                file.close()
-                raise ConfigError(f"{folder}: {activity} is in progress in another process") from error
-            # Somebody may only be asking whether it is held.
-            time.sleep(patience_s)
-    status = os.fstat(file.fileno())
-    _locks[os.getpid(), status.st_dev, status.st_ino] = file
-    return file
-
-
-_locks: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
-"""The lock files of this process. It loses its lock when it closes any of its handles of the file, so none is opened
-just to ask."""
+    return held
 
 
 def in_progress(folder: Path) -> bool:
     """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
     try:
-        status = os.stat(folder / "lock")
-        if (ours := _locks.get((os.getpid(), status.st_dev, status.st_ino))) is not None and not ours.closed:
-            return True
-        with open(folder / "lock", "rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # `FileLock` would ask for the right to write, and make the file where there is none.
+        with open(folder / _LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
     return False
 
 
-_SCRATCH = re.compile(r"tltlab-\d+-\w{8}")
-_ELSEWHERE = "elsewhere.json"
+SCRATCH = re.compile(r"tltlab-\d+-\w{8}")
+ELSEWHERE = "elsewhere.json"
 _OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_|sem\.mp-)[\w:\[\]-]+")
 """Names of what runs leave elsewhere: Ray's sessions, shared memory of vLLM's processes, semaphores of Python's."""
-_SHARED = Path("/dev/shm")
-
-_scratch: dict[int, tuple[Path, IO[bytes]]] = {}
-_numbers = count()
-
-
-def scratch_folder(name: str = "") -> Path:
-    """A folder for sockets and the like that only this user enters; it goes with this process.
-
-    With a `name` a new one in it, else the one that all of this process share. What processes left that were killed
-    goes when the next one asks (`sweep`).
-    """
-    pid = os.getpid()
-    if pid not in _scratch:
-        sweep()
-        # Under its name only when it is held: else another process might sweep it.
-        new = Path(tempfile.mkdtemp(prefix=f".tltlab-{pid}-"))
-        lock_file = lock(new)
-        _scratch[pid] = new.rename(new.with_name(new.name[1:])), lock_file
-        atexit.register(_end_scratch, pid)
-    folder, _ = _scratch[pid]
-    if not name:
-        return folder
-    subfolder = folder / f"{name}{next(_numbers)}"
-    subfolder.mkdir(mode=0o700)
-    return subfolder
-
-
-def leaves(*paths: Path) -> None:
-    """This process's run leaves something at `paths` that is not in its scratch folder: swept once it has ended."""
-    folder = scratch_folder()
-    write_json(folder / _ELSEWHERE, sorted(map(str, {*paths, *_elsewhere(folder)})))
-
-
-def leaves_memory() -> None:
-    """As `leaves`, for the shared memory and semaphores that this process and those it started have now.
-
-    Whoever made them removes them at its end, and Python's resource tracker where that was killed, if it was not.
-    """
-    family = [str(os.getpid())]
-    with suppress(OSError):
-        for pid in family:
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                family += (thread / "children").read_text().split()
-    inodes = set().union(*(_mapped_memory(Path("/proc") / pid) for pid in family))
-    with suppress(OSError, InputError):
-        # Who has nothing there needs no folder that tells of it.
-        if paths := [path for path in filter(_is_leftover, _SHARED.iterdir()) if path.lstat().st_ino in inodes]:
-            leaves(*paths)
-
-
-def _mapped_memory(process: Path) -> set[int]:
-    """Inodes of the shared memory that a process has mapped: semaphores are mapped under another name than theirs."""
-    try:
-        lines = (process / "maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    fields = (line.split(maxsplit=5) for line in lines if str(_SHARED) in line)
-    return {int(field[4]) for field in fields if len(field) == 6 and field[5].startswith(f"{_SHARED}/")}
+SHARED = Path("/dev/shm")
 
 
 def leftovers() -> list[Path]:
@@ -424,68 +351,24 @@ def leftovers() -> list[Path]:
     for folder in sorted(Path(tempfile.gettempdir()).glob("tltlab-*-*")):
         with suppress(OSError):
             status = folder.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / "lock").is_file()
-            if ours and _SCRATCH.fullmatch(folder.name) and not in_progress(folder):
-                paths += [*filter(_is_leftover, _elsewhere(folder)), folder]
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / _LOCK).is_file()
+            if ours and SCRATCH.fullmatch(folder.name) and not in_progress(folder):
+                paths += [*filter(is_leftover, elsewhere(folder)), folder]
     return paths
 
 
-def sweep() -> list[Path]:
-    """Remove `leftovers`, but what a process still uses; what was removed."""
-    removed = []
-    for path in leftovers():
-        # A scratch folder is not forgotten as long as something is left that it knows of.
-        knows = _SCRATCH.fullmatch(path.name)
-        if not (any(map(_is_leftover, _elsewhere(path))) if knows else _in_use(path)):
-            _remove(path)
-            removed.append(path)
-    return removed
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _elsewhere(folder: Path) -> list[Path]:
+def elsewhere(folder: Path) -> list[Path]:
     """Where the run whose scratch folder this is leaves something, as `leaves` was told."""
-    return [Path(path) for path in _read_as(list, folder / _ELSEWHERE) if isinstance(path, str)]
+    return [Path(path) for path in _read_as(list, folder / ELSEWHERE) if isinstance(path, str)]
 
 
-def _is_leftover(path: Path) -> bool:
+def is_leftover(path: Path) -> bool:
     """Whether something is there that a run may have left: by its name, in its place, of this user."""
-    placed = path.parent == _SHARED or path.parent.name == "ray"
+    placed = path.parent == SHARED or path.parent.name == "ray"
     try:
         return placed and bool(_OF_RUNS.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
     except OSError:
         return False
-
-
-def _in_use(path: Path) -> bool:
-    """Whether a process was started with this path, or maps it."""
-    with suppress(OSError):
-        inode = path.lstat().st_ino if path.parent == _SHARED else None
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if os.fsencode(path) in (process / "cmdline").read_bytes() or inode in _mapped_memory(process):
-                    return True
-    return False
-
-
-def _end_scratch(pid: int) -> None:
-    if pid != os.getpid() or pid not in _scratch:
-        return
-    folder, lock_file = _scratch.pop(pid)
-    # Python removes its semaphores at its end, which may come after this.
-    if any(_is_leftover(path) for path in _elsewhere(folder) if not path.name.startswith("sem.")):
-        for path in filter(Path.is_dir, folder.iterdir()):
-            _remove(path)
-    else:
-        _remove(folder)
-    lock_file.close()
 
 
 @contextmanager

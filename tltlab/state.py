@@ -59,9 +59,7 @@ class StepOutcome:
     """What an iteration under a chosen strategy did.
 
     `elapsed_s` seconds; `drafted` and `accepted` tokens per request of the batch, without the bonus token (expected
-    values in the simulator's fluid mode); `had_prefill` marks an iteration that also prefilled prompts. `scored` has,
-    for a selector with full information, the accepted tokens per request that each of its strategies would have had on
-    the text that was verified.
+    values in the simulator's fluid mode); `had_prefill` marks an iteration that also prefilled prompts.
 
     >>> StepOutcome(elapsed_s=0.01, batch=2, drafted=(4, 4), accepted=(3, 1)).accept_length
     3.0
@@ -72,7 +70,6 @@ class StepOutcome:
     drafted: Sequence[float] = ()
     accepted: Sequence[float] = ()
     had_prefill: bool = False
-    scored: Mapping[Strategy, float] = field(default_factory=dict)
 
     @property
     def accept_length(self) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 _WRITTEN = re.compile(r"([\w.-]+):(\d+)(?:x(\d+))?(?:/(\d+))?")
-_WRITTEN_BEFORE = re.compile(r"([\w.-]+):(\d+),(\d+),(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +57,14 @@ class Strategy:
     def parse(cls, text: str) -> Strategy:
         """The strategy that `str` writes: `none`, `ngram:4` (depth), `learned:8x4/48` (depth x top-k / to verify).
 
-        What is left out is a chain's, or a tree's every node. `learned:8,4,48`, as it was written before, is read too.
-        ConfigError for another text.
+        Parts left out default to a chain, or to every node of a tree. ConfigError for another text.
 
-        >>> [str(Strategy.parse(text)) for text in ("ngram:4", "learned:8x4/48", "learned:8,4,48")]
-        ['ngram:4', 'learned:8x4/48', 'learned:8x4/48']
+        >>> [str(Strategy.parse(text)) for text in ("ngram:4", "learned:8x4/48", "learned:2x2")]
+        ['ngram:4', 'learned:8x4/48', 'learned:2x2/7']
         """
         if text == NO_SPECULATION.drafter:
             return NO_SPECULATION
-        match = _WRITTEN.fullmatch(text) or _WRITTEN_BEFORE.fullmatch(text)
+        match = _WRITTEN.fullmatch(text)
         if match is None:
             raise ConfigError(f"{text!r} is no strategy: write none, ngram:4 or learned:8x4/48")
         depth, top_k = int(match[2]), int(match[3] or 1)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from tltlab.errors import ConfigError
-from tltlab.files import scratch_folder
+from tltlab.runtime.ray.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,19 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tltlab.errors import RunError, one_line
 from tltlab.files import fsync_folder, make_folder, sha256_of, written_sum
 from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 PARTIAL = ".partial"
-_PICKLED_INDEX = ".metadata"
 _NAME = re.compile(r"checkpoint-\d{8}")
 # A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -163,31 +160,8 @@ class _Writer(SafetensorsWriter):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def convert(folder: str | Path) -> None:
-    """Write a checkpoint of an earlier version, whose index is a pickle, anew as safetensors, in its place.
-
-    Whatever code the pickle names is run: for a checkpoint of your own.
-    """
-    old = Path(folder)
-    reader, new, aside = FileSystemReader(old), old.with_name(old.name + PARTIAL), old.with_name(f".{old.name}.pickled")
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
-    load(dict(state), storage_reader=reader, no_dist=True)
-    save(dict(state), storage_writer=SafetensorsWriter(new), no_dist=True)
-    old.rename(aside)
-    new.rename(old)
-    shutil.rmtree(aside)
-
-
 def _refuse_damage(folder: Path) -> None:
     """RunError unless a checkpoint's files are what was written, by their sums."""
-    if (folder / _PICKLED_INDEX).exists():
-        raise RunError(
-            "an earlier version of tltlab wrote it, with a pickle, which could run any code and is not read; where you "
-            "trust it: python -c 'from tltlab.runtime.drafter.checkpoint import convert; "
-            f"convert({str(folder)!r})'"
-        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError("it holds no tensors")

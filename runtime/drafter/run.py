@@ -20,11 +20,12 @@ from tltlab.coordination.gate import Attempt, tokens_per_draft
 from tltlab.coordination.schedule import TrainingSchedule
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.files import new_folder, scratch_folder
+from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
 from tltlab.runtime.coordinator.keys import ClientKeys
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.ray.actors import get
+from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory

@@ -20,9 +20,9 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 
 from tltlab.console import sigterm_does
 from tltlab.errors import RunError, TltlabError, one_line
-from tltlab.files import scratch_folder
 from tltlab.runtime.engine.generation import EngineDied
 
+from .scratch import scratch_folder
 from .start import ENV, LOOPBACK, fork_command
 
 LAST_BYTES = 16384

@@ -17,12 +17,12 @@ from ray._private.node import Node
 
 from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError, one_line
-from tltlab.files import leaves
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
 from .liveness import EndedServers
 from .prefork import Prefork
+from .scratch import leaves
 
 ENV = {
     # One thread per process: two on a busy machine stall for seconds. Numba's own belong to vLLM's n-gram drafter.

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
-from tltlab.files import found_in, leaves_memory
+from tltlab.files import found_in
+from tltlab.runtime.ray.scratch import leaves_memory
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
 

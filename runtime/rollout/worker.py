@@ -19,7 +19,6 @@ import torch
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
-from tltlab.files import leaves_memory
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.drafter.offline.data import load_tokenizer
@@ -28,6 +27,7 @@ from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import EngineDied, FollowUps, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
+from tltlab.runtime.ray.scratch import leaves_memory
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import EnvironmentConfig, Recipe
 from tltlab.runtime.run.memory import ProcessMemory

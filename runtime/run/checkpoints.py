@@ -167,12 +167,7 @@ def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
-            # Earlier versions wrote no sums of what is large.
-            if (
-                (to_the_bit or size <= MOST_HASHED_BYTES)
-                and "sha256" in expected
-                and sha256_of(path / name) != expected["sha256"]
-            ):
+            if (to_the_bit or size <= MOST_HASHED_BYTES) and sha256_of(path / name) != expected["sha256"]:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else str(error)

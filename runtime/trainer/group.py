@@ -16,9 +16,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
-from tltlab.files import scratch_folder
 from tltlab.runtime.engine.weights import Engines, Way
 from tltlab.runtime.ray.actors import error_of, runtime_env
+from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory
 

@@ -9,7 +9,7 @@ import typer
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import AllowCode, Json, emit
+from tltlab.console import AllowCode, Json, emit, parse_strategy
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
@@ -25,7 +25,6 @@ from tltlab.sim.simulate import outside_text
 from tltlab.sim.simulate import simulate as run
 from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
-from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import read
 
@@ -182,19 +181,6 @@ def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, dra
         raise ConfigError(f"--sd-threshold counts requests, got {sd_threshold}")
     active = Activation(max_requests=sd_threshold, count="running", hold_iterations=0)
     return chosen.model_copy(update={"activation": active})
-
-
-def parse_strategy(text: str, drafter: str) -> Strategy:
-    """`ngram:4`, or `D,K,V` (draft depth, top-k, tokens to verify) as a strategy; `0,0,1` is no speculation."""
-    if ":" in text or text == NO_SPECULATION.drafter:
-        return Strategy.parse(text)
-    try:
-        depth, top_k, tokens_to_verify = (int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--strategy {text!r}: give ngram:4 or D,K,V as three whole numbers, such as 4,1,5"
-        ) from error
-    return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
 
 
 def refuse_to_replace_a_recording(out: Path | None) -> None:

@@ -92,10 +92,6 @@ class Batch(ABC):
         """Accepted tokens per draft of a resident lately; None where it was not drafted for, or requests are alike."""
         return None
 
-    def accepts(self, regime: Regime) -> float:
-        """Tokens per request that the target would accept in the next iteration if this regime drafted, on average."""
-        return regime.tokens - 1.0
-
     def request_state(self, request: int) -> RequestState:
         """A resident as policies and budgets see it."""
         key = self.requests.keys[request]

@@ -81,9 +81,6 @@ class RateBatch(ArrayBatch):
         recent = float(self._recent[request])
         return None if math.isnan(recent) else recent
 
-    def accepts(self, regime: Regime) -> float:
-        return float(self._survival(regime.strategy, None, np.zeros(len(self._running))).sum(axis=1).mean())
-
     def settle(self) -> None:
         """The last macro-step is over: its finished requests count for their siblings and budgets from now on."""
         if self._pending:

@@ -68,9 +68,6 @@ class ReplayBatch(WalkBatch):
         self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]
         self._flat: dict[str, Bytes] = {}
 
-    def accepts(self, regime: Regime) -> float:
-        return float(self._gains(regime, self._remaining(), 1).mean()) - 1.0
-
     def _gains(self, regime: Regime, remaining: Ints, count: int) -> Ints:
         flat, running = self._positions(regime.strategy.drafter), self._running
         position, last = self._generated[running], self.requests.lengths[running]

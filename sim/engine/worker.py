@@ -23,7 +23,7 @@ from tltlab.costs.noise import IterationNoise
 from tltlab.policies.selector import Selector
 from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION
 
 from .admission import RequestFeed
 from .batch import Batch, MacroStep, RequestsView
@@ -239,7 +239,6 @@ class PolicySeat:
         self.strategy = NO_SPECULATION
         self.bucket: int | None = None
         self.propensity = 1.0
-        self._scored: dict[Strategy, float] = {}
         self._asked_at: tuple[int, int] | None = None
 
     def ask(self, batch: int, waiting: int) -> bool:
@@ -256,10 +255,6 @@ class PolicySeat:
         self.bucket, self.propensity = self.selector.bucket_, self.selector.propensity_
         if self.strategy is not before:
             check_listed(self.strategy, self.simulator.regimes)
-        if self.selector.full_information:
-            drafting = (strategy for strategy in self.selector.strategies if strategy.speculates)
-            at = self.simulator.regimes.at
-            self._scored = {strategy: self.scheduler.batch.accepts(at(strategy, batch)) for strategy in drafting}
         return True
 
     def regime(self, batch: int, drafter_ready: bool) -> Regime:
@@ -278,7 +273,6 @@ class PolicySeat:
             drafted=(macro.regime.num_drafted,) * macro.batch if speculates else (),
             accepted=macro.accepted if speculates else (),
             had_prefill=had_prefill,
-            scored=self._scored if speculates else {},
         )
         reward = self.selector.reward(self.strategy, outcome) if self.simulator.record_rewards else None
         self.selector.observe(self.strategy, outcome)

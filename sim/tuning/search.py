@@ -13,6 +13,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, Policy, load_policy
+from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -73,7 +74,7 @@ class Prices:
         total = {s: sum(self.seconds[s, b] for b in range(first, last + 1)) for s in self.strategies}
         return sorted(self.strategies, key=lambda s: total[s])[:count]
 
-    def table(self, max_buckets: int, graphs: GraphMemory | None = None) -> TableSpec:
+    def table(self, max_buckets: int, graphs: GraphMemory | None = None) -> SelectorSpec:
         """The exact table of at most `max_buckets` rows; ConfigError where no table's graphs fit.
 
         Batches above the largest captured one run under the last row, so what they take counts for its choice.
@@ -132,7 +133,7 @@ class Bandits:
     """Makes BEG-MAB policies from settings: buckets are a table's rows, arms the strategies cheapest there."""
 
     prices: Prices
-    tables: tuple[TableSpec, ...]
+    tables: tuple[SelectorSpec, ...]
     """The exact table of at most i + 1 rows."""
 
     def policy(self, settings: Mapping[str, Any]) -> Policy:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, table, whole_numbers
+from tltlab.console import Json, emit, parse_strategy, table, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -23,7 +23,9 @@ def costs(
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128",
     context: Annotated[int, typer.Option(min=0, help="Tokens of context per request.")] = 4096,
-    strategy: Annotated[str | None, typer.Option(help="D,K,V: depth, top_k and tokens to verify of a draft.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="ngram:4, or D,K,V: depth, top_k and tokens to verify of a draft.")
+    ] = None,
     drafter: Annotated[str, typer.Option(help="The strategy's drafter: learned, ngram, suffix, ...")] = "learned",
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens per request and speculative iteration, bonus token included.")
@@ -57,7 +59,7 @@ def costs(
     model = load_costs(name)
     chosen = None
     if strategy is not None:
-        chosen = Strategy.parse(strategy if ":" in strategy else f"{drafter}:{strategy}")
+        chosen = parse_strategy(strategy, drafter)
     if chosen and accept_length and accept_length > 1 + chosen.reach:
         raise ConfigError(
             f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "

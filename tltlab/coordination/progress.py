@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tltlab.config import FrozenModel
 
@@ -67,14 +67,6 @@ class SpotTraining(FrozenModel):
     on_stop: Literal["abandon", "finish"] = "abandon"
     yield_s: _Seconds = 0.0
     carried_share: _Share = 0.25
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unlimited(cls, values: Any) -> Any:
-        # Files of earlier versions name a limit that nobody set.
-        if isinstance(values, dict) and values.get("max_epochs", 0) is None:
-            return {name: value for name, value in values.items() if name != "max_epochs"}
-        return values
 
     @property
     def samples_per_s(self) -> float:

@@ -195,8 +195,7 @@ class TrainingSchedule:
         """Go back to what `state_dict` gave."""
         self.record = [RolloutDrift(**row) for row in state["record"]]
         self.trainings = list(state["trainings"])
-        # Checkpoints of before there was a gate have none.
-        self.attempts = [Attempt(**attempt) for attempt in state.get("attempts", ())]
+        self.attempts = [Attempt(**attempt) for attempt in state["attempts"]]
         self._first = state["first"]
 
     def _first_step(self, rl_step: int) -> int:

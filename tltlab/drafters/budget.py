@@ -67,7 +67,7 @@ class AcceptanceBudget(DraftBudget):
     def __init__(self, min_tokens: int = 1, max_draft_tokens: int | None = None, prior: float = 1.0) -> None:
         if min_tokens < 0 or (max_draft_tokens is not None and max_draft_tokens < 0) or not 0.0 <= prior < np.inf:
             raise ConfigError(
-                f"budget: min_tokens, max_draft_tokens and prior must be at least 0, "
+                f"acceptance: min_tokens, max_draft_tokens and prior must be at least 0, "
                 f"got {min_tokens}, {max_draft_tokens} and {prior}"
             )
         self.min_tokens = min_tokens

@@ -18,15 +18,15 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.bandits import Hedge
 from tltlab.policies.policy import AcceptanceBudgetSpec, Activation, BudgetSpec, LengthAwareBudgetSpec, MbaBudgetSpec
+from tltlab.policies.selector import SelectorSpec
+from tltlab.policies.simple import AcceptLadder
 from tltlab.policies.specs import (
     BegMabSpec,
     Bucket,
     FixedSpec,
-    HedgeSpec,
-    LadderSpec,
     NoneSpec,
-    SelectorSpec,
     TableRow,
     TableSpec,
 )
@@ -80,18 +80,18 @@ def length_aware(costs: CostModel) -> BudgetSpec:
 
 def climbing(buckets: Sequence[Bucket]) -> SelectorSpec:
     """The strategies of the first bucket as a ladder by accepted length."""
-    return LadderSpec(strategies=tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth)))
+    return AcceptLadder.Spec(strategies=tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth)))
 
 
 def doubling(buckets: Sequence[Bucket]) -> SelectorSpec:
     """A ladder that moves after every draft: up where all of it was kept on average, else down."""
     arms = tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth))
-    return LadderSpec(strategies=arms, ema=1.0, warmup=1, hold=1, hysteresis=0.0)
+    return AcceptLadder.Spec(strategies=arms, ema=1.0, warmup=1, hold=1, hysteresis=0.0)
 
 
 def hedge(buckets: Sequence[Bucket]) -> SelectorSpec:
-    """Exponential weights over the drafters of the first bucket, all scored on what was verified."""
-    return HedgeSpec(strategies=buckets[0].strategies)
+    """Exponential weights over the drafters of the first bucket."""
+    return Hedge.Spec(strategies=buckets[0].strategies)
 
 
 def marginal(costs: CostModel) -> BudgetSpec:

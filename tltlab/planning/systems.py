@@ -149,14 +149,14 @@ SYSTEMS: dict[str, System] = {
             name="hedgespec", title="HedgeSpec", source="Not-a-Bandit (arXiv 2510.20064)",
             algorithm="every drafter is scored on the text that the target verified; Hedge weights exp(-eta sum loss) "
             "over drafters",
-            exact=("full information: all drafters learn from each verification", "no regret to the best drafter"),
+            exact=("exponential weights over whole drafters, with the theorem's rate",),
             drafters=("learned", "suffix"), ladder=(Rung(min_batch=1, chains=(4,)),), selector=hedge, together=True,
             specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
             assumptions=(
                 "one learned drafter and text of siblings: the paper has drafters by domain",
                 "one choice for the batch, where the paper weighs drafters for each query",
                 "4 tokens a draft; the weights' rate is the theorem's, sqrt(8 ln N / t)",
-                "the pass that scores a drafter and keeps its cache current beside the one that drafts is not charged",
+                "only the drafter that drafted is scored, as engines do (Exp3); the paper scores all of them",
             ),
         ),
         System(

@@ -53,7 +53,7 @@ _Iteration = tuple[int, int, float, float, float, int, Sequence[float]]
 those kept."""
 
 
-class Adaptive(Selector):
+class Adaptive(Selector, kind="adaptive"):
     """The strategy with the most expected tokens per second, by costs and acceptance that it learns: it needs no file.
 
     Strategies are no speculation and chains of 1 to `max_depth` tokens of each of the `drafters`. An iteration with b
@@ -354,12 +354,11 @@ class Adaptive(Selector):
         """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
         refuse_other_arms(state["arms"], [str(strategy) for strategy in self.strategies])
         for name in _ARRAYS:
-            # States from before it was counted what drafters offer have no such array.
-            setattr(self, name, np.array(state["arrays"].get(name, getattr(self, name)), np.float64))
+            setattr(self, name, np.array(state["arrays"][name], np.float64))
         for name in _VALUES:
             setattr(self, name, state["values"][name])
         self.chances_ = list(self.chances_)
-        self.pending_ = [tuple(row) for row in state.get("heard", ()) if len(row) == 7]
+        self.pending_ = [tuple(row) for row in state["heard"]]
         set_rng_state(self.rng, state["rng"])
 
 

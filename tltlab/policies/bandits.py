@@ -1,4 +1,4 @@
-"""Bandits without buckets, the usual points of comparison for BEG-MAB, and Hedge, which sees what all drafters did."""
+"""Bandits without buckets, the usual points of comparison for BEG-MAB, and Hedge over drafters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tltlab.strategy import Strategy
 
 from .beg_mab import BegMab
 from .reward import RewardKind, Statistic
-from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
+from .selector import Selector, StrategyField, refuse_other_arms, rng_state, set_rng_state
 from .simple import checked_strategies
 
 
-class EpsilonGreedy(BegMab):
+class EpsilonGreedy(BegMab, kind="epsilon-greedy"):
     """Epsilon-greedy over one set of strategies at all batch sizes: BEG-MAB with a single bucket.
 
     `statistic` summarises an arm's last `window` rewards. With one bucket the paper's reward (tokens per second) says
@@ -27,7 +27,7 @@ class EpsilonGreedy(BegMab):
 
     def __init__(
         self,
-        strategies: Sequence[Strategy],
+        strategies: Sequence[StrategyField],
         epsilon: float = 0.1,
         window: int = 300,
         reward: RewardKind = "paper",
@@ -36,10 +36,18 @@ class EpsilonGreedy(BegMab):
         *,
         rng: np.random.Generator,
     ) -> None:
-        super().__init__([(1, strategies)], epsilon, window, reward, plain_rate, statistic, rng=rng)
+        super().__init__(
+            [(1, strategies)],
+            epsilon=epsilon,
+            window=window,
+            reward=reward,
+            plain_rate=plain_rate,
+            statistic=statistic,
+            rng=rng,
+        )
 
 
-class Ucb1(EpsilonGreedy):
+class Ucb1(EpsilonGreedy, kind="ucb1"):
     """UCB1 over each arm's last `window` rewards: the arm with the highest mean + bonus, no randomness.
 
     The bonus is exploration * spread * sqrt(2 ln N / n) for an arm with n rewards in its window, after N of all arms.
@@ -53,7 +61,7 @@ class Ucb1(EpsilonGreedy):
 
     def __init__(
         self,
-        strategies: Sequence[Strategy],
+        strategies: Sequence[StrategyField],
         exploration: float = 1.0,
         window: int = 300,
         reward: RewardKind = "paper",
@@ -81,37 +89,28 @@ class Ucb1(EpsilonGreedy):
         return super().state_dict() | {"rounds": self.rounds_}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ConfigError for other arms, or a state with one window over all arms."""
-        if "rounds" not in state:
-            raise ConfigError(
-                "ucb1: its state was saved by an earlier version, with one window over all arms: begin anew"
-            )
         super().load_state_dict(state)
         self.rounds_ = state["rounds"]
 
 
-class Hedge(Selector):
-    """Exponential weights over drafters with full information (Not-a-Bandit / HedgeSpec, arXiv 2510.20064).
+class Hedge(Selector, kind="hedge"):
+    """Exponential weights over drafters (Not-a-Bandit / HedgeSpec, arXiv 2510.20064), with bandit feedback.
 
-    What the target verified scores every drafter on the same text, so all learn from each iteration: drafter i loses
-    l_i = 1 - accepted_i / deepest draft, and is drawn with weight exp(-eta sum l_i), eta = sqrt(8 ln N / t) in round t.
-    Its expected loss exceeds the best drafter's by at most 2 sqrt(T ln N / 2) + sqrt(ln N / 8) after T rounds
-    (Cesa-Bianchi and Lugosi 2006, theorem 2.3); the paper's own rate is not at hand. A caller that scores nothing
-    (`StepOutcome.scored`) leaves it bandit feedback: the loss of what was drafted over its chance, as in Exp3.
+    The paper scores every drafter on the verified text. Engines report the drafter that drafted, so only that one
+    learns: it loses (1 - accepted / deepest draft) / propensity, an unbiased estimate as in Exp3 (Auer et al. 2002).
+    Drafter i is drawn with weight exp(-eta * its losses), eta = sqrt(8 ln N / t) in round t.
 
     >>> hedge = Hedge([Strategy.chain(name, 4) for name in ("learned", "suffix")], rng=np.random.default_rng(0))
-    >>> hedge.observe(hedge.strategies[0], StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,),
-    ...               scored={hedge.strategies[0]: 1.0, hedge.strategies[1]: 3.0}))
-    >>> hedge.losses_, [round(p, 3) for p in hedge.chances]
-    ([0.75, 0.25], [0.303, 0.697])
+    >>> chosen = hedge.choose(StepState(rl_step=0, batch=1))
+    >>> hedge.observe(chosen, StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,)))
+    >>> hedge.losses_
+    [0.0, 1.5]
     """
 
-    full_information = True
-
-    def __init__(self, strategies: Sequence[Strategy], *, rng: np.random.Generator) -> None:
+    def __init__(self, strategies: Sequence[StrategyField], *, rng: np.random.Generator) -> None:
         self.strategies = checked_strategies(strategies)
         if not all(strategy.speculates for strategy in self.strategies):
-            raise ConfigError("hedge: no speculation drafts nothing that could be scored: leave it out")
+            raise ConfigError("hedge: no speculation drafts nothing: leave it out")
         self.rng = rng
         self.losses_ = [0.0] * len(self.strategies)
         self.rounds_ = 0
@@ -133,13 +132,8 @@ class Hedge(Selector):
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         if strategy not in self.strategies:
             return
-        deepest = max(arm.reach for arm in self.strategies)
-        if outcome.scored:
-            for at, arm in enumerate(self.strategies):
-                self.losses_[at] += 1.0 - outcome.scored[arm] / deepest
-        else:
-            loss = 1.0 - (outcome.accept_length - 1.0) / deepest
-            self.losses_[self.strategies.index(strategy)] += loss / self.propensity_
+        loss = 1.0 - (outcome.accept_length - 1.0) / max(arm.reach for arm in self.strategies)
+        self.losses_[self.strategies.index(strategy)] += loss / self.propensity_
         self.rounds_ += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from tltlab.config import FiniteModel, InFile
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .reward import Reward, RewardKind, Statistic, Window
-from .selector import Selector, refuse_other_arms, rng_state, set_rng_state
+from .selector import Selector, StrategyField, as_tuples, refuse_other_arms, rng_state, set_rng_state
 from .simple import bucket_of, checked_strategies, checked_thresholds
 
 
-class BegMab(Selector):
+class Bucket(FiniteModel):
+    """`strategies` to choose from at batch sizes from `min_batch` up to the next bucket."""
+
+    min_batch: int
+    strategies: tuple[StrategyField, ...]
+
+
+class BegMab(Selector, kind="beg-mab"):
     """The batch size picks a bucket of strategies; inside it, epsilon-greedy on the median of each arm's last rewards.
 
     `buckets` are (min_batch, strategies) with ascending min_batch t_i: bucket i holds batches t_i ... t_{i+1} - 1, the
-    last one is open-ended, batches below t_1 use the first. `NO_SPECULATION` is an arm like any other. `epsilon` is
-    the chance of a uniform pick within the bucket, `window` the number of rewards kept per arm, `reward` and
-    `plain_rate` are explained in `Reward`.
+    last one is open-ended, batches below t_1 use the first. In their place, `strategies` and `thresholds` give the
+    paper's grouping (`paper_buckets`). `NO_SPECULATION` is an arm like any other. `epsilon` is the chance of a uniform
+    pick within the bucket, `window` the number of rewards kept per arm, `reward` and `plain_rate` are explained in
+    `Reward`.
 
     Rewards of an arm are pooled over all batch sizes of a bucket and filed under the bucket of the batch that ran; an
     outcome whose strategy is no arm there is dropped. An arm with fewer than `tries` rewards counts as best, ties go to
@@ -46,7 +55,9 @@ class BegMab(Selector):
 
     def __init__(
         self,
-        buckets: Sequence[tuple[int, Sequence[Strategy]]],
+        buckets: Annotated[Sequence[tuple[int, Sequence[Strategy]]], InFile(tuple[Bucket, ...], as_tuples)] = (),
+        strategies: Sequence[StrategyField] = (),
+        thresholds: Sequence[int] = (),
         epsilon: float = 0.1,
         window: int = 300,
         reward: RewardKind = "paper",
@@ -56,6 +67,9 @@ class BegMab(Selector):
         *,
         rng: np.random.Generator,
     ) -> None:
+        if bool(buckets) == bool(strategies or thresholds):
+            raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
+        buckets = buckets or paper_buckets(strategies, thresholds)
         if not 0.0 <= epsilon <= 1.0:
             raise ConfigError(f"epsilon is a probability, between 0 and 1, got {epsilon}")
         if not 1 <= tries <= max(window, 1):
@@ -123,9 +137,7 @@ class BegMab(Selector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ConfigError when it belongs to other arms."""
-        # Checkpoints have had trees in another notation.
-        saved = [[str(Strategy.parse(arm)) for arm in arms] for arms in state["arms"]]
-        refuse_other_arms(saved, self._arm_names())
+        refuse_other_arms(state["arms"], self._arm_names())
         for windows, rewards in zip(self.windows_, state["windows"], strict=True):
             for window, values in zip(windows.values(), rewards, strict=True):
                 window.refill(values)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator, ValidationInfo
 
 from tltlab.arrays import Floats
+from tltlab.config import InFile
 from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .selector import Selector, rng_state, set_rng_state
+from .selector import Selector, StrategyField, rng_state, set_rng_state
 from .simple import checked_strategies
 
 PRIOR_DRAFTS = 16.0
@@ -21,7 +26,31 @@ PRIOR_DRAFTS = 16.0
 _NEWTON_STEPS = 10
 
 
-class Goodput(Selector):
+def _written_out(costs: Any, info: ValidationInfo) -> Any:
+    """Content of the file that `costs` names, so that a policy is whole anywhere; other values as they are.
+
+    The file is looked up in the folder that the validation's context names, the policy file's, then in the current one,
+    then in those above the first.
+    """
+    if not isinstance(costs, str) or costs in presets():
+        return costs
+    beside = Path((info.context or {}).get("folder", ".")).resolve()
+    places = (folder / costs for folder in (beside, Path.cwd(), *beside.parents))
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        return costs
+    try:
+        load_costs(path)
+        return read_json(path)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+_COSTS = InFile(Annotated[str | dict[str, Any], BeforeValidator(_written_out)], load_costs)
+"""In a file, costs are a preset's name, a cost model's file, or a cost model written out."""
+
+
+class Goodput(Selector, kind="goodput"):
     """The strategy with the most expected tokens per second, batch * (1 + E[accepted]) / seconds of an iteration.
 
     The rule of TurboSpec (arXiv 2406.14066) and of Seer's T_SD (arXiv 2511.14617) with a cost model for the seconds.
@@ -43,8 +72,8 @@ class Goodput(Selector):
 
     def __init__(
         self,
-        strategies: Sequence[Strategy],
-        costs: CostModel,
+        strategies: Sequence[StrategyField],
+        costs: Annotated[CostModel, _COSTS],
         window: int = 300,
         epsilon: float = 0.02,
         prior: float = 0.6,

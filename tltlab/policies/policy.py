@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 from pydantic import model_validator as validator
 
-from tltlab.config import Built, faults_in, shown
+from tltlab.config import Built, FiniteModel, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
@@ -22,27 +22,24 @@ from tltlab.files import read_json, write_json
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .activation import Count, ElasticActivation
+from .bandits import EpsilonGreedy, Ucb1
+from .goodput import Goodput
 from .selector import Selector
 from .specs import (
     AdaptiveSpec,
+    AnySelectorSpec,
     BegMabSpec,
     Bucket,
     CustomSpec,
-    EpsilonGreedySpec,
     ExploreSpec,
     FixedSpec,
-    GoodputSpec,
     NoneSpec,
-    PolicyPart,
-    SelectorSpec,
-    Strategies,
     TableRow,
     TableSpec,
-    Ucb1Spec,
 )
 
 
-class Activation(PolicyPart):
+class Activation(FiniteModel):
     """Settings of `ElasticActivation`."""
 
     kind: Literal["elastic"] = "elastic"
@@ -54,18 +51,6 @@ class Activation(PolicyPart):
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
 
 
-class AcceptanceBudgetSpec(PolicyPart):
-    """Settings of `AcceptanceBudget`."""
-
-    kind: Literal["acceptance"] = "acceptance"
-    min_tokens: int = Field(default=1, ge=0)
-    max_draft_tokens: int | None = Field(default=None, ge=0)
-    prior: float = Field(default=1.0, ge=0)
-
-    def build(self) -> DraftBudget:
-        return AcceptanceBudget(self.min_tokens, self.max_draft_tokens, self.prior)
-
-
 class _BuiltBudget(Built, init=False):
     def build(self) -> DraftBudget:
         budget: DraftBudget = self.make()
@@ -74,6 +59,10 @@ class _BuiltBudget(Built, init=False):
 
 class UniformBudgetSpec(_BuiltBudget, builds=UniformBudget):
     kind: Literal["uniform"] = "uniform"
+
+
+class AcceptanceBudgetSpec(_BuiltBudget, builds=AcceptanceBudget, init=False):
+    kind: Literal["acceptance"] = "acceptance"
 
 
 class LengthAwareBudgetSpec(_BuiltBudget, builds=LengthAwareBudget, init=False):
@@ -89,7 +78,7 @@ BudgetSpec = Annotated[
 ]
 
 
-class Policy(PolicyPart):
+class Policy(FiniteModel):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
     Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings
@@ -103,7 +92,7 @@ class Policy(PolicyPart):
 
     format: Literal["tltlab-policy"] = "tltlab-policy"
     version: Literal[1] = 1
-    selector: SelectorSpec
+    selector: AnySelectorSpec
     activation: Activation | None = None
     budget: BudgetSpec | None = None
     drafters: dict[str, DrafterSpec] = Field(default={})
@@ -231,7 +220,7 @@ def _place(loc: tuple[int | str, ...]) -> str:
     return ".".join(parts) or "policy"
 
 
-def _chains(*depths: int, drafter: str = "ngram") -> Strategies:
+def _chains(*depths: int, drafter: str = "ngram") -> tuple[Strategy, ...]:
     return tuple(Strategy.chain(drafter, depth) for depth in depths)
 
 
@@ -256,10 +245,10 @@ SHIPPED: dict[str, Policy] = {
     "fixed": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))),
     "table": Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in _TABLE))),
     "epsilon-greedy": Policy(
-        selector=EpsilonGreedySpec(strategies=_chains(0, 1, 2, 4, 8), reward="relative"), activation=Activation()
+        selector=EpsilonGreedy.Spec(strategies=_chains(0, 1, 2, 4, 8), reward="relative"), activation=Activation()
     ),
     "ucb1": Policy(
-        selector=Ucb1Spec(strategies=_chains(0, 1, 2, 4, 8), exploration=0.1, reward="relative"),
+        selector=Ucb1.Spec(strategies=_chains(0, 1, 2, 4, 8), exploration=0.1, reward="relative"),
         activation=Activation(),
     ),
     "beg-mab": Policy(
@@ -269,7 +258,7 @@ SHIPPED: dict[str, Policy] = {
     "beg-mab-suffix": _between("suffix", "ngram"),
     # For engines that have a drafter "learned", as runs with a [drafter] do.
     "beg-mab-learned": _between("learned", "suffix"),
-    "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
+    "goodput": Policy(selector=Goodput.Spec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
     "adaptive": Policy(selector=AdaptiveSpec()),
     # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
     "das": Policy(

@@ -5,18 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from tltlab.config import FiniteModel, InFile
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .selector import Selector, rng_state, set_rng_state
+from .selector import Selector, StrategyField, as_tuples, rng_state, set_rng_state
 
 
-class NoSpeculation(Selector):
+class NoSpeculation(Selector, kind="none"):
     """Plain decoding, always."""
 
     strategies = (NO_SPECULATION,)
@@ -26,12 +27,12 @@ class NoSpeculation(Selector):
         return NO_SPECULATION
 
 
-class Fixed(Selector):
+class Fixed(Selector, kind="fixed"):
     """One strategy, always."""
 
     memoryless = True
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: StrategyField) -> None:
         self.strategy = strategy
         self.strategies = (strategy,)
 
@@ -39,7 +40,14 @@ class Fixed(Selector):
         return self.strategy
 
 
-class BatchTable(Selector):
+class TableRow(FiniteModel):
+    """`strategy` from `min_batch` requests up to the next row."""
+
+    min_batch: int
+    strategy: StrategyField
+
+
+class BatchTable(Selector, kind="table"):
     """A strategy for each range of batch sizes.
 
     `rows` are (min_batch, strategy) with ascending min_batch: row i holds for min_batch_i <= batch < min_batch_{i+1},
@@ -53,7 +61,9 @@ class BatchTable(Selector):
 
     memoryless = True
 
-    def __init__(self, rows: Sequence[tuple[int, Strategy]]) -> None:
+    def __init__(
+        self, rows: Annotated[Sequence[tuple[int, Strategy]], InFile(tuple[TableRow, ...], as_tuples)]
+    ) -> None:
         self.thresholds = checked_thresholds([min_batch for min_batch, _ in rows])
         self.rows = tuple(strategy for _, strategy in rows)
         self.strategies = tuple(dict.fromkeys(self.rows))
@@ -63,7 +73,7 @@ class BatchTable(Selector):
         return self.rows[self.bucket_]
 
 
-class AcceptLadder(Selector):
+class AcceptLadder(Selector, kind="ladder"):
     """Drafts deeper while drafts are kept, shallower while they are not: a step up or down at a time.
 
     `strategies` ascend in draft depth; the first is where it starts. a is an exponential average of the accepted tokens
@@ -83,9 +93,14 @@ class AcceptLadder(Selector):
     """
 
     def __init__(
-        self, strategies: Sequence[Strategy], ema: float = 0.2, warmup: int = 10, hold: int = 5, slack: float = 0.5,
+        self,
+        strategies: Sequence[StrategyField],
+        ema: float = 0.2,
+        warmup: int = 10,
+        hold: int = 5,
+        slack: float = 0.5,
         hysteresis: float = 0.25,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.strategies = checked_strategies(strategies)
         depths = [s.draft_depth for s in self.strategies]
         if any(a >= b for a, b in pairwise(depths)):
@@ -125,14 +140,16 @@ class AcceptLadder(Selector):
         self.rung_, self.left_, self.average_ = state["rung"], state["left"], state["average"]
 
 
-class Explore(Selector):
+class Explore(Selector, kind="explore"):
     """Picks uniformly at random and holds the pick for `hold_iterations`: data for off-policy evaluation and for fits.
 
     A block longer than one iteration lets drafter caches and queued work settle. The propensity is 1/n throughout a
     block: the chance that this block got this strategy.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], hold_iterations: int = 20, *, rng: np.random.Generator) -> None:
+    def __init__(
+        self, strategies: Sequence[StrategyField], hold_iterations: int = 20, *, rng: np.random.Generator
+    ) -> None:
         self.strategies = checked_strategies(strategies)
         if hold_iterations < 1:
             raise ConfigError(f"explore: hold_iterations must be at least 1, got {hold_iterations}")

@@ -16,32 +16,24 @@ from contextvars import ContextVar
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import numpy as np
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_serializer,
-)
-from pydantic import model_validator as validator
+from pydantic import Field
 
-from tltlab.config import Built, FiniteModel
-from tltlab.costs.load import load_costs, presets
+from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
-from tltlab.files import found_in, read_json
-from tltlab.strategy import Strategy
+from tltlab.files import found_in
 from tltlab.testing import check_selector
 
 from .adaptive import Adaptive
 from .bandits import EpsilonGreedy, Hedge, Ucb1
-from .beg_mab import BegMab, paper_buckets
+from .beg_mab import BegMab
+from .beg_mab import Bucket as Bucket
 from .goodput import Goodput
-from .selector import Selector
+from .selector import Selector, SelectorSpec
 from .simple import AcceptLadder, BatchTable, Explore, Fixed, NoSpeculation
+from .simple import TableRow as TableRow
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
@@ -60,147 +52,20 @@ def code_allowed(modules: Iterable[str]) -> Iterator[None]:
         _allowed.reset(token)
 
 
-def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return build(Strategy.parse(value) if isinstance(value, str) else value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+SELECTORS: tuple[type[Selector], ...] = (
+    NoSpeculation, Fixed, BatchTable, AcceptLadder, Explore, EpsilonGreedy, Ucb1, Hedge, BegMab, Goodput, Adaptive,
+)  # fmt: skip
+"""Selectors that policy files know by their kind."""
+
+NoneSpec = NoSpeculation.Spec
+FixedSpec = Fixed.Spec
+TableSpec = BatchTable.Spec
+ExploreSpec = Explore.Spec
+BegMabSpec = BegMab.Spec
+AdaptiveSpec = Adaptive.Spec
 
 
-StrategyField = Annotated[Strategy, WrapValidator(_strategy)]
-Strategies = tuple[StrategyField, ...]
-
-
-class PolicyPart(FiniteModel):
-    """A part of a policy file."""
-
-
-class _Spec(Built, init=False):
-    """Settings of one selector."""
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        """A fresh selector that draws from `rng`."""
-        selector: Selector = self.make(rng)
-        return selector
-
-    def check(self) -> None:
-        self.build(np.random.default_rng(0))
-
-
-class NoneSpec(_Spec, builds=NoSpeculation):
-    kind: Literal["none"] = "none"
-
-
-class FixedSpec(_Spec, builds=Fixed):
-    kind: Literal["fixed"] = "fixed"
-    strategy: StrategyField
-
-
-class TableRow(PolicyPart):
-    """`strategy` from `min_batch` requests up to the next row."""
-
-    min_batch: int
-    strategy: StrategyField
-
-
-class TableSpec(_Spec, builds=BatchTable):
-    kind: Literal["table"] = "table"
-    rows: tuple[TableRow, ...]
-
-    def arguments(self) -> dict[str, Any]:
-        return {"rows": [(row.min_batch, row.strategy) for row in self.rows]}
-
-
-class LadderSpec(_Spec, builds=AcceptLadder, init=False):
-    kind: Literal["ladder"] = "ladder"
-    strategies: Strategies
-
-
-class ExploreSpec(_Spec, builds=Explore, init=False):
-    kind: Literal["explore"] = "explore"
-    strategies: Strategies
-
-
-class EpsilonGreedySpec(_Spec, builds=EpsilonGreedy, init=False):
-    kind: Literal["epsilon-greedy"] = "epsilon-greedy"
-    strategies: Strategies
-
-
-class Ucb1Spec(_Spec, builds=Ucb1, init=False):
-    kind: Literal["ucb1"] = "ucb1"
-    strategies: Strategies
-
-
-class HedgeSpec(_Spec, builds=Hedge, init=False):
-    kind: Literal["hedge"] = "hedge"
-    strategies: Strategies
-
-
-class Bucket(PolicyPart):
-    """`strategies` to choose from at batch sizes from `min_batch` up to the next bucket."""
-
-    min_batch: int
-    strategies: Strategies
-
-
-class BegMabSpec(_Spec, builds=BegMab, init=False):
-    """Either explicit `buckets`, or the paper's grouping: `strategies` and a threshold per tokens_to_verify."""
-
-    kind: Literal["beg-mab"] = "beg-mab"
-    buckets: tuple[Bucket, ...] = ()
-    strategies: Strategies = ()
-    thresholds: tuple[int, ...] = ()
-
-    @model_serializer(mode="wrap")
-    def _only_the_form_used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unused = ("strategies", "thresholds") if self.buckets else ("buckets",)
-        return {name: value for name, value in dump(self).items() if name not in unused}
-
-    def arguments(self) -> dict[str, Any]:
-        if bool(self.buckets) == bool(self.strategies or self.thresholds):
-            raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
-        buckets = [(bucket.min_batch, bucket.strategies) for bucket in self.buckets]
-        return super().arguments() | {"buckets": buckets or paper_buckets(self.strategies, self.thresholds)}
-
-
-class GoodputSpec(_Spec, builds=Goodput, init=False):
-    """Settings of `Goodput`. `costs` is the name of a preset, a cost model's file, or a cost model written out.
-
-    A file is looked up in the folder that the validation's context names, the policy file's, then in the current one,
-    then in those above the first. What it says takes the place of its name, so that the policy is whole anywhere.
-    """
-
-    kind: Literal["goodput"] = "goodput"
-    strategies: Strategies
-    costs: str | dict[str, Any]
-
-    @validator(mode="before")
-    @classmethod
-    def _write_costs_out(cls, value: Any, info: ValidationInfo) -> Any:
-        costs = value.get("costs") if isinstance(value, dict) else None
-        if not isinstance(costs, str) or costs in presets():
-            return value
-        beside = Path((info.context or {}).get("folder", ".")).resolve()
-        places = (folder / costs for folder in (beside, Path.cwd(), *beside.parents))
-        path = next((path for path in places if path.is_file()), None)
-        if path is None:
-            return value
-        try:
-            load_costs(path)
-            return {**value, "costs": read_json(path)}
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-
-    def arguments(self) -> dict[str, Any]:
-        return super().arguments() | {"costs": load_costs(self.costs)}
-
-
-class AdaptiveSpec(_Spec, builds=Adaptive, init=False):
-    kind: Literal["adaptive"] = "adaptive"
-    drafters: tuple[str, ...] = ("ngram",)
-
-
-class CustomSpec(PolicyPart):
+class CustomSpec(FiniteModel):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
     The class may take `rng`, a numpy Generator, and must then draw from nothing else. Modules are looked up as usual
@@ -339,18 +204,7 @@ def from_user(error: Exception) -> bool:
     return any(not file.startswith((*_INSTALLED, "<frozen")) for file in files[ours + 1 :])
 
 
-SelectorSpec = Annotated[
-    NoneSpec
-    | FixedSpec
-    | TableSpec
-    | LadderSpec
-    | ExploreSpec
-    | EpsilonGreedySpec
-    | Ucb1Spec
-    | HedgeSpec
-    | BegMabSpec
-    | GoodputSpec
-    | AdaptiveSpec
-    | CustomSpec,
-    Field(discriminator="kind"),
-]
+if TYPE_CHECKING:
+    AnySelectorSpec = SelectorSpec | CustomSpec
+else:
+    AnySelectorSpec = Annotated[Union[(*(cls.Spec for cls in SELECTORS), CustomSpec)], Field(discriminator="kind")]

@@ -231,12 +231,12 @@ class Recorder:
         """Flush, write the trace and remove the recording.
 
         Raises TraceError where tables do not fit together, InputError where the disk refuses; the recording is kept
-        then.
+        then, for `repair`.
         """
         self.flush()
-        finish(self._folder, self.path, salvage=False)
+        with self._lock:
+            finish(self._folder, self.path, salvage=False)
         self._writer.shutdown()
-        self._lock.close()
         return self.path
 
     def __enter__(self) -> Self:

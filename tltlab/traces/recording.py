@@ -7,7 +7,7 @@
 
 A chunk is one file because a durable file costs milliseconds, however small it is; so its sum is part of its name.
 Taking rows back writes one small file and touches no row: it has happened as a whole or not at all. Both JSON files are
-sealed (`files.sealed`). Earlier versions wrote chunks NNNNNN.arrow and cuts as a list, without sums.
+sealed (`files.sealed`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from .storage import StoredTable, fixed_bytes
 from .validate import TablePart
 
 CUTS_FILE = "cuts.json"
-_CHUNK = re.compile(r"(\d+)(-[0-9a-f]{16})?\.arrow")
+_CHUNK = re.compile(r"(\d+)-[0-9a-f]{16}\.arrow")
+_WITHOUT_SUM = re.compile(r"\d+(\.arrow)?")
 
 
 def recording_of(path: Path) -> Path:
@@ -86,7 +87,7 @@ class Chunk:
             for name in names:
                 if name in value.column_names:
                     rows = value[name].combine_chunks()
-                    rows.validate(full=True)  # Arrow trusts a file, and an old one has no checksum
+                    rows.validate(full=True)
                     if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
                         raise ValueError(f"its column {name} has type {rows.type}, which holds no rows")
                     tables[name] = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
@@ -100,9 +101,9 @@ class Chunk:
 def chunks_of(folder: Path) -> list[Chunk]:
     """The whole chunks of a recording, in the order of their flushes.
 
-    Raises TraceError for damaged cuts, and for chunks that are folders, as earlier versions wrote them.
+    Raises TraceError for damaged cuts, and for chunks without a sum in their name, as earlier versions wrote them.
     """
-    if any(chunk.is_dir() and chunk.name.isdigit() for chunk in folder.iterdir()):
+    if any(_WITHOUT_SUM.fullmatch(chunk.name) for chunk in folder.iterdir()):
         raise TraceError(f"{folder} was recorded by an earlier version of tltlab: repair it with that one")
     cuts = _cuts(folder)
     files = sorted((int(name[1]), chunk) for chunk in folder.glob("*.arrow") if (name := _CHUNK.fullmatch(chunk.name)))
@@ -453,8 +454,7 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        content = unsealed(read_text(file))
-        cuts: list[dict[str, Any]] = content["cuts"] if isinstance(content, dict) else content
+        cuts: list[dict[str, Any]] = unsealed(read_text(file))["cuts"]
         if not all(isinstance(cut["chunks"], int) and isinstance(cut["rl_steps"], int) for cut in cuts):
             raise ValueError("its numbers are none")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -76,7 +76,7 @@ def test_what_lies_beyond_the_measurements_is_said(asked):
     [
         ({"batch": "1,x"}, "--batch is '1,x'"),
         ({"batch": "0"}, "at least one request"),
-        ({"strategy": "8,8", "accept_length": 2.0}, "'learned:8,8' is no strategy"),
+        ({"strategy": "8,8", "accept_length": 2.0}, "--strategy '8,8'"),
         ({"strategy": "8,8,48"}, "go together"),
         ({"accept_length": 2.0}, "go together"),
         ({"strategy": "2,2,4", "accept_length": 3.5}, "at most 3 tokens"),

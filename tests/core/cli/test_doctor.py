@@ -15,8 +15,8 @@ import tltlab.sim
 from tltlab.doctor.check import Finding
 from tltlab.doctor.environment import check_environment
 from tltlab.doctor.machine import Machine, try_imports
+from tltlab.policies.bandits import EpsilonGreedy
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import EpsilonGreedySpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -168,7 +168,7 @@ def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkey
 
 def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
     arms = (NO_SPECULATION, Strategy.chain("ngram", 8), Strategy.chain("ngram", 1))
-    policy = Policy(selector=EpsilonGreedySpec(strategies=arms, epsilon=0.9, reward="relative"))
+    policy = Policy(selector=EpsilonGreedy.Spec(strategies=arms, epsilon=0.9, reward="relative"))
     result = tltlab.sim.simulate(read(TRACES / "tiny"), policy=policy, mode="sampled", record_iterations=True)
     result.trace.write(tmp_path / "trace")
     code, out, _ = doctor(tmp_path / "trace", "--json")

@@ -1,5 +1,6 @@
 """Folders of others: whatever stands in them, no command runs code of theirs, unpickles or starts a program for it."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -101,10 +102,11 @@ def place(tmp_path, monkeypatch):
     recorder.flush()
     recorder._lock.close()
     (chunk,) = Path("live/trace.recording").glob("*.arrow")
-    chunk.with_name("000001.arrow").write_bytes(payload)
     column = pa.field("outcomes", pa.binary(), metadata=extension)
-    with pa.ipc.new_file("live/trace.recording/000002.arrow", pa.schema([column])) as writer:
+    with pa.ipc.new_file("typed.arrow", pa.schema([column])) as writer:
         writer.write_batch(pa.record_batch([pa.array([payload])], schema=pa.schema([column])))
+    for number, data in enumerate((payload, Path("typed.arrow").read_bytes()), 1):
+        chunk.with_name(f"{number:06d}-{hashlib.sha256(data).hexdigest()[:16]}.arrow").write_bytes(data)
 
     Path("policy.json").write_text(json.dumps(POLICY))
     Path("standard.json").write_text(json.dumps({**POLICY, "selector": {**CLASS, "path": "antigravity:Fly"}}))

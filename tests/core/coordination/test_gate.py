@@ -110,14 +110,6 @@ def test_training_that_brings_nothing_pauses_but_for_a_look_now_and_then():
     assert again.decide(300, DrafterState(updates=1)) == schedule.decide(300, DrafterState(updates=1))
 
 
-def test_a_checkpoint_from_before_there_was_a_gate_loads():
-    schedule = TrainingSchedule(ScheduleConfig(kind="gated"), pretrained=True)
-    row = {"rl_step": 0, "accept_length": 3.0, "drafts": 10, "drift_kl": None, "age": 0, "training": 0}
-    schedule.load_state_dict({"record": [row], "trainings": [], "first": 0})
-    assert schedule.attempts == []
-    assert schedule.decide(1, DrafterState(updates=1)).reason == "what training takes and brings is not known yet"
-
-
 def test_after_many_trained_rollouts_one_goes_without():
     n = CONTROL_EVERY
     rows, before = rollouts(n, set(range(n))), attempts(*range(n), candidate=3.3)

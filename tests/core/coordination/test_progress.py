@@ -173,7 +173,3 @@ def test_it_does_not_matter_how_often_progress_is_looked_at(cuts, members):
 def test_settings_that_make_no_sense_are_refused(bad):
     with pytest.raises(ValidationError):
         SpotTraining(**bad)
-
-
-def test_a_file_of_before_that_limits_nothing_is_read():
-    assert SpotTraining.model_validate({"start_s": 1.0, "max_epochs": None}) == SpotTraining(start_s=1.0)

@@ -215,7 +215,7 @@ def test_the_papers_grouping_needs_a_threshold_per_group_and_says_what_it_got():
 @pytest.mark.parametrize(
     ("buckets", "settings", "message"),
     [
-        ([], {}, "no batch ranges"),
+        ([], {}, "either buckets"),
         ([(1, [])], {}, "no strategies"),
         ([(5, [D8]), (5, [D4])], {}, "ascend strictly, got 5, 5"),
         ([(1, [D8, D8])], {}, "given twice"),

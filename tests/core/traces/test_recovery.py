@@ -154,7 +154,7 @@ def test_a_damaged_chunk_counts_as_not_there(tmp_path):
 def test_what_is_recorded_in_the_place_of_a_damaged_chunk_stays(tmp_path):
     left(tmp_path / "t", 4, how="killed")
     Recorder.reopen(tmp_path / "t", MANIFEST, 2)._lock.close()
-    (tmp_path / "t.recording" / "000003.arrow").write_bytes(b"")
+    (tmp_path / "t.recording" / f"000003-{'0' * 16}.arrow").write_bytes(b"")
     with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
         record(recorder, [2])
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 3))

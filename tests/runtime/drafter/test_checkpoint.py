@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from tltlab.bench.drafter.checkpoint import bench_checkpoint
-from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint, convert
+from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
@@ -154,21 +154,14 @@ def test_a_checkpoint_that_is_cut_or_has_a_bit_flipped_gives_way_to_the_one_befo
 
 
 def test_a_pickled_index_is_not_read(tmp_path: Path):
-    """As earlier versions wrote it: whoever can change one could have had code run here."""
+    """DCP's own storage has one, and reading it runs what it says."""
     old = tmp_path / "checkpoint-00000004"
     torch_save(dict(state(4.0)), storage_writer=FileSystemWriter(old), no_dist=True)
-    index = (old / ".metadata").read_bytes()
     (old / ".metadata").write_bytes(pickle.dumps(Opened(tmp_path / "opened")))
     saved = DrafterCheckpoint(tmp_path)
     assert saved.load(state(-1.0)) is None
     assert not (tmp_path / "opened").exists()
-    assert "could run any code" in saved.failures[0]
-    assert f"convert('{old}')" in saved.failures[0]
-
-    (old / ".metadata").write_bytes(index)
-    convert(old)
-    assert loaded(tmp_path) == 4.0
-    assert [path.name for path in tmp_path.iterdir()] == [old.name]
+    assert str(old) in saved.failures[0]
 
 
 class Opened:

@@ -22,10 +22,11 @@ import pytest
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
-from tltlab.policies.specs import FixedSpec, TableRow, TableSpec, Ucb1Spec
+from tltlab.policies.specs import FixedSpec, TableRow, TableSpec
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
@@ -301,7 +302,7 @@ def attached(*strategies: Strategy, depth: int = 4, selector: Any = None) -> dic
 
 
 BY_MODEL, BY_TEXT = attached(LEARNED), attached(Strategy.chain("ngram", 4))
-LEARNS = attached(selector=Ucb1Spec(strategies=(NO_SPECULATION, LEARNED)))
+LEARNS = attached(selector=Ucb1.Spec(strategies=(NO_SPECULATION, LEARNED)))
 RANKS = {"parallel_config.distributed_executor_backend": "external_launcher", "parallel_config.world_size": 2}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "several batches": ({"parallel_config.pipeline_parallel_size": 2}, BY_TEXT, "pass pipeline_parallel_size=1"),

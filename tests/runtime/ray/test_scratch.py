@@ -1,0 +1,142 @@
+"""Whatever processes leave behind that were killed goes when the next one begins, and nothing else."""
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tltlab.files import leftovers
+from tltlab.runtime.ray import scratch
+from tltlab.runtime.ray.scratch import leaves, scratch_folder, sweep
+
+KILLED = """
+import os, signal, sys, tempfile
+from pathlib import Path
+from tltlab.runtime.ray.scratch import leaves, scratch_folder
+
+tempfile.tempdir = sys.argv[1]
+(scratch_folder("d") / "socket").touch()
+for path in sys.argv[2:]:
+    leaves(Path(path))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder in which this process has made nothing yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "_scratch", {})
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_listed_and_goes_when_the_next_one_begins(temporary: Path):
+    session, foreign = temporary / "ray" / "session_2026-01-02_03-04-05_678_90", temporary / "ray" / "mine"
+    for folder in (session, foreign):
+        (folder / "logs").mkdir(parents=True)
+    mine = temporary / "tltlab-123-abcdefgh"
+    mine.mkdir()
+    own = scratch_folder()
+    leaves(session)
+    subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session), str(foreign)], check=False)
+    (left,) = (path for path in temporary.glob("tltlab-*") if path not in (mine, own))
+    assert leftovers() == [session, left]
+    assert sweep() == [session, left]
+    assert sorted(path.name for path in temporary.iterdir()) == sorted([own.name, "ray", mine.name])
+    assert foreign.exists(), "only what has the name of something that runs leave is removed"
+    assert leftovers() == sweep() == []
+
+
+def test_what_a_process_still_uses_is_not_swept_nor_forgotten(temporary: Path):
+    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
+    session.mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
+    with subprocess.Popen([sys.executable, "-c", "input()", str(session)], stdin=subprocess.PIPE) as user:
+        assert sweep() == []
+        user.kill()
+    assert len(sweep()) == 2
+    assert not session.exists()
+
+
+MEMORY = """
+import multiprocessing, os, signal, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
+from tltlab.runtime.ray.scratch import leaves_memory
+
+tempfile.tempdir = sys.argv[1]
+context = multiprocessing.get_context("spawn")
+lock = context.Lock()
+memory = shared_memory.SharedMemory(create=True, size=64)
+leaves_memory()
+print(lock._semlock.name.lstrip("/"), memory.name.lstrip("/"), flush=True)
+input()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_memory_and_semaphores_of_a_killed_process_are_listed_and_go_unless_somebody_has_them(temporary: Path):
+    command = [sys.executable, "-c", MEMORY, str(temporary)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        semaphore, name = process.stdout.readline().split()
+        left = [Path("/dev/shm") / f"sem.{semaphore}", Path("/dev/shm") / name]
+        try:
+            assert leftovers() == []
+            assert sweep() == []
+            process.communicate("\n", timeout=60)
+            assert leftovers()[:2] == sorted(left, key=str)
+            with mapped(left[1]):
+                assert left[0] in sweep()
+                assert left[1].exists()
+            assert left[1] in sweep()
+            assert leftovers() == []
+        finally:
+            process.kill()
+            for path in left:
+                path.unlink(missing_ok=True)
+
+
+def test_a_process_without_shared_memory_makes_no_folder_to_tell_of_it(temporary: Path):
+    subprocess.run([sys.executable, "-c", WITHOUT, str(temporary)], check=True)
+    assert list(temporary.iterdir()) == []
+
+
+WITHOUT = """
+import os, sys, tempfile
+from tltlab.runtime.ray.scratch import leaves_memory
+
+tempfile.tempdir = sys.argv[1]
+leaves_memory()
+os._exit(0)
+"""
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        yield
+
+
+def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_elsewhere(temporary: Path):
+    first = scratch_folder("d")
+    assert first != scratch_folder("d")
+    assert first.stat().st_mode & 0o777 == 0o700
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
+    session.mkdir(parents=True)
+    leaves(session)
+    scratch._end_scratch(os.getpid())
+    assert not first.exists()
+    assert leftovers() == [session, first.parent]
+    session.rmdir()
+    scratch_folder()
+    scratch._end_scratch(os.getpid())
+    assert list(temporary.iterdir()) == [temporary / "ray"]
