@@ -49,7 +49,6 @@ QUICK = """
     tltlab calibrate traces/tiny --out costs.json --acceptance siblings --stages-out stages.json
     tltlab calibrate traces/h100-smoke --out costs.json
     tltlab timeline traces/h100-smoke --out timeline.png
-    tltlab off-policy traces/tiny --policy table
     tltlab export-policy table --max-batch 64
     tltlab train qwen2.5-7b-tlt --dry-run
     tltlab experiment
