@@ -6,6 +6,7 @@ A command is loaded when it is called; the overview reads the first line of its 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -19,6 +20,15 @@ from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
+_COMPLETE = "_TLTLAB_COMPLETE"
+"""Set by the shell that completes a command line, as Typer names it."""
+_GONE = {
+    "advise": "`tltlab what-if` says what training the drafter would bring",
+    "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
+    "map": "`tltlab sweep` compares systems, and notebook 08 draws which family pays where",
+    "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
+}
+"""Commands of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}
 """The requirement that a module comes with, where it has another name."""
 
@@ -29,6 +39,8 @@ def load(command: str) -> Any:
     Raises ConfigError for an unknown name, and for a known one whose extra is not installed.
     """
     commands = _commands()
+    if command in _GONE and command not in commands:
+        raise ConfigError(f"the command {command!r} was removed: {_GONE[command]}")
     if command not in commands:
         raise ConfigError(
             f"no command named {command!r}{did_you_mean(command, commands)}; there are: {', '.join(sorted(commands))}"
@@ -55,6 +67,29 @@ def click_command(name: str) -> Any:
 def command_names() -> list[str]:
     """The commands that are installed, in order."""
     return sorted(_commands())
+
+
+def _group() -> Any:
+    """All commands as a group of Typer's, which loads a command when it is called or its options are completed."""
+    from typer.core import CompletionItem, TyperGroup
+    from typer.main import get_install_completion_arguments
+
+    class Commands(TyperGroup):
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            try:
+                return click_command(cmd_name)
+            except ConfigError:
+                if ctx.resilient_parsing:  # a shell completes a line
+                    return None
+                raise
+
+        def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
+            if incomplete.startswith("-"):
+                return super().shell_complete(ctx, incomplete)
+            names = [name for name in command_names() if name.startswith(incomplete)]
+            return [CompletionItem(name, help=_first_line(_commands()[name])) for name in names]
+
+    return Commands(params=[*get_install_completion_arguments()], rich_markup_mode=None)
 
 
 @cache
@@ -108,24 +143,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help"):
+    if _COMPLETE not in os.environ and (not args or args[0] in ("-h", "--help")):
         print(_overview(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
-    if args[0] == "--version":
+    if args and args[0] == "--version":
         print(version("tltlab"))
         return 0
-    return _call(args[0], args[1:])
-
-
-def _call(name: str, args: list[str]) -> int:
     import typer
     from typer.exceptions import TyperException
 
-    command = click_command(name)
     try:
-        code = command.main(args, prog_name=f"tltlab {name}", standalone_mode=False)
+        code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
-        _fail(f"{error.format_message()} (see 'tltlab {name} --help')", 2)
+        called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
+        _fail(f"{error.format_message()} (see '{called} --help')", 2)
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     if code == _INTERRUPTED:
