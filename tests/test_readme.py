@@ -78,7 +78,7 @@ def shown_lines(page: str) -> list[str]:
 def commands(page: str) -> list[list[str]]:
     """The arguments of every `tltlab` command of a page."""
     lines = shown_lines(page) + inline_code(page)
-    return [shlex.split(line)[1:] for line in lines if line.startswith("tltlab ")]
+    return [shlex.split(line)[1:] for line in lines if re.match(r"tltlab \w", line)]
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
