@@ -132,7 +132,8 @@ def import_trace(
 
     verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions.
     vLLM: one JSON object per request. metrics: the console log of verl, TRL, NeMo-RL or SkyRL, their metrics in JSON,
-    TensorBoard or W&B, or scrapes of vLLM's /metrics. What had to be assumed is printed and written to the manifest.
+    in TensorBoard or in a history exported from W&B (CSV, JSON Lines), or scrapes of vLLM's /metrics. What had to be
+    assumed is printed and written to the manifest.
 
     Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --max-response-tokens 16384
 

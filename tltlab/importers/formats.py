@@ -21,7 +21,7 @@ from tltlab.traces.csv import (
     tables_from_csv,
 )
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace, TraceSource, read
+from tltlab.traces.trace import Trace, TraceSource, read, refuse_wandb
 
 from .metrics_log import is_metrics_log, records_of
 from .responses import group_size_of, tables_of_responses
@@ -189,13 +189,16 @@ def guess(path: Path) -> Format:
         if is_metrics_log(path):
             return "metrics"
         raise TraceError(
-            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard nor a "
-            "run of W&B in it"
+            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard in it"
         )
+    refuse_wandb(path)
     if ".csv" in path.suffixes:
-        # Lengths alone need no header; a log of requests says when each came.
+        # Lengths alone need no header; a log of requests says when each came, a history has means of RL steps.
         first = next(rows_of(path), None)
-        return "vllm" if first is not None and is_timed(first) else "csv"
+        if first is None:
+            return "csv"
+        has_means = any(plain_key(name) in FIRST_OF["mean"] and name not in RESPONSE_TOKENS for name in first.fields)
+        return "metrics" if has_means else "vllm" if is_timed(first) else "csv"
     if path.suffix in (".tsv", ".tab"):
         return "csv"
     try:

@@ -37,8 +37,8 @@ from .validate import TablePart, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
 
-METRICS_FILES = ("events.out.tfevents*", "run-*.wandb")
-"""Files of metrics that TensorBoard and W&B's offline runs leave in folders of theirs."""
+EVENT_FILES = "events.out.tfevents*"
+"""Files of metrics that TensorBoard leaves in folders of its own."""
 CHUNK_BYTES = 64 << 20
 """Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
 
@@ -220,7 +220,7 @@ TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Seq
 def read(path: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
-    A Trace stays as it is; other files, and folders of TensorBoard or W&B, are what `importers.formats.import_dump`
+    A Trace stays as it is; other files, and folders of TensorBoard, are what `importers.formats.import_dump`
     makes of them. A DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps,
     responses).
 
@@ -445,18 +445,29 @@ def locate(path: str | Path) -> Path:
 
 
 def metrics_files(folder: Path) -> list[Path]:
-    """The files of TensorBoard or W&B in a folder, or up to three below it, of one run; resumed, it has several.
+    """Return TensorBoard's files in a folder, or up to three below it, of one run; resumed, it has several.
 
-    Those nearest count. Raises TraceError where they are of several runs.
+    Those nearest count. Raises TraceError where they are of several runs, and for W&B's own files where there are none.
     """
-    for below in ("", "*/", "*/*/", "*/*/*/"):
-        # W&B links its latest run.
-        files = sorted({path.resolve() for name in METRICS_FILES for path in folder.glob(below + name)})
-        if len({path.name if path.suffix == ".wandb" else str(path.parent) for path in files}) > 1:
+    levels = ("", "*/", "*/*/", "*/*/*/")
+    for below in levels:
+        files = sorted({path.resolve() for path in folder.glob(below + EVENT_FILES)})
+        if len({path.parent for path in files}) > 1:
             raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
         if files:
             return files
+    for path in (path for below in levels for path in folder.glob(below + "run-*.wandb")):
+        refuse_wandb(path)
     return []
+
+
+def refuse_wandb(path: Path) -> None:
+    """Raise TraceError for a file in W&B's own format."""
+    if path.suffix == ".wandb":
+        raise TraceError(
+            f"{path}: W&B's own format is not read; export the run's history: pandas.DataFrame(wandb.Api().run("
+            "'ENTITY/PROJECT/RUN').scan_history()).to_csv('history.csv')"
+        )
 
 
 def run_folder(trace: Path) -> Path:
