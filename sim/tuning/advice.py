@@ -22,12 +22,13 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.costs.stages import STAGES
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.system_binding import LEARNED_DEFAULT
 from tltlab.sim.config import SimulationConfig, load_spot_training
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval, interval_json
 from tltlab.strategy import MODEL_FREE
-from tltlab.traces.trace import Trace, TraceSource, read
+from tltlab.traces.trace import Trace
 
 from .drift import SCHEDULES, LevelDrift, Surface, compared, saved
 

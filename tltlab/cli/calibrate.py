@@ -28,8 +28,8 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
+from tltlab.importers.sources import read
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
-from tltlab.traces.trace import read
 
 TABLES = (".csv", ".parquet")
 """Endings of tables of measured iterations."""

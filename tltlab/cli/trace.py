@@ -13,6 +13,7 @@ import typer
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
+from tltlab.importers.sources import read
 from tltlab.importers.token_counts import token_counter
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
@@ -21,7 +22,7 @@ from tltlab.traces.recovery import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace
-from tltlab.traces.trace import Trace, locate, read, read_one, together
+from tltlab.traces.trace import Trace, locate, read_one, together
 
 from .annotate import annotate_trace
 

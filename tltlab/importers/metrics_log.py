@@ -19,11 +19,12 @@ from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
-from tltlab.traces.trace import EVENT_FILES, metrics_files, refuse_wandb
 
 from .rows import rows_of
 from .step_metrics import Record, plain_key
 
+EVENT_FILES = "events.out.tfevents*"
+"""Files of metrics that TensorBoard leaves in folders of its own."""
 STEPS = (
     "step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step", "iteration",
     "_step",
@@ -46,6 +47,32 @@ _NUMBER = re.compile(r"(?:[\w.]+\()?([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\)?\s*
 _SCALE = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "%": 0.01}
 _MOST_LINE_BYTES = 1 << 20
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
+
+
+def metrics_files(folder: Path) -> list[Path]:
+    """Return TensorBoard's files in a folder, or up to three below it, of one run; resumed, it has several.
+
+    Those nearest count. Raises TraceError where they are of several runs, and for W&B's own files where there are none.
+    """
+    levels = ("", "*/", "*/*/", "*/*/*/")
+    for below in levels:
+        files = sorted({path.resolve() for path in folder.glob(below + EVENT_FILES)})
+        if len({path.parent for path in files}) > 1:
+            raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
+        if files:
+            return files
+    for path in (path for below in levels for path in folder.glob(below + "run-*.wandb")):
+        refuse_wandb(path)
+    return []
+
+
+def refuse_wandb(path: Path) -> None:
+    """Raise TraceError for a file in W&B's own format."""
+    if path.suffix == ".wandb":
+        raise TraceError(
+            f"{path}: W&B's own format is not read; export the run's history: pandas.DataFrame(wandb.Api().run("
+            "'ENTITY/PROJECT/RUN').scan_history()).to_csv('history.csv')"
+        )
 
 
 def is_metrics_log(path: Path) -> bool:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.traces.csv import unpack
 from tltlab.traces.storage import check_parquet
 
 _MOST = 2**31 - 1
@@ -81,8 +82,9 @@ class Row:
 def rows_of(path: Path) -> Iterator[Row]:
     """The records of a dump file, in order, one in memory at a time where the format allows.
 
-    A Parquet file; a CSV with a header, whose cells are numbers where they look like it; JSON Lines; a JSON list of
-    objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose rows are the records.
+    A Parquet file; a CSV with a header, packed as its name says, whose cells are numbers where they look like it; JSON
+    Lines; a JSON list of objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose
+    rows are the records.
     Blank lines are skipped. Raises TraceError.
     """
     if path.suffix == ".parquet":
@@ -129,7 +131,8 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     try:
-        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", newline="") as file:
+        binary = open_input(path) if path.suffix == ".csv" else io.BytesIO(unpack(path))
+        with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(line for _, line in _lines(file, path))
             for cells in reader:
                 fields = {name: _cell(cell) for name, cell in cells.items() if name is not None}

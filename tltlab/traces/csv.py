@@ -192,7 +192,7 @@ def _read_file(path: Path) -> pd.DataFrame:
 
 def _read_csv(path: Path) -> pd.DataFrame:
     """Between cells is a comma; where the first line has none, a semicolon or a tab if it has that."""
-    text = io.BytesIO(_unpack(path))
+    text = io.BytesIO(unpack(path))
 
     def cells_between(separator: str) -> pd.DataFrame:
         text.seek(0)
@@ -216,8 +216,8 @@ def _read_csv(path: Path) -> pd.DataFrame:
     return _as_text(str(path), frame)
 
 
-def _unpack(path: Path) -> bytes:
-    """What is in a file, which may be packed as its name says. OSError where that is more than may be read."""
+def unpack(path: Path) -> bytes:
+    """Return the content of a file, unpacked as its name says. OSError where that is more than may be read."""
     compression = infer_compression(path, "infer")
     try:
         with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=compression) as handles:

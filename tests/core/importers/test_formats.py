@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers import rows
 from tltlab.importers.formats import guess, import_dump
+from tltlab.importers.sources import read
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces import csv, storage
 from tltlab.traces.csv import LengthTable, tables_from_csv
 from tltlab.traces.storage import check_parquet
-from tltlab.traces.trace import read
 
 
 class WordCounter:

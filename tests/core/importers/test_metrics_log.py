@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.importers.formats import guess, import_dump, read_lengths
+from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.max_entropy import max_entropy_lengths
 from tltlab.importers.metrics_log import number
+from tltlab.importers.sources import read, read_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
-from tltlab.traces.trace import read
 
 NUM, CAP = 64, 1024
 

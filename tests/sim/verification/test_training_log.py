@@ -13,10 +13,11 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.sim.simulate import simulate
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 ENGINE = "vllm:H100:Llama-3.1-8B"
 NUM, CAP, WORKERS, LEVEL, OUTSIDE_S = 128, 4096, 4, 1.2, 5.0
