@@ -10,15 +10,15 @@ import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_input
-from tltlab.traces.csv import (
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+from .length_table import (
     RESPONSE_TOKENS,
     LengthTable,
     is_length_record,
     tables_from_csv,
 )
-from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
-
 from .metrics_log import is_metrics_log, records_of, refuse_wandb
 from .responses import group_size_of, tables_of_responses
 from .rows import Row, rows_of

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
-from tltlab.traces.csv import unpack
 from tltlab.traces.storage import check_parquet
+
+from .length_table import unpack
 
 _MOST = 2**31 - 1
 

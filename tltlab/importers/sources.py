@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
-from tltlab.traces.csv import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS, LengthTable, tables_from_csv
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
 from .formats import Format, first_row, guess, import_dump
+from .length_table import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS, LengthTable, tables_from_csv
 from .metrics_log import metrics_files
 from .text_dumps import trl_files, verl_files
 from .token_counts import CharsPerToken

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.importers import rows
+from tltlab.importers import length_table, rows
 from tltlab.importers.formats import guess, import_dump
+from tltlab.importers.length_table import LengthTable, tables_from_csv
 from tltlab.importers.sources import read
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
-from tltlab.traces import csv, storage
-from tltlab.traces.csv import LengthTable, tables_from_csv
+from tltlab.traces import storage
 from tltlab.traces.storage import check_parquet
 
 
@@ -515,8 +515,8 @@ def test_what_is_packed_is_unpacked_up_to_a_size_and_a_number_of_lines(tmp_path,
     for name, text in (("few", b"3\n5\n"), ("bomb", b"0" * (1 << 20) + b"1"), ("long", b"1\n" * 200)):
         (tmp_path / f"{name}.csv.gz").write_bytes(gzip.compress(text))
     assert list(tables_from_csv(LengthTable.read(tmp_path / "few.csv.gz"))[1]["outcomes"]["response_tokens"]) == [3, 5]
-    monkeypatch.setattr(csv, "MOST_JSON_BYTES", 1 << 20)
-    monkeypatch.setattr(csv, "MOST_ROWS", 100)
+    monkeypatch.setattr(length_table, "MOST_JSON_BYTES", 1 << 20)
+    monkeypatch.setattr(length_table, "MOST_ROWS", 100)
     with pytest.raises(TraceError, match=r"bomb.csv.gz: .*it has more than 1 MiB, the most that is read"):
         tables_from_csv(LengthTable.read(tmp_path / "bomb.csv.gz"))
     with pytest.raises(TraceError, match=r"long.csv.gz: .*it has 200 lines, and at most 100 are read"):

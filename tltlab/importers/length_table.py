@@ -15,9 +15,8 @@ from pandas.io.common import get_handle, infer_compression  # type: ignore[impor
 
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
-
-from .schema import Manifest
-from .storage import MOST_ROWS, check_parquet
+from tltlab.traces.schema import Manifest
+from tltlab.traces.storage import MOST_ROWS, check_parquet
 
 PROMPT_TOKENS = (
     "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",
