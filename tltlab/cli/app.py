@@ -70,24 +70,23 @@ def command_names() -> list[str]:
 
 
 def _group() -> Any:
-    """All commands as a group of Typer's, which loads a command when it is called or its options are completed."""
-    from typer.core import CompletionItem, TyperGroup
+    """Return all commands as a group of Typer's that loads a command when it is called or its options are completed."""
+    from typer.core import TyperCommand, TyperGroup
     from typer.main import get_install_completion_arguments
 
-    class Commands(TyperGroup):
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            try:
-                return click_command(cmd_name)
-            except ConfigError:
-                if ctx.resilient_parsing:  # a shell completes a line
-                    return None
-                raise
+    class Lazy(TyperCommand):
+        def get_short_help_str(self, limit: int = 45) -> str:
+            return _first_line(_commands()[str(self.name)])
 
-        def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
-            if incomplete.startswith("-"):
-                return super().shell_complete(ctx, incomplete)
-            names = [name for name in command_names() if name.startswith(incomplete)]
-            return [CompletionItem(name, help=_first_line(_commands()[name])) for name in names]
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            return click_command(str(self.name)).make_context(info_name, args, parent, **extra)
+
+    class Commands(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return command_names()
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Lazy:
+            return Lazy(cmd_name)
 
     return Commands(params=[*get_install_completion_arguments()], rich_markup_mode=None)
 
@@ -157,6 +156,10 @@ def _run(args: list[str]) -> int:
     except TyperException as error:
         called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
         _fail(f"{error.format_message()} (see '{called} --help')", 2)
+    except ConfigError:
+        if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer
+            return 0
+        raise
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     if code == _INTERRUPTED:

@@ -17,7 +17,7 @@ from .length_table import (
     RESPONSE_TOKENS,
     LengthTable,
     is_length_record,
-    tables_from_csv,
+    trace_of,
 )
 from .metrics_log import is_metrics_log, records_of, refuse_wandb
 from .responses import group_size_of, tables_of_responses
@@ -75,9 +75,7 @@ def import_dump(
             raise ConfigError(f"{quantity} is {number}, it must be at least 1")
     if form == "csv":
         table = LengthTable.read(path, column)
-        return Trace.from_tables(
-            *tables_from_csv(table, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens)
-        )
+        return trace_of(table, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens)
     if form == "metrics":
         steps, notes = steps_of(records_of(path))
         tables, assumed = tables_of_steps(

@@ -13,13 +13,12 @@ from typing import Any, NoReturn, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
-from tltlab.traces.storage import check_parquet
-
-from .length_table import unpack
+from tltlab.traces.storage import MOST_ROWS, check_parquet
 
 _MOST = 2**31 - 1
 
@@ -128,6 +127,23 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
         if not line:
             return
         yield number, line
+
+
+def unpack(path: Path) -> bytes:
+    """Return the content of a file, unpacked as its name says. OSError where that is more than may be read."""
+    compression = infer_compression(path, "infer")
+    try:
+        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=compression) as handles:
+            data: bytes = handles.handle.read(MOST_JSON_BYTES + 1)
+    except OSError:
+        raise
+    except Exception as error:  # each way of packing has errors of its own
+        raise OSError(f"it cannot be unpacked: {error}") from error
+    if len(data) > MOST_JSON_BYTES:
+        raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+    if (lines := data.count(b"\n")) > MOST_ROWS:
+        raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
+    return data
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
 from .formats import Format, first_row, guess, import_dump
-from .length_table import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS, LengthTable, tables_from_csv
+from .length_table import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS, LengthTable, trace_of
 from .metrics_log import metrics_files
 from .text_dumps import trl_files, verl_files
 from .token_counts import CharsPerToken
@@ -42,7 +42,7 @@ def read(source: TraceSource) -> Trace:
         return source
     if not isinstance(source, str | Path):
         if isinstance(source, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(source):
-            return Trace.from_tables(*tables_from_csv(LengthTable.read(source)))
+            return trace_of(LengthTable.read(source))
         raise TraceError(
             f"got {shown(source)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
         )
@@ -87,7 +87,7 @@ def read_lengths(source: TraceSource, column: str | None = None) -> Lengths:
         return Lengths(trace=trace, used={}, ignored=(), notes=_notes(trace))
     if path is None or form in (None, "csv"):
         table = LengthTable.read(source, column)
-        trace = Trace.from_tables(*tables_from_csv(table))
+        trace = trace_of(table)
         notes = tuple(note for note in _notes(trace) if note != table.note())
         return Lengths(trace=trace, used=table.columns, ignored=table.ignored, notes=notes)
     # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
