@@ -33,30 +33,25 @@ _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "h
 """The requirement that a module comes with, where it has another name."""
 
 
-def load(command: str) -> Any:
-    """Return the function behind a command, for programs that compose commands.
-
-    Raises ConfigError for an unknown name, and for a known one whose extra is not installed.
-    """
-    commands = _commands()
-    if command in _GONE and command not in commands:
-        raise ConfigError(f"the command {command!r} was removed: {_GONE[command]}")
-    if command not in commands:
-        raise ConfigError(
-            f"no command named {command!r}{did_you_mean(command, commands)}; there are: {', '.join(sorted(commands))}"
-        )
-    try:
-        return commands[command].load()
-    except ModuleNotFoundError as error:
-        raise _missing_extra(error) from error
-
-
 def click_command(name: str) -> Any:
-    """A command as Click has it, with its parameters and its subcommands; ConfigError as `load`."""
+    """Return a command as Typer has it, with its parameters and its subcommands.
+
+    Raises ConfigError for a name that is unknown or was removed, and for a command whose extra is not installed.
+    """
     import typer
     from typer.main import get_command
 
-    target = load(name)
+    commands = _commands()
+    if name in _GONE and name not in commands:
+        raise ConfigError(f"the command {name!r} was removed: {_GONE[name]}")
+    if name not in commands:
+        raise ConfigError(
+            f"no command named {name!r}{did_you_mean(name, commands)}; there are: {', '.join(sorted(commands))}"
+        )
+    try:
+        target = commands[name].load()
+    except ModuleNotFoundError as error:
+        raise _missing_extra(error) from error
     if isinstance(target, typer.Typer):
         return get_command(target)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
