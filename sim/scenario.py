@@ -18,6 +18,7 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
@@ -31,7 +32,6 @@ from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.traces.trace import TraceSource, read
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training

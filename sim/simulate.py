@@ -15,11 +15,12 @@ import pandas as pd
 
 import tltlab
 from tltlab.costs.evidence import interval
+from tltlab.importers.sources import TraceSource, read
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces import metrics
-from tltlab.traces.trace import Manifest, Trace, TraceSource, read
+from tltlab.traces.trace import Manifest, Trace
 
 from .config import SimulationConfig
 from .scenario import AnyPolicy, Scenario, as_policy, budgets_of, policy_name

@@ -18,8 +18,8 @@ from joblib import Parallel, delayed, parallel_config
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError, one_line
+from tltlab.importers.sources import TraceSource
 from tltlab.stats import paired_ratio
-from tltlab.traces.trace import TraceSource
 
 from .config import SimulationConfig, at_least
 from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies

@@ -24,13 +24,14 @@ from tltlab.costs.load import load_stages
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.stats import Interval, mean_of_few, paired_ratio
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 from .config import SimulationConfig, Source
 from .engine.requests import Requests

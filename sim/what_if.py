@@ -18,14 +18,14 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.stages import RooflineStages, StageCosts
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
-from tltlab.importers.formats import Source, read_lengths
+from tltlab.importers.sources import TraceSource, read_lengths
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import TableSpec
 from tltlab.stats import Interval
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace, TraceSource
+from tltlab.traces.trace import Trace
 
 from .config import SimulationConfig, check_keywords
 from .rl_steps import run_steps
@@ -295,7 +295,7 @@ class WhatIf:
 
 
 def what_if(
-    lengths: Source | TraceSource,
+    lengths: TraceSource,
     *,
     gpus: str | None = None,
     model: str | ModelShape | None = None,

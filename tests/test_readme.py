@@ -49,7 +49,6 @@ QUICK = """
     tltlab calibrate traces/tiny --out costs.json --acceptance siblings --stages-out stages.json
     tltlab calibrate traces/h100-smoke --out costs.json
     tltlab timeline traces/h100-smoke --out timeline.png
-    tltlab off-policy traces/tiny --policy table
     tltlab export-policy table --max-batch 64
     tltlab train qwen2.5-7b-tlt --dry-run
     tltlab experiment
@@ -79,7 +78,7 @@ def shown_lines(page: str) -> list[str]:
 def commands(page: str) -> list[list[str]]:
     """The arguments of every `tltlab` command of a page."""
     lines = shown_lines(page) + inline_code(page)
-    return [shlex.split(line)[1:] for line in lines if line.startswith("tltlab ")]
+    return [shlex.split(line)[1:] for line in lines if re.match(r"tltlab \w", line)]
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from tltlab.traces.csv import tables_of_lengths
+from tltlab.importers.length_table import tables_of_lengths
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 

@@ -16,6 +16,7 @@ from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
+    from .importers.sources import read
     from .policies.policy import Policy, load_policy
     from .policies.selector import Selector
     from .report.timeline import timeline
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .sim.tuning.grid import sweep
     from .sim.tuning.tune import tune
     from .sim.what_if import what_if
-    from .traces.trace import Trace, read
+    from .traces.trace import Trace
 
 __all__ = [
     "NO_SPECULATION",
@@ -55,7 +56,7 @@ _MODULE_OF = {
     "Trace": "traces.trace",
     "compare": "sim.sweep",
     "load_policy": "policies.policy",
-    "read": "traces.trace",
+    "read": "importers.sources",
     "simulate": "sim.simulate",
     "sweep": "sim.tuning.grid",
     "timeline": "report.timeline",

@@ -13,6 +13,7 @@ from tltlab.console import AllowCode, Json, emit, parse_strategy
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
@@ -26,7 +27,6 @@ from tltlab.sim.simulate import simulate as run
 from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
-from tltlab.traces.trace import read
 
 from . import options
 

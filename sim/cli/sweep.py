@@ -12,10 +12,10 @@ from tltlab.charts import FORMATS, save_figure
 from tltlab.console import AllowCode, Json, emit, json_rows, made_by, progress, progress_bar, table, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
+from tltlab.importers.sources import read
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
-from tltlab.traces.trace import read
 
 from . import options
 

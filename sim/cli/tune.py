@@ -17,8 +17,9 @@ from tltlab.config import faults_in
 from tltlab.console import Json, emit, progress, progress_bar, table, whole_numbers
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
+from tltlab.importers.sources import read
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 from . import options
 

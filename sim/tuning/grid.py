@@ -17,6 +17,7 @@ from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import parse_json
+from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.systems import find_systems
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
@@ -24,7 +25,7 @@ from tltlab.sim.sweep import backend, makespans, ratio_columns
 from tltlab.sim.systems import compare_systems
 from tltlab.sim.what_if import MODEL, Deployment
 from tltlab.traces.schema import KEY
-from tltlab.traces.trace import Trace, TraceSource, read
+from tltlab.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

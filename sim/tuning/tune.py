@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 import pandas as pd
 
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace, TraceSource, read
+from tltlab.traces.trace import Trace
 
 from .cases import TuningCase, TuningCases
 from .judge import Finalists, Judged, judge

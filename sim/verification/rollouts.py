@@ -26,6 +26,7 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import table
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
 from tltlab.sim.engine.requests import Prefix, requests_by_step
 from tltlab.sim.engine.worker import SimulatedRollout
@@ -33,7 +34,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.stats import finite
 from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 from .drafter_state import DrafterStates
 from .run_files import InForce, policies_in_force, repeats

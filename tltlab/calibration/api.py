@@ -12,7 +12,8 @@ from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.traces.trace import Trace, read
+from tltlab.importers.sources import read
+from tltlab.traces.trace import Trace
 
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows

@@ -26,10 +26,11 @@ from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import ModelFreeSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file, sha256_of
+from tltlab.importers.sources import read
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import MANIFEST_FILE, SUFFIX
 from tltlab.traces.storage import cannot_write, new_trace_folder, parquet_writer, put_sum
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)

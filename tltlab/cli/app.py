@@ -6,6 +6,7 @@ A command is loaded when it is called; the overview reads the first line of its 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -19,32 +20,38 @@ from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
+_COMPLETE = "_TLTLAB_COMPLETE"
+"""Set by the shell that completes a command line, as Typer names it."""
+_GONE = {
+    "advise": "`tltlab what-if` says what training the drafter would bring",
+    "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
+    "map": "`tltlab sweep` compares systems, and notebook 08 draws which family pays where",
+    "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
+}
+"""Commands of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}
 """The requirement that a module comes with, where it has another name."""
 
 
-def load(command: str) -> Any:
-    """Return the function behind a command, for programs that compose commands.
-
-    Raises ConfigError for an unknown name, and for a known one whose extra is not installed.
-    """
-    commands = _commands()
-    if command not in commands:
-        raise ConfigError(
-            f"no command named {command!r}{did_you_mean(command, commands)}; there are: {', '.join(sorted(commands))}"
-        )
-    try:
-        return commands[command].load()
-    except ModuleNotFoundError as error:
-        raise _missing_extra(error) from error
-
-
 def click_command(name: str) -> Any:
-    """A command as Click has it, with its parameters and its subcommands; ConfigError as `load`."""
+    """Return a command as Typer has it, with its parameters and its subcommands.
+
+    Raises ConfigError for a name that is unknown or was removed, and for a command whose extra is not installed.
+    """
     import typer
     from typer.main import get_command
 
-    target = load(name)
+    commands = _commands()
+    if name in _GONE and name not in commands:
+        raise ConfigError(f"the command {name!r} was removed: {_GONE[name]}")
+    if name not in commands:
+        raise ConfigError(
+            f"no command named {name!r}{did_you_mean(name, commands)}; there are: {', '.join(sorted(commands))}"
+        )
+    try:
+        target = commands[name].load()
+    except ModuleNotFoundError as error:
+        raise _missing_extra(error) from error
     if isinstance(target, typer.Typer):
         return get_command(target)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -55,6 +62,28 @@ def click_command(name: str) -> Any:
 def command_names() -> list[str]:
     """The commands that are installed, in order."""
     return sorted(_commands())
+
+
+def _group() -> Any:
+    """Return all commands as a group of Typer's that loads a command when it is called or its options are completed."""
+    from typer.core import TyperCommand, TyperGroup
+    from typer.main import get_install_completion_arguments
+
+    class Lazy(TyperCommand):
+        def get_short_help_str(self, limit: int = 45) -> str:
+            return _first_line(_commands()[str(self.name)])
+
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            return click_command(str(self.name)).make_context(info_name, args, parent, **extra)
+
+    class Commands(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return command_names()
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Lazy:
+            return Lazy(cmd_name)
+
+    return Commands(params=[*get_install_completion_arguments()], rich_markup_mode=None)
 
 
 @cache
@@ -108,24 +137,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help"):
+    if _COMPLETE not in os.environ and (not args or args[0] in ("-h", "--help")):
         print(_overview(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
-    if args[0] == "--version":
+    if args and args[0] == "--version":
         print(version("tltlab"))
         return 0
-    return _call(args[0], args[1:])
-
-
-def _call(name: str, args: list[str]) -> int:
     import typer
     from typer.exceptions import TyperException
 
-    command = click_command(name)
     try:
-        code = command.main(args, prog_name=f"tltlab {name}", standalone_mode=False)
+        code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
-        _fail(f"{error.format_message()} (see 'tltlab {name} --help')", 2)
+        called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
+        _fail(f"{error.format_message()} (see '{called} --help')", 2)
+    except ConfigError:
+        if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer
+            return 0
+        raise
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     if code == _INTERRUPTED:

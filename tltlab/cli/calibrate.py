@@ -28,8 +28,9 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
+from tltlab.importers.formats import guess
+from tltlab.importers.sources import read
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
-from tltlab.traces.trace import read
 
 TABLES = (".csv", ".parquet")
 """Endings of tables of measured iterations."""
@@ -90,7 +91,8 @@ def calibrate(
             "--freshness-out"
         )
     machine = hardware(gpu, model, tp)
-    if source.suffix not in TABLES and is_log(trace := read(source)):
+    is_history = source.suffix == ".csv" and source.is_file() and guess(source) == "metrics"
+    if (is_history or source.suffix not in TABLES) and is_log(trace := read(source)):
         if out is None or targets not in (["out"], ["out", "stages_out"]):
             raise ConfigError(f"{source} has no iterations: it tells costs (--out) and --stages-out, nothing else")
         if machine is not None or kind != "linear":

@@ -10,10 +10,10 @@ import typer
 from tltlab.charts import FORMATS
 from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline as draw
 from tltlab.traces.lanes import median_step
-from tltlab.traces.trace import read
 
 
 def timeline(

@@ -13,6 +13,7 @@ import typer
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
+from tltlab.importers.sources import read
 from tltlab.importers.token_counts import token_counter
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
@@ -21,7 +22,7 @@ from tltlab.traces.recovery import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace
-from tltlab.traces.trace import Trace, locate, read, read_one, together
+from tltlab.traces.trace import Trace, locate, read_one, together
 
 from .annotate import annotate_trace
 
@@ -132,7 +133,8 @@ def import_trace(
 
     verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions.
     vLLM: one JSON object per request. metrics: the console log of verl, TRL, NeMo-RL or SkyRL, their metrics in JSON,
-    TensorBoard or W&B, or scrapes of vLLM's /metrics. What had to be assumed is printed and written to the manifest.
+    in TensorBoard or in a history exported from W&B (CSV, JSON Lines), or scrapes of vLLM's /metrics. What had to be
+    assumed is printed and written to the manifest.
 
     Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --max-response-tokens 16384
 

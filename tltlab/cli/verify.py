@@ -10,12 +10,12 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
 from tltlab.sim.verification.training_log import is_log, verify_log
-from tltlab.traces.trace import read
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 

@@ -18,11 +18,12 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TltlabError, TraceError
 from tltlab.files import parse_json, read_object
+from tltlab.importers.sources import read
 from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import recording_of
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 from .check import NotChecked
 

@@ -20,6 +20,7 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise
 from tltlab.costs.scaled import ScaledCosts
+from tltlab.importers.sources import read
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import load_policy
@@ -28,7 +29,7 @@ from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.tuning.oracle import OraclePolicy
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 MAX_DEPTH = 8
 NOISE = IterationNoise(

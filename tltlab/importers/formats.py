@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -11,30 +10,25 @@ import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import open_input
-from tltlab.traces.csv import (
-    PROMPT_IDS,
-    PROMPT_TOKENS,
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+from .length_table import (
     RESPONSE_TOKENS,
-    RL_STEPS,
     LengthTable,
     is_length_record,
-    tables_from_csv,
+    trace_of,
 )
-from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace, TraceSource, read
-
-from .metrics_log import is_metrics_log, records_of
+from .metrics_log import is_metrics_log, records_of, refuse_wandb
 from .responses import group_size_of, tables_of_responses
 from .rows import Row, rows_of
 from .step_metrics import FIRST_OF, plain_key, steps_of, tables_of_steps
 from .text_dumps import read_trl, read_verl, trl_files, verl_files
-from .token_counts import CharsPerToken, NoTokenCounter, TokenCounter
+from .token_counts import NoTokenCounter, TokenCounter
 from .vllm import is_request, is_timed, read_vllm
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-CHARS_PER_TOKEN = 3.6
-"""English prose in BPE tokens: for texts without a tokenizer."""
 
 _CALLED = {
     "verl": "verl rollout dump", "trl": "TRL completions", "vllm": "vLLM requests", "metrics": "log of metrics",
@@ -81,9 +75,7 @@ def import_dump(
             raise ConfigError(f"{quantity} is {number}, it must be at least 1")
     if form == "csv":
         table = LengthTable.read(path, column)
-        return Trace.from_tables(
-            *tables_from_csv(table, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens)
-        )
+        return trace_of(table, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens)
     if form == "metrics":
         steps, notes = steps_of(records_of(path))
         tables, assumed = tables_of_steps(
@@ -98,73 +90,6 @@ def import_dump(
     if not dump.responses:
         raise TraceError(f"{path}: no responses in it")
     return _trace(path, form, *tables_of_responses(dump, max_response_tokens), workers)
-
-
-Source = str | Path
-"""A file or folder of lengths: whatever `import_dump` reads, a trace or a RUN."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """A trace with what was read of its source: the source's column for each column of a trace, and its others."""
-
-    trace: Trace
-    used: Mapping[str, str]
-    ignored: Sequence[str]
-    notes: Sequence[str]
-
-
-def read_lengths(source: Source | TraceSource, column: str | None = None) -> Lengths:
-    """Read a file of lengths of any format, a trace, a DataFrame or an array; texts are counted by their characters.
-
-    `column` names the lengths where a table does not. Raises TraceError for what cannot be read, ConfigError.
-    """
-    path = Path(source) if isinstance(source, str | Path) else None
-    if path is not None and not path.exists():
-        raise TraceError(f"{path}: no such file or folder")
-    dump = path is not None and (path.is_file() or bool(verl_files(path) or trl_files(path)))
-    form = None if path is None or not dump else "csv" if column is not None else guess(path)
-    if isinstance(source, Trace) or (path is not None and form is None):
-        trace = read(source)
-        return Lengths(trace=trace, used={}, ignored=(), notes=_notes(trace))
-    if path is None or form in (None, "csv"):
-        table = LengthTable.read(source, column)
-        trace = Trace.from_tables(*tables_from_csv(table))
-        notes = tuple(note for note in _notes(trace) if note != table.note())
-        return Lengths(trace=trace, used=table.columns, ignored=table.ignored, notes=notes)
-    # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
-    counter = CharsPerToken(CHARS_PER_TOKEN) if form in ("verl", "trl") else None
-    trace = import_dump(path, form=form, tokens=counter)
-    columns, ignored = _used_fields(path, form)
-    return Lengths(trace=trace, used=columns, ignored=ignored, notes=_notes(trace))
-
-
-def _notes(trace: Trace) -> tuple[str, ...]:
-    return tuple(trace.manifest.notes.split("; ")) if trace.manifest.notes else ()
-
-
-_FIELDS: dict[str, tuple[Sequence[str], ...]] = {
-    "verl": (("input",), (), ("output",), ("score",)),
-    "trl": (("prompt",), (), ("completion",), ()),
-    "vllm": ((*PROMPT_IDS, "prompt"), ("usage",), ("usage",), ("reward",)),
-}
-"""By format: the fields of the prompt's name, of the two lengths beside their usual names, and of the reward."""
-
-
-def _used_fields(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The dump's field for each column of a trace, and its other fields, by its first record."""
-    if form == "metrics":
-        return {}, ()
-    files = [path] if path.is_file() else (verl_files(path) if form == "verl" else trl_files(path))
-    names = list(map(str, _first(files[0]).fields))
-    prompt_id, prompt_tokens, response_tokens, reward = _FIELDS[form]
-    candidates: dict[str, Sequence[str]] = {
-        "rl_step": RL_STEPS, "prompt_tokens": (*PROMPT_TOKENS, *prompt_tokens),
-        "response_tokens": (*RESPONSE_TOKENS, *response_tokens), "prompt_id": prompt_id, "reward": reward,
-    }  # fmt: skip
-    first = {column: next((n for n in fields if n in names), None) for column, fields in candidates.items()}
-    columns = {column: field for column, field in first.items() if field is not None}
-    return columns, tuple(name for name in names if name not in columns.values())
 
 
 def _trace(
@@ -185,21 +110,24 @@ def guess(path: Path) -> Format:
         if trl_files(path):
             return "trl"
         if files := verl_files(path):
-            return _record_format(_first(files[0]))
+            return _record_format(first_row(files[0]))
         if is_metrics_log(path):
             return "metrics"
         raise TraceError(
-            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard nor a "
-            "run of W&B in it"
+            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard in it"
         )
+    refuse_wandb(path)
     if ".csv" in path.suffixes:
-        # Lengths alone need no header; a log of requests says when each came.
+        # Lengths alone need no header; a log of requests says when each came, a history has means of RL steps.
         first = next(rows_of(path), None)
-        return "vllm" if first is not None and is_timed(first) else "csv"
+        if first is None:
+            return "csv"
+        has_means = any(plain_key(name) in FIRST_OF["mean"] and name not in RESPONSE_TOKENS for name in first.fields)
+        return "metrics" if has_means else "vllm" if is_timed(first) else "csv"
     if path.suffix in (".tsv", ".tab"):
         return "csv"
     try:
-        return _record_format(_first(path))
+        return _record_format(first_row(path))
     except TraceError:
         if path.suffix == ".parquet":
             raise
@@ -211,7 +139,8 @@ def guess(path: Path) -> Format:
         raise
 
 
-def _first(path: Path) -> Row:
+def first_row(path: Path) -> Row:
+    """Return the first record of a file; TraceError where there is none."""
     row = next(rows_of(path), None)
     if row is None:
         raise TraceError(f"{path}: no rows in it")

@@ -2,9 +2,9 @@
 
 Read are lines of verl's console logger (`step:3 - response_length/mean:311.2 - timing_s/gen:20.1`, which SkyRL has
 too), TRL's printed dictionaries, NeMo-RL's blocks of `• name: value`, JSON Lines with a step each, a JSON object of
-`{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard, offline runs of W&B,
-and scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not
-matter.
+`{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard, a history exported
+from W&B (CSV, JSON Lines), and scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes,
+colours and progress bars do not matter.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
-from tltlab.traces.trace import METRICS_FILES, metrics_files
 
+from .rows import rows_of
 from .step_metrics import Record, plain_key
-from .wandb_run import history
 
+EVENT_FILES = "events.out.tfevents*"
+"""Files of metrics that TensorBoard leaves in folders of its own."""
 STEPS = (
     "step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step", "iteration",
     "_step",
@@ -47,6 +49,32 @@ _MOST_LINE_BYTES = 1 << 20
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
 
 
+def metrics_files(folder: Path) -> list[Path]:
+    """Return TensorBoard's files in a folder, or up to three below it, of one run; resumed, it has several.
+
+    Those nearest count. Raises TraceError where they are of several runs, and for W&B's own files where there are none.
+    """
+    levels = ("", "*/", "*/*/", "*/*/*/")
+    for below in levels:
+        files = sorted({path.resolve() for path in folder.glob(below + EVENT_FILES)})
+        if len({path.parent for path in files}) > 1:
+            raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
+        if files:
+            return files
+    for path in (path for below in levels for path in folder.glob(below + "run-*.wandb")):
+        refuse_wandb(path)
+    return []
+
+
+def refuse_wandb(path: Path) -> None:
+    """Raise TraceError for a file in W&B's own format."""
+    if path.suffix == ".wandb":
+        raise TraceError(
+            f"{path}: W&B's own format is not read; export the run's history: pandas.DataFrame(wandb.Api().run("
+            "'ENTITY/PROJECT/RUN').scan_history()).to_csv('history.csv')"
+        )
+
+
 def is_metrics_log(path: Path) -> bool:
     """Whether a file or folder holds metrics of RL steps; reads up to the first of them."""
     if path.is_dir():
@@ -61,20 +89,22 @@ def records_of(path: Path) -> Iterator[Record]:
     """The records of a log in its order, each with what `step_metrics` knows of its values. Raises TraceError."""
     files = metrics_files(path) if path.is_dir() else [path]
     if not files:
-        raise TraceError(f"{path}: no {' or '.join(METRICS_FILES)} in it; a log is a file, or a folder of those")
+        raise TraceError(f"{path}: no {EVENT_FILES} in it; a log is a file, or a folder of those")
     try:
-        if all(log.match(METRICS_FILES[0]) for log in files):
+        if all(log.match(EVENT_FILES) for log in files):
             yield from _tensorboard(files)
             return
-        if path.is_dir() or path.suffix == ".wandb":
-            for log in files:
-                yield from _from_history(log.name, history(log))
+        if ".csv" in path.suffixes:
+            call_times: dict[str, float] = {}
+            for row in rows_of(path):
+                yield from _from_fields(row.place, row.fields, call_times)
             return
         with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
             file.seek(0)
             if b"\0" in start:
-                raise TraceError(f"{path}: not text; of W&B's offline runs run-ID.wandb can be read")
+                refuse_wandb(path)
+                raise TraceError(f"{path}: not text")
             if start[:1] in b"{[" and (whole := _json(file.read(MOST_JSON_BYTES))) is not None:
                 yield from _from_json(whole)
                 return
@@ -100,6 +130,7 @@ def number(text: str) -> float | None:
 
 def _from_lines(lines: Iterable[str]) -> Iterator[Record]:
     nemo_step: int | None = None
+    call_times: dict[str, float] = {}
     scrape: dict[tuple[str, str], float] = {}
     before: dict[tuple[str, str], float] = {}
     num_scrapes = 0
@@ -120,7 +151,7 @@ def _from_lines(lines: Iterable[str]) -> Iterator[Record]:
             elif "'" in text and "length" in text and (trl := _TRL.search(text)):
                 yield from _record(None, place, dict(_TRL_ITEM.findall(trl[0])))
             elif text.startswith("{") and isinstance(fields := _json(text), dict):
-                yield from _from_fields(place, fields)
+                yield from _from_fields(place, fields, call_times)
             elif nemo := _NEMO_STEP.search(text):
                 nemo_step = int(nemo[1])
             elif nemo_step is not None and (item := _NEMO_ITEM.search(text)):
@@ -134,21 +165,25 @@ def _from_json(whole: Any) -> Iterator[Record]:
     """A whole file of JSON: a history, records, or `{metric: {step: value}}`."""
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
         whole = whole["log_history"]
+    call_times: dict[str, float] = {}
     if isinstance(whole, list):
         for at, fields in enumerate(whole):
             if isinstance(fields, dict):
-                yield from _from_fields(f"item {at}", fields)
+                yield from _from_fields(f"item {at}", fields, call_times)
     elif isinstance(whole, dict) and any(isinstance(v, dict) and v and all(map(_is_step, v)) for v in whole.values()):
         for key, values in whole.items():
             if isinstance(values, dict) and all(map(_is_step, values)):
                 for step, value in values.items():
                     yield from _record(int(step), key, {key: value})
     elif isinstance(whole, dict):
-        yield from _from_fields("the file", whole)
+        yield from _from_fields("the file", whole, call_times)
 
 
-def _from_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
-    """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart."""
+def _from_fields(place: str, fields: Mapping[str, Any], call_times: dict[str, float]) -> Iterator[Record]:
+    """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart.
+
+    TRL logs each call's time to W&B in a row of its own: `call_times` adds these up for the next row of metrics.
+    """
     flat: dict[str, Any] = {}
     for key, value in fields.items():
         inner = value if isinstance(value, dict) else {None: value}
@@ -156,7 +191,12 @@ def _from_fields(place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
             flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = item
     numbers = (flat[name] for name in STEPS if isinstance(flat.get(name), int | float))
     steps = [step for step in numbers if abs(step) < 2**53]
-    yield from _record(int(steps[0]) if steps else None, place, flat)
+    for record in _record(int(steps[0]) if steps else None, place, flat):
+        if "_step" in fields and all(key.startswith("profiling/") for key in record.values):
+            call_times |= {key: call_times.get(key, 0.0) + value for key, value in record.values.items()}
+        else:
+            yield replace(record, values={**record.values, **call_times})
+            call_times.clear()
 
 
 def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Iterator[Record]:
@@ -206,19 +246,6 @@ def _from_counters(
     if holding_all := [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]:
         values["vllm/max_generation_tokens"] = min(holding_all)
     yield Record(rl_step=rl_step, place=place, values=values)
-
-
-def _from_history(place: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
-    """Rows of W&B. TRL logs what each call took in a row of its own: they add up to the next row of metrics."""
-    call_times: dict[str, float] = {}
-    for row in rows:
-        calls = {key: value for key, value in row.items() if key.startswith("profiling/")}
-        if calls and all(key in calls or key.startswith("_") or key in STEPS for key in row):
-            numbers = {key: value for key, value in calls.items() if isinstance(value, int | float)}
-            call_times |= {key: call_times.get(key, 0.0) + value for key, value in numbers.items()}
-        else:
-            yield from _from_fields(place, {**row, **call_times})
-            call_times = {}
 
 
 def _tensorboard(files: list[Path]) -> Iterator[Record]:

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from tltlab.errors import TraceError
-from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS, tables_of_lengths
 
+from .length_table import PROMPT_TOKENS, RESPONSE_TOKENS, tables_of_lengths
 from .rows import Row
 from .token_counts import TokenCounter
 

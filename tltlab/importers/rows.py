@@ -13,11 +13,12 @@ from typing import Any, NoReturn, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
-from tltlab.traces.storage import check_parquet
+from tltlab.traces.storage import MOST_ROWS, check_parquet
 
 _MOST = 2**31 - 1
 
@@ -81,8 +82,9 @@ class Row:
 def rows_of(path: Path) -> Iterator[Row]:
     """The records of a dump file, in order, one in memory at a time where the format allows.
 
-    A Parquet file; a CSV with a header, whose cells are numbers where they look like it; JSON Lines; a JSON list of
-    objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose rows are the records.
+    A Parquet file; a CSV with a header, packed as its name says, whose cells are numbers where they look like it; JSON
+    Lines; a JSON list of objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose
+    rows are the records.
     Blank lines are skipped. Raises TraceError.
     """
     if path.suffix == ".parquet":
@@ -127,9 +129,27 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
         yield number, line
 
 
+def unpack(path: Path) -> bytes:
+    """Return the content of a file, unpacked as its name says. OSError where that is more than may be read."""
+    compression = infer_compression(path, "infer")
+    try:
+        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=compression) as handles:
+            data: bytes = handles.handle.read(MOST_JSON_BYTES + 1)
+    except OSError:
+        raise
+    except Exception as error:  # each way of packing has errors of its own
+        raise OSError(f"it cannot be unpacked: {error}") from error
+    if len(data) > MOST_JSON_BYTES:
+        raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+    if (lines := data.count(b"\n")) > MOST_ROWS:
+        raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
+    return data
+
+
 def _csv_rows(path: Path) -> Iterator[Row]:
     try:
-        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", newline="") as file:
+        binary = open_input(path) if path.suffix == ".csv" else io.BytesIO(unpack(path))
+        with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(line for _, line in _lines(file, path))
             for cells in reader:
                 fields = {name: _cell(cell) for name, cell in cells.items() if name is not None}

@@ -12,8 +12,8 @@ import pandas as pd
 
 from tltlab.arrays import Ints
 from tltlab.errors import TraceError
-from tltlab.traces.csv import tables_of_lengths
 
+from .length_table import tables_of_lengths
 from .max_entropy import max_entropy_lengths
 
 FIRST_OF: dict[str, tuple[str, ...]] = {

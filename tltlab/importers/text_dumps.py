@@ -21,8 +21,8 @@ from itertools import groupby, repeat
 from pathlib import Path
 
 from tltlab.errors import TraceError
-from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS
 
+from .length_table import PROMPT_TOKENS, RESPONSE_TOKENS
 from .responses import Dump, ImportedResponse, has_lengths, responses_of_texts
 from .rows import Row, rows_of
 from .token_counts import TokenCounter
@@ -35,7 +35,7 @@ def read_verl(path: Path, tokens: TokenCounter) -> Dump:
     """Read a folder of `<step>.jsonl`, or one such file. Raises TraceError, ConfigError.
 
     Responses to the same input in one step are a group. Lengths are counted by `tokens` unless all rows of a file
-    have fields for both (`traces.csv.PROMPT_TOKENS`, `RESPONSE_TOKENS`). An empty output counts as 1 token, its end.
+    have fields for both (`length_table.PROMPT_TOKENS`, `RESPONSE_TOKENS`). An empty output counts as 1 token, its end.
     """
     files = verl_files(path) if path.is_dir() else [path]
     if not files:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tltlab.traces.csv import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
-
+from .length_table import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
 from .responses import Dump, ImportedResponse, finish_reason, text_id
 from .rows import Row, rows_of
 

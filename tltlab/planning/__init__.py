@@ -1,1 +1,1 @@
-"""What is decided before a run: buckets under a memory cap, systems of the literature, off-policy values."""
+"""What is decided before a run: buckets under a memory cap, systems of the literature."""

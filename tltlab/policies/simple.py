@@ -141,7 +141,7 @@ class AcceptLadder(Selector, kind="ladder"):
 
 
 class Explore(Selector, kind="explore"):
-    """Picks uniformly at random and holds the pick for `hold_iterations`: data for off-policy evaluation and for fits.
+    """Picks uniformly at random and holds the pick for `hold_iterations`: data for fits and off-policy estimates.
 
     A block longer than one iteration lets drafter caches and queued work settle. The propensity is 1/n throughout a
     block: the chance that this block got this strategy.

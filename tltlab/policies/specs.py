@@ -119,7 +119,7 @@ class CustomSpec(FiniteModel):
         if self.module not in _allowed.get() and self.module not in os.environ.get(ALLOW_CODE, "").split(","):
             raise ConfigError(
                 f"{source} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
-                f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare, off-policy and verify take "
+                f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare and verify take "
                 f"--allow-code {self.module}, a recipe rollout.allow_code)"
             )
 

@@ -22,9 +22,10 @@ from urllib.parse import parse_qs, quote, urlsplit
 from tltlab.console import progress
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import in_progress
+from tltlab.importers.sources import read
 from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import SUFFIX, is_trace
-from tltlab.traces.trace import locate, read, run_folder
+from tltlab.traces.trace import locate, run_folder
 
 from .origin import events_part
 from .page import POLICY, Page, PageTable, Section, Served, render

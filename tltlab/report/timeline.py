@@ -16,9 +16,10 @@ from matplotlib.ticker import MaxNLocator
 
 from tltlab.charts import FORMATS, Chart, Reading, finish, save_figure
 from tltlab.errors import ConfigError, TraceError
+from tltlab.importers.sources import read
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 # Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
 LOOKS: dict[str, tuple[str, str, str]] = {

@@ -10,8 +10,9 @@ from typing import Any
 from tltlab.config import leaves
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, read_object, write_file
+from tltlab.importers.sources import read
 from tltlab.traces import metrics
-from tltlab.traces.trace import Trace, is_trace, locate, read, run_folder
+from tltlab.traces.trace import Trace, is_trace, locate, run_folder
 
 from .comparison import comparison_page
 from .origin import events_part, findings_part, origin_part

@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from tltlab.config import shown
 from tltlab.console import progress
 from tltlab.errors import TraceError
 from tltlab.files import in_progress, write_durably
 
-from .csv import LengthTable, tables_from_csv
 from .recording import EngineTrace, put_together, recorded_tables, recording_of
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
 from .storage import (
@@ -37,8 +34,6 @@ from .validate import TablePart, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
 
-METRICS_FILES = ("events.out.tfevents*", "run-*.wandb")
-"""Files of metrics that TensorBoard and W&B's offline runs leave in folders of theirs."""
 CHUNK_BYTES = 64 << 20
 """Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
 
@@ -213,37 +208,22 @@ class Trace:
         return frame
 
 
-TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Sequence[int]
-"""A trace as users give it: itself, where it is, or response lengths, in a DataFrame as a CSV has them or alone."""
+def read(path: str | Path) -> Trace:
+    """Read and check the trace in a folder or in a RUN folder (its `trace/`). Raises TraceError.
 
-
-def read(path: TraceSource) -> Trace:
-    """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
-
-    A Trace stays as it is; other files, and folders of TensorBoard or W&B, are what `importers.formats.import_dump`
-    makes of them. A DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps,
-    responses).
+    `tltlab.read` takes dumps, logs and response lengths too.
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
-    that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
-    gets what was read and what was assumed. What several engines of a run recorded at once as PATH, PATH-1, PATH-2 ...
-    is one trace, at PATH or at the folder that holds nothing else (see `recording.put_together`). Raises TraceError.
-    Tables are loaded when they are used, at once where a recording goes on or several are put together; the check
-    itself streams.
+    that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error. What several
+    engines of a run recorded at once as PATH, PATH-1, PATH-2 ... is one trace, at PATH or at the folder that holds
+    nothing else (see `recording.put_together`). Tables are loaded when they are used, at once where a recording goes on
+    or several are put together; the check itself streams.
     """
-    if isinstance(path, Trace):
-        return path
-    if not isinstance(path, str | Path):
-        if isinstance(path, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(path):
-            return Trace.from_tables(*tables_from_csv(LengthTable.read(path)))
-        raise TraceError(
-            f"got {shown(path)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
-        )
     place = locate(path)
     if place.is_dir() and not (place / MANIFEST_FILE).exists():
         place = _only_run(place)
     trace = read_one(place)
-    engines = _engines(place, trace) if trace.path is not None else [trace]
+    engines = _engines(place, trace)
     return trace if len(engines) == 1 else together(engines)
 
 
@@ -251,7 +231,7 @@ def together(traces: Sequence[Trace]) -> Trace:
     """One trace of what several engines of a run recorded, in memory: see `recording.put_together`."""
     parts = [_engine_trace(str(trace.path or f"trace {at}"), trace) for at, trace in enumerate(traces)]
     manifest, tables = put_together(parts)
-    _report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
+    report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
     return Trace.from_tables(manifest, tables)
 
 
@@ -263,8 +243,6 @@ def _engine_trace(place: str, trace: Trace) -> EngineTrace:
 def _only_run(folder: Path) -> Path:
     """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
     names = sorted({item.name.removesuffix(SUFFIX) for item in folder.iterdir() if is_trace(item)}, key=_number)
-    if not names and metrics_files(folder):
-        return folder
     if not names:
         raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
     first = locate(folder / names[0])
@@ -297,7 +275,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
-            _report(first, f"not put together with {name}: {error}")
+            report(first, f"not put together with {name}: {error}")
     parts = {at: _engine_trace(str(recorded.path), recorded) for at, recorded in traces.items()}
     run, reached = {number}, [number]
     while reached:
@@ -309,7 +287,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
 
 
 def read_one(place: Path) -> Trace:
-    """Read and check the trace, recording or CSV that is at this very place, as `read` does."""
+    """Read and check the trace or recording that is at this very place, as `read` does."""
     if place.name.endswith(SUFFIX) and (place / MANIFEST_FILE).exists():
         try:
             return _read_unfinished(place)
@@ -335,7 +313,7 @@ def _read_unfinished(folder: Path) -> Trace:
         raise TraceError(f"{folder}: gone while it was read")
     state = "it is still being recorded" if goes_on else "the recording was interrupted"
     note = f"unfinished: {'; '.join([state, *notes])}"
-    _report(folder, note)
+    report(folder, note)
     return trace.with_manifest(with_notes(trace.manifest, [note]))
 
 
@@ -362,8 +340,8 @@ def with_notes(manifest: Manifest, notes: list[str]) -> Manifest:
     return manifest.model_copy(update={"notes": "; ".join(filter(None, [manifest.notes, *notes])) or None})
 
 
-def _report(place: Path, note: str | None) -> None:
-    """Say it of a place once in a process, however often a command reads the trace."""
+def report(place: Path, note: str | None) -> None:
+    """Print a note on a trace to standard error, once in a process, however often a command reads the trace."""
     _report_once(place.absolute(), f"{place}: {note}")
 
 
@@ -381,17 +359,6 @@ def _check(trace: Trace) -> None:
 
 def _open_trace(path: Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
-    if path.is_file() and ".csv" in path.suffixes:
-        manifest, columns = tables_from_csv(LengthTable.read(path))
-        progress(f"{path}: {manifest.notes}")
-        return Trace.from_tables(manifest, columns)
-    if path.is_file() or (not (path / MANIFEST_FILE).exists() and metrics_files(path)):
-        # Only here: traces stand below what imports them.
-        from tltlab.importers.formats import import_dump
-
-        trace = import_dump(path)
-        _report(path, trace.manifest.notes)
-        return trace
     if not path.is_dir():
         raise TraceError(f"{path}: no such folder; a trace is a folder")
     if not (path / MANIFEST_FILE).exists():
@@ -442,21 +409,6 @@ def locate(path: str | Path) -> Path:
         return inner
     recordings = [recording_of(place) for place in (path, inner) if place.name]
     return next((folder for folder in recordings if folder.is_dir()), path)
-
-
-def metrics_files(folder: Path) -> list[Path]:
-    """The files of TensorBoard or W&B in a folder, or up to three below it, of one run; resumed, it has several.
-
-    Those nearest count. Raises TraceError where they are of several runs.
-    """
-    for below in ("", "*/", "*/*/", "*/*/*/"):
-        # W&B links its latest run.
-        files = sorted({path.resolve() for name in METRICS_FILES for path in folder.glob(below + name)})
-        if len({path.name if path.suffix == ".wandb" else str(path.parent) for path in files}) > 1:
-            raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
-        if files:
-            return files
-    return []
 
 
 def run_folder(trace: Path) -> Path:

@@ -121,14 +121,13 @@ def test_nothing_in_a_folder_is_run(place):
     per_trace = [
         ["verify"], ["report", "--no-verify"], ["doctor"], ["simulate", "--costs", "cpu-small"], ["trace", "describe"],
         ["trace", "validate"], ["timeline", "--out", "t.json"], ["calibrate", "--out", "c.json"],
-        ["off-policy", "--policy", "none"], ["compare", "--policies", "none,table", "--acceptance", "constant:2"],
+        ["compare", "--policies", "none,table", "--acceptance", "constant:2"],
     ]  # fmt: skip
     commands = [[*command, trace] for command in per_trace for trace in ("run", "live")]
     for policy in ("policy.json", "standard.json", "antigravity:Fly"):
         commands += [
             ["simulate", "typed", "--policy", policy],
             ["compare", "typed", "--policies", f"none,{policy}"],
-            ["off-policy", "typed", "--policy", policy],
             ["export-policy", policy],
         ]
     commands += [

@@ -1,4 +1,4 @@
-"""Files that `new` writes run as they stand; `settings` tells all of them; Tab completes what there is."""
+"""Files that `new` writes run as they stand; `settings` lists all of them; Tab completes what there is."""
 
 import json
 import runpy
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tltlab.cli.app import command_names
-from tltlab.cli.start.completion import SHELLS, words
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 
@@ -100,13 +99,43 @@ def test_a_misspelt_setting_and_command_are_answered_with_the_nearest(said):
     assert "no command named 'simluate' (did you mean 'simulate'?)" in said("simluate")[2]
 
 
-def test_tab_offers_commands_options_and_subcommands(said):
-    assert words(["si"]) == ["simulate"]
-    assert words([""]) == command_names()
-    assert words(["simulate", "x.csv", "--pol"]) == ["--policy"]
-    assert words(["trace", "va"]) == ["validate"]
-    assert "--tokenizer" in words(["trace", "import", "--to"])
-    assert words(["nothing", "--x"]) == []
-    for shell in SHELLS:
-        assert "tltlab completion words" in said("completion", shell)[1]
-    assert said("completion", "words", "--", "simulate", "--pol")[1] == "--policy\n"
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("", command_names()),
+        ("si", ["simulate"]),
+        ("simulate x.csv --pol", ["--policy"]),
+        ("trace va", ["validate"]),
+        ("trace import --to", ["--tokenizer"]),
+        ("--sh", ["--show-completion"]),
+        ("nothing --x", []),
+        ("off-policy --x", []),
+    ],
+)
+def test_tab_offers_commands_options_and_subcommands(
+    command: Command, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]
+):
+    monkeypatch.setenv("_TLTLAB_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"tltlab {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) or 1))
+    code, out, err = command()
+    assert (code, out.split(), err) == (0, offered, "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion_script(command: Command, monkeypatch: pytest.MonkeyPatch, shell: str):
+    monkeypatch.setenv("_TLTLAB_COMPLETE", f"source_{shell}")
+    code, out, _ = command()
+    assert code == 0
+    assert f"_TLTLAB_COMPLETE=complete_{shell}" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("off-policy", "decisions.parquet"), ("completion", "tltlab --install-completion")],
+)
+def test_a_removed_command_names_its_replacement(command: Command, name: str, instead: str):
+    code, out, err = command(name, "traces/tiny", "--json")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert name in err
+    assert instead in err

@@ -96,6 +96,12 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
         ("import tltlab; tltlab.Strategy, tltlab.StepState, tltlab.ConfigError", "tltlab", SLOW),
         ("import tltlab.cli.app as cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass", "ast", SLOW),
         (
+            "import os, tltlab.cli.app as cli\n"
+            "os.environ |= dict(_TLTLAB_COMPLETE='complete_bash', COMP_WORDS='tltlab ', COMP_CWORD='1')\n"
+            "try: cli.main([])\nexcept SystemExit: pass",
+            "typer", {"tltlab.cli.trace", "tltlab.sim", "tltlab.runtime", *SLOW} - {"typer", "rich", "pydantic"},
+        ),
+        (
             "import tltlab.runtime.engine.vllm.options, tltlab.console; from tltlab import load_policy", "pydantic",
             {"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"},
         ),
@@ -107,7 +113,7 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
             {"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"},
         ),
     ],
-    ids=["import", "overview", "policy", "costs", "simulator", "ui", "plugin"],
+    ids=["import", "overview", "completion", "policy", "costs", "simulator", "ui", "plugin"],
 )  # fmt: skip
 def test_what_starts_loads_nothing_that_is_slow_and_that_it_does_not_need(code: str, needs: str, leaves_out: set[str]):
     pytest.importorskip(needs)

@@ -6,10 +6,11 @@ import pytest
 
 from tltlab.errors import TraceError
 from tltlab.importers.formats import import_dump
+from tltlab.importers.sources import read
 from tltlab.lengths.generate import log_normal
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 
 @pytest.fixture

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers import rows
 from tltlab.importers.formats import guess, import_dump
+from tltlab.importers.sources import read
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
-from tltlab.traces import csv, storage
-from tltlab.traces.csv import LengthTable, tables_from_csv
+from tltlab.traces import storage
 from tltlab.traces.storage import check_parquet
-from tltlab.traces.trace import read
 
 
 class WordCounter:
@@ -514,13 +513,16 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
 def test_what_is_packed_is_unpacked_up_to_a_size_and_a_number_of_lines(tmp_path, monkeypatch):
     for name, text in (("few", b"3\n5\n"), ("bomb", b"0" * (1 << 20) + b"1"), ("long", b"1\n" * 200)):
         (tmp_path / f"{name}.csv.gz").write_bytes(gzip.compress(text))
-    assert list(tables_from_csv(LengthTable.read(tmp_path / "few.csv.gz"))[1]["outcomes"]["response_tokens"]) == [3, 5]
-    monkeypatch.setattr(csv, "MOST_JSON_BYTES", 1 << 20)
-    monkeypatch.setattr(csv, "MOST_ROWS", 100)
-    with pytest.raises(TraceError, match=r"bomb.csv.gz: .*it has more than 1 MiB, the most that is read"):
-        tables_from_csv(LengthTable.read(tmp_path / "bomb.csv.gz"))
-    with pytest.raises(TraceError, match=r"long.csv.gz: .*it has 200 lines, and at most 100 are read"):
-        tables_from_csv(LengthTable.read(tmp_path / "long.csv.gz"))
+    for trace in (read(tmp_path / "few.csv.gz"), import_dump(tmp_path / "few.csv.gz")):
+        assert trace.outcomes["response_tokens"].tolist() == [3, 5]
+    monkeypatch.setattr(rows, "MOST_JSON_BYTES", 1 << 20)
+    monkeypatch.setattr(rows, "MOST_ROWS", 100)
+    for name, limit in (("bomb", "1 MiB"), ("long", "100")):
+        for reader in (read, partial(import_dump, form="csv")):
+            with pytest.raises(TraceError) as refused:
+                reader(tmp_path / f"{name}.csv.gz")
+            assert f"{name}.csv.gz" in str(refused.value)
+            assert limit in str(refused.value)
 
 
 def test_a_parquet_file_of_too_many_rows_or_values_is_refused_before_it_is_read(
@@ -544,7 +546,7 @@ def test_a_dump_of_too_many_rows_is_refused_before_they_are_read(tmp_path, monke
     with pytest.raises(TraceError, match="it has 101 rows, and at most 100 are read"):
         list(rows.rows_of(tmp_path / "t.parquet"))
     with pytest.raises(TraceError, match="it has 101 rows, and at most 100 are read"):
-        tables_from_csv(LengthTable.read(tmp_path / "t.parquet"))
+        import_dump(tmp_path / "t.parquet", form="csv")
     row = {"rl_step": 0, "prompt_id": "p", "sample": 0, "turn": 0, "response_tokens": 7, "finish_reason": "stop"}
     pq.write_table(pa.Table.from_pylist([row] * 101), tmp_path / "o.parquet")
     with pytest.raises(TraceError, match="a row group has 101 rows, and at most 100 are read at once"):

@@ -5,6 +5,7 @@ import numbers
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,8 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.max_entropy import max_entropy_lengths
 from tltlab.importers.metrics_log import number
+from tltlab.importers.sources import read, read_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
-from tltlab.traces.trace import read
 
 NUM, CAP = 64, 1024
 
@@ -206,66 +207,52 @@ def test_a_file_of_metrics_is_no_table_of_lengths(tmp_path):
     assert import_dump(path, responses=8).outcomes["response_tokens"].sum() == 1600
 
 
-def varint(value):
-    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + varint(value >> 7)
+def exported(path, rows):
+    """A history as W&B's API gives it: `scan_history` row by row, or a DataFrame of it with its index."""
+    if path.suffix == ".csv":
+        pd.DataFrame(rows).to_csv(path)
+        return path
+    return write(path, *map(json.dumps, rows))
 
 
-def message(*fields):
-    """A protobuf message of (number, whole number or bytes)."""
-    return b"".join(
-        varint(n << 3) + varint(v) if isinstance(v, int) else varint(n << 3 | 2) + varint(len(v)) + v
-        for n, v in fields
-    )  # fmt: skip
+@pytest.mark.parametrize("name", ["history.csv", "history.jsonl"])
+def test_an_exported_history_of_verl_in_wandb_is_a_trace(tmp_path, name):
+    rows = [{"_step": s, "_timestamp": 1.7e9 + s, **verl_metrics(s)} for s in (1, 2, 3)]
+    rows.insert(2, {"_step": 2, "_timestamp": 1.7e9, "val-core/acc/mean@1": 0.5, "best": "no", "timing_s/gen": None})
+    path = exported(tmp_path / name, json.loads(json.dumps(rows, default=float)))
+    assert guess(path) == "metrics"
+    trace = import_dump(path)
+    assert trace.rl_steps == [1, 2, 3]
+    assert trace.steps["rollout_s"].tolist() == pytest.approx([verl_metrics(s)["timing_s/gen"] for s in (1, 2, 3)])
+    lengths = trace.outcomes.groupby("rl_step")["response_tokens"]
+    assert lengths.sum().tolist() == pytest.approx([lengths_of(s).sum() for s in (1, 2, 3)], abs=2)
+    assert lengths.max().tolist() == [lengths_of(s).max() for s in (1, 2, 3)]
 
 
-def wandb_file(path, rows):
-    """A run as W&B's `DataStore` writes it: records in pieces that end with their block of 32 KiB."""
-    data = bytearray(b":W&B\xe1\xbe\x00")
-    for row in rows:
-        items = [(1, message((2, key.encode()), (16, json.dumps(value).encode()))) for key, value in row.items()]
-        left, first = message((1, 7), (2, message(*items, (2, message((1, 3)))))), True
-        while left:
-            if (room := 32768 - len(data) % 32768) < 7:
-                data += bytes(room)
-                continue
-            piece, left = left[: room - 7], left[room - 7 :]
-            kind = (2 if left else 1) if first else (3 if left else 4)
-            data += bytes(4) + len(piece).to_bytes(2, "little") + bytes([kind]) + piece
-            first = False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return path
-
-
-def test_an_offline_run_of_wandb_is_a_trace(tmp_path, capsys):
-    rows = [{"_step": s, **{k: float(v) for k, v in verl_metrics(s).items()}} for s in (1, 2, 3)]
-    rows[1]["config"] = "x" * 40_000
-    first = wandb_file(tmp_path / "wandb" / "offline-run-20260101-abc" / "run-abc.wandb", rows)
-    (tmp_path / "wandb" / "latest-run").symlink_to(first.parent)
-    wandb_file(tmp_path / "wandb" / "offline-run-20260102-abc" / "run-abc.wandb", [{**rows[2], "timing_s/gen": 77.0}])
-    for path in (tmp_path / "wandb", tmp_path):
-        trace = read(path)
-        assert trace.rl_steps == [1, 2, 3]
-        assert trace.steps["rollout_s"].tolist()[:2] == pytest.approx([r["timing_s/gen"] for r in rows[:2]])
-        assert trace.steps["rollout_s"].tolist()[2] == 77.0
-    assert import_dump(first).rl_steps == [1, 2, 3]
-    # A run that was killed while it wrote.
-    first.write_bytes(first.read_bytes()[:-20])
-    assert import_dump(first).rl_steps == [1, 2]
-    wandb_file(tmp_path / "wandb" / "offline-run-20260103-xyz" / "run-xyz.wandb", rows)
-    with pytest.raises(TraceError, match="several runs"):
-        read(tmp_path / "wandb")
-
-
-def test_calls_that_trl_times_apart_belong_to_the_next_rl_step(tmp_path):
+@pytest.mark.parametrize("name", ["history.csv", "history.jsonl"])
+def test_calls_that_trl_times_apart_belong_to_the_next_rl_step(tmp_path, name):
     call = "profiling/Time taken: GRPOTrainer.vLLM.generate"
     rows = []
     for step in (1, 2, 3):
         rows += [{"_step": 3 * step + n, "train/global_step": step - 1, call: 2.0 * step} for n in (0, 1)]
         rows.append({"_step": 3 * step + 2, "train/global_step": step, "train/completions/mean_length": 50.0})
-    trace = import_dump(wandb_file(tmp_path / "run-a.wandb", rows), responses=4)
+    trace = import_dump(exported(tmp_path / name, rows), responses=4)
     assert trace.rl_steps == [1, 2, 3]
     assert trace.steps["rollout_s"].tolist() == [4.0, 8.0, 12.0]
+
+
+def test_a_file_in_the_format_of_wandb_is_refused_with_what_to_export(tmp_path):
+    path = tmp_path / "wandb" / "offline-run-20260101-abc" / "run-abc.wandb"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b":W&B\xe1\xbe\x00")
+    for attempt in (
+        partial(import_dump, path), partial(import_dump, path, form="metrics"), partial(read, path),
+        partial(import_dump, tmp_path), partial(read, tmp_path / "wandb"), partial(read_lengths, path),
+    ):  # fmt: skip
+        with pytest.raises(TraceError) as refused:
+            attempt()
+        assert str(path) in str(refused.value)
+        assert "scan_history" in str(refused.value)
 
 
 def test_skyrl_logs_are_read(tmp_path):

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
+from tltlab.importers.length_table import tables_of_lengths
 from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
 from tltlab.lengths.generate import generate, generate_steps
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 from tltlab.traces import metrics
-from tltlab.traces.csv import tables_of_lengths
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 

@@ -5,6 +5,7 @@ import numbers
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tltlab.cli.calibrate import calibrate
@@ -13,10 +14,11 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
 from tltlab.sim.simulate import simulate
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace
 
 ENGINE = "vllm:H100:Llama-3.1-8B"
 NUM, CAP, WORKERS, LEVEL, OUTSIDE_S = 128, 4096, 4, 1.2, 5.0
@@ -69,6 +71,17 @@ def trace_of(folder: Path, metrics: dict[int, dict[str, float]]) -> Trace:
 @pytest.fixture
 def log(tmp_path: Path, metrics_of) -> Path:
     return write(tmp_path / "verl.log", "INFO starting", *(console_line(s, m) for s, m in metrics_of.items()))
+
+
+def test_a_history_exported_from_wandb_tells_what_the_log_tells(log: Path, tmp_path: Path, metrics_of):
+    history = tmp_path / "history.csv"
+    pd.DataFrame([{"_step": step, **metrics} for step, metrics in metrics_of.items()]).round(3).to_csv(history)
+    told = []
+    for source in (log, history):
+        calibrate(source, out=tmp_path / "costs.json", log_costs=ENGINE, workers=WORKERS)
+        costs = json.loads((tmp_path / "costs.json").read_text())
+        told.append({key: costs[key] for key in costs.keys() - {"evidence", "provenance", "sha256"}})
+    assert told[0] == told[1]
 
 
 def test_level_and_time_outside_are_told_apart(log: Path):

@@ -1,1 +1,1 @@
-"""The first minute: what speculation would bring, files that run, every setting, completion of command lines."""
+"""The first minute: what speculation would bring, files that run, every setting."""

@@ -1,4 +1,4 @@
-"""The tables of a trace from a table of response lengths: a CSV, JSON, a Parquet file, a DataFrame, an array."""
+"""A trace from a table of response lengths: a CSV, JSON, a Parquet file, a DataFrame, an array."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.errors import TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
+from tltlab.files import parse_json, read_text
+from tltlab.traces.schema import Manifest
+from tltlab.traces.storage import check_parquet
+from tltlab.traces.trace import Trace
 
-from .schema import Manifest
-from .storage import MOST_ROWS, check_parquet
+from .rows import unpack
 
 PROMPT_TOKENS = (
     "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",
@@ -93,14 +94,14 @@ class LengthTable:
         return f"columns read: {names}" + (f" (not read: {', '.join(self.ignored)})" if self.ignored else "")
 
 
-def tables_from_csv(
+def trace_of(
     table: LengthTable,
     *,
     workers: int | None = None,
     group_size: int | None = None,
     max_response_tokens: int | None = None,
-) -> tuple[Manifest, dict[str, pd.DataFrame]]:
-    """The manifest and tables of an "imported" trace of one response per row.
+) -> Trace:
+    """Make an "imported" trace of one response per row.
 
     Columns `rl_step` (or `step`, `global_step`, `training_step`, `iteration`; `epoch` where none of these is),
     `prompt_id` (`group`, `uid`), `sample` and `prompt_tokens` are used where they are there, in capitals too; without
@@ -145,7 +146,8 @@ def tables_from_csv(
         kind="imported", name=table.name.split(".")[0], source=table.name, num_workers=workers,
         max_response_tokens=cap, group_size=group_size, notes="; ".join(notes) or None,
     )  # fmt: skip
-    return manifest, tables_of_lengths(key, lengths.to_numpy(), np.asarray(prompt_tokens), cap, cut)
+    tables = tables_of_lengths(key, lengths.to_numpy(), np.asarray(prompt_tokens), cap, cut)
+    return Trace.from_tables(manifest, tables)
 
 
 def is_length_record(fields: Mapping[str, Any]) -> bool:
@@ -192,7 +194,7 @@ def _read_file(path: Path) -> pd.DataFrame:
 
 def _read_csv(path: Path) -> pd.DataFrame:
     """Between cells is a comma; where the first line has none, a semicolon or a tab if it has that."""
-    text = io.BytesIO(_unpack(path))
+    text = io.BytesIO(unpack(path))
 
     def cells_between(separator: str) -> pd.DataFrame:
         text.seek(0)
@@ -214,23 +216,6 @@ def _read_csv(path: Path) -> pd.DataFrame:
     else:
         frame.columns = pd.Index([f"c{i}" for i in range(frame.shape[1])])
     return _as_text(str(path), frame)
-
-
-def _unpack(path: Path) -> bytes:
-    """What is in a file, which may be packed as its name says. OSError where that is more than may be read."""
-    compression = infer_compression(path, "infer")
-    try:
-        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=compression) as handles:
-            data: bytes = handles.handle.read(MOST_JSON_BYTES + 1)
-    except OSError:
-        raise
-    except Exception as error:  # each way of packing has errors of its own
-        raise OSError(f"it cannot be unpacked: {error}") from error
-    if len(data) > MOST_JSON_BYTES:
-        raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-    if (lines := data.count(b"\n")) > MOST_ROWS:
-        raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
-    return data
 
 
 def _json_values(text: str) -> list[Any]:
