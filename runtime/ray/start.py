@@ -19,7 +19,7 @@ from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import leaves
 from tltlab.runtime.engine.vllm import replaced
-from tltlab.runtime.recipe.recipe import ClusterConfig
+from tltlab.runtime.recipe.sections import ClusterConfig
 
 from .liveness import EndedServers
 from .prefork import Prefork

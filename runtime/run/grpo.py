@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.errors import ConfigError, TltlabError
+from tltlab.errors import ConfigError, TltlabError, refuse
 from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import CustomSpec
@@ -25,7 +25,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.origin import keep_code, seal_code
 from tltlab.runtime.recipe.recipe import Recipe, located
-from tltlab.runtime.recipe.rules import exact_replay, refuse
+from tltlab.runtime.recipe.rules import exact_replay
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
