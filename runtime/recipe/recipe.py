@@ -17,9 +17,9 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import code_allowed
+from tltlab.policies.specs import allowed_modules, code_allowed
 
-from .origin import CODE, refuse_foreign_code
+from .origin import CODE, code_of, refuse_code
 from .rules import RULES
 from .sections import Sections
 
@@ -35,7 +35,7 @@ class Recipe(Sections):
 
     Modules of rewards, and of a policy that is a class, are looked up as usual and last in the folders `code`: by
     default that of the recipe's file and the current one. A run keeps copies of what it found there
-    (`origin.keep_code`).
+    (`user_code.keep_code`).
     """
 
     def read_policy(self) -> Policy:
@@ -87,23 +87,26 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its rewards and the class of its policy are looked up in the run's own copies first, a policy file that is no more
-    is the run's `policy.json`. ConfigError too where it names code of a run that this user did not begin
-    (`origin.refuse_foreign_code`), but of the modules `allow_code`.
+    Its modules are looked up in the run's own copies first; a policy file that is no more is the run's `policy.json`.
+    ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
+    allowed by `policies.specs.code_allowed`: a run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
     if not isinstance(description, dict) or not isinstance(description.get("recipe"), dict):
         raise ConfigError(f"{path} is not what tltlab train writes: it has no recipe")
     fields = description["recipe"]
-    refuse_foreign_code(Path(run), fields, allow_code)
-    copies = str((Path(run) / CODE).resolve())
-    fields["code"] = list(dict.fromkeys([copies, *(fields.get("code") or ())]))
     rollout, copy = fields.get("rollout"), Path(run) / "policy.json"
     policy = rollout.get("policy") if isinstance(rollout, dict) else None
     if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
         rollout["policy"] = str(copy.resolve())
-    return _recipe(fields, overrides, str(path))
+    recipe, copies = _recipe(fields, overrides, str(path)), str((Path(run) / CODE).resolve())
+    with code_allowed(allow_code):
+        names = list(code_of(recipe))
+        refuse_code(run, names)
+        # Without a module that is allowed nothing there is imported, by no other module either.
+        code = [copies, *(recipe.code or (os.getcwd(),))] if allowed_modules() else []
+    return recipe.model_copy(update={"code": tuple(dict.fromkeys(code))})
 
 
 def located(recipe: Recipe) -> Recipe:

@@ -338,7 +338,7 @@ class Sections(FiniteModel):
 
 def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
     """Of `rollout.vllm`: vLLM says much later, and in a traceback, what is wrong with its arguments."""
-    for name, value in _leaves(vllm):
+    for name, value in leaves(vllm):
         if isinstance(value, str) and _SECRET.search(name):
             yield f"{name} would be written into the run's folder: give it by an environment variable"
         if isinstance(value, float) and not isfinite(value):
@@ -352,13 +352,13 @@ def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
         yield f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1"
 
 
-def _leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every value in nested tables and lists, with the name it goes by."""
     if isinstance(fields, Mapping):
         for key, value in fields.items():
-            yield from _leaves(value, str(key))
+            yield from leaves(value, str(key))
     elif isinstance(fields, list):
         for value in fields:
-            yield from _leaves(value, name)
+            yield from leaves(value, name)
     else:
         yield name, fields

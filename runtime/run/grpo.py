@@ -23,7 +23,7 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.origin import keep_code, seal_code
+from tltlab.runtime.recipe.origin import keep_code
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
@@ -76,7 +76,6 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         run,
     ):
         write_json(out / "run.json", sealed(description))
-        seal_code(out)
         write_json(out / "policy.json", sealed(run.policy.model_dump(mode="json")))
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
@@ -183,7 +182,7 @@ class GrpoRun:
             modules = self.recipe.own_modules
             if isinstance(self.policy.selector, CustomSpec):
                 modules.append(self.policy.selector.module)
-            keep_code(self.recipe, modules, self.out)
+            keep_code(self.recipe.code, modules, self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:

@@ -60,6 +60,11 @@ def code_allowed(modules: Iterable[str]) -> Iterator[None]:
         _allowed.reset(token)
 
 
+def allowed_modules() -> frozenset[str]:
+    """Modules that `code_allowed` or the environment names."""
+    return _allowed.get() | frozenset(filter(None, os.environ.get(ALLOW_CODE, "").split(",")))
+
+
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
     try:
         return build(Strategy.parse(value) if isinstance(value, str) else value)
@@ -251,7 +256,7 @@ class CustomSpec(PolicyPart):
 
         `source` is where it stands, for the message.
         """
-        if self.module not in _allowed.get() and self.module not in os.environ.get(ALLOW_CODE, "").split(","):
+        if self.module not in allowed_modules():
             raise ConfigError(
                 f"{source} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
                 f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare, off-policy and verify take "
