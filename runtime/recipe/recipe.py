@@ -19,9 +19,9 @@ from tltlab.files import found_in, read_json, read_text
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import allowed_modules, code_allowed
 
-from .origin import CODE, code_of, refuse_code
 from .rules import RULES
 from .sections import Sections
+from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
 """Of the recipes that come with tltlab."""

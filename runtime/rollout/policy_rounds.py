@@ -33,8 +33,8 @@ from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.graphs import engine_build
-from tltlab.runtime.recipe.origin import code_of_engines, refuse_code
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
 from tltlab.runtime.run.placement import Placement
 from tltlab.runtime.run.rows import StepReport, repeat_row, run_manifest, step_rows
 from tltlab.runtime.run.state import RunEvents

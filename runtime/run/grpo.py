@@ -23,9 +23,9 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.origin import keep_code
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay
+from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import RunError
 from tltlab.files import write_json
-from tltlab.runtime.recipe.origin import keep_code
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe, located, resumed_recipe
+from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
 # The response says what the reward function does.
