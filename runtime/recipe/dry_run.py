@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -19,23 +19,22 @@ from tltlab.runtime.engine.graphs import plan_graphs
 from .gpus import Bundles, bundles_of, places_of, weights_way
 from .graphs import EngineBuild, engines_of
 from .memory import (
+    DRIVER,
     PHASES,
+    PROCESSES,
     RANK,
-    REWARDS,
+    RAY,
     SPOT,
+    STORE,
     WORKER,
     Device,
-    Holdings,
     MemoryInputs,
+    MemoryTable,
     Part,
     context_tokens,
-    drafter_memory,
-    driver_memory,
-    engine_memory,
+    memory_table,
     requests_per_engine,
     shape_of,
-    times,
-    trainer_memory,
 )
 from .recipe import Recipe
 
@@ -137,13 +136,13 @@ def plan_of(recipe: Recipe) -> RunPlan:
         raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
     build = engines_of(recipe)
     sizes = _sizes(recipe, shape, gpu, bundles, build)
-    engine, actors = engine_memory(sizes), _actors(recipe, bundles)
-    memory = _memory(sizes, bundles, engine.parts, actors)
+    table, actors = memory_table(sizes), _actors(recipe, bundles)
+    memory = _memory(table, bundles, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     notes = []
-    if engine.at_once < engine.running:
+    if table.at_once < sizes.running:
         notes.append(
-            f"an engine's KV cache holds {engine.at_once} responses of full length, up to {engine.running} run at a "
+            f"an engine's KV cache holds {table.at_once} responses of full length, up to {sizes.running} run at a "
             "time: if all grow long, vLLM preempts some"
         )
     if recipe.train.sampling_rounds > 1:
@@ -220,33 +219,38 @@ def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles,
     )
 
 
-def _memory(sizes: MemoryInputs, bundles: Bundles, worker: Holdings, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
     """By place and phase: a GPU of each kind, or a process of each kind without GPUs, then the fullest host."""
-    rank, spot, on_driver = trainer_memory(sizes), drafter_memory(sizes), driver_memory(sizes)
     if bundles.colocated:
-        places = [("a GPU", [worker, rank, spot])]
-    elif sizes.on_gpu:
-        places = [("a rollout worker's GPU", [worker, spot]), ("a trainer rank's GPU", [rank])]
+        places = {"a GPU": [WORKER, RANK, SPOT]}
+    elif bundles.all:
+        places = {"a rollout worker's GPU": [WORKER, SPOT], "a trainer rank's GPU": [RANK]}
     else:
-        places = [(f"a {holdings.process}'s process", [holdings]) for holdings in (worker, rank, spot) if holdings]
+        places = {f"a {process}'s process": [process] for process in (WORKER, RANK, SPOT)}
     memory = [
-        Memory(where=place, device=sizes.device, phase=phase, parts=tuple(parts))
-        for place, holders in places
+        Memory(where=place, device=table.device, phase=phase, parts=tuple(parts))
+        for place, processes in places.items()
         for phase in PHASES
-        if (parts := [part for holdings in holders for part in holdings.of(sizes.device, phase)])
+        if (parts := [part for process in processes for part in table.of(process, table.device, phase)])
     ]
     # The driver's, which is the first: ranks and workers fill nodes in order.
-    counts = Counter(actor.kind for actor in actors if actor.node == 0)
-    counts[REWARDS] = sizes.recipe.reward_pool.processes
+    counts = Counter(actor.kind for actor in actors if actor.node == 0) + Counter([DRIVER, STORE, RAY])
     for phase in PHASES:
         on_host = (
-            times(part, counts[holdings.process] if holdings.process in (WORKER, RANK, SPOT, REWARDS) else 1)
-            for holdings in (worker, rank, spot, *on_driver)
-            for part in holdings.of("host", phase)
+            _times(part, count)
+            for process in PROCESSES
+            if (count := counts[process])
+            for part in table.of(process, "host", phase)
         )
-        host_parts = tuple(part for part in on_host if part.num_bytes)
-        memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=host_parts))
+        memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=tuple(on_host)))
     return tuple(memory)
+
+
+def _times(part: Part, count: int) -> Part:
+    """The same of so many processes."""
+    if count == 1:
+        return part
+    return replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:
