@@ -23,9 +23,9 @@ from tltlab.traces.trace import read
 
 from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
-from .memory import shape_of
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
+from .shape import shape_of
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

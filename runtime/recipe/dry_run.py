@@ -31,12 +31,10 @@ from .memory import (
     MemoryInputs,
     MemoryTable,
     Part,
-    context_tokens,
     memory_table,
-    requests_per_engine,
-    shape_of,
 )
 from .recipe import Recipe
+from .shape import context_tokens, requests_per_engine, shape_of
 
 Place = tuple[int, tuple[int, ...]]
 

@@ -10,20 +10,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from pathlib import Path
 from typing import Literal, get_args
 
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
 from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
-from tltlab.hardware import model as model_by_name
 
 from .recipe import Recipe
+from .shape import context_tokens, requests_per_engine, vllm_batch
 
-PROMPT_TOKENS = 1024
-"""Of a prompt, where `data.max_prompt_tokens` does not limit them."""
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned, flat."""
 LOGITS = 1 << 26
@@ -383,51 +379,8 @@ def _driver(sizes: MemoryInputs, table: MemoryTable) -> None:
     table.add(REWARDS, "reward process runtime", RUNTIME_BYTES[REWARDS], "measured", device="host")
 
 
-def shape_of(model: str) -> ModelShape:
-    """Read MODEL/config.json where that is a folder, else look the last part of the id up in `tltlab.hardware`.
-
-    ConfigError for a model of neither kind, and for one that is no dense decoder.
-    """
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        try:
-            return model_by_name(model)
-        except ConfigError as error:
-            raise ConfigError(
-                f"cannot tell the shape of model {model!r}: there is no {path}, and it is an {error}; download it first"
-            ) from error
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is no model configuration: expected an object")
-    try:
-        shape = ModelShape.from_config(config, Path(model).resolve().name)
-    except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error
-    if shape.experts:
-        raise ConfigError(f"{path} is of a mixture of experts, and estimates are for dense models")
-    return shape
-
-
-def context_tokens(recipe: Recipe) -> int:
-    """Tokens of the longest prompt and response."""
-    tokens = (recipe.data.max_prompt_tokens or PROMPT_TOKENS) + recipe.rollout.max_response_tokens
-    return min(tokens, int(recipe.rollout.vllm.get("max_model_len") or tokens))
-
-
 def value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
     """Bytes of a number in a dtype; None and "auto" are bfloat16 on a GPU, else float32."""
     if dtype in (None, "auto"):
         return 2 if on_gpu else 4
     return 4 if dtype == "float32" else 2
-
-
-def vllm_batch(gpu: Gpu | None) -> int:
-    """vLLM 0.32's own max_num_seqs (`arg_utils`): more on GPUs of 70 GiB and up, the A100 excepted."""
-    return 1024 if gpu is not None and gpu.memory_bytes >= 70 * 2**30 and gpu.name != "A100" else 256
-
-
-def requests_per_engine(recipe: Recipe) -> int:
-    """Responses of one rollout that an engine has to generate."""
-    rollout = recipe.rollout
-    total = rollout.prompts_per_step * rollout.group_size if rollout.partial is None else rollout.partial.concurrency
-    return ceil(total / rollout.num_workers)
