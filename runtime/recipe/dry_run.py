@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from tltlab.console import table
-from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, ModelShape
-from tltlab.hardware import gpu as gpu_by_name
-from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import plan_graphs
+from tltlab.hardware import Gpu
 
-from .gpus import Bundles, bundles_of, places_of, weights_way
-from .graphs import EngineBuild, engines_of
+from .gpus import Bundles, places_of
 from .memory import (
     DRIVER,
     PHASES,
     PROCESSES,
     RANK,
     RAY,
+    REWARDS,
     SPOT,
     STORE,
     WORKER,
     Device,
-    MemoryInputs,
     MemoryTable,
     Part,
+    Sizes,
     memory_table,
 )
 from .recipe import Recipe
-from .shape import context_tokens, requests_per_engine, shape_of
 
 Place = tuple[int, tuple[int, ...]]
 
@@ -126,14 +120,8 @@ def plan_of(recipe: Recipe) -> RunPlan:
     ConfigError where its GPUs do not add up, tensor parallelism does not divide the model, or the model's shape or the
     GPU is not known. A plan that does not fit is no error: its `fits` says so.
     """
-    shape = shape_of(recipe.model)
-    bundles = bundles_of(recipe)
-    on_gpu = bool(bundles.all)
-    gpu = gpu_by_name(recipe.cluster.gpu) if recipe.cluster.gpu is not None else None
-    if gpu is not None and not on_gpu:
-        raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
-    build = engines_of(recipe)
-    sizes = _sizes(recipe, shape, gpu, bundles, build)
+    sizes = Sizes(recipe)
+    shape, bundles, gpu, build = sizes.shape, sizes.bundles, sizes.gpu, sizes.build
     table, actors = memory_table(sizes), _actors(recipe, bundles)
     memory = _memory(table, bundles, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
@@ -148,7 +136,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
-    if on_gpu:
+    if sizes.on_gpu:
         notes.append(
             "when trainers start, rank 0 reads the whole model in float32 on its host: "
             f"{4e-9 * shape.stored_params:.1f} GB beside what is counted"
@@ -165,8 +153,8 @@ def plan_of(recipe: Recipe) -> RunPlan:
         gpus_per_node=recipe.cluster.gpus_per_node,
         gpu=gpu.name if gpu else None,
         gpu_bytes=gpu.memory_bytes if gpu else None,
-        responses_per_step=recipe.rollout.prompts_per_step * recipe.rollout.group_size,
-        tokens_per_response=context_tokens(recipe),
+        responses_per_step=sizes.responses,
+        tokens_per_response=sizes.tokens,
         actors=actors,
         memory=memory,
         fits=fits,
@@ -184,36 +172,15 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     else:
         ranks = [next(places) if gpus else (0, ()) for gpus in bundles.ranks]
     kinds: list[tuple[str, list[Place], float]] = [
-        ("rollout worker", workers, min(bundles.workers[0], 1.0)),
-        ("trainer rank", ranks, 1.0 if bundles.colocated else bundles.ranks[0]),
-        ("drafter trainer", workers if recipe.drafter is not None else [], min(bundles.workers[0], 1.0)),
-        ("reward process", [(0, ())] * recipe.reward_pool.processes, 0.0),
+        (WORKER, workers, min(bundles.workers[0], 1.0)),
+        (RANK, ranks, 1.0 if bundles.colocated else bundles.ranks[0]),
+        (SPOT, workers if recipe.drafter is not None else [], min(bundles.workers[0], 1.0)),
+        (REWARDS, [(0, ())] * recipe.reward_pool.processes, 0.0),
     ]
     return tuple(
         Actor(kind=kind, number=number, node=node, gpus=gpus, share=share)
         for kind, places_of_kind, share in kinds
         for number, (node, gpus) in enumerate(places_of_kind)
-    )
-
-
-def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> MemoryInputs:
-    """What memory follows from."""
-    policy = recipe.read_policy()
-    in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
-    running = requests_per_engine(recipe)
-    rows = running * (1 + build.max_draft_depth)
-    with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
-        rows = max(batch * (k + 1) for batch, k in plan_graphs(policy, running).may_run)
-    return MemoryInputs(
-        recipe=recipe,
-        shape=shape,
-        gpu=gpu,
-        on_gpu=bool(bundles.all),
-        colocated=bundles.colocated,
-        drafters={name: spec for name, spec in build.drafters.items() if name in in_use},
-        drafted_rows=rows,
-        way=weights_way(recipe),
-        graph_bytes=build.graph_bytes,
     )
 
 

@@ -6,19 +6,25 @@ A run tells what it held by the same names (`tltlab.runtime.run.memory`), which 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Literal, get_args
 
-from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, ModelShape, per_gpu_heads
+from tltlab.hardware import gpu as gpu_by_name
+from tltlab.hardware import per_gpu_heads
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.graphs import plan_graphs
 
+from .gpus import bundles_of, weights_way
+from .graphs import drafters_of, engine_build
 from .recipe import Recipe
-from .shape import context_tokens, requests_per_engine, vllm_batch
+from .shape import context_tokens, requests_per_engine, shape_of, vllm_batch
 
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned, flat."""
@@ -91,86 +97,55 @@ class MemoryTable:
         return [p for p, where, phases in self._rows if p.process == process and where == device and phase in phases]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryInputs:
-    """What sizes follow from: the recipe, its model, its GPU if one is named, and what its policy drafts with.
+class Sizes:
+    """What parts are reckoned from: a recipe's counts, its model and GPU, and what its engines are built for.
 
-    `drafters` are those that the policy may end up with, `drafted_rows` the most tokens that an iteration verifies,
-    `way` that of new weights, `graph_bytes` those of planned CUDA graphs, None where none are planned.
+    ConfigError where its GPUs do not add up, or the model's shape or the GPU is not known.
     """
 
-    recipe: Recipe
-    shape: ModelShape
-    gpu: Gpu | None
-    on_gpu: bool
-    colocated: bool  # on GPUs: without, nobody sleeps
-    drafters: Mapping[str, DrafterSpec]
-    drafted_rows: int
-    way: Literal["host", "nccl", "ipc"]
-    graph_bytes: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Of the longest prompt and response."""
-        return context_tokens(self.recipe)
-
-    @property
-    def engine_value(self) -> int:
-        return value_bytes(self.recipe.rollout.vllm.get("dtype"), on_gpu=self.on_gpu)
-
-    @property
-    def max_num_seqs(self) -> int:
-        return int(self.recipe.rollout.vllm.get("max_num_seqs", vllm_batch(self.gpu)))
-
-    @property
-    def running(self) -> int:
-        """Requests that an engine runs at a time."""
-        return min(requests_per_engine(self.recipe), self.max_num_seqs)
-
-    @property
-    def responses(self) -> int:
-        """Of one rollout."""
-        return self.recipe.rollout.prompts_per_step * self.recipe.rollout.group_size
-
-    @property
-    def learned(self) -> bool:
-        """Whether engines have a learned drafter."""
-        return any(isinstance(spec, LearnedSpec) for spec in self.drafters.values()) or self.recipe.drafter is not None
-
-    @property
-    def eagle3(self) -> bool:
-        return self.recipe.drafter is not None and self.recipe.drafter.loss.method == "eagle3"
-
-    @property
-    def head_params(self) -> int:
-        """Of an EAGLE head, or the recipe's: a decoder layer and what joins its inputs, norms included.
-
-        An EAGLE-3 head's attention reads inputs twice as wide, and three of the target's states come in.
-        """
-        shape = self.shape
+    def __init__(self, recipe: Recipe) -> None:
+        rollout, drafter = recipe.rollout, recipe.drafter
+        self.recipe, self.shape, self.bundles = recipe, shape_of(recipe.model), bundles_of(recipe)
+        self.way, shape = weights_way(recipe), self.shape
+        self.on_gpu, self.colocated = bool(self.bundles.all), self.bundles.colocated
+        self.gpu = None if recipe.cluster.gpu is None else gpu_by_name(recipe.cluster.gpu)
+        if self.gpu is not None and not self.on_gpu:
+            raise ConfigError(f"cluster.gpu = {self.gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
+        policy = recipe.read_policy()
+        self.build = build = engine_build(recipe, policy, drafters_of(recipe, policy))
+        in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
+        self.drafters = [spec for name, spec in build.drafters.items() if name in in_use]
+        # Most tokens that an iteration verifies.
+        self.drafted_rows = requests_per_engine(recipe) * (1 + build.max_draft_depth)
+        with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
+            may_run = plan_graphs(policy, requests_per_engine(recipe)).may_run
+            self.drafted_rows = max(batch * (depth + 1) for batch, depth in may_run)
+        self.learned = drafter is not None or any(isinstance(spec, LearnedSpec) for spec in self.drafters)
+        # Bytes of a number in engines, trainers and drafter trainers.
+        self.engine_value = _value_bytes(rollout.vllm.get("dtype"), on_gpu=self.on_gpu)
+        self.trainer_value = _value_bytes(recipe.train.dtype, on_gpu=self.on_gpu)
+        self.drafter_value = _value_bytes(None, on_gpu=self.on_gpu)
+        # Of the longest prompt and response; of one rollout; at a time in an engine.
+        self.tokens = context_tokens(recipe)
+        self.responses = rollout.prompts_per_step * rollout.group_size
+        self.max_num_seqs = int(rollout.vllm.get("max_num_seqs", vllm_batch(self.gpu)))
+        self.running = min(requests_per_engine(recipe), self.max_num_seqs)
+        # Of embedding and LM head.
+        self.shared_params = shape.stored_params - shape.layers * shape.layer_params
+        # Of an EAGLE head, or the recipe's: a decoder layer and what joins its inputs, norms included. An EAGLE-3
+        # head's attention reads inputs twice as wide, and three of the target's states come in.
+        eagle3 = drafter is not None and drafter.loss.method == "eagle3"
         wider = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden + shape.hidden**2 + 3 * shape.hidden
-        return shape.layer_params + 2 * shape.hidden**2 + shape.hidden + self.eagle3 * wider
-
-    @property
-    def state_bytes(self) -> int:
-        """Hidden states of one token, as they are captured: with EAGLE-3 those of three more layers."""
-        return self.engine_value * self.shape.hidden * (4 if self.eagle3 else 1)
-
-    @property
-    def shared_params(self) -> int:
-        """Of embedding and LM head."""
-        return self.shape.stored_params - self.shape.layers * self.shape.layer_params
-
-    @property
-    def history_bytes(self) -> float:
-        """Most that the model-free drafters in use remember of finished responses; no more than all of them take."""
-        model_free = [spec for spec in self.drafters.values() if isinstance(spec, NgramSpec | SuffixSpec)]
-        bounds = [spec.arguments()["history_mib"] for spec in model_free]
-        most = float(self.recipe.train.steps * self.responses * self.tokens * (TREE_BYTES_PER_TOKEN + 4))
-        return sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
+        self.head_params = shape.layer_params + 2 * shape.hidden**2 + shape.hidden + eagle3 * wider
+        # Hidden states of one token, as they are captured.
+        self.state_bytes = self.engine_value * shape.hidden * (4 if eagle3 else 1)
+        # Most that model-free drafters remember of finished responses; no more than all of them take.
+        bounds = [s.arguments()["history_mib"] for s in self.drafters if isinstance(s, NgramSpec | SuffixSpec)]
+        most = float(recipe.train.steps * self.responses * self.tokens * (TREE_BYTES_PER_TOKEN + 4))
+        self.history_bytes = sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
 
 
-def memory_table(sizes: MemoryInputs) -> MemoryTable:
+def memory_table(sizes: Sizes) -> MemoryTable:
     """All parts. ConfigError where tensor parallelism does not divide the heads, or no response of full length fits."""
     table = MemoryTable("GPU" if sizes.on_gpu else "host")
     for rows_of in (_engine, _trainer, _drafter, _driver):
@@ -178,7 +153,7 @@ def memory_table(sizes: MemoryInputs) -> MemoryTable:
     return table
 
 
-def _engine(sizes: MemoryInputs, table: MemoryTable) -> None:
+def _engine(sizes: Sizes, table: MemoryTable) -> None:
     """A rollout worker's. With a known GPU vLLM's KV cache is the rest of its share.
 
     Asleep (level 1) an engine keeps its weights on the host, pinned: torch keeps that memory for good once it was used.
@@ -210,16 +185,17 @@ def _engine(sizes: MemoryInputs, table: MemoryTable) -> None:
         formula = f"the larger of a layer ({batched} tokens) and 14 bytes x {rows} rows x vocabulary"
         add("engine activations", max(layer, 14 * rows * shape.vocab), formula, generating)
         if not rollout.vllm.get("enforce_eager", False):
-            planned = "flat" if sizes.graph_bytes is None else "planned: graphs x layers x 1 MB, and buffers"
-            add("CUDA graphs", GRAPH_BYTES if sizes.graph_bytes is None else sizes.graph_bytes, planned)
+            planned = "flat" if sizes.build.graph_bytes is None else "planned: graphs x layers x 1 MB, and buffers"
+            add("CUDA graphs", GRAPH_BYTES if sizes.build.graph_bytes is None else sizes.build.graph_bytes, planned)
 
     layers = shape.layers + sizes.learned
     full_length = tokens * 2 * layers * kv_heads * shape.head_dim * value
-    kv = rollout.vllm.get("kv_cache_memory_bytes", None if sizes.on_gpu else _CPU_KV_BYTES)
-    formula = "kv_cache_memory_bytes"
-    if kv is None and sizes.gpu is None:
-        kv, formula = running * full_length, "2 x layers x KV heads x head size x tokens x requests"
-    elif kv is None and sizes.gpu is not None:
+    kv_bytes = rollout.vllm.get("kv_cache_memory_bytes", None if sizes.on_gpu else _CPU_KV_BYTES)
+    if kv_bytes is not None:
+        kv, formula = float(kv_bytes), "kv_cache_memory_bytes"
+    elif sizes.gpu is None:
+        kv, formula = float(running * full_length), "2 x layers x KV heads x head size x tokens x requests"
+    else:
         share = rollout.vllm.get("gpu_memory_utilization", _VLLM_UTILIZATION)
         kv = sizes.gpu.memory_bytes * share - sum(part.num_bytes for part in table.of(WORKER, "GPU", "rollout"))
         formula = f"what gpu_memory_utilization = {share:g} leaves"
@@ -240,7 +216,7 @@ def _engine(sizes: MemoryInputs, table: MemoryTable) -> None:
     growing = f"bytes x {running} running responses x {tokens} tokens"
     on_host("texts", _TEXT_BYTES * running * tokens, f"{_TEXT_BYTES} {growing}", GENERATING)
     on_host("drafter history", sizes.history_bytes, "history_mib of the drafters in use")
-    trees = sum(_TREE_BYTES.get(spec.kind, 0) for spec in sizes.drafters.values())
+    trees = sum(_TREE_BYTES.get(spec.kind, 0) for spec in sizes.drafters)
     on_host("drafter trees", trees * running * tokens, f"{trees} {growing}", GENERATING)
     if drafter is not None:
         captured = min(drafter.capture_bytes or math.inf, running * tokens * sizes.state_bytes)
@@ -253,7 +229,7 @@ def _engine(sizes: MemoryInputs, table: MemoryTable) -> None:
     _sent(sizes, table, WORKER)
 
 
-def _trainer(sizes: MemoryInputs, table: MemoryTable) -> None:
+def _trainer(sizes: Sizes, table: MemoryTable) -> None:
     """A rank's: what it keeps between updates, and what an update and a sync add.
 
     Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
@@ -262,7 +238,7 @@ def _trainer(sizes: MemoryInputs, table: MemoryTable) -> None:
     keeps its input, and one at a time all of it. Ranks that share sequences have that share of their tokens.
     """
     shape, train = sizes.shape, sizes.recipe.train
-    value, share = value_bytes(train.dtype, on_gpu=sizes.on_gpu), sizes.shape.stored_params / train.ranks
+    value, share = sizes.trainer_value, shape.stored_params / train.ranks
     add, on_host = partial(table.add, RANK), partial(table.add, RANK, device="host")
     offloads = sizes.colocated and train.offload
     resident = (TRAINING + SYNC if sizes.way == "ipc" else TRAINING) if offloads else PHASES
@@ -307,13 +283,13 @@ def _trainer(sizes: MemoryInputs, table: MemoryTable) -> None:
     _sent(sizes, table, RANK)
 
 
-def _sent(sizes: MemoryInputs, table: MemoryTable, process: str) -> None:
+def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
     """New weights on their way (`engine.weights`): a process's buckets, and on a trainer's GPU what is gathered.
 
     By the host the buckets are memory that processes of a machine share, mapped for good; between devices they are
     there for a sync alone.
     """
-    value, shape = value_bytes(sizes.recipe.train.dtype, on_gpu=sizes.on_gpu), sizes.shape
+    value, shape = sizes.trainer_value, sizes.shape
     largest = max(shape.head_params, shape.hidden * shape.intermediate)
     if sizes.on_gpu and process == RANK:
         table.add(process, "gathered tensor", (4 + value) * largest, "the largest tensor in float32, and cast", SYNC)
@@ -324,7 +300,7 @@ def _sent(sizes: MemoryInputs, table: MemoryTable, process: str) -> None:
         table.add(process, "weights, in buckets", 2 * max(DEVICE_BUCKET_BYTES, value * largest), "2 buckets", SYNC)
 
 
-def _drafter(sizes: MemoryInputs, table: MemoryTable) -> None:
+def _drafter(sizes: Sizes, table: MemoryTable) -> None:
     """Of what trains the drafter beside each engine, whoever has its GPU; nothing without [drafter].
 
     Weights, gradients and moments stay on the device between periods; so do the heads that served before, for
@@ -334,7 +310,7 @@ def _drafter(sizes: MemoryInputs, table: MemoryTable) -> None:
     if config is None:
         return
     add, on_host = partial(table.add, SPOT), partial(table.add, SPOT, device="host")
-    value = value_bytes(None, on_gpu=sizes.on_gpu)
+    value = sizes.drafter_value
     add("drafter, training", 16 * head, "16 bytes x the head's parameters (ZeRO 3.1)")
     add("drafter, kept state", 12 * head, "12 bytes x the head's parameters")
     add("drafter, heads served", 4 * head * (config.ages + 1), f"4 bytes x the head's x {config.ages + 1}")
@@ -361,10 +337,10 @@ def _drafter(sizes: MemoryInputs, table: MemoryTable) -> None:
     on_host("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged")
 
 
-def _driver(sizes: MemoryInputs, table: MemoryTable) -> None:
+def _driver(sizes: Sizes, table: MemoryTable) -> None:
     """The driver's, Ray's object store's, Ray's and a reward process's: all on hosts."""
     recipe, head, texts = sizes.recipe, sizes.head_params, sizes.responses * sizes.tokens
-    trains, value = recipe.drafter is not None, value_bytes(recipe.train.dtype, on_gpu=sizes.on_gpu)
+    trains, value = recipe.drafter is not None, sizes.trainer_value
     driver, store = partial(table.add, DRIVER, device="host"), partial(table.add, STORE, device="host")
     driver("driver runtime", RUNTIME_BYTES[DRIVER], "measured")
     driver("rollout, collected", 40 * texts, "40 bytes x responses x tokens: texts, log-probs, rows")
@@ -379,7 +355,7 @@ def _driver(sizes: MemoryInputs, table: MemoryTable) -> None:
     table.add(REWARDS, "reward process runtime", RUNTIME_BYTES[REWARDS], "measured", device="host")
 
 
-def value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
+def _value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
     """Bytes of a number in a dtype; None and "auto" are bfloat16 on a GPU, else float32."""
     if dtype in (None, "auto"):
         return 2 if on_gpu else 4
