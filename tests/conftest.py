@@ -8,7 +8,6 @@ import gc
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ runpy.run_path(str(START_UP / "sitecustomize.py"))
 # On a busy machine Ray declares a node dead, and with it the test's process, that does not answer in time.
 os.environ.setdefault("RAY_health_check_timeout_ms", "60000")
 os.environ.setdefault("RAY_health_check_failure_threshold", "20")
-# Runs are sealed with a key that is not the user's own.
-os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"tltlab-state-of-tests-{os.getuid()}")
 # More than a hundred processes import the same modules: they are compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     from typer import Option
 
     if name == "AllowCode":
-        about = "Import the policy class that a file names from this module; repeatable."
+        about = "Allow importing what a file or a run names from this module; repeatable."
         return Annotated[list[str] | None, Option("--allow-code", metavar="MODULE", help=about)]
     return Annotated[bool, Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 

@@ -21,7 +21,8 @@ from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.ray.start import preforking
-from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
 from tltlab.sim import SimResult, simulate

@@ -51,3 +51,9 @@ class TraceError(InputError):
 
 class RunError(TltlabError):
     """A run on real engines failed after its input was found good."""
+
+
+def refuse(complaints: Iterable[str], error: type[Exception] = ConfigError) -> None:
+    """Raise `error` with all complaints in one line, each once, where there are any; pydantic wants ValueError."""
+    if sentences := dict.fromkeys(complaints):
+        raise error("; ".join(sentences))

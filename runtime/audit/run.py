@@ -17,7 +17,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.vllm import on_cpu
-from tltlab.runtime.engine.vllm.plugin import unmended_sampling
+from tltlab.runtime.engine.vllm.sampling import unmended_sampling
 
 from .cases import DRAFTERS, AuditCase, AuditedDrafter, cases, given_cases, policy_of, tiny_drafters
 from .engine import AuditedEngine, settings

@@ -17,7 +17,7 @@ def train(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; must not hold a run. [default: runs/run]")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, by its own recipe.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder, by its own recipe.")] = None,
     replay_decisions: Annotated[
         Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
     ] = None,
@@ -33,6 +33,7 @@ def train(
     tltlab train --resume runs/first train.steps=8
     tltlab train qwen2.5-7b-tlt --dry-run
     """
+    from tltlab.policies.specs import code_allowed
     from tltlab.runtime.recipe.checks import check
     from tltlab.runtime.recipe.dry_run import plan_of
     from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
@@ -49,14 +50,15 @@ def train(
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:
         loaded, folder = load_recipe(recipe, changes), out or Path("runs/run")
-    check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
-    if dry_run:
-        plan = plan_of(loaded)
-        emit(plan.as_json(), as_json=as_json, text=plan.text())
-        return
-    from tltlab.runtime.run.grpo import train as run
+    with code_allowed(allow_code or ()):
+        check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
+        if dry_run:
+            plan = plan_of(loaded)
+            emit(plan.as_json(), as_json=as_json, text=plan.text())
+            return
+        from tltlab.runtime.run.grpo import train as run
 
-    summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
+        summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
     text = f"{summary['grpo_steps']} steps into {folder}"
     if None not in (summary["reward_first"], summary["reward_last"]):
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"

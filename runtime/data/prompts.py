@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from tltlab.config import leaves
 from tltlab.errors import ConfigError
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
-from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.runtime.recipe.sections import DataConfig
 from tltlab.traces.storage import check_parquet
 
 # The loader for a file, by its first suffix: what follows it may say how it is compressed.

@@ -19,7 +19,8 @@ from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import PromptedText, TextConfig, load_target
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
-from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .measure import sample

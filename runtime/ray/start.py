@@ -18,7 +18,7 @@ from ray._private.node import Node
 from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.vllm import replaced
-from tltlab.runtime.recipe.recipe import ClusterConfig
+from tltlab.runtime.recipe.sections import ClusterConfig
 
 from .liveness import EndedServers
 from .prefork import Prefork

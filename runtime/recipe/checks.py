@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
-from tltlab.errors import ConfigError, InputError, did_you_mean
+from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
 from tltlab.files import found_in, read_object
 from tltlab.policies.policy import Policy
 from tltlab.runtime.data.prompts import first_prompt, first_row, num_rows
@@ -23,9 +23,9 @@ from tltlab.traces.trace import read
 
 from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
-from .memory import shape_of
 from .recipe import Recipe
-from .rules import exact_replay, refuse, undivided_heads
+from .rules import exact_replay, undivided_heads
+from .shape import shape_of
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

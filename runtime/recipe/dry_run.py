@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from tltlab.console import table
-from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, ModelShape
-from tltlab.hardware import gpu as gpu_by_name
-from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import plan_graphs
+from tltlab.hardware import Gpu
 
-from .gpus import Bundles, bundles_of, places_of, weights_way
-from .graphs import EngineBuild, engines_of
+from .gpus import Bundles, places_of
 from .memory import (
+    DRIVER,
     PHASES,
+    PROCESSES,
     RANK,
+    RAY,
     REWARDS,
     SPOT,
+    STORE,
     WORKER,
     Device,
-    Holdings,
-    MemoryInputs,
+    MemoryTable,
     Part,
-    context_tokens,
-    drafter_memory,
-    driver_memory,
-    engine_memory,
-    requests_per_engine,
-    shape_of,
-    times,
-    trainer_memory,
+    Sizes,
+    memory_table,
 )
 from .recipe import Recipe
 
@@ -129,21 +120,15 @@ def plan_of(recipe: Recipe) -> RunPlan:
     ConfigError where its GPUs do not add up, tensor parallelism does not divide the model, or the model's shape or the
     GPU is not known. A plan that does not fit is no error: its `fits` says so.
     """
-    shape = shape_of(recipe.model)
-    bundles = bundles_of(recipe)
-    on_gpu = bool(bundles.all)
-    gpu = gpu_by_name(recipe.cluster.gpu) if recipe.cluster.gpu is not None else None
-    if gpu is not None and not on_gpu:
-        raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
-    build = engines_of(recipe)
-    sizes = _sizes(recipe, shape, gpu, bundles, build)
-    engine, actors = engine_memory(sizes), _actors(recipe, bundles)
-    memory = _memory(sizes, bundles, engine.parts, actors)
+    sizes = Sizes(recipe)
+    shape, bundles, gpu, build = sizes.shape, sizes.bundles, sizes.gpu, sizes.build
+    table, actors = memory_table(sizes), _actors(recipe, bundles)
+    memory = _memory(table, bundles, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     notes = []
-    if engine.at_once < engine.running:
+    if table.at_once < sizes.running:
         notes.append(
-            f"an engine's KV cache holds {engine.at_once} responses of full length, up to {engine.running} run at a "
+            f"an engine's KV cache holds {table.at_once} responses of full length, up to {sizes.running} run at a "
             "time: if all grow long, vLLM preempts some"
         )
     if recipe.train.sampling_rounds > 1:
@@ -151,7 +136,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
-    if on_gpu:
+    if sizes.on_gpu:
         notes.append(
             "when trainers start, rank 0 reads the whole model in float32 on its host: "
             f"{4e-9 * shape.stored_params:.1f} GB beside what is counted"
@@ -168,8 +153,8 @@ def plan_of(recipe: Recipe) -> RunPlan:
         gpus_per_node=recipe.cluster.gpus_per_node,
         gpu=gpu.name if gpu else None,
         gpu_bytes=gpu.memory_bytes if gpu else None,
-        responses_per_step=recipe.rollout.prompts_per_step * recipe.rollout.group_size,
-        tokens_per_response=context_tokens(recipe),
+        responses_per_step=sizes.responses,
+        tokens_per_response=sizes.tokens,
         actors=actors,
         memory=memory,
         fits=fits,
@@ -187,10 +172,10 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     else:
         ranks = [next(places) if gpus else (0, ()) for gpus in bundles.ranks]
     kinds: list[tuple[str, list[Place], float]] = [
-        ("rollout worker", workers, min(bundles.workers[0], 1.0)),
-        ("trainer rank", ranks, 1.0 if bundles.colocated else bundles.ranks[0]),
-        ("drafter trainer", workers if recipe.drafter is not None else [], min(bundles.workers[0], 1.0)),
-        ("reward process", [(0, ())] * recipe.reward_pool.processes, 0.0),
+        (WORKER, workers, min(bundles.workers[0], 1.0)),
+        (RANK, ranks, 1.0 if bundles.colocated else bundles.ranks[0]),
+        (SPOT, workers if recipe.drafter is not None else [], min(bundles.workers[0], 1.0)),
+        (REWARDS, [(0, ())] * recipe.reward_pool.processes, 0.0),
     ]
     return tuple(
         Actor(kind=kind, number=number, node=node, gpus=gpus, share=share)
@@ -199,54 +184,38 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     )
 
 
-def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> MemoryInputs:
-    """What memory follows from."""
-    policy = recipe.read_policy()
-    in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
-    running = requests_per_engine(recipe)
-    rows = running * (1 + build.max_draft_depth)
-    with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
-        rows = max(batch * (k + 1) for batch, k in plan_graphs(policy, running).may_run)
-    return MemoryInputs(
-        recipe=recipe,
-        shape=shape,
-        gpu=gpu,
-        on_gpu=bool(bundles.all),
-        colocated=bundles.colocated,
-        drafters={name: spec for name, spec in build.drafters.items() if name in in_use},
-        drafted_rows=rows,
-        way=weights_way(recipe),
-        graph_bytes=build.graph_bytes,
-    )
-
-
-def _memory(sizes: MemoryInputs, bundles: Bundles, worker: Holdings, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
     """By place and phase: a GPU of each kind, or a process of each kind without GPUs, then the fullest host."""
-    rank, spot, on_driver = trainer_memory(sizes), drafter_memory(sizes), driver_memory(sizes)
     if bundles.colocated:
-        places = [("a GPU", [worker, rank, spot])]
-    elif sizes.on_gpu:
-        places = [("a rollout worker's GPU", [worker, spot]), ("a trainer rank's GPU", [rank])]
+        places = {"a GPU": [WORKER, RANK, SPOT]}
+    elif bundles.all:
+        places = {"a rollout worker's GPU": [WORKER, SPOT], "a trainer rank's GPU": [RANK]}
     else:
-        places = [(f"a {holdings.process}'s process", [holdings]) for holdings in (worker, rank, spot) if holdings]
+        places = {f"a {process}'s process": [process] for process in (WORKER, RANK, SPOT)}
     memory = [
-        Memory(where=place, device=sizes.device, phase=phase, parts=tuple(parts))
-        for place, holders in places
+        Memory(where=place, device=table.device, phase=phase, parts=tuple(parts))
+        for place, processes in places.items()
         for phase in PHASES
-        if (parts := [part for holdings in holders for part in holdings.of(sizes.device, phase)])
+        if (parts := [part for process in processes for part in table.of(process, table.device, phase)])
     ]
     # The driver's, which is the first: ranks and workers fill nodes in order.
-    counts = Counter(actor.kind for actor in actors if actor.node == 0)
-    counts[REWARDS] = sizes.recipe.reward_pool.processes
+    counts = Counter(actor.kind for actor in actors if actor.node == 0) + Counter([DRIVER, STORE, RAY])
     for phase in PHASES:
         on_host = (
-            times(part, counts[holdings.process] if holdings.process in (WORKER, RANK, SPOT, REWARDS) else 1)
-            for holdings in (worker, rank, spot, *on_driver)
-            for part in holdings.of("host", phase)
+            _times(part, count)
+            for process in PROCESSES
+            if (count := counts[process])
+            for part in table.of(process, "host", phase)
         )
-        host_parts = tuple(part for part in on_host if part.num_bytes)
-        memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=host_parts))
+        memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=tuple(on_host)))
     return tuple(memory)
+
+
+def _times(part: Part, count: int) -> Part:
+    """The same of so many processes."""
+    if count == 1:
+        return part
+    return replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:

@@ -8,8 +8,9 @@ from itertools import chain
 from math import ceil
 from typing import Literal
 
+from tltlab.errors import refuse
+
 from .recipe import Recipe
-from .rules import refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

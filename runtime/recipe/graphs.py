@@ -24,8 +24,8 @@ from tltlab.runtime.engine.graphs import (
 )
 
 from .gpus import bundles_of
-from .memory import requests_per_engine, shape_of, vllm_batch
 from .recipe import Recipe
+from .shape import requests_per_engine, shape_of, vllm_batch
 
 _HOPPER = ("H100", "H200")
 """GPUs on which vLLM takes FlashAttention 3."""

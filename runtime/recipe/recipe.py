@@ -6,23 +6,22 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tltlab.config import FiniteModel, json_or_text
-from tltlab.drafters.specs import DrafterSpec, LearnedSpec
-from tltlab.errors import ConfigError, did_you_mean
+from tltlab.config import json_or_text
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import code_allowed
-from tltlab.runtime.trainer.algorithms import ALGORITHMS
+from tltlab.policies.specs import allowed_modules, code_allowed
 
-from .drafter import Beta, DrafterConfig
-from .origin import CODE, refuse_foreign_code
-from .rules import RULES, refuse, vllm_arguments
+from .rules import RULES
+from .sections import Sections
+from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
 """Of the recipes that come with tltlab."""
@@ -30,331 +29,19 @@ MOST_TOML_BYTES = 1 << 20
 """Of a recipe."""
 
 
-class DataConfig(FiniteModel):
-    """Prompts and answers: `train`, and `heldout` for evaluations (None: none), each a JSONL or Parquet file or a
-    Hugging Face dataset: a folder or id, of its `subset` the `split` and the `heldout_split`.
-
-    `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth"). A prompt is
-    text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system` before a
-    prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run says how many; None takes
-    all.
-    """
-
-    train: str
-    heldout: str | None = None
-    split: str = "train"
-    heldout_split: str = "test"
-    subset: str | None = None
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    chat: bool = False
-    system: str | None = None
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-
-
-class RewardTerm(FiniteModel):
-    """One reward function by import path, `package.module:function`, and its weight in the sum."""
-
-    path: str
-    weight: float = 1.0
-
-
-class RewardPoolConfig(FiniteModel):
-    """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
-
-    Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes they are computed
-    in the driver, without a time limit. A process may map `memory_bytes` of memory, None: as much as there is.
-    """
-
-    processes: int = Field(default=1, ge=0)
-    timeout_s: float = Field(default=10.0, gt=0)
-    on_failure: float = Field(default=0.0, ge=-1e38, le=1e38)
-    memory_bytes: int | None = Field(default=None, ge=1 << 28)
-
-
-class PartialConfig(FiniteModel):
-    """Partial rollout with fixed concurrency (CoPRIS, arXiv 2511.05589); off-policy.
-
-    `concurrency` requests run at any time, over all workers, until prompts_per_step groups are complete; what runs then
-    is cut and goes on first in the next RL step. What is older than `max_age` RL steps is dropped; None never.
-    """
-
-    concurrency: int = Field(ge=1)
-    max_age: int | None = Field(default=None, ge=1)
-
-
-class ReuseConfig(FiniteModel):
-    """Reuse of the previous epoch's response to the same prompt and sample as a prefix (SPEC-RL, arXiv 2509.23232).
-
-    A token stays with probability min(1, `leniency` * pi_now / pi_then), the first that does not ends the prefix. With
-    `residual` "exact" the token there is drawn from norm(max(0, pi_now - pi_then)), which makes leniency 1 on-policy;
-    it keeps the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
-    """
-
-    leniency: float = Field(default=1.0, gt=0)
-    residual: Literal["none", "exact"] = "none"
-
-
-class EnvironmentConfig(FiniteModel):
-    """Tools that responses call: `path` is `package.module:Class` or a built-in, `calculator`.
-
-    A turn ends at a string of `stop` (empty: the class's own), each one token of the model. What the environment says
-    is put behind it, between `before` and `after`, and generation goes on, up to `max_turns` turns and the cap, which
-    counts what was said. Every worker asks in `processes` processes, a call that takes longer than `timeout_s` is
-    killed; with 0 it asks at once, without a limit, and the rollout can be repeated bit by bit.
-    """
-
-    path: str
-    stop: tuple[str, ...] = ()
-    max_turns: int = Field(default=8, ge=1)
-    before: str = ""
-    after: str = ""
-    processes: int = Field(default=1, ge=0)
-    timeout_s: float = Field(default=10.0, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_path(cls, fields: Any) -> Any:
-        return {"path": fields} if isinstance(fields, str) else fields
-
-
-class RolloutConfig(FiniteModel):
-    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split in order.
-
-    Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
-    of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
-    `policy` is a policy's name, drafts such as ngram:4, or a file; engines make room for drafts of up to
-    `max_draft_depth` tokens. `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th
-    rollout runs a second time, to no other end than to see how far the machine's time varies on the very same work
-    (`repeats.json`); 0 is never. A policy's file may name a class of the modules `allow_code`. Each engine spans
-    `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share (`gpus_per_worker`, None:
-    1 where there are GPUs). vLLM's own arguments go into `vllm`.
-
-    With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
-    from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
-    on from there as if it had not stopped. With `staleness` = N above 0 training is asynchronous: engines go on, new
-    weights reach them between two iterations, and a response begins only if what is trained on will be at most N
-    updates old (AReaL, arXiv 2505.24298); `stale` = "hold" waits for those that come of age, "drop" drops them.
-
-    On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
-    on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
-    deeper drafts or other drafters.
-    """
-
-    num_workers: int = Field(default=2, ge=1)
-    prompts_per_step: int = Field(default=24, ge=1)
-    group_size: int = Field(default=8, ge=2, le=512)
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    max_response_tokens: int = Field(default=768, ge=1)
-    max_draft_depth: int = Field(default=8, ge=0)
-    policy: str = "none"
-    allow_code: tuple[str, ...] = ()
-    graphs: Literal["planned", "stock"] = "planned"
-    graph_gib: float = Field(default=6.0, gt=0)
-    drafters: dict[str, DrafterSpec] = Field(default={})
-    repeat_every: int = Field(default=0, ge=0)
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    gpus_per_worker: float | None = Field(default=None, ge=0)
-    partial: PartialConfig | None = None
-    reuse: ReuseConfig | None = None
-    environment: EnvironmentConfig | None = None
-    one_step_off: bool = False
-    staleness: int = Field(default=0, ge=0)
-    stale: Literal["hold", "drop"] = "hold"
-    vllm: dict[str, Any] = Field(default={})
-
-    @field_validator("vllm")
-    @classmethod
-    def _by_the_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
-        refuse(vllm_arguments(vllm), ValueError)
-        return vllm
-
-    @property
-    def batched_tokens(self) -> int:
-        """Of an iteration; by default vLLM's least for an engine in a program of one's own (`get_batch_defaults`)."""
-        return int(self.vllm.get("max_num_batched_tokens") or 8192)
-
-
-class TrainConfig(FiniteModel):
-    """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
-
-    `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
-
-    A run has `steps` RL steps. AdamW with `betas` and `weight_decay`; the rate rises over the first `warmup_steps`
-    updates, gradients are clipped at a norm of `max_grad_norm`.
-
-    Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
-    weighs the divergence from the initial model (0: none). `advantage_scale`: rewards less their group's mean are
-    divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
-    token weighs the same ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens
-    ("constant"). `overlong`: truncated responses are kept, filtered out of the loss, penalised softly over the last
-    `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds`
-    rollouts an RL step replace groups whose rewards are all equal (1: none are replaced). `correction` of the mismatch
-    between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"), the ratio
-    taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change what the engine
-    samples from, so with a correction they need `accept_biased_sampling`.
-
-    Machine. `ranks` trainers of `threads` CPU threads share the work through FSDP2 over `backend`; with
-    `activation_checkpointing` they compute activations again in place of keeping them. `dtype` "auto" is bfloat16 on
-    CUDA, with float32 master weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. Of
-    long responses `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its
-    activations (1: each rank has its own); it divides the ranks and the model's heads and KV heads. `offload` moves the
-    trainer's tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
-    `deterministic` has torch compute the same bits each time, on GPUs at a price (`bench gpu update`): a resumed run
-    equals the unbroken one bit by bit there only with it.
-    """
-
-    steps: int = Field(default=12, ge=1)
-    algorithm: Literal["grpo", "dr-grpo", "dapo", "dler"] | None = None
-    lr: float = Field(default=5e-4, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    minibatches: int = Field(default=2, ge=1)
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0)
-    kl_coef: float = Field(default=0.0, ge=0)
-    advantage_scale: Literal["group", "batch", "none"] = "group"
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    overlong: Literal["keep", "filter", "penalty", "zero"] = "keep"
-    overlong_buffer: int = Field(default=0, ge=0)
-    sampling_rounds: int = Field(default=1, ge=1)
-    correction: Literal["truncated", "behaviour", "none"] = "truncated"
-    correction_cap: float = Field(default=2.0, ge=1)
-    accept_biased_sampling: bool = False
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
-    ranks: int = Field(default=1, ge=1)
-    sequence_parallel: int = Field(default=1, ge=1)
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    activation_checkpointing: bool = False
-    offload: bool = False
-    deterministic: bool = False
-    threads: int = Field(default=1, ge=1)
-    gpus: float | None = Field(default=None, ge=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_the_algorithm(cls, fields: Any) -> Any:
-        name = fields.get("algorithm") if isinstance(fields, dict) else None
-        return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
-
-    @property
-    def data_ranks(self) -> int:
-        """How many sets of `sequence_parallel` ranks there are, each with samples of its own."""
-        return self.ranks // self.sequence_parallel
-
-
-class EvalConfig(FiniteModel):
-    """Held-out reward before the first and after the last step, and after every `every` steps (0: at no other time).
-
-    One response to each of the first `num_prompts` prompts (0: no evaluation), at the rollout temperature.
-    """
-
-    num_prompts: int = Field(default=256, ge=0)
-    every: int = Field(default=0, ge=0)
-
-
-class ClusterConfig(FiniteModel):
-    """Where actors go. `placement` "separate": engines and trainers on GPUs of their own; "colocated": on the same
-    GPUs, and engines sleep while trainers train. There are `num_nodes` machines with `gpus_per_node` GPUs. Ray listens
-    on `host` alone unless it is told otherwise.
-
-    `weights` is the way of new ones to engines: "host" by memory that processes of a machine share, "nccl" between
-    GPUs, "ipc" within each; "auto" is the shortest that there is.
-    `gpu` is the kind of GPU (`tltlab.hardware`) that a dry run checks the memory of.
-    """
-
-    placement: Literal["separate", "colocated"] = "separate"
-    weights: Literal["auto", "host", "nccl", "ipc"] = "auto"
-    num_nodes: int = Field(default=1, ge=1)
-    gpus_per_node: int = Field(default=0, ge=0)
-    gpu: str | None = None
-    host: str = "127.0.0.1"
-
-
-class CheckpointConfig(FiniteModel):
-    """A checkpoint after every `every` RL steps (0: none but the last), of which the newest `keep` stay."""
-
-    every: int = Field(default=10, ge=0)
-    keep: int = Field(default=2, ge=1)
-
-
-class LogConfig(FiniteModel):
-    """Where metrics go besides the trace: with `tensorboard` to event files in the run's folder, to the project `wandb`
-    of Weights & Biases, to the experiment `mlflow` of MLflow."""
-
-    tensorboard: bool = True
-    wandb: str | None = None
-    mlflow: str | None = None
-
-
-class FaultConfig(FiniteModel):
-    """What is done about actors that die or hang: one is started again up to `max_restarts` times, then the run ends.
-
-    A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
-    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it. An
-    engine or trainer rank that somebody has stopped (SIGSTOP) for `stopped_timeout_s` is killed, and started again; so
-    is one that does not answer a call within `call_timeout_s` and 20 times what the longest such call took so far.
-    """
-
-    max_restarts: int = Field(default=3, ge=0)
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    collective_timeout_s: float = Field(default=3600.0, gt=0)
-    stopped_timeout_s: float = Field(default=60.0, gt=0)
-    call_timeout_s: float = Field(default=36_000.0, gt=0)
-
-    def patience_s(self, longest_s: float) -> float:
-        """How long a call may take of which the longest so far took `longest_s`."""
-        return self.call_timeout_s + 20 * longest_s
-
-
-class Recipe(FiniteModel):
+class Recipe(Sections):
     """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function` or a list of terms,
     called as reward(prompt, response, answer) -> float. Without `drafter` none is trained. All randomness is of `seed`.
 
     Modules of rewards, and of a policy that is a class, are looked up as usual and last in the folders `code`: by
     default that of the recipe's file and the current one. A run keeps copies of what it found there
-    (`origin.keep_code`).
+    (`user_code.keep_code`).
     """
-
-    model: str
-    reward: str | tuple[RewardTerm, ...]
-    data: DataConfig
-    rollout: RolloutConfig = RolloutConfig()
-    train: TrainConfig = TrainConfig()
-    drafter: DrafterConfig | None = None
-    eval: EvalConfig = EvalConfig()
-    reward_pool: RewardPoolConfig = RewardPoolConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    faults: FaultConfig = FaultConfig()
-    code: tuple[str, ...] = ()
-    seed: int = Field(default=0, ge=0, lt=2**32)
 
     def read_policy(self) -> Policy:
         """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
-
-    @property
-    def own_modules(self) -> list[str]:
-        """Modules of rewards and the environment."""
-        environment = self.rollout.environment
-        paths = [path for path, _ in self.reward_terms] + ([environment.path] if environment is not None else [])
-        return [path.partition(":")[0] for path in paths]
-
-    @property
-    def reward_terms(self) -> tuple[tuple[str, float], ...]:
-        """Import paths and weights."""
-        if isinstance(self.reward, str):
-            return ((self.reward, 1.0),)
-        return tuple((term.path, term.weight) for term in self.reward)
 
     @model_validator(mode="after")
     def _by_the_rules(self) -> Recipe:
@@ -400,23 +87,26 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its rewards and the class of its policy are looked up in the run's own copies first, a policy file that is no more
-    is the run's `policy.json`. ConfigError too where it names code of a run that this user did not begin
-    (`origin.refuse_foreign_code`), but of the modules `allow_code`.
+    Its modules are looked up in the run's own copies first; a policy file that is no more is the run's `policy.json`.
+    ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
+    allowed by `policies.specs.code_allowed`: a run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
     if not isinstance(description, dict) or not isinstance(description.get("recipe"), dict):
         raise ConfigError(f"{path} is not what tltlab train writes: it has no recipe")
     fields = description["recipe"]
-    refuse_foreign_code(Path(run), fields, allow_code)
-    copies = str((Path(run) / CODE).resolve())
-    fields["code"] = list(dict.fromkeys([copies, *(fields.get("code") or ())]))
     rollout, copy = fields.get("rollout"), Path(run) / "policy.json"
     policy = rollout.get("policy") if isinstance(rollout, dict) else None
     if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
         rollout["policy"] = str(copy.resolve())
-    return _recipe(fields, overrides, str(path))
+    recipe, copies = _recipe(fields, overrides, str(path)), str((Path(run) / CODE).resolve())
+    with code_allowed(allow_code):
+        names = list(code_of(recipe))
+        refuse_code(run, names)
+        # Without a module that is allowed nothing there is imported, by no other module either.
+        code = [copies, *(recipe.code or (os.getcwd(),))] if allowed_modules() else []
+    return recipe.model_copy(update={"code": tuple(dict.fromkeys(code))})
 
 
 def located(recipe: Recipe) -> Recipe:

@@ -1,4 +1,4 @@
-"""What can be said against a recipe by itself: one rule a function, all their complaints at once.
+"""Rules for a whole recipe: one a function, all their complaints at once.
 
 A rule yields sentences that name the field and what to do. What needs this machine's files is in `checks`, what needs
 GPUs counted in `gpus`.
@@ -6,27 +6,13 @@ GPUs counted in `gpus`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from math import gcd, isfinite
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from math import gcd
 
-from tltlab.errors import ConfigError
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
-
-_SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
-_VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
+from .sections import Sections
 
 
-def refuse(complaints: Iterable[str], error: type[Exception] = ConfigError) -> None:
-    """Raise `error` with all complaints in one line, each once, where there are any; pydantic wants ValueError."""
-    if sentences := dict.fromkeys(complaints):
-        raise error("; ".join(sentences))
-
-
-def biased_sampling(recipe: Recipe) -> Iterator[str]:
+def biased_sampling(recipe: Sections) -> Iterator[str]:
     rollout, train = recipe.rollout, recipe.train
     if train.correction == "none" or train.accept_biased_sampling:
         return
@@ -39,7 +25,7 @@ def biased_sampling(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def drafting(recipe: Recipe) -> Iterator[str]:
+def drafting(recipe: Sections) -> Iterator[str]:
     rollout, drafter = recipe.rollout, recipe.drafter
     if rollout.min_p and rollout.max_draft_depth:
         yield "rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it"
@@ -54,12 +40,12 @@ def drafting(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def overlong_responses(recipe: Recipe) -> Iterator[str]:
+def overlong_responses(recipe: Sections) -> Iterator[str]:
     if recipe.train.overlong_buffer > recipe.rollout.max_response_tokens:
         yield "train.overlong_buffer is more than rollout.max_response_tokens"
 
 
-def partial_rollouts(recipe: Recipe) -> Iterator[str]:
+def partial_rollouts(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     if rollout.partial is None:
         return
@@ -76,13 +62,13 @@ def partial_rollouts(recipe: Recipe) -> Iterator[str]:
         yield "rollout.repeat_every repeats whole rollouts, and rollout.partial has none"
 
 
-def environments(recipe: Recipe) -> Iterator[str]:
+def environments(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     if rollout.environment is not None and (rollout.partial is not None or rollout.reuse is not None):
         yield "rollout.environment has responses of several turns, which rollout.partial and rollout.reuse cannot cut"
 
 
-def off_policy(recipe: Recipe) -> Iterator[str]:
+def off_policy(recipe: Sections) -> Iterator[str]:
     """Rollouts beside training."""
     rollout = recipe.rollout
     if not (rollout.one_step_off or rollout.staleness):
@@ -111,13 +97,13 @@ def off_policy(recipe: Recipe) -> Iterator[str]:
     yield from (f"{name} does not go with {setting}" for setting, is_set in conflicts.items() if is_set)
 
 
-def sampling_rounds(recipe: Recipe) -> Iterator[str]:
+def sampling_rounds(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     if (rollout.partial is not None or rollout.reuse is not None) and recipe.train.sampling_rounds > 1:
         yield "train.sampling_rounds above 1 needs neither rollout.partial nor rollout.reuse"
 
 
-def exact_replay(recipe: Recipe) -> Iterator[str]:
+def exact_replay(recipe: Sections) -> Iterator[str]:
     """Only of a run that follows recorded decisions."""
     environment = recipe.rollout.environment
     if environment is not None and environment.processes:
@@ -129,7 +115,7 @@ def exact_replay(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def sequence_parallel(recipe: Recipe) -> Iterator[str]:
+def sequence_parallel(recipe: Sections) -> Iterator[str]:
     train = recipe.train
     if train.ranks % train.sequence_parallel:
         yield (
@@ -152,31 +138,3 @@ RULES = (
     sequence_parallel,
 )  # fmt: skip
 """Of a whole recipe, whose fields are right each by itself."""
-
-
-def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
-    """Of `rollout.vllm`: vLLM says much later, and in a traceback, what is wrong with its arguments."""
-    for name, value in _leaves(vllm):
-        if isinstance(value, str) and _SECRET.search(name):
-            yield f"{name} would be written into the run's folder: give it by an environment variable"
-        if isinstance(value, float) and not isfinite(value):
-            yield f"{name} = {value} is not a finite number"
-    for name in _VLLM_COUNTS:
-        value = vllm.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            yield f"{name} = {value!r} is not a whole number above 0"
-    share = vllm.get("gpu_memory_utilization", 0.5)
-    if type(share) not in (int, float) or not 0 < share <= 1:
-        yield f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1"
-
-
-def _leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in nested tables and lists, with the name it goes by."""
-    if isinstance(fields, Mapping):
-        for key, value in fields.items():
-            yield from _leaves(value, str(key))
-    elif isinstance(fields, list):
-        for value in fields:
-            yield from _leaves(value, name)
-    else:
-        yield name, fields

@@ -26,7 +26,7 @@ from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 from .reward_pool import UserProcesses, error_place, exit_reason, process_object
 
 if TYPE_CHECKING:
-    from tltlab.runtime.recipe.recipe import EnvironmentConfig
+    from tltlab.runtime.recipe.sections import EnvironmentConfig
 
 Message = dict[str, str]
 """{"role": "user" | "assistant" | "tool", "content": text}."""

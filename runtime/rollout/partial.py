@@ -18,7 +18,8 @@ from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.sections import PartialConfig
 
 from .collected import (
     Collected,

@@ -34,6 +34,7 @@ from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
 from tltlab.runtime.run.placement import Placement
 from tltlab.runtime.run.rows import StepReport, repeat_row, run_manifest, step_rows
 from tltlab.runtime.run.state import RunEvents
@@ -74,13 +75,15 @@ class RoundRollout:
 def run_to_verify(run: Path) -> RunToVerify:
     """Read a RUN's recipe, with its final checkpoint as the model where there is one. ConfigError names what is wrong.
 
-    A drafter that the run trained is taken from `drafter/final`, fully trained.
+    A drafter that the run trained is taken from `drafter/final`, fully trained. Tools, and arguments of vLLM that
+    import code, must be allowed by name (`policies.specs.code_allowed`).
     """
     manifest = read_json(Path(run) / "run.json")
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
     except (ValidationError, KeyError, TypeError) as error:
         raise ConfigError(f"{run}/run.json holds no recipe of a training run: {str(error).splitlines()[0]}") from error
+    refuse_code(run, code_of_engines(recipe.rollout))
     final, head = Path(run) / "checkpoints" / "final", Path(run) / "drafter" / "final"
     if (final / "config.json").is_file():
         recipe = recipe.model_copy(update={"model": str(final.resolve())})

@@ -17,7 +17,8 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.sections import ReuseConfig
 
 from .collected import (
     Collected,

@@ -31,12 +31,10 @@ class RunCheckpoints:
     """The checkpoints in `folder`, of which `save` leaves the newest `keep`.
 
     A writer that is killed leaves what was there before. One process saves at a time. `complaints` says, in sentences,
-    why `latest` or `all` passed a checkpoint over.
+    why `latest` passed a checkpoint over.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
-        if keep < 1:
-            raise ConfigError(f"checkpoints: at least 1 must be kept, got {keep}")
         self.folder = Path(folder)
         self.keep = keep
         self.complaints: list[str] = []
@@ -78,21 +76,10 @@ class RunCheckpoints:
         self._tidy()
         self.complaints = []
         for path in reversed(checkpoints_in(self.folder)):
-            if self._is_whole(path, to_the_bit=True):
+            if (fault := fault_of(path, to_the_bit=True)) is None:
                 return path
-        return None
-
-    def all(self) -> list[Path]:
-        """The checkpoints that are whole, oldest first, their large files by size."""
-        self._put_back()
-        self.complaints = []
-        return [path for path in checkpoints_in(self.folder) if self._is_whole(path)]
-
-    def _is_whole(self, path: Path, *, to_the_bit: bool = False) -> bool:
-        fault = fault_of(path, to_the_bit=to_the_bit)
-        if fault is not None:
             self.complaints.append(f"checkpoint {path} is passed over: {fault}")
-        return fault is None
+        return None
 
     def _seal(self, folder: Path, rl_step: int) -> None:
         """Make all files durable, then the list of them."""

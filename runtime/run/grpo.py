@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.errors import ConfigError, TltlabError
+from tltlab.errors import ConfigError, TltlabError, refuse
 from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import CustomSpec
@@ -23,9 +23,9 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.origin import keep_code, seal_code
 from tltlab.runtime.recipe.recipe import Recipe, located
-from tltlab.runtime.recipe.rules import exact_replay, refuse
+from tltlab.runtime.recipe.rules import exact_replay
+from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
@@ -76,7 +76,6 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         run,
     ):
         write_json(out / "run.json", sealed(description))
-        seal_code(out)
         write_json(out / "policy.json", sealed(run.policy.model_dump(mode="json")))
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
@@ -183,7 +182,7 @@ class GrpoRun:
             modules = self.recipe.own_modules
             if isinstance(self.policy.selector, CustomSpec):
                 modules.append(self.policy.selector.module)
-            keep_code(self.recipe, modules, self.out)
+            keep_code(self.recipe.code, modules, self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:

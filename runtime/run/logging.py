@@ -34,7 +34,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tltlab.config import leaves
 from tltlab.errors import ConfigError, one_line
 from tltlab.files import read_json, sealed, write_json
-from tltlab.runtime.recipe.recipe import LogConfig
+from tltlab.runtime.recipe.sections import LogConfig
 
 from .rows import LENGTH_PERCENTILES, StepReport
 

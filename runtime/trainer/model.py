@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.arrays import Tokens
-from tltlab.errors import ConfigError, one_line
+from tltlab.errors import ConfigError, one_line, refuse
 from tltlab.runtime.engine.weights import Home, TensorMeta
-from tltlab.runtime.recipe.rules import refuse, undivided_heads
+from tltlab.runtime.recipe.rules import undivided_heads
 
 from .attention import ALONE, SequenceGroup, causal_attention
 

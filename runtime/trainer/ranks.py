@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 
 from .attention import ALONE, SequenceGroup
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tltlab.arrays import Tokens
 from tltlab.errors import RunError
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 
 from .losses import advantages, shape_rewards, token_weights
 from .ranks import ranks_of

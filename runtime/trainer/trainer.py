@@ -27,8 +27,8 @@ from transformers import AutoTokenizer
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
-from tltlab.runtime.engine.weights import Engines, WeightSender
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.engine.weights import Engines
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE
@@ -37,6 +37,7 @@ from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatc
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, UpdateBatch, Worth, minibatches_of, pairs_of, share_out
+from .sender import WeightSender
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""

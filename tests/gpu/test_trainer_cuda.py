@@ -19,7 +19,7 @@ from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.samples import Sample
 from tltlab.runtime.trainer.trainer import Trainer

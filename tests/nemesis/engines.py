@@ -137,7 +137,8 @@ def disturbed(run: Path, arguments: Sequence[str], faults: Sequence[Fault], jour
         if not begun and attempts:
             shutil.rmtree(run, ignore_errors=True)
         # A fault strikes once, whichever process it meets: a run that goes on meets those that are left.
-        with Driver(run, ["--resume", str(run)] if begun else arguments, faults, journal) as driver:
+        resume = ["--resume", str(run), "--allow-code", "parity"]
+        with Driver(run, resume if begun else arguments, faults, journal) as driver:
             code = driver.wait()
         struck = [row for row in read_journal(journal) if "struck" in row]
         did = [f"{row['action']} at {row['point']}" for row in struck]

@@ -324,7 +324,7 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
     without, in turn."""
     import torch
 
-    from tltlab.runtime.recipe.recipe import TrainConfig
+    from tltlab.runtime.recipe.sections import TrainConfig
     from tltlab.runtime.trainer.ranks import be_repeatable
     from tltlab.runtime.trainer.samples import Sample
     from tltlab.runtime.trainer.trainer import Trainer

@@ -90,14 +90,13 @@ def verify(
     from tltlab.experiments import verify_policies
 
     with code_allowed(allow_code or ()):
-        chosen_policies = verify_policies.named_policies(policies)
-    rollouts = verify_policies.verify_policies(
-        run,
-        chosen_policies,
-        rounds=repeats or ROUNDS,
-        samples=samples or verify_policies.SAMPLES,
-        seed=seed,
-        out=out,
-        say=progress,
-    )
+        rollouts = verify_policies.verify_policies(
+            run,
+            verify_policies.named_policies(policies),
+            rounds=repeats or ROUNDS,
+            samples=samples or verify_policies.SAMPLES,
+            seed=seed,
+            out=out,
+            say=progress,
+        )
     emit(rollouts.json(), as_json=as_json, text=verify_policies.text(rollouts))

@@ -52,6 +52,11 @@ def code_allowed(modules: Iterable[str]) -> Iterator[None]:
         _allowed.reset(token)
 
 
+def allowed_modules() -> frozenset[str]:
+    """Modules that `code_allowed` or the environment names."""
+    return _allowed.get() | frozenset(filter(None, os.environ.get(ALLOW_CODE, "").split(",")))
+
+
 SELECTORS: tuple[type[Selector], ...] = (
     NoSpeculation, Fixed, BatchTable, AcceptLadder, Explore, EpsilonGreedy, Ucb1, Hedge, BegMab, Goodput, Adaptive,
 )  # fmt: skip
@@ -116,7 +121,7 @@ class CustomSpec(FiniteModel):
 
         `source` is where it stands, for the message.
         """
-        if self.module not in _allowed.get() and self.module not in os.environ.get(ALLOW_CODE, "").split(","):
+        if self.module not in allowed_modules():
             raise ConfigError(
                 f"{source} names {self.path}, a class that is not ours, which is not imported unasked: where you trust "
                 f"it, {ALLOW_CODE}={self.module} in the environment (simulate, compare and verify take "

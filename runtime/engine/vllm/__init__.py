@@ -128,6 +128,13 @@ def on_cpu() -> bool:
         return bool(current_platform.is_cpu())
 
 
+def is_registered() -> bool:
+    """Whether `plugin.register` has been called in this process."""
+    from vllm.v1.engine.core import EngineCore
+
+    return hasattr(EngineCore, "tltlab")
+
+
 def keep_linear_weights() -> None:
     """Let vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
 

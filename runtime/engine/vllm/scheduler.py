@@ -28,11 +28,12 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.seat import what_was_raised
 
+from . import is_registered
 from .capture import NoCapture, pause_capture, start_capture
 from .options import Attachment, check_engine, drafts_nothing
-from .plugin import is_registered, speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
 from .runners import captured_graphs, held_bytes
+from .sampling import speculative_sampling_is_sound
 from .watch import Watch
 
 logger = init_logger(__name__)

@@ -31,7 +31,7 @@ from tltlab.runtime.drafter.offline.runs import (
     live_drafts,
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
-from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.runtime.recipe.sections import DataConfig
 from tltlab.stats import interval_json, mean_of_few
 from tltlab.traces.trace import Trace
 

@@ -12,7 +12,7 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.runtime.data import prompts
 from tltlab.runtime.data.prompts import load_prompts, read_prompts, rows_of_file
-from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.runtime.recipe.sections import DataConfig
 
 ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]
 CHAT = (

@@ -18,7 +18,7 @@ from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.statistics import cells_check
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Rollout
-from tltlab.runtime.engine.vllm.plugin import unmended_sampling
+from tltlab.runtime.engine.vllm.sampling import unmended_sampling
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

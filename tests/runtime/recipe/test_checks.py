@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tltlab.cli import app as cli
+from tltlab.errors import ConfigError
+from tltlab.policies.specs import code_allowed
 from tltlab.runtime.recipe import checks
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
@@ -96,6 +98,31 @@ def test_a_trace_without_decisions_cannot_be_replayed(place: Path, capsys: pytes
     code, _, err = train(capsys, "recipe.toml", "--replay-decisions=trace", "--dry-run")
     assert code == 2
     assert "trace has no decisions.parquet" in err
+
+
+def test_a_resumed_run_imports_nothing_unasked(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(sys.modules, "loud", raising=False)
+    recipe = {"model": "m", "reward": "loud:reward", "data": {"train": "t.jsonl"}, "code": [str(place)]}
+    (place / "run").mkdir()
+    (place / "run" / "run.json").write_text(json.dumps({"recipe": recipe}))
+    code, out, err = train(capsys, "--resume=run", "--dry-run")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "--allow-code loud" in err
+    assert "loud" not in sys.modules
+
+
+def test_rollouts_of_a_runs_engines_import_nothing_unasked(place: Path):
+    from tltlab.runtime.rollout.policy_rounds import run_to_verify
+
+    recipe = {"model": "m", "reward": "loud:reward", "data": {"train": "t"}, "rollout": {"environment": "tools:Shell"}}
+    (place / "run").mkdir()
+    (place / "run" / "run.json").write_text(json.dumps({"recipe": recipe}))
+    with pytest.raises(ConfigError, match=r"--allow-code tools$"):
+        run_to_verify(place / "run")
+    with code_allowed(["tools"]):
+        assert run_to_verify(place / "run").num_rl_steps == 0
 
 
 def test_a_checkpoint_of_another_run_is_not_gone_on_with(place: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import load_policy
-from tltlab.runtime.recipe.origin import refuse_foreign_code, seal_code
 from tltlab.runtime.recipe.recipe import load_recipe, located, resumed_recipe
 
 RECIPE = """
@@ -124,44 +125,67 @@ def test_a_run_goes_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (recipe.data.train, recipe.rollout.policy) == ("t.jsonl", "mine.json")
     assert recipe.code == (str(tmp_path),)
     write_json(tmp_path / "run" / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
-    seal_code(tmp_path / "run")
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    again = resumed_recipe(tmp_path / "run")
+    again = resumed_recipe(tmp_path / "run", (), ["a"])
     assert (again.model, again.data.train) == ("m", str(tmp_path / "t.jsonl"))
     assert again.rollout.policy == str(tmp_path / "mine.json")
     assert again.code == (str(tmp_path / "run" / "code"), str(tmp_path))
     (tmp_path / "mine.json").unlink()
-    again = resumed_recipe(tmp_path / "run", ["train.steps=9"])
+    again = resumed_recipe(tmp_path / "run", ["train.steps=9"], ["a"])
     assert (again.rollout.policy, again.train.steps) == (str(tmp_path / "run" / "policy.json"), 9)
 
 
-def test_a_run_that_somebody_else_began_or_changed_goes_on_with_no_code_but_what_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+RESUMED = {"model": "m", "data": {"train": "t"}, "reward": "tltlab.runtime.rollout.rewards:math"}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reward", "asked"),
+    [
+        ({"policy": "ngram:4", "environment": "calculator", "vllm": {"seed": 1, "dtype": "float32"}}, None, []),
+        ({"policy": "learned:8x4/48@8"}, "tltlab.runtime.rollout.rewards:gsm8k", []),
+        ({}, "mine:reward", ["mine"]),
+        ({}, [{"path": "mine:reward"}, {"path": "os:system"}], ["mine", "os"]),
+        ({"policy": "yours.deep:Policy"}, None, ["yours.deep"]),
+        ({"allow_code": ["theirs"]}, None, ["theirs"]),
+        ({"environment": {"path": "tools:Shell"}}, None, ["tools"]),
+        ({"vllm": {"worker_cls": "w.W"}}, None, ["rollout.vllm.worker_cls"]),
+        ({"vllm": {"trust_remote_code": True}}, None, ["rollout.vllm.trust_remote_code"]),
+        ({"vllm": {"trust_remote_code": False, "hf_overrides": {}}}, None, []),
+        ({"vllm": {"speculative_config": {"trust_remote_code": 1}}}, None, ["rollout.vllm.speculative_config"]),
+        (
+            {"vllm": {"kv_transfer_config": {"kv_connector_module_path": "m"}}},
+            None,
+            ["rollout.vllm.kv_transfer_config"],
+        ),
+        ({"vllm": {"compilation_config": {"backend": "a.b"}}}, None, ["rollout.vllm.compilation_config"]),
+    ],
+)
+def test_a_resumed_run_imports_only_what_is_allowed_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], reward: Any, asked: list[str]
 ):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    fields = RESUMED | {"rollout": rollout, "code": ["/theirs"]} | ({"reward": reward} if reward else {})
     run = tmp_path / "run"
-    (run / "code" / "__pycache__").mkdir(parents=True)
-    code = written(run / "code" / "mine.py", "def reward(p, r, a): return 1.0")
-    fields = {"model": "m", "data": {"train": "t"}, "reward": [{"path": "mine:reward"}]}
-    fields["rollout"] = {"policy": "yours:Policy", "allow_code": ["theirs"], "vllm": {"worker_cls": "w.W", "seed": 1}}
     write_json(run / "run.json", {"recipe": fields})
-    allowed = ["mine", "yours", "theirs", "rollout.vllm.worker_cls"]
-    asked = " ".join(f"--allow-code {name}" for name in allowed)
-    with pytest.raises(ConfigError, match=f"{re.escape(str(run))} is not a run that you began .*say {asked}$"):
-        resumed_recipe(run)
-    with pytest.raises(ConfigError, match=r"say --allow-code mine$"):
-        resumed_recipe(run, (), allowed[1:])
-    refuse_foreign_code(run, fields, allowed)
-    refuse_foreign_code(run, {"reward": "tltlab.runtime.rollout.rewards:math", "rollout": {"policy": "table"}}, ())
-    seal_code(run)
-    refuse_foreign_code(run, fields, ())
-    written(run / "code" / "__pycache__" / "mine.cpython-311.pyc", "by Python")
-    refuse_foreign_code(run, fields, ())
-    for change in (lambda: written(code, "changed"), lambda: (tmp_path / "state" / "tltlab" / "key").chmod(0o644)):
-        seal_code(run)
-        refuse_foreign_code(run, fields, ())
-        change()
-        with pytest.raises(ConfigError, match="or it was changed since"):
-            refuse_foreign_code(run, fields, ())
+    write_json(run / "code.json", {"hmac": "of earlier versions"})
+    copies = str(run / "code")
+    if not asked:
+        assert resumed_recipe(run).code == (), "nothing is imported from there"
+        return
+    for allowed in (asked[1:], ["elsewhere"]):
+        with pytest.raises(ConfigError) as refused:
+            resumed_recipe(run, (), allowed)
+        missing = [name for name in asked if name not in allowed]
+        assert re.findall(r"--allow-code (\S+)", str(refused.value)) == missing
+        assert copies in str(refused.value)
+    assert resumed_recipe(run, (), asked).code == (copies, "/theirs")
+    monkeypatch.setenv("TLTLAB_ALLOW_CODE", ",".join(asked))
+    assert resumed_recipe(run).code == (copies, "/theirs")
+
+
+def test_an_override_is_no_permission(tmp_path: Path):
+    write_json(tmp_path / "run.json", {"recipe": RESUMED})
+    with pytest.raises(ConfigError, match="--allow-code mine"):
+        resumed_recipe(tmp_path, ["reward=mine:reward"])
+    assert resumed_recipe(tmp_path, ["reward=mine:reward"], ["mine"]).code == (str(tmp_path / "code"), os.getcwd())

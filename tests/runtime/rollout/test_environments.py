@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.models.make import make_tokenizer
 from tltlab.runtime.models.tasks import TASKS
-from tltlab.runtime.recipe.recipe import EnvironmentConfig
+from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.rollout.collected import RolloutTools
 from tltlab.runtime.rollout.environments import (
     Calculator,

@@ -20,7 +20,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.recipe.recipe import EnvironmentConfig
+from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.rollout.collected import RolloutTools, requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
 from tltlab.runtime.rollout.synchronous import rollouts_of

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import RunError
 from tltlab.files import write_json
-from tltlab.runtime.recipe.origin import keep_code, seal_code
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe, located, resumed_recipe
+from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
 # The response says what the reward function does.
@@ -129,9 +129,8 @@ def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere
     with RewardPool(recipe) as pool:
         assert pool.rewards([("", "abc", "")]) == [3.5]
     run = tmp_path / "run"
-    keep_code(recipe, ["beside_reward"], run)
+    keep_code(recipe.code, ["beside_reward"], run)
     write_json(run / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
-    seal_code(run)
     assert sorted(p.name for p in (run / "code").iterdir()) == [f"beside_{n}.py" for n in ("helper", "later", "reward")]
 
     # The recipe's folder has gone, or says something else by now.
@@ -142,11 +141,11 @@ def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere
     monkeypatch.chdir(tmp_path / "elsewhere")
     for name in ("reward", "helper", "later"):
         monkeypatch.delitem(sys.modules, f"beside_{name}", raising=False)
-    again = resumed_recipe(run)
+    again = resumed_recipe(run, (), ["beside_reward"])
     assert again.data.train == str(there / "t.jsonl")
     with RewardPool(again) as pool:
         assert pool.rewards([("", "abc", "")]) == [3.5]
-    keep_code(again, ["beside_reward"], run)
+    keep_code(again.code, ["beside_reward"], run)
     assert (run / "code" / "beside_later.py").read_text() == "MORE = 0.5\n"
     assert sys.path == before
 

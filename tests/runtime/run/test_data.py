@@ -9,7 +9,8 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.recipe.recipe import Recipe, RolloutConfig, load_recipe
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.sections import RolloutConfig
 from tltlab.runtime.run.data import RolloutsAhead, RunData
 
 

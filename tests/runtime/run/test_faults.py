@@ -52,6 +52,7 @@ MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 1, 0.5
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900 + 60 * NUM_KILLS)]
 
 
+ALLOWED = ("--allow-code", "parity")
 TRAIN = """
 import os, sys
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_nothing_is_lost_or_doubled_whoever_is_killed_when(
                 time.sleep(0.05)
             if victim == "driver":
                 check_what_is_left(killed, tmp_path / "left")
-                driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), path=path)
+                driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), *ALLOWED, path=path)
                 runs.append(driver)
         driver.finish()
     finally:

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.recipe.recipe import LogConfig
+from tltlab.runtime.recipe.sections import LogConfig
 from tltlab.runtime.run import logging as run_log
 from tltlab.runtime.run.logging import PACE_STEPS, RunLog, step_text
 from tltlab.runtime.run.rows import StepReport

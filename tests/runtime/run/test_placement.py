@@ -15,7 +15,8 @@ from ray.cluster_utils import Cluster
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray.start import MOST_STARTS, start_ray
-from tltlab.runtime.recipe.recipe import ClusterConfig, DataConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.sections import ClusterConfig, DataConfig, RolloutConfig, TrainConfig
 from tltlab.runtime.run.placement import Placement
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

@@ -46,7 +46,7 @@ def as_it_was_at(run: Path, step: int, out: Path) -> Path:
 
 
 def resumed(run: Path, **options: Path) -> Path:
-    train(resumed_recipe(run), run, resume=True, **options)
+    train(resumed_recipe(run, (), ["parity"]), run, resume=True, **options)
     return run
 
 
@@ -129,7 +129,7 @@ def test_prefixes_of_the_epoch_before_are_kept_where_the_policy_still_agrees(lea
 def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_path: Path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     with pytest.raises(ConfigError, match="seed"):
-        train(resumed_recipe(run, ["seed=7"]), run, resume=True)
+        train(resumed_recipe(run, ["seed=7"], ["parity"]), run, resume=True)
     assert len(tltlab.read(run / "trace").rl_steps) == STEPS
     with pytest.raises(ConfigError, match=r"run\.json"):
         resumed_recipe(tmp_path / "none")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 from tltlab.runtime.trainer.losses import (
     Mismatch,

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.attention import ALONE, SequenceGroup
 from tltlab.runtime.trainer.model import PackedTokens, check_trainable
 from tltlab.runtime.trainer.ranks import sequence_groups

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer import model as of_tokens
 from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.samples import Sample, check

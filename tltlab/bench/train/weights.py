@@ -20,10 +20,10 @@ from tltlab.runtime.engine.weights import (
     Mapped,
     TensorMeta,
     WeightBucket,
-    WeightSender,
     visible,
 )
 from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.trainer.sender import WeightSender
 from tltlab.stats import interval_json, interval_text, paired_interval
 
 WARM_UP = 1

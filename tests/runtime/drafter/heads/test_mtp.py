@@ -21,7 +21,7 @@ from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.trainer import Trainer
 
 from ...engine.asking import fixed, kept_and_refused, request, texts

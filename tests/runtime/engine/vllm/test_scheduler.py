@@ -347,7 +347,7 @@ def test_model_free_drafts_are_refused_where_drafts_stay_on_the_device(engine: E
 
 def test_without_our_plugin_or_its_mend_nothing_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     from tltlab.runtime.engine.vllm import scheduler
-    from tltlab.runtime.engine.vllm.plugin import unmended_sampling
+    from tltlab.runtime.engine.vllm.sampling import unmended_sampling
 
     with unmended_sampling(), pytest.raises(ConfigError, match="leave speculative_config out"):
         scheduled_by("PolicyScheduler", engine, asynchronous=False, settings={})

@@ -1,0 +1,97 @@
+"""Code that is not tltlab's and that a recipe has imported: copies in a run's folder, and what needs permission."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tltlab.errors import ConfigError
+from tltlab.files import write_file
+from tltlab.policies.specs import allowed_modules
+
+from .sections import RolloutConfig, Sections, leaves
+
+CODE = "code"
+"""In a run's folder: copies of the user's own modules."""
+_IMPORTS = re.compile(
+    "trust_remote_code|logits_processors|tokenizer_mode|hf_overrides|model_class_overrides|model_loader_extra_config"
+    r"|log_config_file|\w+_(?:cls|plugin|module_path)"
+)
+"""Arguments by which vLLM imports what they name."""
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.:]*[.:][A-Za-z_]\w*")
+"""Of a class or function; drafts in short, such as ngram:4, are none."""
+
+
+def keep_code(code: Sequence[str], modules: Iterable[str], run: Path) -> None:
+    """Copy modules that lie in the folders `code`, and what they import there, to RUN/code.
+
+    A resumed run keeps the copies that it has. Imports are found in the source, of modules and of packages with an
+    __init__.py; files that the code reads are not copied.
+    """
+    from modulefinder import ModuleFinder
+
+    copies = (Path(run) / CODE).resolve()
+    resumed = str(copies) in code
+    for folder in (Path(folder).resolve() for folder in code):
+        if folder == copies:
+            continue
+        finder = ModuleFinder(path=[str(folder)], excludes=["tltlab"])
+        for name in modules:
+            with contextlib.suppress(ImportError, SyntaxError, OSError):
+                finder.import_hook(name)
+        for name, module in finder.modules.items():
+            file = Path(getattr(module, "__file__", None) or "")
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            target = copies / file.relative_to(folder) if file.is_relative_to(folder) else None
+            # Python finds what is installed first, whatever has its name there.
+            elsewhere = loaded is not None and Path(loaded).resolve() != file
+            if target is not None and not elsewhere and not (resumed and target.exists()):
+                write_file(target, file.read_bytes())
+
+
+def refuse_code(run: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError where `names`, imported for the recipe of a run's folder, are not all allowed.
+
+    Allowed are those of --allow-code (`policies.specs.code_allowed`) and TLTLAB_ALLOW_CODE.
+    """
+    if missing := [name for name in dict.fromkeys(names) if name not in allowed_modules()]:
+        options = " ".join(f"--allow-code {name}" for name in missing)
+        raise ConfigError(
+            f"the recipe of {run} imports {', '.join(missing)}, from {Path(run) / CODE} first, and a run's folder does "
+            f"not choose what is imported: where you trust it, pass {options}"
+        )
+
+
+def code_of(recipe: Sections) -> Iterator[str]:
+    """Modules that do not come with tltlab, and arguments of vLLM, by which training imports code."""
+    rollout = recipe.rollout
+    for path, _ in recipe.reward_terms:
+        yield from _foreign(path)
+    if _IMPORT_PATH.fullmatch(rollout.policy):
+        yield from _foreign(rollout.policy)
+    yield from rollout.allow_code
+    yield from code_of_engines(rollout)
+
+
+def code_of_engines(rollout: RolloutConfig) -> Iterator[str]:
+    """The part of `code_of` that rollouts alone import."""
+    if rollout.environment is not None:
+        yield from _foreign(rollout.environment.path)
+    for argument, value in rollout.vllm.items():
+        parts = [(argument, value), *leaves({argument: value})]
+        if any(part and (_IMPORTS.fullmatch(name) or _is_import_path(part)) for name, part in parts):
+            yield f"rollout.vllm.{argument}"
+
+
+def _is_import_path(value: object) -> bool:
+    return isinstance(value, str) and _IMPORT_PATH.fullmatch(value) is not None
+
+
+def _foreign(path: str) -> Iterator[str]:
+    """The module of `package.module:name`, unless tltlab has it; a built-in has no colon."""
+    module, colon, _ = path.partition(":")
+    if colon and not f"{module}.".startswith("tltlab."):
+        yield module

@@ -1,0 +1,45 @@
+"""A trainer rank's side of the transfer of new weights to engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tltlab.runtime.engine.weights import Engines, Home, Slots, WeightSource, load_buckets
+
+
+class WeightSender:
+    """Rank 0 sends, the others help to gather. `home`: where weights live."""
+
+    def __init__(self, source: WeightSource, rank: int, home: Home | None = None) -> None:
+        self.source, self.rank, self.home = source, rank, home
+        self._slots: Slots | None = None
+        self._device: Any = None
+
+    def send(self, engines: Engines) -> dict[int, str]:
+        """Bring the source's weights to engines; what became of those that failed, by number."""
+        if engines.way != "host":
+            from tltlab.runtime.engine.vllm.transfer import DeviceSender
+
+            if self._device is None or self._device.way != engines.way:
+                self._device = DeviceSender(self.source, self.rank, engines.way)
+            self._device.send(engines)
+        elif self.rank:
+            for _ in self.source:
+                pass
+        else:
+            self._send(engines)
+        return engines.failed
+
+    def _send(self, engines: Engines) -> None:
+        bucket = self.home.bucket(self.source) if self.home is not None else None
+        if self.home is not None and bucket is not None:
+            engines.start_weight_update(self.home)
+            if not engines.far:
+                engines.wait(engines.load(bucket, self.home.memory.numpy()))
+                engines.finish_weight_update()
+                return
+        if self._slots is None:
+            self._slots = Slots.fit(self.source.metadata())
+        if bucket is None:
+            engines.start_weight_update(self._slots)
+        load_buckets(self.source, self._slots, engines)
