@@ -2,7 +2,7 @@
 
 They are packed back to back, without padding: attention goes over each sequence alone (`trainer.attention`) and
 positions are each sequence's own. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of padding;
-`tltlab.bench.drafter.packing` measures ours.
+`tests/bench/drafter` measures ours.
 """
 
 from __future__ import annotations

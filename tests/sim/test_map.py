@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.bench.simulator import COSTS
+from bench.simulator import COSTS
 from tltlab.costs.profiles import nearest_engine, profiles
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal

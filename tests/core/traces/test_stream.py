@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.bench.streams import bench_stream, write
+from bench.streams import bench_stream, write
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.traces import metrics, storage, stream
 from tltlab.traces import trace as trace_module

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed
 
-from tltlab.bench.drafter import members as bench_members
+from bench.drafter import members as bench_members
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, MeetingPoint, meeting
 from tltlab.runtime.drafter.training import DrafterTraining, UpdateReport

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tltlab.bench.drafter.packing import HeadShape, bench_packing, padded_loss, text
+from bench.drafter.packing import HeadShape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed

@@ -1,0 +1,92 @@
+from pathlib import Path
+
+import pytest
+
+from bench.drafters import (
+    LongRun,
+    Visits,
+    bench_drafters,
+    bench_history,
+    history_text,
+    made_up,
+    recorded,
+    replay,
+    text,
+    visit,
+)
+from tltlab.drafters.ngram import NgramDrafter
+from tltlab.drafters.specs import NgramSpec, SuffixSpec
+from tltlab.errors import ConfigError, InputError
+from tltlab.traces.trace import read
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+def test_a_replay_counts_what_an_engine_would_accept():
+    group = Visits(prompt_id="p", prompt=[1, 2, 3, 1, 2], earlier=[], replayed=[[3, 1, 2, 3, 9, 5]])
+    found = replay(NgramDrafter(min_match=2), [group], depth=4)
+    # The prefill gives 3. The draft "1 2 3 1" is kept up to the 3, then comes 9; nothing is known after it, then 5.
+    assert found["drafted"] == 4 / 2
+    assert found["accepted"] == 3 / 2
+
+
+def test_history_helps_where_a_drafter_keeps_it():
+    pytest.importorskip("arctic_inference")
+    groups = recorded(TRACES / "tiny", 4)
+    for scope, helps in (("group", False), ("problem", True)):
+        spec = SuffixSpec(scopes=(scope,))
+        first, later = visit(spec, groups, 8, False), visit(spec, groups, 8, True)
+        assert (later["accepted"] > first["accepted"]) == helps
+
+
+def test_of_a_prompt_visited_once_half_of_the_samples_is_the_history():
+    groups = recorded(TRACES / "tiny")
+    assert {(len(group.earlier), len(group.replayed)) for group in groups} == {(2, 2)}
+    assert recorded(TRACES / "tiny", 2) == groups[:2]
+    assert {len(one) for group in made_up(2, 4, 100) for one in group.earlier + group.replayed} == {100}
+
+
+def test_of_a_prompt_visited_again_the_last_visit_is_replayed(tmp_path):
+    trace = read(TRACES / "tiny")
+    tokens, workload, outcomes = trace.tokens, trace.workload, trace.outcomes
+    again = tokens["prompt_id"].iloc[0]
+    other = tokens.loc[tokens["rl_step"] == trace.rl_steps[1], "prompt_id"].iloc[0]
+    for table in (tokens, workload, outcomes):
+        table["prompt_id"] = table["prompt_id"].replace(other, again)
+    trace.replace(tokens=tokens, workload=workload, outcomes=outcomes, iterations=None, decisions=None).write(tmp_path)
+    group = recorded(tmp_path, 1)[0]
+    assert group.prompt_id == again
+    texts = [list(text) for text in tokens.loc[tokens["prompt_id"] == again, "token_ids"]]
+    assert (group.earlier, group.replayed) == (texts[:4], texts[4:])
+
+
+def test_the_benchmark_has_a_row_for_each_drafter():
+    found = bench_drafters(TRACES / "tiny", num_groups=2, cases={"one": NgramSpec(), "two": NgramSpec(scope="request")})
+    assert [row["drafter"] for row in found["rows"]] == ["one", "two"]
+    for row in found["rows"]:
+        assert 0 < row["first"]["accepted"] <= row["first"]["drafted"] <= 8
+        assert row["first"]["insert_us_per_token"] > 0
+        assert row["first"]["lookup_us"] > 0
+    assert len(text(found).splitlines()) == 4
+
+
+def test_a_long_run_costs_no_more_memory_nor_state_than_a_short_one():
+    pytest.importorskip("arctic_inference")
+    run = LongRun(rl_steps=12, step_tokens=3_200, response_tokens=200, repeat_every=4, history_mib=2)
+    found = bench_history(run, unbounded_steps=8)
+    rows = {row["case"]: row for row in found["rows"]}
+    kinds = ("unbounded", "bounded", "recalled")
+    assert list(rows) == ["never, unbounded", "never, bounded", *(f"every 4, {kind}" for kind in kinds)]
+    assert {row["num_rl_steps"] for case, row in rows.items() if "unbounded" not in case} == {12}
+    assert all(len(row["resident_mib"]) == row["num_rl_steps"] for row in rows.values())
+    assert rows["every 4, bounded"]["accepted"] > rows["never, bounded"]["accepted"]
+    assert rows["every 4, bounded"]["quality"] == pytest.approx(1.0, abs=0.02), "texts stay when their trees go"
+    assert rows["every 4, recalled"]["quality"] == pytest.approx(1.0, abs=0.02)
+    assert len(history_text(found).splitlines()) == 7
+
+
+def test_a_trace_without_tokens_is_refused():
+    with pytest.raises(InputError, match=r"no tokens\.parquet"):
+        recorded(TRACES / "reasoning-32k")
+    with pytest.raises(ConfigError, match="at least 2"):
+        made_up(1, 2, 1)

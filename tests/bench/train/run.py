@@ -1,0 +1,291 @@
+"""`tltlab bench train`: the same GRPO run by `tltlab train` and by TRL, in turn: seconds, lines to write, reward."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from tltlab.console import made_by
+from tltlab.errors import ConfigError, RunError
+from tltlab.experiments.models import folder_or_temporary, made_model
+from tltlab.files import read_json, write_json
+from tltlab.runtime.drafter.offline.data import load_tokenizer
+from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.models.make import Size
+from tltlab.runtime.models.measure import sample
+from tltlab.runtime.models.runs import Progress, prompts_of
+from tltlab.runtime.rollout.rewards import load_reward
+from tltlab.traces.trace import read
+
+from .figures import SideRun, summarise
+from .texts import GrpoJob, recipe_text, script_text, written_lines
+
+RESULT = "train.json"
+TRL = ("trl==1.16.0", "accelerate==1.15.0")
+"""What TRL needs beside the packages that are here already (torch, transformers, datasets, vLLM)."""
+OURS, DEFAULTS, VLLM = "tltlab", "trl", "trl-vllm"
+STAGES = ("rollout_s", "reward_s", "inference_s", "train_s", "sync_s")
+_TINY = Size(hidden=64, layers=1, mlp=128, steps=60, measured_prompts=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSizes:
+    """How much: `blocks` runs of every side in turn, each of `steps` RL steps.
+
+    `heldout` prompts judge the policies at the end, one response each.
+    """
+
+    sides: tuple[str, ...] = (OURS, DEFAULTS, VLLM)
+    model: str | Size = "tiny"
+    steps: int = 5
+    blocks: int = 4
+    prompts_per_step: int = 24
+    group_size: int = 8
+    max_response_tokens: int = 768
+    heldout: int = 512
+
+
+FAST = TrainSizes(
+    sides=(OURS, DEFAULTS),
+    model=_TINY,
+    steps=2,
+    blocks=1,
+    prompts_per_step=4,
+    group_size=4,
+    max_response_tokens=48,
+    heldout=32,
+)
+
+
+def train_sizes(*, fast: bool, steps: int | None, blocks: int | None) -> TrainSizes:
+    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
+    sizes = FAST if fast else TrainSizes()
+    return replace(sizes, steps=steps or sizes.steps, blocks=blocks or sizes.blocks)
+
+
+def bench_train(
+    sizes: TrainSizes,
+    *,
+    trl: Path | None = None,
+    model: Path | None = None,
+    policy: str = "none",
+    out: Path | None = None,
+    seed: int = 0,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Run every side in turn, block by block, and compare; block n has seed `seed` + n on all sides.
+
+    `trl` is a folder of `pip install --target`; None lets pip make one in `out`. `model` is a folder of `tltlab
+    make-model`, None for one that is trained first. `policy` decides over speculation in our rollouts. Everything
+    stays in `out`, and the result in its train.json after each block; None for a folder that is removed at the end.
+
+    ConfigError where there is no TRL or no model in the folders named, or `out` holds an earlier benchmark; RunError
+    where our run or TRL's by its defaults fails. That TRL's vLLM mode fails is part of the result.
+    """
+    torch.set_num_threads(1)
+    with folder_or_temporary(out, "tltlab-bench-") as folder:
+        root = folder.resolve()
+        if (root / RESULT).exists() or any((root / f"{side}-0").exists() for side in sizes.sides):
+            raise ConfigError(f"{root} holds an earlier benchmark; name another folder with --out")
+        packages = trl_folder(trl, root / "trl-packages", progress)
+        setting = _setting(model, sizes, root, policy, seed, progress)
+        start = heldout_reward(setting.model, setting, sizes.heldout)
+        blocks: list[SideRun] = []
+        for number in range(sizes.blocks):
+            for side in sizes.sides:
+                place_of = root / f"{side}-{number}"
+                this = replace(setting, seed=seed + number)
+                progress(f"block {number + 1} of {sizes.blocks}: {side}, {sizes.steps} RL steps")
+                if side == OURS:
+                    block = run_ours(this, place_of)
+                else:
+                    block = run_trl(this, place_of, packages, vllm=side == VLLM, progress=progress)
+                if block.seconds:
+                    final = place_of / "run" / "checkpoints" / "final" if side == OURS else place_of / "policy"
+                    block = replace(block, heldout_reward=heldout_reward(final, setting, sizes.heldout))
+                    progress(f"{side}: {np.median(block.seconds):.1f} s per RL step")
+                blocks.append(block)
+            result = _result(setting, sizes, blocks, packages, start)
+            write_json(root / RESULT, result)
+    return result
+
+
+def trl_folder(folder: Path | None, default: Path, progress: Progress) -> Path:
+    """The folder that TRL is in: the one given, or one that pip fills; ConfigError where there is none."""
+    if folder is not None:
+        if not (folder / "trl" / "__init__.py").is_file():
+            raise ConfigError(
+                f"no TRL in {folder}; make it with: pip install --target {folder} --no-deps {' '.join(TRL)}"
+            )
+        return folder.resolve()
+    if (default / "trl" / "__init__.py").is_file():
+        return default
+    command = [sys.executable, "-m", "pip", "install", "--target", str(default), "--no-deps", *TRL]
+    progress(" ".join(command))
+    default.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise ConfigError(
+            f"pip cannot install TRL ({last_line(process.stderr)}); where there is a network: pip install --target "
+            f"FOLDER --no-deps {' '.join(TRL)}, then name it with --trl FOLDER"
+        )
+    return default
+
+
+def run_ours(setting: GrpoJob, folder: Path) -> SideRun:
+    """One run of `tltlab train` in a process of its own; RunError where it fails."""
+    folder.mkdir(parents=True)
+    recipe = folder / "recipe.toml"
+    recipe.write_text(recipe_text(setting))
+    command = [sys.executable, "-m", "tltlab", "train", str(recipe), "--out", str(folder / "run"), "--json"]
+    began = time.perf_counter()
+    if failed := _run(command, folder, {}):
+        raise RunError(f"tltlab train failed: {failed}; its output is in {folder / 'log.txt'}")
+    whole_s = time.perf_counter() - began
+    return replace(ours_of_trace(folder / "run" / "trace", setting.seed, setting.responses), whole_s=whole_s)
+
+
+def ours_of_trace(path: Path, seed: int, responses: int) -> SideRun:
+    """What a trace of ours says. A step takes until the next one starts; the last one, which has none, its stages."""
+    trace = read(path)
+    if trace.steps is None:
+        raise RunError(f"{path}: the run recorded no RL step")
+    steps = trace.steps.sort_values("rl_step")
+    stages = steps[list(STAGES)].fillna(0.0)
+    whole = stages.sum(axis=1).tolist()
+    seconds = np.diff(steps["t_start"]).tolist() + whole[-1:]
+    tokens = trace.outcomes.groupby("rl_step")["response_tokens"].sum().reindex(steps["rl_step"]).to_numpy()
+    return SideRun(
+        side=OURS,
+        seed=seed,
+        seconds=seconds,
+        rewards=[float(reward) for reward in steps["reward_mean"]],
+        lengths=(tokens / responses).tolist(),
+        stages={name: stages[name].tolist() for name in STAGES}
+        | {"rest_s": [a - b for a, b in zip(seconds, whole, strict=True)]},
+    )
+
+
+def run_trl(setting: GrpoJob, folder: Path, packages: Path, *, vllm: bool, progress: Progress) -> SideRun:
+    """One run of TRL's trainer in a process of its own.
+
+    Its vLLM mode runs as it is, and where that fails once more with vLLM on torch's linear (`bench_trl`): the block
+    says in `as_is` how the first one failed. RunError where TRL fails without vLLM.
+    """
+    side = VLLM if vllm else DEFAULTS
+    folder.mkdir(parents=True)
+    script = folder / "script.py"
+    script.write_text(script_text(setting, folder / "policy", vllm=vllm))
+    times = folder / "times.json"
+    command = [sys.executable, "-m", "bench.train.trl", str(script), str(times)]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH")))),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder.parent / "datasets"),
+    }
+    began = time.perf_counter()
+    failed = _run(command, folder, environment)
+    if failed and not vllm:
+        raise RunError(f"TRL failed: {failed}; its output is in {folder / 'log.txt'}")
+    as_is = failed
+    if failed:
+        progress(f"TRL's vLLM mode as it is: {failed}; once more with vLLM on torch's linear")
+        shutil.move(folder / "log.txt", folder / "log-as-is.txt")
+        began = time.perf_counter()
+        failed = _run([*command, "--torch-linear"], folder, environment)
+    whole_s = time.perf_counter() - began
+    if failed:
+        return SideRun(side=side, seed=setting.seed, as_is=as_is, error=failed)
+    figures = read_json(times)
+    return SideRun(side=side, seed=setting.seed, as_is=as_is, whole_s=whole_s, **figures)
+
+
+def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str | None:
+    """Run a command with its output in the folder's log.txt. Returns None, or the last thing it said if it failed.
+
+    Each side chooses its threads as it does for any user: what this process set for itself is not handed on.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    log = folder / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.run(
+            command, cwd=folder, env=inherited | dict(environment), stdout=file, stderr=subprocess.STDOUT, check=False
+        )
+    return last_line(log.read_text(errors="replace")) if process.returncode else None
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, without the rank that torch puts before it."""
+    lines = [line.removeprefix("[rank0]:").strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")[:300]
+
+
+def heldout_reward(model: Path, setting: GrpoJob, count: int) -> float:
+    """Mean reward of one response to each of the first held-out prompts, from the same sampler for every policy."""
+    disable_progress_bar()
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(setting.model)
+    reward = load_reward(setting.reward)
+    prompts = prompts_of(setting.model, "heldout", count)
+    responses = sample(
+        policy,
+        [prompt.token_ids for prompt in prompts],
+        temperature=1.0,
+        max_tokens=setting.max_response_tokens,
+        seed=0,
+    )
+    rewards = [
+        reward(prompt.text, tokenizer.decode(response.token_ids, skip_special_tokens=True), prompt.answer)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return float(np.mean(rewards))
+
+
+def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, seed: int, progress: Progress) -> GrpoJob:
+    """The run that all sides do, on the model given or on one that is trained now."""
+    if model is None:
+        model = made_model(root / "model", progress, size=sizes.model)
+    report = read_json(model / "report.json")
+    if not isinstance(report, Mapping) or "reward" not in report:
+        raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
+    return GrpoJob(
+        model=model.resolve(),
+        reward=report["reward"],
+        steps=sizes.steps,
+        prompts_per_step=sizes.prompts_per_step,
+        group_size=sizes.group_size,
+        max_response_tokens=sizes.max_response_tokens,
+        cores=len(os.sched_getaffinity(0)),
+        policy=policy,
+        seed=seed,
+    )
+
+
+def _result(setting: GrpoJob, sizes: TrainSizes, blocks: Sequence[SideRun], trl: Path, start: float) -> dict[str, Any]:
+    """All that was measured and what it comes to."""
+    texts = {
+        OURS: recipe_text(setting),
+        DEFAULTS: script_text(setting, Path("policy"), vllm=False),
+        VLLM: script_text(setting, Path("policy"), vllm=True),
+    }
+    return {
+        **made_by(),
+        "versions": versions() | {package.name: package.version for package in distributions(path=[str(trl)])},
+        "hardware": hardware(),
+        "setting": asdict(setting) | {"model": setting.model.name},
+        "start_heldout_reward": start,
+        **summarise(blocks, {side: written_lines(texts[side]) for side in sizes.sides}, heldout=sizes.heldout),
+    }
