@@ -3,142 +3,123 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from bench.harness import Text, shown
 from tltlab.console import Json, command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 
 MODEL_FREE = "model-free"
-DRAFTER_PARTS = (
-    MODEL_FREE, "packing", "checkpoint", "members", "recipes", "adaptive", "coordination", "reward", "by-product",
-)  # fmt: skip
+DRAFTER_PARTS = (MODEL_FREE, "packing", "checkpoint", "members", "recipes", "adaptive", "coordination")
 
-Batches = Annotated[str, typer.Option(help="Batch sizes, with commas between them.")]
-FirstSeed = Annotated[int, typer.Option(min=0, help="The first seed.")]
-Result = Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")]
+Batches = Annotated[str, Option(help="Batch sizes, with commas between them.")]
+FirstSeed = Annotated[int, Option(min=0, help="The first seed.")]
+Folder = Annotated[Path | None, Option(help="Folder for all that is made, and the result; else removed at the end.")]
+Result = Annotated[Path | None, Option(help="File to write the whole result to, as JSON.")]
+OwnModel = Annotated[Path | None, Option(help="A folder of `tltlab make-model`; without one a model is trained first.")]
+Policies = Annotated[str, Option(help="Speculation: a shipped policy's name or a file.")]
 
 app = command_group(help="Benchmarks, as ratios within one run.", no_args_is_help=True)
 
 
+def _sized(help: str, least: int = 1) -> Any:
+    """An option whose default is the benchmark's size of that name."""
+    return Option(min=least, help=help, show_default=False)
+
+
 @app.command()
 def sim(
-    rounds: Annotated[int, typer.Option(min=2, help="Times that every case runs, in turn.")] = 7,
-    configurations: Annotated[
-        int, typer.Option(min=0, help="Tables in the sweep over ten RL steps; 0 for none.")
-    ] = 1000,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the sweep.")] = 1,
+    rounds: Annotated[int, Option(min=2, help="Times that every case runs, in turn.")] = 7,
+    configurations: Annotated[int, Option(min=0, help="Tables in the sweep over ten RL steps; 0 for none.")] = 1000,
+    jobs: Annotated[int, Option(min=1, help="Processes that share the sweep.")] = 1,
     as_json: Json = False,
 ) -> None:
     """How fast the simulator is, against an event per iteration and against a pure closed form.
 
     Example: tltlab bench sim --rounds 7 --configurations 1000
     """
-    from .simulator import bench_sim, text
+    from .simulator import TEXT, bench_sim
 
     progress(f"{rounds} rounds, then a sweep of {configurations} tables")
-    _tell(bench_sim(rounds, configurations, jobs), as_json, text)
+    _tell(bench_sim(rounds, configurations, jobs), as_json, TEXT)
 
 
 @app.command()
 def accuracy(
-    data: Annotated[Path, typer.Option(help="Folder of the measurements that the cost models are held against.")],
-    left_out: Annotated[
-        bool, typer.Option(help="Fit engine profiles again without each model, GPU and engine; half a minute.")
-    ] = True,
-    every: Annotated[
-        bool, typer.Option("--all", help="Every set of measurements, not a summary of one screen.")
-    ] = False,
+    data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
+    left_out: Annotated[bool, Option(help="Fit profiles without each model, GPU and engine; half a minute.")] = True,
+    every: Annotated[bool, Option("--all", help="Every set of measurements, not a summary of one screen.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
 
     Example: tltlab bench accuracy --data measurements
     """
-    from .presets.accuracy import rows, summary, text
+    from .presets.accuracy import TEXT, rows, summary
 
     table = rows(data, left_out=left_out)
-    emit({"rows": table.to_dict("records")}, as_json=as_json, text=text(table) if every else summary(table))
+    result = {"rows": table.to_dict("records")}
+    emit(result, as_json=as_json, text=shown(result, TEXT) if every else summary(table))
 
 
 @app.command()
 def buckets(
-    rounds: Annotated[int, typer.Option(min=1, help="Cases, each under five caps on memory.")] = 5,
-    as_json: Json = False,
+    rounds: Annotated[int, Option(min=1, help="Cases, each under five caps on memory.")] = 5, as_json: Json = False
 ) -> None:
     """How fast buckets are chosen exactly under a memory cap, and whether exhaustive search agrees on small cases.
 
     Example: tltlab bench buckets --rounds 5
     """
-    from .policies import bench_buckets, buckets_text
+    from .policies import BUCKETS_TEXT, bench_buckets
 
-    _tell(bench_buckets(rounds), as_json, buckets_text)
+    _tell(bench_buckets(rounds), as_json, BUCKETS_TEXT)
 
 
 @app.command()
 def trace(
-    responses: Annotated[int, typer.Option(min=1000, help="Responses to write, describe and read back.")] = 2_000_000,
+    responses: Annotated[int, Option(min=1000, help="Responses to write, describe and read back.")] = 2_000_000,
     as_json: Json = False,
 ) -> None:
     """Peak memory and speed of writing, describing and reading a large synthetic trace.
 
     Example: tltlab bench trace --responses 10000000
     """
-    from .streams import bench_stream, text
+    from .streams import TEXT, bench_stream
 
-    _tell(bench_stream(responses), as_json, text)
+    _tell(bench_stream(responses), as_json, TEXT)
 
 
 @app.command()
 def drafter(
-    trace: Annotated[
-        Path | None, typer.Argument(help="A trace with tokens; without one the text is made up.", show_default=False)
-    ] = None,
-    groups: Annotated[
-        int | None, typer.Option(min=1, help="Prompts to take. [default: all of a trace, 2 made up]")
-    ] = None,
-    response_tokens: Annotated[int, typer.Option(min=2, help="Length of a made-up response.")] = 16_384,
-    depth: Annotated[int, typer.Option(min=1, help="Longest draft of drafters that run no network.")] = 8,
+    trace: Annotated[Path | None, Argument(help="A trace with tokens; without one the text is made up.")] = None,
+    groups: Annotated[int | None, _sized("Prompts to take. [default: all of a trace, 2 made up]")] = None,
+    response_tokens: Annotated[int, Option(min=2, help="Length of a made-up response.")] = 16_384,
+    depth: Annotated[int, Option(min=1, help="Longest draft of drafters that run no network.")] = 8,
     parts: Annotated[
         str,
-        typer.Option(
+        Option(
             help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
             "memory), packing (half a minute: against padding), checkpoint (half a minute: how long saving blocks), "
-            "members (half a minute: bytes and rounds of trainers in a group), recipes (3 minutes: EAGLE, HASS, "
-            "EAGLE-3), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
-            "rollout), reward (8: with and without all of it), by-product (5: on another task). Times are of two idle "
-            "cores; a model and a warm-up take 3 more."
+            "members (half a minute: trainers in a group), recipes (3 minutes: EAGLE, HASS, EAGLE-3), adaptive (6: "
+            "frozen against trained beside the rollout), coordination (4: what that costs the rollout). Times are of "
+            "two idle cores; a model and a warm-up take 3 more."
         ),
     ] = ",".join(DRAFTER_PARTS),
-    model: Annotated[
-        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a model is trained first.")
-    ] = None,
-    size: Annotated[str | None, typer.Option(help="Size of that model. [default: small]", show_default=False)] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Rollout workers. [default: 4]", show_default=False)
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="RL steps, frozen and adaptive. [default: 12]", show_default=False)
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds. [default: 1 for adaptive, 3 for reward]", show_default=False)
-    ] = None,
-    pairs: Annotated[
-        int | None,
-        typer.Option(min=2, help="Rollouts done with and without training. [default: 16]", show_default=False),
-    ] = None,
-    draft_depth: Annotated[
-        int | None, typer.Option(min=1, help="Draft of the learned drafter. [default: 4]", show_default=False)
-    ] = None,
+    model: OwnModel = None,
+    size: Annotated[str | None, Option(help="Size of that model. [default: small]", show_default=False)] = None,
+    workers: Annotated[int | None, _sized("Rollout workers. [default: 4]")] = None,
+    steps: Annotated[int | None, _sized("RL steps, frozen and adaptive. [default: 12]")] = None,
+    seeds: Annotated[int | None, _sized("Seeds of adaptive. [default: 1]")] = None,
+    pairs: Annotated[int | None, _sized("Rollouts done with and without training. [default: 16]", 2)] = None,
+    draft_depth: Annotated[int | None, _sized("Draft of the learned drafter. [default: 4]")] = None,
     seed: FirstSeed = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for models, runs and drafter.json; else they are removed at the end.")
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="A tiny model and little of everything.")] = False,
+    out: Folder = None,
+    fast: Annotated[bool, Option("--fast", help="A tiny model and little of everything.")] = False,
     as_json: Json = False,
 ) -> None:
     """Drafters: those that run no network, and the adaptive one on real GRPO runs.
@@ -153,90 +134,74 @@ def drafter(
     result: dict[str, Any] = {}
     texts = []
     if MODEL_FREE in chosen:
-        from .drafters import bench_drafters, text
+        from .drafters import TEXT, bench_drafters
 
         result |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
-        texts.append(text(result))
+        texts.append(shown(result, TEXT))
     if learned := [part for part in chosen if part != MODEL_FREE]:
-        # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        from bench.drafter.run import bench_learned
-        from bench.drafter.run import text as text_of_learned
-        from bench.drafter.runs import sizes_of
+        _one_thread()
+        from .drafter.run import bench_learned, text
+        from .drafter.sizes import sizes_of
 
         sizes = sizes_of(
-            fast=fast,
-            model=size,
-            workers=workers,
-            steps=steps,
-            seeds=seeds,
-            reward_seeds=seeds,
-            pairs=pairs,
-            draft_depth=draft_depth,
+            fast=fast, model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs, draft_depth=draft_depth
         )
         measured = bench_learned(learned, sizes, model=model, trace=trace, out=out, seed=seed, progress=progress)
         result |= measured
-        texts.append(text_of_learned(measured))
+        texts.append(text(measured))
     emit(result, as_json=as_json, text="\n\n".join(texts))
 
 
 @app.command()
 def history(
-    rl_steps: Annotated[int, typer.Option(min=1, help="RL steps of each case.")] = 300,
-    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that an engine generates in each.")] = 1_000_000,
-    response_tokens: Annotated[int, typer.Option(min=2, help="Length of a response; eight are a group.")] = 8192,
-    repeat_every: Annotated[int, typer.Option(min=1, help="RL steps after which prompts come again.")] = 10,
-    history_mib: Annotated[float, typer.Option(min=0.01, help="Most MiB that history takes.")] = 256.0,
-    unbounded_steps: Annotated[
-        int, typer.Option(min=1, help="RL steps that are done without a bound too; each takes 0.3 kB per token.")
-    ] = 12,
-    fast: Annotated[bool, typer.Option("--fast", help="60 RL steps of 200,000 tokens and 16 MiB.")] = False,
+    rl_steps: Annotated[int, Option(min=1, help="RL steps of each case.")] = 300,
+    step_tokens: Annotated[int, Option(min=1, help="Tokens that an engine generates in each.")] = 1_000_000,
+    response_tokens: Annotated[int, Option(min=2, help="Length of a response; eight are a group.")] = 8192,
+    repeat_every: Annotated[int, Option(min=1, help="RL steps after which prompts come again.")] = 10,
+    history_mib: Annotated[float, Option(min=0.01, help="Most MiB that history takes.")] = 256.0,
+    unbounded_steps: Annotated[int, Option(min=1, help="RL steps without a bound; a token takes 0.3 kB.")] = 12,
+    fast: Annotated[bool, Option("--fast", help="60 RL steps of 200,000 tokens and 16 MiB.")] = False,
     as_json: Json = False,
 ) -> None:
     """A long run's suffix history: memory once its bound is reached, what its state costs, what is accepted.
 
     Example: tltlab bench history --rl-steps 60 --step-tokens 200000
     """
-    from .drafters import LongRun, bench_history, history_text
+    from .drafters import HISTORY_TEXT, LongRun, bench_history
 
     if fast:
         rl_steps, step_tokens, history_mib = min(rl_steps, 60), min(step_tokens, 200_000), min(history_mib, 16.0)
     run = LongRun(
-        rl_steps=rl_steps,
-        step_tokens=step_tokens,
-        response_tokens=response_tokens,
-        repeat_every=repeat_every,
+        rl_steps=rl_steps, step_tokens=step_tokens, response_tokens=response_tokens, repeat_every=repeat_every,
         history_mib=history_mib,
-    )
-    _tell(bench_history(run, unbounded_steps=unbounded_steps, progress=progress), as_json, history_text)
+    )  # fmt: skip
+    _tell(bench_history(run, unbounded_steps=unbounded_steps, progress=progress), as_json, HISTORY_TEXT)
 
 
 @app.command()
 def policy(
-    calls: Annotated[int, typer.Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every case runs, in turn.")] = 3,
+    calls: Annotated[int, Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
+    rounds: Annotated[int, Option(min=1, help="Times that every case runs, in turn.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Microseconds per decision of the shipped policies: choose and observe, and sharing out drafts.
 
     Example: tltlab bench policy --calls 3000
     """
-    from .policies import bench_policies, text
+    from .policies import TEXT, bench_policies
 
-    _tell(bench_policies(calls, rounds), as_json, text)
+    _tell(bench_policies(calls, rounds), as_json, TEXT)
 
 
 @app.command()
 def seam(
     cases: Annotated[
         str | None,
-        typer.Option(
-            help="Shipped policies, record and capture, with commas between them. [default: all]", show_default=False
-        ),
+        Option(help="Shipped policies, record and capture, with commas. [default: all]", show_default=False),
     ] = None,
     batches: Batches = "1,8,32,128,256,512",
-    iterations: Annotated[int, typer.Option(min=20, help="Iterations of each case that are measured.")] = 200,
-    cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches before each call.")] = False,
+    iterations: Annotated[int, Option(min=20, help="Iterations of each case that are measured.")] = 200,
+    cold: Annotated[bool, Option("--cold", help="Empty the processor's caches before each call.")] = False,
     as_json: Json = False,
 ) -> None:
     """Processor time of all that is ours in an iteration of vLLM's scheduler, by policy and batch; no model runs.
@@ -247,44 +212,36 @@ def seam(
 
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
     sizes = whole_numbers("--batches", batches, least=1)
-    _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), as_json, text)
+    result = bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
 def runtime(
-    model: Annotated[
-        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a deep model is trained first.")
-    ] = None,
-    draft: Annotated[
-        Path | None, typer.Option(help="Draft model of the same vocabulary; one more mode may use it.")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each rollout.")] = 24,
-    group_size: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
-    epochs: Annotated[
-        int, typer.Option(min=0, help="Drafters know the prompts from the second one on; 0 for --off-batches alone.")
-    ] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
-    max_response_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 768,
+    model: OwnModel = None,
+    draft: Annotated[Path | None, Option(help="Draft model of the same vocabulary; one more mode may use it.")] = None,
+    prompts: Annotated[int, Option(min=1, help="Prompts of each rollout.")] = 24,
+    group_size: Annotated[int, Option(min=1, help="Responses to each prompt.")] = 8,
+    epochs: Annotated[int, Option(min=0, help="Drafters know prompts from the second on; 0: --off-batches alone.")] = 2,
+    rounds: Annotated[int, Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    max_response_tokens: Annotated[int, Option(min=1, help="Most tokens of a response.")] = 768,
     off_batches: Annotated[
         str,
-        typer.Option(
-            help="Batch sizes at which engines that draft nothing, and one that is only recorded, run beside stock "
-            "vLLM; '' for none."
-        ),
+        Option(help="Batch sizes at which engines that draft nothing, or only record, run beside stock; '' for none."),
     ] = "1,8,64,256",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of all that is drawn.")] = 0,
     out: Result = None,
-    fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
+    fast: Annotated[bool, Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
     as_json: Json = False,
 ) -> None:
     """What speculation is worth in a real engine: stock vLLM, off, fixed depths, a table and bandits, same prompts.
 
     Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
     """
-    # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from bench.runtime.run import bench_runtime, text
+    _one_thread()
     from tltlab.experiments.models import own_model
+
+    from .runtime.run import bench_runtime, text
 
     _check(out)
     sizes = whole_numbers("--off-batches", off_batches, least=1) if off_batches else []
@@ -296,33 +253,32 @@ def runtime(
         folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds,
         max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
     )  # fmt: skip
-    _tell(result, as_json, text, out)
+    _write(out, result)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
 def driver(
-    workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 64,
-    responses: Annotated[int, typer.Option(min=1, help="Responses of each in an RL step.")] = 128,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a response, in the mean.")] = 8000,
-    ranks: Annotated[int, typer.Option(min=1, help="The trainer's ranks.")] = 8,
-    group_size: Annotated[int, typer.Option(min=2, help="Responses to each prompt.")] = 16,
-    policy: Annotated[str, typer.Option(help="The engines' policy: it says what drafters remember.")] = (
-        "beg-mab-suffix"
-    ),
-    reward_processes: Annotated[int, typer.Option(min=0, help="Processes that compute rewards.")] = 1,
-    growth: Annotated[str, typer.Option(help="Numbers of workers to measure before that, with commas.")] = "8",
-    steps: Annotated[int, typer.Option(min=1, help="RL steps of each; the last one counts.")] = 2,
+    workers: Annotated[int, Option(min=1, help="Rollout workers.")] = 64,
+    responses: Annotated[int, Option(min=1, help="Responses of each in an RL step.")] = 128,
+    tokens: Annotated[int, Option(min=2, help="Tokens of a response, in the mean.")] = 8000,
+    ranks: Annotated[int, Option(min=1, help="The trainer's ranks.")] = 8,
+    group_size: Annotated[int, Option(min=2, help="Responses to each prompt.")] = 16,
+    policy: Annotated[str, Option(help="The engines' policy: it says what drafters remember.")] = "beg-mab-suffix",
+    reward_processes: Annotated[int, Option(min=0, help="Processes that compute rewards.")] = 1,
+    growth: Annotated[str, Option(help="Numbers of workers to measure before that, with commas.")] = "8",
+    steps: Annotated[int, Option(min=1, help="RL steps of each; the last one counts.")] = 2,
     out: Result = None,
-    fast: Annotated[bool, typer.Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
+    fast: Annotated[bool, Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
     as_json: Json = False,
 ) -> None:
     """What a run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
 
     Example: tltlab bench driver --workers 64 --responses 128 --tokens 8000 --growth 8,16,32
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from bench.train.driver import bench_driver, text
-    from bench.train.scripted import DriverCase
+    _one_thread()
+    from .train.driver import bench_driver, text
+    from .train.scripted import DriverCase
 
     _check(out)
     if fast:
@@ -336,21 +292,21 @@ def driver(
         workers=workers, responses=responses, tokens=tokens, group_size=group_size, ranks=ranks, policy=policy,
         reward_processes=reward_processes, rl_steps=steps,
     )  # fmt: skip
-    _tell(bench_driver(case, before, progress), as_json, text, out)
+    result = bench_driver(case, before, progress)
+    _write(out, result)
+    emit(result, as_json=as_json, text=text(result))
 
 
 @app.command()
 def gpu(
-    part: Annotated[str, typer.Argument(help="graphs, seam, sync or update.")],
-    model: Annotated[Path, typer.Argument(help="A model's folder; its config.json is enough.")],
-    shape: Annotated[
-        str | None, typer.Option(help="Make MODEL first: the shape of Qwen2.5-7B, Qwen2.5-1.5B, ..., no weights.")
-    ] = None,
+    part: Annotated[str, Argument(help="graphs, seam, sync or update.")],
+    model: Annotated[Path, Argument(help="A model's folder; its config.json is enough.")],
+    shape: Annotated[str | None, Option(help="Make MODEL first: the shape of Qwen2.5-7B, ..., no weights.")] = None,
     batches: Batches = "1,8,32,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each is measured in an engine.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
-    kv_gib: Annotated[float, typer.Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="File to write after each engine, as JSON.")] = None,
+    rounds: Annotated[int, Option(min=1, help="Times that each is measured in an engine.")] = 3,
+    tokens: Annotated[int, Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
+    kv_gib: Annotated[float, Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
+    out: Annotated[Path | None, Option(help="File to write after each engine, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
@@ -369,30 +325,24 @@ def gpu(
     if shape is not None:
         module.shape(shape, model)
     result = module.bench_gpu(
-        part,
-        model,
-        batches=sizes,
-        rounds=rounds,
-        tokens=tokens,
-        kv_bytes=int(kv_gib * 2**30),
-        out=out,
+        part, model, batches=sizes, rounds=rounds, tokens=tokens, kv_bytes=int(kv_gib * 2**30), out=out,
         progress=progress,
-    )
-    _tell(result, as_json, module.text)
+    )  # fmt: skip
+    emit(result, as_json=as_json, text=module.text(result))
 
 
 @app.command()
 def weights(
-    gigabytes: Annotated[str, typer.Option(help="Sizes of the model, with commas; each is twice in memory.")] = "1,4",
-    rounds: Annotated[int, typer.Option(min=2, help="Times that each is sent, and copied, in turn.")] = 9,
+    gigabytes: Annotated[str, Option(help="Sizes of the model, with commas; each is twice in memory.")] = "1,4",
+    rounds: Annotated[int, Option(min=2, help="Times that each is sent, and copied, in turn.")] = 9,
     as_json: Json = False,
 ) -> None:
     """New weights by shared memory from one process to another, against one copy of the same bytes in one of them.
 
     Example: tltlab bench weights --gigabytes 1,4 --rounds 9
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from bench.train.weights import bench_weights, text
+    _one_thread()
+    from .train.weights import TEXT, bench_weights
 
     try:
         sizes = [float(size) for size in gigabytes.split(",")]
@@ -400,59 +350,41 @@ def weights(
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers with commas between them") from error
     if not all(0 < size < 1e4 for size in sizes):
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers above 0")
-    _tell(bench_weights(sizes, rounds=rounds, progress=progress), as_json, text)
+    _tell(bench_weights(sizes, rounds=rounds, progress=progress), as_json, TEXT)
 
 
 @app.command()
 def train(
     trl: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; without one pip "
-            "makes it.",
-            show_default=False,
-        ),
+        Option(help="Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; else pip runs."),
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a tiny model is trained first.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=2, help="RL steps of each run. [default: 5]", show_default=False)
-    ] = None,
-    blocks: Annotated[
-        int | None, typer.Option(min=1, help="Runs of every side, in turn. [default: 4]", show_default=False)
-    ] = None,
-    policy: Annotated[
-        str, typer.Option(help="Speculation in our rollouts: a shipped policy's name or a file.")
-    ] = "none",
-    seed: Annotated[int, typer.Option(min=0, help="The first block's seed.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for TRL, model, runs and train.json; else all is removed at the end.")
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
+    model: OwnModel = None,
+    steps: Annotated[int | None, _sized("RL steps of each run. [default: 5]", 2)] = None,
+    blocks: Annotated[int | None, _sized("Runs of every side, in turn. [default: 4]")] = None,
+    policy: Policies = "none",
+    seed: FirstSeed = 0,
+    out: Folder = None,
+    fast: Annotated[bool, Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
     as_json: Json = False,
 ) -> None:
     """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
 
     Example: tltlab bench train --trl ~/trl --out bench
     """
-    from bench.train.figures import text
-    from bench.train.run import bench_train, train_sizes
+    from .train.figures import TEXT
+    from .train.run import bench_train, train_sizes
 
     _check(out, folder=True)
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
-    _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, text)
+    _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, TEXT)
 
 
 @app.command("vllm-tests")
 def vllm_tests(
-    source: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="What the sdist of the installed version of vLLM unpacks to.")
-    ],
-    test: Annotated[
-        list[str] | None, typer.Option(help="A file or folder of tests in FOLDER, in place of the default. Repeatable.")
-    ] = None,
-    limit_s: Annotated[float, typer.Option(min=1, help="Seconds that the tests may take, each time they run.")] = 3600,
+    source: Annotated[Path, Argument(metavar="FOLDER", help="What the sdist of the installed vLLM unpacks to.")],
+    test: Annotated[list[str] | None, Option(help="Tests in FOLDER, in place of the default. Repeatable.")] = None,
+    limit_s: Annotated[float, Option(min=1, help="Seconds that the tests may take, each time they run.")] = 3600,
     as_json: Json = False,
 ) -> None:
     """Run vLLM's own tests of scheduling and sampling with vLLM as it is, and with ours in its place, and compare.
@@ -463,21 +395,26 @@ def vllm_tests(
 
     Example: tltlab bench vllm-tests vllm-0.32.0
     """
-    from bench.vllm.own_tests import TESTS, run_vllm_tests, text
+    from .vllm.own_tests import TESTS, run_vllm_tests, text
 
     report = run_vllm_tests(source, tests=test or TESTS, limit_s=limit_s, progress=progress)
-    _tell(report, as_json, text)
+    emit(report, as_json=as_json, text=text(report))
     if not report["passed"]:
         raise typer.Exit(1)
 
 
-def _tell(
-    result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str], out: Path | None = None
-) -> None:
-    """Print the result, and write it to a file where one is named."""
+def _one_thread() -> None:
+    # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _tell(result: dict[str, Any], as_json: bool, text: Text) -> None:
+    emit(result, as_json=as_json, text=shown(result, text))
+
+
+def _write(out: Path | None, result: dict[str, Any]) -> None:
     if out is not None:
         write_json(out, result)
-    emit(result, as_json=as_json, text=text(result))
 
 
 def _check(out: Path | None, *, folder: bool = False) -> None:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tltlab.console import table
+from bench.harness import Progress, Table, Text, alone, quiet, resident_bytes
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
 from tltlab.drafters.suffix import SuffixDrafter
@@ -25,11 +24,8 @@ from tltlab.errors import ConfigError, InputError
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
-from .streams import alone
-
 CHUNK = 64
 """Tokens by which responses of a long run grow in turn."""
-_TIMES = ("state_ms", "recall_ms")
 
 CASES: dict[str, ModelFreeSpec] = {
     "ngram, request": NgramSpec(scope="request"),
@@ -185,29 +181,18 @@ def replay(drafter: Drafter, groups: Sequence[Visits], depth: int) -> dict[str, 
     }
 
 
-def resident_bytes() -> int | None:
-    """What this process has in memory now; None where there is no /proc."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
-
-
-def text(result: dict[str, Any]) -> str:
-    """The result for people."""
-    lines = [
-        f"{result['num_tokens']} tokens replayed, drafts of up to {result['depth']}; accepted per look-up (of drafted)",
-    ]
-    rows = []
-    for row in result["rows"]:
-        first, later = row["first"], row["later"]
-        rows.append(
-            (
-                row["drafter"], f"{first['insert_us_per_token']:.2f}", f"{later['lookup_us']:.2f}",
-                "-" if first["bytes_per_token"] is None else f"{first['bytes_per_token']:.0f}",
-                *(f"{visit['accepted']:.2f} ({visit['drafted']:.2f})" for visit in (first, later)),
-            )
-        )  # fmt: skip
-    lines.append(table(("drafter", "insert us/token", "look-up us", "B/token", "first visit", "with history"), rows))
-    return "\n".join(lines)
+TEXT: Text = (
+    "{num_tokens} tokens replayed, drafts of up to {depth}; accepted per look-up (of drafted)",
+    Table(
+        rows="rows",
+        columns={
+            "drafter": "{drafter}", "insert us/token": "{first.insert_us_per_token:.2f}",
+            "look-up us": "{later.lookup_us:.2f}", "B/token": "{first.bytes_per_token:.0f}",
+            "first visit": "{first.accepted:.2f} ({first.drafted:.2f})",
+            "with history": "{later.accepted:.2f} ({later.drafted:.2f})",
+        },
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,9 +220,7 @@ class LongRun:
         return max(self.step_tokens // (self.response_tokens * self.group_size), 1)
 
 
-def bench_history(
-    run: LongRun, *, unbounded_steps: int = 12, progress: Callable[[str], None] = lambda line: None
-) -> dict[str, Any]:
+def bench_history(run: LongRun, *, unbounded_steps: int = 12, progress: Progress = quiet) -> dict[str, Any]:
     """A long run's suffix history, problem by problem, each case in a process of its own, on made-up text.
 
     Prompts never repeat, or every `run.repeat_every` RL steps; histories are bounded by `run.history_mib` or, for the
@@ -357,26 +340,17 @@ def _generate(drafter: Drafter, key: Key, text: Sequence[int], depth: int) -> tu
     return drafts, accepted
 
 
-def history_text(result: dict[str, Any]) -> str:
-    """The result of `bench_history` for people: resident memory half-way and at its end, times as medians and most."""
-    run = result["settings"]
-    lines = [
-        f"{run['step_tokens']} tokens per RL step, responses of {run['response_tokens']}, "
-        f"at most {run['history_mib']} MiB of history; accepted in the first {result['unbounded_steps']} RL steps",
-    ]
-    rows = []
-    for row in result["rows"]:
-        resident, half = row["resident_mib"], len(row["resident_mib"]) // 2
-        times = [f"{np.median(row[name]):.1f} ({max(row[name]):.1f})" if name in row else "-" for name in _TIMES]
-        rows.append(
-            (
-                row["case"], str(row["num_rl_steps"]), f"{resident[half]:.0f}", f"{max(resident):.0f}",
-                f"{resident[-1]:.0f}", *times, f"{row['whole_state_ms']:.0f}", f"{row['insert_us_per_token']:.2f}",
-                f"{row['accepted']:.2f}", f"{row['quality']:.1%}",
-            )
-        )  # fmt: skip
-    head = (
-        "case", "RL steps", "MiB half-way", "most", "at the end", "state ms (most)", "recall ms (most)", "with texts",
-        "insert us/token", "accepted", "of unbounded",
-    )  # fmt: skip
-    return "\n".join([*lines, table(head, rows)])
+HISTORY_TEXT: Text = (
+    "{settings.step_tokens} tokens per RL step, responses of {settings.response_tokens}, at most "
+    "{settings.history_mib} MiB of history; accepted in the first {unbounded_steps} RL steps; means over RL steps",
+    Table(
+        rows="rows",
+        columns={
+            "case": "{case}", "RL steps": "{num_rl_steps}", "most MiB": "{resident_mib:max .0f}",
+            "state ms": "{state_ms:.1f}",
+            "recall ms": "{recall_ms:.1f}", "with texts": "{whole_state_ms:.0f}",
+            "insert us/token": "{insert_us_per_token:.2f}", "accepted": "{accepted:.2f}",
+            "of unbounded": "{quality:.1%}",
+        },
+    ),
+)  # fmt: skip

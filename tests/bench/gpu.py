@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness import Progress, Table, Text, in_turn, shown
 from tltlab import hardware
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.stats import interval_json, interval_text, paired_interval
+from tltlab.stats import interval_json, paired_interval
 
 PARTS = ("graphs", "seam", "sync", "update")
 SEAM_MODES = (
@@ -71,7 +72,7 @@ def bench_gpu(
     tokens: int,
     kv_bytes: int,
     out: Path | None,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     """Run one of PARTS on the model in a folder; `about` and one row per engine, failed ones with what they said."""
     if part not in PARTS:
@@ -94,32 +95,41 @@ def bench_gpu(
     return result
 
 
+TEXT: Text = (
+    "{part} of {model} on {hardware}",
+    Table(
+        rows="shown",
+        columns={
+            "engine": "{name}", "s": "{seconds:.0f}", "tokens/s by batch": "{rates}", "sync s": "{sync_s:.3f}",
+            "GB": "{bytes:1e-9*.2f}", "update s": "{plain_s:.3f}", "deterministic": "{deterministic_s:.3f}",
+            "times as long": "{ratio}", "graphs GB": "{memory.measured_bytes:1e-9*.2f}",
+            "predicted": "{memory.predicted_bytes:1e-9*.2f}", "failed": "{failed}",
+        },
+    ),
+    Table(
+        rows="cells",
+        columns={
+            "engine": "{name}", "batch": "{batch}", "depth": "{depth}", "step ms": "{median_s:1e3*.2f}",
+            "ran in": "{ran_in}", "plain step over one without speculation": "{slowdown:.2f}",
+        },
+    ),
+)  # fmt: skip
+
+
 def text(result: dict[str, Any]) -> str:
-    """The result for people: a line for each engine and batch size."""
-    lines = [f"{result['part']} of {result['model']} on {result['hardware']}"]
+    """The result for people: a line for each engine, and for each batch size and depth."""
+    rows, slowdowns = [], plain_steps(result["rows"])
     for row in result["rows"]:
-        name = _name(row)
-        if "failed" in row:
-            lines.append(f"{name}: failed: {row['failed'].strip().splitlines()[-1]}")
-        elif result["part"] == "seam":
-            rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row["tokens_per_s"].items())
-            lines.append(f"{name}: tokens/s {rates}")
-        elif result["part"] == "update":
-            plain_s, deterministic_s = (statistics.median(row[name]) for name in ("plain_s", "deterministic_s"))
-            ratio = interval_text(row["ratio"])
-            lines.append(f"an update {plain_s:.3f} s, deterministic {deterministic_s:.3f} s: {ratio} times as long")
-        elif result["part"] == "sync":
-            lines.append(f"{name}: {statistics.median(row['sync_s']):.3f} s for {row['bytes'] / 1e9:.2f} GB")
-        else:
-            lines.append(f"{name}: {json.dumps(row['memory'])}")
-            lines += [
-                f"  batch {c['batch']}, depth {c['depth']}: {c['median_s']} s, {json.dumps(c['ran_in'])}"
-                for c in row["cells"]
-            ]
-    for batch, ratios in plain_steps(result["rows"]).items():
-        slowdowns = ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ratios.items())
-        lines.append(f"plain step at batch {batch} over that without speculation: {slowdowns}")
-    return "\n".join(lines)
+        rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row.get("tokens_per_s", {}).items())
+        lines = row.get("failed", "").strip().splitlines()
+        rows.append(row | {"name": _name(row), "rates": rates, "failed": lines[-1] if lines else ""})
+    cells = [
+        {**cell, "name": _name(row), "ran_in": json.dumps(cell["ran_in"]),
+         "slowdown": None if cell["depth"] else slowdowns.get(cell["batch"], {}).get(_name(row))}
+        for row in result["rows"]
+        for cell in row.get("cells", ())
+    ]  # fmt: skip
+    return shown(result | {"shown": rows, "cells": cells}, TEXT)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -339,23 +349,23 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
         for n in range(batches[0])
     ]  # fmt: skip
     trainer = Trainer(model, TrainConfig(), temperature=1.0, max_response_tokens=tokens, seed=0)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+
+    def measure(deterministic: bool, number: int) -> float:
+        be_repeatable(deterministic)
+        start = time.perf_counter()
+        trainer.update(number + 1)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
     try:
         trainer.old_logprobs(samples)
-        for visit in range(WARM_UP + rounds):
-            for deterministic in ((False, True), (True, False))[visit % 2]:
-                be_repeatable(deterministic)
-                start = time.perf_counter()
-                trainer.update(visit)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                seconds[deterministic].append(time.perf_counter() - start)
+        seconds = in_turn((False, True), measure, rounds, rng=rng)
     finally:
         be_repeatable(False)
         trainer.close()
-    plain, deterministic_s = (seconds[flag][WARM_UP:] for flag in (False, True))
-    ratio = interval_json(paired_interval(deterministic_s, plain, rng=rng))
-    return {"plain_s": plain, "deterministic_s": deterministic_s, "ratio": ratio}
+    ratio = interval_json(paired_interval(seconds[True], seconds[False], rng=rng))
+    return {"plain_s": seconds[False], "deterministic_s": seconds[True], "ratio": ratio}
 
 
 def _prompt(model: str, request: int, visit: int) -> list[int]:

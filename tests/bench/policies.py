@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.console import table
+from bench.harness import Table, Text, in_turn, spread
 from tltlab.planning.buckets import BucketPlan, plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.policies.policy import SHIPPED, Policy
@@ -38,10 +38,7 @@ def bench_policies(calls: int, rounds: int) -> dict[str, Any]:
     the best round, `within_20_us` whether that holds.
     """
     cases = [(name, batch) for name in SHIPPED for batch in BATCHES]
-    times: dict[tuple[str, int], list[tuple[np.ndarray, np.ndarray]]] = {case: [] for case in cases}
-    for number in range(rounds):
-        for name, batch in cases:
-            times[name, batch].append(_time(SHIPPED[name], batch, calls, number))
+    times = in_turn(cases, lambda case, number: _time(SHIPPED[case[0]], case[1], calls, number), rounds, warm_up=0)
     return {"goal_us": GOAL_US, "rows": [_row(name, batch, times[name, batch]) for name, batch in cases]}
 
 
@@ -49,17 +46,10 @@ def _row(name: str, batch: int, rounds: list[tuple[np.ndarray, np.ndarray]]) -> 
     decide, allot = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
     mean_us = min(float((decisions + allotments).mean()) for decisions, allotments in rounds)
     return {
-        "policy": name,
-        "batch": batch,
-        "decide_us": _spread(decide),
-        "allot_us": _spread(allot) if SHIPPED[name].budget else None,
-        "mean_us": mean_us,
+        "policy": name, "batch": batch, "decide_us": spread(decide),
+        "allot_us": spread(allot) if SHIPPED[name].budget else None, "mean_us": mean_us,
         "within_20_us": mean_us <= GOAL_US,
-    }
-
-
-def _spread(microseconds: np.ndarray) -> dict[str, float]:
-    return {"median": float(np.median(microseconds)), "p99": float(np.percentile(microseconds, 99))}
+    }  # fmt: skip
 
 
 def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,17 +109,16 @@ def _request(number: int, generated: int) -> RequestState:
     )
 
 
-def text(result: dict[str, Any]) -> str:
-    """The table for people."""
-    rows = [
-        (
-            row["policy"], row["batch"], *(f"{row['decide_us'][figure]:.1f}" for figure in ("median", "p99")),
-            *(f"{row['allot_us'][figure]:.1f}" if row["allot_us"] else "" for figure in ("median", "p99")),
-            f"{row['mean_us']:.1f}", "" if row["within_20_us"] else f"over {result['goal_us']:.0f} us",
-        )
-        for row in result["rows"]
-    ]  # fmt: skip
-    return table(("policy", "batch", "decide us", "p99", "allot us", "p99", "mean", ""), rows)
+TEXT: Text = (
+    Table(
+        rows="rows",
+        columns={
+            "policy": "{policy}", "batch": "{batch}", "decide us": "{decide_us.median:.1f}",
+            "p99": "{decide_us.p99:.1f}", "allot us": "{allot_us.median:.1f}", " p99": "{allot_us.p99:.1f}",
+            "mean": "{mean_us:.1f}", "": "{within_20_us:|over 20 us}",
+        },
+    ),
+)  # fmt: skip
 
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)
@@ -170,15 +159,12 @@ def bench_buckets(rounds: int = 5) -> dict[str, Any]:
     }
 
 
-def buckets_text(result: dict[str, Any]) -> str:
-    """The figures for people."""
-    agrees = "equal to" if result["equal_to_exhaustive"] else "NOT equal to"
-    return (
-        f"{result['num_sizes']} batch sizes x {result['num_strategies']} strategies under {result['num_searches']} caps"
-        f": median {1e3 * result['seconds']:.0f} ms, at most {1e3 * result['most_seconds']:.0f} ms\n"
-        f"{SMALL_BATCH} x {len(SMALL_STRATEGIES)}: {1e3 * result['small_seconds']:.1f} ms, {agrees} exhaustive search, "
-        f"which takes {1e3 * result['exhaustive_seconds']:.0f} ms"
-    )
+BUCKETS_TEXT: Text = (
+    "{num_sizes} batch sizes x {num_strategies} strategies under {num_searches} caps: median {seconds:1e3*.0f} ms, at "
+    "most {most_seconds:1e3*.0f} ms",
+    "a small case: {small_seconds:1e3*.1f} ms, {equal_to_exhaustive:equal to|NOT equal to} exhaustive search, which "
+    "takes {exhaustive_seconds:1e3*.0f} ms",
+)
 
 
 class _Case:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.drafters import made_up
 from bench.gpu import shape
-from tltlab.console import table
+from bench.harness import Goals, Progress, Table, Text, quiet, shown
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED, Activation, Policy
 
@@ -43,7 +43,7 @@ def bench_seam(
     *,
     iterations: int = 200,
     cold: bool = False,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Progress = quiet,
 ) -> dict[str, Any]:
     """A row per case, batch and whether it drafts; `iterations` of each are measured, those that draft where it does.
 
@@ -100,28 +100,32 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return bounds
 
 
-def text(result: dict[str, Any]) -> str:
+def by_batch(result: dict[str, Any]) -> Text:
     """Medians and 99th percentiles by batch, then the goals that are missed."""
     batches = sorted({row["batch"] for row in result["rows"]})
-    cells = {(row["policy"], row["drafting"], row["batch"]): row for row in result["rows"]}
-    lines = []
-    for policy, drafting in dict.fromkeys((row["policy"], row["drafting"]) for row in result["rows"]):
-        at = [cells.get((policy, drafting, batch)) for batch in batches]
-        figures = [f"{row['us_per_iteration']:.0f} ({row['p99_us']:.0f})" if row else "-" for row in at]
-        lines.append((policy, "drafting" if drafting else "off", *figures))
-    missed = [goal for goal in result["goals"] if not goal["met"]]
-    return "\n".join(
-        [
-            "microseconds of processor time per iteration, median (99th percentile)",
-            table(("policy", "", *(f"batch {batch}" for batch in batches)), lines, left=2),
-            f"{len(result['goals']) - len(missed)} of {len(result['goals'])} goals met",
-            *(
-                f"  MISSED {goal['policy']}, {'drafting' if goal['drafting'] else 'off'}, batch {goal['batch']}: "
-                f"{goal['us']:.1f} us{' per request' if goal['drafting'] else ''}, at most {goal['at_most']:g}"
-                for goal in missed
-            ),
-        ]
+    return (
+        "microseconds of processor time per iteration, median (99th percentile)",
+        Table(
+            rows="by_batch",
+            columns={"policy": "{policy}", "": "{drafting:drafting|off}"}
+            | {f"batch {n}": f"{{{n}.us_per_iteration:.0f}} ({{{n}.p99_us:.0f}})" for n in batches},
+            left=2,
+        ),
+        Goals(
+            rows="goals",
+            each="{policy}, {drafting:drafting|off}, batch {batch}: {us:.1f} us, at most {at_most:g}",
+            missed_only=True,
+        ),
     )
+
+
+def text(result: dict[str, Any]) -> str:
+    """The result for people."""
+    rows: dict[tuple[str, bool], dict[str, Any]] = {}
+    for row in result["rows"]:
+        at = rows.setdefault((row["policy"], row["drafting"]), {"policy": row["policy"], "drafting": row["drafting"]})
+        at[str(row["batch"])] = row
+    return shown(result | {"by_batch": list(rows.values())}, by_batch(result))
 
 
 def _policy(case: str, drafting: bool) -> Policy | None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import simpy
 
-from tltlab.console import table
+from bench.harness import Table, Text, in_turn, ratio
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
@@ -24,7 +23,6 @@ from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
-from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -46,15 +44,6 @@ LEAST_S = 0.1
 """A case runs at least this long in each round, as often as it takes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimedRun:
-    """Something to time; `goal_ms` is what it should stay below, None for a baseline."""
-
-    name: str
-    run: Callable[[], float]
-    goal_ms: float | None = None
-
-
 def lengths(prompts: int, rl_steps: int = 1, stretch: int = 1) -> Trace:
     """`prompts` groups of 8 responses, log-normal around 4,024 tokens, sigma 0.9, cut at 32K: 24 M tokens at 512."""
     median, cap = float(np.exp(8.3)) * stretch, 32768 * stretch
@@ -67,7 +56,11 @@ SPREAD = 0.8
 """Standard deviation, in logits, of acceptance between requests."""
 
 
-def cases() -> list[TimedRun]:
+Case = tuple[Callable[[], float], float | None]
+"""Something to time, and the milliseconds that it should stay below; None for a baseline."""
+
+
+def cases() -> dict[str, Case]:
     """What rollouts of one RL step take: plain, table and bandit, fluid and sampled, and ten times longer responses.
 
     Beside linear costs and requests that are all accepted alike, plain decoding of a mixture of experts, and a table
@@ -79,66 +72,90 @@ def cases() -> list[TimedRun]:
     def scenario(trace: Trace, costs: CostModel = COSTS, workers: int = 8, **options: Any) -> Scenario:
         return Scenario.of(trace, costs=costs, acceptance="geometric:0.7", workers=workers, **options)
 
-    base, many, stretched = scenario(step), scenario(large, workers=64), scenario(long)
-    sampled, blocks = scenario(step, mode="sampled"), scenario(step, decision_block=DECISION_BLOCK)
+    base, stretched = scenario(step), scenario(long)
     # Costs that engines measured limit the requests of a worker; without a limit both decode the same batches.
     experts = load_costs(EXPERTS).model_copy(update={"kv_capacity_tokens": None, "max_num_seqs": None})
-    routed, apart = scenario(step, costs=experts), scenario(step, acceptance_spread=SPREAD)
-    tight = scenario(step, costs=COSTS.model_copy(update={"kv_capacity_tokens": 1_000_000}))
+    tight = COSTS.model_copy(update={"kv_capacity_tokens": 1_000_000})
 
     def makespan(scenario: Scenario, policy: Policy) -> Callable[[], float]:
         return lambda: scenario.rollouts(policy)[0].makespan_s
 
     requests, queues = base.steps[0], base.queues[0]
-    return [
-        TimedRun(name="plain", run=makespan(base, plain), goal_ms=20),
-        TimedRun(name="plain, an event per iteration", run=lambda: per_iteration_makespan_s(requests, queues, COSTS)),
-        TimedRun(name="plain, closed form", run=lambda: closed_form_makespan_s(requests, queues, COSTS)),
-        TimedRun(name="plain, mixture of experts", run=makespan(routed, plain)),
-        TimedRun(name="plain, lengths x 10", run=makespan(stretched, plain)),
-        TimedRun(name="plain, KV cache of 1 M tokens", run=makespan(tight, plain)),
-        TimedRun(name="plain, 16,384 responses, 64 workers", run=makespan(many, plain), goal_ms=100),
-        TimedRun(name="table, fluid", run=makespan(base, table), goal_ms=30),
-        TimedRun(name="table, fluid, each request's own acceptance", run=makespan(apart, table)),
-        TimedRun(name="table, fluid, lengths x 10", run=makespan(stretched, table)),
-        TimedRun(name="BEG-MAB, fluid", run=makespan(blocks, bandit), goal_ms=60),
-        TimedRun(name="table, sampled", run=makespan(sampled, table), goal_ms=100),
-    ]
+    return {
+        "plain": (makespan(base, plain), 20),
+        "plain, an event per iteration": (lambda: per_iteration_makespan_s(requests, queues, COSTS), None),
+        "plain, closed form": (lambda: closed_form_makespan_s(requests, queues, COSTS), None),
+        "plain, mixture of experts": (makespan(scenario(step, costs=experts), plain), None),
+        "plain, lengths x 10": (makespan(stretched, plain), None),
+        "plain, KV cache of 1 M tokens": (makespan(scenario(step, costs=tight), plain), None),
+        "plain, 16,384 responses, 64 workers": (makespan(scenario(large, workers=64), plain), 100),
+        "table, fluid": (makespan(base, table), 30),
+        "table, fluid, each request's own acceptance": (
+            makespan(scenario(step, acceptance_spread=SPREAD), table),
+            None,
+        ),
+        "table, fluid, lengths x 10": (makespan(stretched, table), None),
+        "BEG-MAB, fluid": (makespan(scenario(step, decision_block=DECISION_BLOCK), bandit), 60),
+        "table, sampled": (makespan(scenario(step, mode="sampled"), table), 100),
+    }
+
+
+RATIOS: dict[str, tuple[str, str, float | None]] = {
+    "per_iteration_over_plain": ("plain, an event per iteration", "plain", None),
+    "plain_over_closed_form": ("plain", "plain, closed form", 1.3),
+    "plain_lengths_x10_over_plain": ("plain, lengths x 10", "plain", None),
+    "experts_over_plain": ("plain, mixture of experts", "plain", 3.0),
+    "own_acceptance_over_table": ("table, fluid, each request's own acceptance", "table, fluid", 3.0),
+    "table_lengths_x10_over_table": ("table, fluid, lengths x 10", "table, fluid", None),
+}
+"""Two cases each, and what their ratio should not exceed."""
 
 
 def bench_sim(rounds: int, configurations: int, jobs: int) -> dict[str, Any]:
-    """Time every case once per round, in turn, so that a busy machine slows all of them; then the sweep."""
+    """Time every case once per round; then the sweep."""
     chosen = cases()
-    for case in chosen:
-        case.run()
-    wall_ms: dict[str, list[float]] = {case.name: [] for case in chosen}
     makespans: dict[str, float] = {}
-    for _ in range(rounds):
-        for case in chosen:
-            began, runs = time.perf_counter(), 0
-            while not runs or time.perf_counter() - began < LEAST_S:
-                makespans[case.name] = case.run()
-                runs += 1
-            wall_ms[case.name].append((time.perf_counter() - began) / runs * 1e3)
-    rng = np.random.default_rng(0)
-    result: dict[str, Any] = {
-        "cases": [_row(case, wall_ms[case.name], makespans[case.name]) for case in chosen],
+
+    def wall_ms_of(name: str, number: int) -> float:
+        began, runs = time.perf_counter(), 0
+        while not runs or time.perf_counter() - began < LEAST_S:
+            makespans[name] = chosen[name][0]()
+            runs += 1
+        return (time.perf_counter() - began) / runs * 1e3
+
+    wall_ms = in_turn(chosen, wall_ms_of, rounds)
+    medians = {name: float(np.median(took)) for name, took in wall_ms.items()}
+    return {
+        "cases": [
+            {
+                "case": name, "wall_ms": medians[name], "wall_ms_least": min(took), "wall_ms_most": max(took),
+                "goal_ms": goal_ms, "met": None if goal_ms is None else medians[name] <= goal_ms,
+                "makespan_s": makespans[name],
+            }
+            for (name, (_, goal_ms)), took in zip(chosen.items(), wall_ms.values(), strict=True)
+        ],
         "ratios": {
-            "per_iteration_over_plain": _ratio(wall_ms, "plain, an event per iteration", "plain", rng),
-            "plain_over_closed_form": _ratio(wall_ms, "plain", "plain, closed form", rng, most=1.3),
-            "plain_lengths_x10_over_plain": _ratio(wall_ms, "plain, lengths x 10", "plain", rng),
-            "experts_over_plain": _ratio(wall_ms, "plain, mixture of experts", "plain", rng, most=3.0),
-            "own_acceptance_over_table": _ratio(
-                wall_ms, "table, fluid, each request's own acceptance", "table, fluid", rng, most=3.0
-            ),
-            "table_lengths_x10_over_table": _ratio(wall_ms, "table, fluid, lengths x 10", "table, fluid", rng),
+            name: ratio(wall_ms[above], wall_ms[below]) | {"goal": most}
+            for name, (above, below, most) in RATIOS.items()
         },
         "decision_block": DECISION_BLOCK,
         "rounds": rounds,
-    }
-    if configurations:
-        result["sweep"] = bench_sweep(configurations, jobs)
-    return result
+    } | ({"sweep": bench_sweep(configurations, jobs)} if configurations else {})  # fmt: skip
+
+
+TEXT: Text = (
+    Table(
+        rows="cases",
+        columns={
+            "case": "{case}", "median ms": "{wall_ms:.2f}", "least": "{wall_ms_least:.2f}",
+            "most": "{wall_ms_most:.2f}", "goal": "{goal_ms:.0f}", "": "{met:|MISSED|}",
+        },
+    ),
+    Table(rows="ratios", columns={"ratio": "{name}", "": "{ratio:.2f} [{low:.2f}, {high:.2f}]", "goal": "{goal}"}),
+    "a bandit decides once per {decision_block} iterations; {rounds} rounds, in turn",
+    "sweep: {sweep.configurations} tables x {sweep.rl_steps} RL steps of 4,096 responses in {sweep.wall_s:.1f} s on "
+    "{sweep.jobs} processes; goal {sweep.goal_s:.1f}",
+)  # fmt: skip
 
 
 def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
@@ -186,57 +203,6 @@ def example_bandit() -> Policy:
     buckets = ((1, (deep, middle)), (9, (middle, shallow)), (65, (shallow, NO_SPECULATION)))
     specs = tuple(Bucket(min_batch=b, strategies=arms) for b, arms in buckets)
     return Policy(selector=BegMabSpec(buckets=specs))
-
-
-def _row(case: TimedRun, wall_ms: list[float], makespan_s: float) -> dict[str, Any]:
-    median = float(np.median(wall_ms))
-    return {
-        "case": case.name,
-        "wall_ms": median,
-        "wall_ms_least": min(wall_ms),
-        "wall_ms_most": max(wall_ms),
-        "goal_ms": case.goal_ms,
-        "met": None if case.goal_ms is None else median <= case.goal_ms,
-        "makespan_s": makespan_s,
-    }
-
-
-def _ratio(
-    wall_ms: dict[str, list[float]], above: str, below: str, rng: np.random.Generator, *, most: float | None = None
-) -> dict[str, float | None]:
-    """The ratio of two cases with its interval; `goal` is what it should not exceed, None for a comparison."""
-    interval = paired_interval(np.array(wall_ms[above]), np.array(wall_ms[below]), rng=rng)
-    return {"ratio": interval.estimate, "low": interval.low, "high": interval.high, "goal": most}
-
-
-def text(result: dict[str, Any]) -> str:
-    """The result for people."""
-    cases = [
-        (
-            row["case"], *(f"{row[key]:.2f}" for key in ("wall_ms", "wall_ms_least", "wall_ms_most")),
-            "" if row["goal_ms"] is None else f"{row['goal_ms']:.0f}",
-            "" if row["goal_ms"] is None or row["met"] else "MISSED",
-        )
-        for row in result["cases"]
-    ]  # fmt: skip
-    ratios = [
-        (
-            name.replace("_", " "),
-            f"{ratio['ratio']:.2f}x",
-            f"[{ratio['low']:.2f}, {ratio['high']:.2f}]",
-            "" if ratio["goal"] is None else f"goal {ratio['goal']:g}x",
-        )
-        for name, ratio in result["ratios"].items()
-    ]
-    lines = [table(("case", "median ms", "least", "most", "goal", ""), cases), "", table((), ratios)]
-    lines.append(f"a bandit decides once per {result['decision_block']} iterations; {result['rounds']} rounds, in turn")
-    if "sweep" in result:
-        s = result["sweep"]
-        lines.append(
-            f"sweep: {s['configurations']} tables x {s['rl_steps']} RL steps of 4,096 responses in {s['wall_s']:.1f} s "
-            f"({s['jobs']} process{'es' if s['jobs'] > 1 else ''}; goal {s['goal_s']:.1f})"
-        )
-    return "\n".join(lines)
 
 
 def per_iteration_makespan_s(requests: Requests, queues: list[list[int]], costs: CostModel) -> float:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from tltlab.console import table
+from bench.harness import Table, Text, alone, peak_rss_bytes
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.stream import StreamWriter, count, describe
@@ -23,8 +20,6 @@ from tltlab.traces.trace import read
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")
 CAP = 32_768
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def bench_stream(
@@ -58,15 +53,6 @@ def bench_stream(
         "trace_bytes": trace_bytes,
         "phases": measured,
     }
-
-
-def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-    """What a function gives in a process of its own, which has little in memory but what its module imports."""
-    # A fork of this process would start with its memory; forks of one that has imported the module start at once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *args, **options).result()
 
 
 def run(phase: str, path: Path, num_rl_steps: int, step_responses: int) -> tuple[float, int]:
@@ -116,26 +102,13 @@ def write(path: Path, num_rl_steps: int, step_responses: int, group_size: int, s
             writer.append(pa.table(workload), pa.table(outcomes))
 
 
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process. Linux's ru_maxrss also counts the process that started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    import resource  # Not on Windows.
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def text(result: dict[str, Any]) -> str:
-    """The result for people."""
-    heading = (
-        f"{result['num_responses']} responses in {result['num_rl_steps']} RL steps, "
-        f"{result['trace_bytes'] / 2**20:.0f} MiB on disk\n"
-    )
-    rows = [
-        (name, f"{phase['wall_s']:.1f}", f"{phase['rows_per_s']:.0f}", f"{phase['peak_rss_bytes'] / 2**20:.0f}")
-        for name, phase in result["phases"].items()
-    ]
-    return heading + table(("phase", "seconds", "responses/s", "peak MiB"), rows)
+TEXT: Text = (
+    "{num_responses} responses in {num_rl_steps} RL steps, {trace_bytes:1e-6*.0f} MB on disk",
+    Table(
+        rows="phases",
+        columns={
+            "phase": "{name}", "seconds": "{wall_s:.1f}", "responses/s": "{rows_per_s:.0f}",
+            "peak MB": "{peak_rss_bytes:1e-6*.0f}",
+        },
+    ),
+)  # fmt: skip

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
+from bench.harness import Progress, Text, shown
 from tltlab.errors import ConfigError
 from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import write_json
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.engine.environment import hardware, versions
-from tltlab.runtime.models.runs import Progress, prompts_of, sample_texts, warmed_up
+from tltlab.runtime.models.runs import prompts_of, sample_texts, warmed_up
 from tltlab.traces.trace import read
 
-from . import adaptive, by_product, checkpoint, coordination, members, packing, recipes, reward
-from .runs import BenchSizes
+from . import members, runs, trainer
+from .sizes import BenchSizes
 
 RESULT = "drafter.json"
 PACKED_RESPONSES = 192
@@ -42,11 +43,6 @@ class _Bench:
     def head(self) -> Path:
         return warmed_up(self.model, self.out / "head", self.sizes, self.progress)
 
-    def of_both(self) -> tuple[Path, Path]:
-        """A model of two tasks, and a head warmed up for it."""
-        model = made_model(self.out / "model-both", self.progress, size=self.sizes.model, task="both")
-        return model, warmed_up(model, self.out / "head-both", self.sizes, self.progress)
-
     def lengths(self) -> list[int]:
         """Prompt and response tokens of the trace's responses, else of some that the model now gives."""
         if self.trace is not None:
@@ -59,37 +55,28 @@ class _Bench:
         return [text.num_tokens for text in texts]
 
 
-def _of_runs(name: str, work: Callable[..., dict[str, Any]]) -> Callable[[_Bench], dict[str, Any]]:
+Part = tuple[Callable[[_Bench], dict[str, Any]], Text]
+"""A part's work, and its result for people."""
+
+
+def _of_runs(name: str, work: Callable[..., dict[str, Any]], text: Text) -> Part:
     """A part that does GRPO runs, of the model and the head, in a folder of its name."""
-
-    def part(b: _Bench) -> dict[str, Any]:
-        model, head = b.of_both() if name == "by-product" else (b.model, b.head)
-        return work(model, head, b.out / name, b.sizes, seed=b.seed, progress=b.progress)
-
-    return part
+    return lambda b: work(b.model, b.head, b.out / name, b.sizes, seed=b.seed, progress=b.progress), text
 
 
-PARTS: dict[str, tuple[Callable[[_Bench], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
-    "packing": (lambda b: packing.bench_packing(b.lengths(), rounds=b.sizes.rounds, seed=b.seed), packing.text),
+PARTS: dict[str, Part] = {
+    "packing": (lambda b: trainer.bench_packing(b.lengths(), rounds=b.sizes.rounds, seed=b.seed), trainer.PACKING),
     "checkpoint": (
-        lambda b: checkpoint.bench_checkpoint(
+        lambda b: trainer.bench_checkpoint(
             b.sizes.checkpoint_megabytes, b.sizes.rounds, folder=b.out, seed=b.seed, progress=b.progress
         ),
-        checkpoint.text,
+        trainer.CHECKPOINT,
     ),
-    "members": (lambda b: members.bench_members(b.sizes.rounds, progress=b.progress), members.text),
-    "recipes": (lambda b: recipes.bench_recipes(b.model, b.sizes, seed=b.seed, progress=b.progress), recipes.text),
-    **{
-        name: (_of_runs(name, work), text)
-        for name, work, text in (
-            ("adaptive", adaptive.bench_adaptive, adaptive.text),
-            ("coordination", coordination.bench_coordination, coordination.text),
-            ("reward", reward.bench_reward, reward.text),
-            ("by-product", by_product.bench_by_product, by_product.text),
-        )
-    },
+    "members": (lambda b: members.bench_members(b.sizes.rounds, progress=b.progress), members.TEXT),
+    "recipes": (lambda b: trainer.bench_recipes(b.model, b.sizes, seed=b.seed, progress=b.progress), trainer.RECIPES),
+    "adaptive": _of_runs("adaptive", runs.bench_adaptive, runs.ADAPTIVE),
+    "coordination": _of_runs("coordination", runs.bench_coordination, runs.COORDINATION),
 }
-"""Each part's work, and its result for people."""
 
 
 def bench_learned(
@@ -134,7 +121,7 @@ def bench_learned(
 def text(result: Mapping[str, Any]) -> str:
     """The parts' results for people, one under the other."""
     return "\n\n".join(
-        f"{name} ({result['seconds'][name]:.0f} s)\n{part_text(result[name])}"
+        f"{name} ({result['seconds'][name]:.0f} s)\n{shown(result[name], part_text)}"
         for name, (_, part_text) in PARTS.items()
         if name in result
     )

@@ -1,131 +1,307 @@
-"""What parts of the drafter's benchmark share: GRPO runs, and heads judged along what policies write."""
+"""The adaptive drafter on real GRPO runs: what training it beside the rollout is worth, and what that costs."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
+from bench.harness import Progress, Table, Text
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.offline.chains import ChainAcceptance, acceptance_along
-from tltlab.runtime.drafter.offline.data import PromptedText, TargetStates, load_target
-from tltlab.runtime.models.runs import Progress, Sizes, sample_texts
+from tltlab.files import read_json, write_json
+from tltlab.runtime.data.order import prompt_batch
+from tltlab.runtime.drafter.offline.runs import (
+    Kept,
+    annotated_drafts,
+    by_position,
+    idle_times,
+    last_third,
+    live_drafts,
+)
+from tltlab.runtime.models.runs import DRAFTER, Kind, fixed_depth, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.collected import requests_of
 from tltlab.runtime.run.grpo import GrpoRun
+from tltlab.runtime.run.rows import StepReport
+from tltlab.stats import LEVEL, Interval, interval_json, paired_interval, student_margin
 from tltlab.traces.trace import Trace, read
 
+from .sizes import BenchSizes
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSizes(Sizes):
-    """How much of everything.
-
-    RL steps of the runs: `steps` frozen and adaptive, over `seeds` seeds, `pairs` of coordination, `reward_steps` with
-    and without everything, over `reward_seeds` seeds. `texts`: fresh responses on which drafters are judged. `updates`:
-    of each recipe.
-    """
-
-    seeds: int = 1
-    texts: int = 96
-    updates: int = 200
-    pairs: int = 16
-    reward_steps: int = 8
-    reward_seeds: int = 3
-    checkpoint_megabytes: int = 240
-    rounds: int = 8
+LENGTH_GOAL = 1.15
+KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}
 
 
-FAST = BenchSizes(
-    model="tiny",
-    prompts_per_step=6,
-    group_size=4,
-    max_response_tokens=128,
-    steps=4,
-    warm_up_texts=48,
-    warm_up_length=1.5,
-    warm_up_updates=60,
-    texts=16,
-    tokens_per_update=512,
-    updates=8,
-    pairs=3,
-    reward_steps=2,
-    reward_seeds=2,
-    heldout=32,
-    checkpoint_megabytes=20,
-    rounds=2,
-)
-
-
-def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
-    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    changes = {name: value for name, value in changed.items() if value is not None}
-    return replace(FAST if fast else BenchSizes(), **changes)
-
-
-def run_steps(
-    recipe: Recipe, out: Path, steps: int, progress: Progress, *, keep: bool = False, kind: type[GrpoRun] = GrpoRun
-) -> Trace:
-    """Run RL steps into the folder `out`. Returns the trace; the policy is saved at the end.
-
-    `keep`: policy and drafter after each step are kept too, in the folders of `kept_folders`.
-    """
+def run_steps(recipe: Recipe, out: Path, steps: int, progress: Progress, *, kind: type[GrpoRun] = GrpoRun) -> Trace:
+    """Run RL steps into the folder `out` and save. Returns the trace."""
     with kind(recipe, out) as run:
-        for number in range(steps):
+        for _ in range(steps):
             progress(str(run.step()))
-            if keep or number == steps - 1:
-                saved = run.save()
-            if keep:
-                target, head = kept_folders(out, number + 1)
-                shutil.copytree(saved, target)
-                shutil.copytree(out / "drafter" / "final", head)
+        run.save()
     trace = read(out / "trace")
     if trace.steps is None:
         raise RunError(f"{out}: the run recorded no RL step")
     return trace
 
 
-def kept_folders(out: Path, step: int) -> tuple[Path, Path]:
-    """Where `run_steps` keeps the policy and the drafter after so many RL steps."""
-    return out / "kept" / str(step) / "policy", out / "kept" / str(step) / "drafter"
+def bench_adaptive(
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
+) -> dict[str, Any]:
+    """Two GRPO runs per seed from the same model, head, seed and prompts, drafting at the same fixed depth.
 
-
-MAX_BYTES = 1 << 29
-"""Hidden states of one policy that are kept at a time."""
-
-
-def judged(
-    target: Path, heads: Sequence[Path], prompts: Sequence[Prompt], sizes: BenchSizes, *, seed: int
-) -> list[ChainAcceptance]:
-    """How many drafts of each head the policy in `target` keeps along the responses that it now gives to `prompts`.
-
-    All heads are judged on the same responses.
+    In one the drafter stays as it is, in the other idle workers train it in every rollout. `live` is what the engines
+    kept, step by step; `paired` the adaptive runs' own responses as the first drafter would have drafted them beside
+    the one in service. Ratios are of the last third of the RL steps, their intervals from resampled RL steps; `goal` is
+    what is to be reached.
     """
-    model, frozen = load_target(target)
-    texts = sample_texts(model, prompts, max_tokens=sizes.max_response_tokens, seed=seed)
-    if not texts:
-        raise ConfigError(f"{target} answers every prompt in one token: there is nothing to draft")
-    acceptances = []
-    for folder in heads:
-        head = load_head(folder).to(model.device)
-        states = TargetStates(model, head.aux_layers, MAX_BYTES)
-        acceptances.append(acceptance_along(head, frozen, (states.of(text) for text in texts), sizes.draft_depth))
-    return acceptances
+    policy = fixed_depth(out / "policy.json", sizes.draft_depth)
+    runs = []
+    for number in range(seed, seed + sizes.seeds):
+        traces = {}
+        for name, kind in KINDS.items():
+            progress(f"{name} drafter, seed {number}, {sizes.steps} RL steps of {sizes.workers} workers")
+            recipe = recipe_of(model, sizes, seed=number, policy=policy, drafter=trained_beside(head, sizes, kind))
+            traces[name] = run_steps(recipe, out / f"{name}-{number}", sizes.steps, progress)
+        runs.append({"seed": number, **compared(traces["frozen"], traces["adaptive"])})
+    return {
+        "workers": sizes.workers,
+        "steps": sizes.steps,
+        "draft_depth": sizes.draft_depth,
+        "goal": LENGTH_GOAL,
+        **summary(runs, np.random.default_rng(seed)),
+        "runs": runs,
+    }
 
 
-@torch.inference_mode()
-def policy_kl(now: Path, start: Path, texts: Sequence[PromptedText]) -> float:
-    """KL(now || start) in nats per response token, exact over the vocabulary, on `texts` that `now` has written."""
-    models = [load_target(folder)[0] for folder in (now, start)]
-    total, tokens = 0.0, 0
-    for text in texts:
-        ids = torch.tensor([text.prompt_token_ids + text.token_ids], device=models[0].device)
-        first = len(text.prompt_token_ids) - 1
-        logp, start_logp = (torch.log_softmax(model(input_ids=ids).logits[0, first:-1].float(), -1) for model in models)
-        total += float((logp.exp() * (logp - start_logp)).sum())
-        tokens += len(text.token_ids)
-    return total / tokens if tokens else 0.0
+def compared(frozen: Trace, adaptive: Trace) -> dict[str, Any]:
+    """What the traces of two runs say: `live` and `paired` drafts by RL step. RunError where nothing was drafted."""
+    live = {name: live_drafts(trace, DRAFTER) for name, trace in (("frozen", frozen), ("adaptive", adaptive))}
+    for name, steps in live.items():
+        if not steps:
+            raise RunError(f"the learned drafter drafted nothing in the {name} run; its notes may say why")
+    pairs = annotated_drafts(adaptive)
+    paired = {"initial": [pair[0] for pair in pairs], "in_service": [pair[1] for pair in pairs]}
+    return {
+        part: {
+            name: [asdict(step) | {"accept_length": step.accept_length} for step in steps] for name, steps in of.items()
+        }
+        for part, of in (("live", live), ("paired", paired))
+    }
+
+
+def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict[str, Any]:
+    """The figures of all seeds together, from what each run's `compared` gave."""
+    live = {name: _numbered(runs, "live", name) for name in ("frozen", "adaptive")}
+    paired = {name: _numbered(runs, "paired", name) for name in ("initial", "in_service")}
+    late = _late(live["adaptive"])
+    return {
+        "accept_length_at_start": {name: steps[0].accept_length for name, steps in live.items()},
+        "accept_length": {name: _mean(_in(steps, late)) for name, steps in live.items()},
+        "ratio": interval_json(length_ratio(_in(live["adaptive"], late), _in(live["frozen"], late), rng)),
+        "paired_ratio": interval_json(length_ratio(_in(paired["in_service"], late), _in(paired["initial"], late), rng)),
+        "by_position": {name: by_position(_in(steps, late)) for name, steps in live.items()},
+    }
+
+
+def _numbered(runs: Sequence[Mapping[str, Any]], part: str, name: str) -> list[Kept]:
+    """The steps of all runs, those of run n numbered from n million on."""
+    return [
+        Kept(rl_step=n * 1_000_000 + step["rl_step"], drafts=step["drafts"], kept=tuple(step["kept"]))
+        for n, run in enumerate(runs)
+        for step in run[part][name]
+    ]
+
+
+def _late(steps: Sequence[Kept]) -> set[int]:
+    """The last third of each run's RL steps, numbered as by `_numbered`."""
+    by_run: dict[int, list[int]] = {}
+    for step in steps:
+        by_run.setdefault(step.rl_step // 1_000_000, []).append(step.rl_step)
+    return {number for numbers in by_run.values() for number in last_third(numbers)}
+
+
+def _in(steps: Sequence[Kept], rl_steps: set[int]) -> list[Kept]:
+    return [step for step in steps if step.rl_step in rl_steps]
+
+
+def _mean(steps: Sequence[Kept]) -> float | None:
+    return float(np.mean([step.accept_length for step in steps])) if steps else None
+
+
+def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
+    """Mean accept length of one over that of the other in the RL steps that both have; None where there is none."""
+    first, second = ({step.rl_step: step.accept_length for step in steps} for steps in (adaptive, frozen))
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        return None
+    return paired_interval([first[s] for s in shared], [second[s] for s in shared], rng=rng)
+
+
+ADAPTIVE: Text = (
+    "{steps} GRPO steps, {workers} workers, draft depth {draft_depth}: tokens per draft, live",
+    "at step 0: frozen {accept_length_at_start.frozen:.2f}, adaptive {accept_length_at_start.adaptive:.2f}; last "
+    "third: frozen {accept_length.frozen:.2f}, adaptive {accept_length.adaptive:.2f}",
+    "adaptive / frozen in the last third  {ratio:.3f} (goal {goal})",
+    "the same responses, in service / initial drafter  {paired_ratio:.3f}",
+)
+
+
+SLOW_DOWN_GOAL = 0.05
+FEWEST_WORKERS = 4
+HELD = "held.json"
+
+
+class PairedRun(GrpoRun):
+    """Every rollout runs twice from the same state, once without trainers, in turn after and before the other one.
+
+    `held.json`: the seconds of those without, by RL step, and in `other_work` the steps in which it was other work.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path) -> None:
+        super().__init__(recipe, out)
+        self._without_s: dict[int, float] = {}
+        self._other_work: list[int] = []
+
+    def step(self) -> StepReport:
+        rl_step = self.rl_step
+        if rl_step % 2:
+            rollout, recipe = self.recipe.rollout, self.recipe
+            picked = prompt_batch(len(self.data.train), rl_step, rollout.prompts_per_step, recipe.seed)
+            groups = [
+                requests_of(self.data.train[n], rl_step, rollout.group_size, rollout.max_response_tokens)
+                for _, n in picked
+            ]
+            shares = self.pool.share([request for group in groups for request in group])
+            start = time.perf_counter()
+            parts = self.pool.rehearse(shares, rl_step, ahead=True)
+            self._without_s[rl_step] = time.perf_counter() - start
+            report = super().step()
+            same = report.num_tokens == sum(len(r.token_ids) for part in parts for r in part.responses)
+        else:
+            report = super().step()
+            self._without_s[rl_step], same = self.state.repeats[-1]["repeat_s"], self.state.repeats[-1]["same_tokens"]
+        if not same:
+            self._other_work.append(rl_step)
+        held_s = {str(step): seconds for step, seconds in self._without_s.items()}
+        write_json(self.out / HELD, {"held_s": held_s, "other_work": self._other_work})
+        return report
+
+
+def bench_coordination(
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
+) -> dict[str, Any]:
+    """One GRPO run, each rollout done twice: with idle workers training, and with none of the drafter's machinery.
+
+    The second kind captures no hidden states and knows no trainer, so `slow_down` is of all of it: capture, feed,
+    coordinator, updates and waiting for trainers to yield. Whichever comes first finds caches cold, so they take turns
+    and both orders weigh the same. The first pair warms up; pairs without an update, and those that did not come to the
+    same tokens, are left out. ConfigError for fewer than four workers: of two only one is ever idle.
+    """
+    if sizes.workers < FEWEST_WORKERS:
+        raise ConfigError(f"{sizes.workers} workers: coordination is measured with at least {FEWEST_WORKERS}")
+    policy = fixed_depth(out / "policy.json", sizes.draft_depth)
+    recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=trained_beside(head, sizes), repeat_every=2)
+    progress(f"{sizes.pairs} rollouts of {sizes.workers} workers, each with and without training")
+    folder = out / "run"
+    trace = run_steps(recipe, folder, sizes.pairs, progress, kind=PairedRun)
+    record = read_json(folder / HELD)
+    without_s = {int(step): float(s) for step, s in record["held_s"].items() if int(step) not in record["other_work"]}
+    return {
+        "workers": sizes.workers,
+        "pairs": sizes.pairs,
+        "other_work": len(record["other_work"]),
+        "goal": SLOW_DOWN_GOAL,
+        **figures(trace, without_s),
+    }
+
+
+def figures(trace: Trace, held_s: Mapping[int, float]) -> dict[str, Any]:
+    """The figures of a run with training, and of its rollouts without, whose seconds are `held_s` by RL step.
+
+    Those came first in odd RL steps. RunError where no rollout had an update.
+    """
+    times = [t for t in idle_times(trace) if t.rl_step != min(trace.rl_steps) and t.updates]
+    if not times:
+        raise RunError("no drafter was trained in any rollout but the first: its workers were never idle long enough")
+    logs: tuple[list[float], list[float]] = ([], [])
+    for t in times:
+        if t.rl_step in held_s:
+            logs[t.rl_step % 2].append(math.log(t.rollout_s / held_s[t.rl_step]))
+    slow_down = mean_over_orders(logs) if any(logs) else None
+    idle = sum(t.idle_s for t in times)
+    assert trace.iterations is not None
+    num_workers = trace.manifest.num_workers or int(trace.iterations["worker"].nunique())
+    yields = [seconds for t in times for seconds in t.yield_s]
+    waits = [t.wait_s for t in times]
+    return {
+        "slow_down": _as_share(interval_json(slow_down)),
+        "met": None if slow_down is None or math.isnan(high := slow_down.high) else math.expm1(high) <= SLOW_DOWN_GOAL,
+        "idle_share": idle / (num_workers * sum(t.ran_s for t in times)),
+        "idle_held": sum(t.held_s for t in times) / idle if idle else None,
+        "idle_trained": sum(t.train_s for t in times) / idle if idle else None,
+        "yield_s": _spread(yields),
+        "wait_s": _spread(waits),
+        "wait_share": sum(waits) / sum(t.rollout_s for t in times),
+        "updates_per_rollout": float(np.mean([t.updates for t in times])),
+        "rows": [
+            {
+                "rl_step": t.rl_step, "rollout_s": t.rollout_s, "held_rollout_s": held_s.get(t.rl_step),
+                "idle_s": t.idle_s, "held_s": t.held_s, "train_s": t.train_s, "wait_s": t.wait_s, "updates": t.updates,
+            }
+            for t in times
+        ],
+    }  # fmt: skip
+
+
+def mean_over_orders(groups: Sequence[Sequence[float]]) -> Interval:
+    """The mean of values measured in different orders, each order weighing the same, with Student's interval.
+
+    What an order does to all its values so cancels, and does not widen the interval: its spread is that within orders.
+    Orders without a value are left out; at least one value is needed.
+    """
+    orders = [np.asarray(group, np.float64) for group in groups if len(group)]
+    mean = float(np.mean([group.mean() for group in orders]))
+    freedom = sum(len(group) - 1 for group in orders)
+    margin = math.nan
+    if freedom > 0:
+        spread = sum(float(((group - group.mean()) ** 2).sum()) for group in orders) / freedom
+        error = math.sqrt(spread * sum(1 / len(group) for group in orders)) / len(orders)
+        margin = student_margin(error, freedom)
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=LEVEL, method="none")
+
+
+def _as_share(log_ratio: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A slow-down as a share: the logarithm of 1.02 is 0.02."""
+    if log_ratio is None:
+        return None
+    ends = ("estimate", "low", "high")
+    return log_ratio | {end: None if log_ratio[end] is None else math.expm1(log_ratio[end]) for end in ends}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"median": float(np.median(values)), "max": float(max(values)), "count": len(values)}
+
+
+COORDINATION: Text = (
+    "{workers} workers, rollouts with training, each also without",
+    Table(
+        rows="rows",
+        columns={
+            "step": "{rl_step}", "rollout s": "{rollout_s:.2f}", "without s": "{held_rollout_s:.2f}",
+            "idle s": "{idle_s:.2f}", "held s": "{held_s:.2f}", "trained s": "{train_s:.2f}", "updates": "{updates}",
+        },
+        left=0,
+    ),
+    "the rollout is slower by {slow_down:.3f} (goal: upper end at most {goal}); workers idle {idle_share:.0%} of it; "
+    "{wait_share:.1%} is waiting after the last token",
+    "of idle time {idle_held:.0%} held by trainers, {idle_trained:.0%} in updates",
+    "from the order to stop to the free device: median {yield_s.median:1e3*.0f} ms, at most {yield_s.max:1e3*.0f} ms",
+    "after the last token: median {wait_s.median:1e3*.0f} ms, at most {wait_s.max:1e3*.0f} ms",
+)  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import pandas as pd
 
+from bench.harness import Table, Text
 from tltlab.console import table
 
 from . import engine_overhead, profiles
@@ -17,8 +17,6 @@ from .published.graph_readings import READINGS
 from .published.graph_readings import validation as graph_pool_validation
 
 COLUMNS = ["model", *profiles.COLUMNS]
-WIDTH = 160
-_NUMBERS = f"{'points':>7s}{'fitted':>7s}{'mean':>8s}{'worst':>8s}"
 
 
 def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
@@ -88,22 +86,15 @@ def _cell(row: Mapping[Hashable, Any]) -> str:
     return f"{bias:+5.1f} {median:4.1f} {worst:3.0f} {inside:>3}"
 
 
-def text(frame: pd.DataFrame) -> str:
-    """The table for people, at most `WIDTH` columns wide: what does not fit goes on below, as do graph pools' notes."""
-    widths = {name: max(len(name), int(frame[name].str.len().max())) for name in ("model", "source")}
-    widths["what"] = WIDTH - sum(widths.values()) - len(_NUMBERS) - 2
-    lines = [" ".join(f"{name:{width}s}" for name, width in widths.items()) + _NUMBERS]
-    indent = " " * (widths["model"] + widths["source"] + 2)
-    for row in frame.to_dict("records"):
-        first, *lines_below = wrap(row["what"], widths["what"])
-        names = " ".join(
-            f"{cell:{width}s}"
-            for cell, width in zip((row["model"], row["source"], first), widths.values(), strict=True)
-        )
-        fitted = "yes" if row["used_for_fit"] else "no"
-        errors = f"{row['mean_abs_error']:8.1%}{row['max_abs_error']:8.1%}"
-        lines.append(f"{names}{row['n_points']:7d}{fitted:>7s}{errors}")
-        lines += [indent + line for line in lines_below]
-        if row["model"] == "graph pool":
-            lines += [f"{indent}  {line}" for line in wrap(row["note"], WIDTH - len(indent) - 2)]
-    return "\n".join(lines)
+TEXT: Text = (
+    Table(
+        rows="rows",
+        columns={
+            "model": "{model}", "source": "{source}", "what": "{what}", "points": "{n_points}",
+            "fitted": "{used_for_fit:yes|no}", "mean": "{mean_abs_error:.1%}", "worst": "{max_abs_error:.1%}",
+            "note": "{note}",
+        },
+        left=3,
+    ),
+)  # fmt: skip
+"""Every row, as wide as it takes."""

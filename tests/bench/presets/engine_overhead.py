@@ -14,7 +14,7 @@ requests that speculates takes what its tokens to verify take, and on top
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from bench.presets.published.folder import fits_kv_cache, measured_table, tlt_cells
-from bench.presets.published.kernels import Kernels, from_kernels, leave_one_out
+from bench.presets.published.kernels import Kernels, from_kernels
 from bench.presets.published.transfer import SWITCH_NOTE, SWITCH_S
 from bench.presets.roofline import COLUMNS
 from tltlab.arrays import Flags, Floats
@@ -35,7 +35,6 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import model
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-GPUS = ("H100", "H200", "A100")
 _TERMS = ("kernels", "prefill", "base_s", "per_request_s")
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 _CONTEXT = 2048  # Tokens per request in TLT's tables: not stated there; its released benchmark generates as many.
@@ -214,76 +213,34 @@ def shipped_table(data: Path) -> TableCosts:
 
 
 def accuracy_rows(data: Path) -> pd.DataFrame:
-    """Predicted against measured, for kernel tables and the engine around them; relative errors.
-
-    Columns are `COLUMNS`.
-    """
-    rows = [*_kernel_rows(data), *_engine_rows(data), *_speculation_rows(data)]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def _kernel_rows(data: Path) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for name in GPUS:
-        errors = leave_one_out(Kernels.read(data, name))
-        for (kernel, grid), pair in errors.groupby(["kernel", "grid"], sort=False):
-            by = {row["method"]: row for row in pair.to_dict("records")}
-            method, alternative = ("utilisation", "time") if kernel == "gemm" else ("time", "utilisation")
-            what = f"{name} {kernel} kernels, {grid} grid, each left out"
-            note = (
-                f"by {method}: median {by[method]['median_abs_error']:.1%}; by {alternative}: "
-                f"median {by[alternative]['median_abs_error']:.1%}, mean {by[alternative]['mean_abs_error']:.1%}"
-            )
-            mean, most = by[method]["mean_abs_error"], by[method]["max_abs_error"]
-            rows.append(("AIConfigurator kernel tables", what, by[method]["num_points"], False, mean, most, note))
-    return rows
-
-
-def _engine_rows(data: Path) -> list[tuple[object, ...]]:
-    fitted = fit_engine(data)
-    fits = fitted.points["fits_memory"]
+    """Predicted against measured, for kernel tables with the engine around them; relative errors, `COLUMNS`."""
+    fitting = fit_engine(data)
+    fits = fitting.points["fits_memory"]
     what = "vLLM Qwen3-32B H100 time per output token"
     source = "AIConfigurator measurements"
-    off = {name: (fitted.points[name] / fitted.points["seconds"] - 1).abs() for name in ("predicted_s", "held_out_s")}
-    folds = off["held_out_s"][fits].groupby(fitted.points["tp"]).mean()
-    each = ", ".join(f"tp {tp} {error:.1%}" for tp, error in folds.items())
-    e = fitted.engine
+    off = {name: (fitting.points[name] / fitting.points["seconds"] - 1).abs() for name in ("predicted_s", "held_out_s")}
+    folds = off["held_out_s"][fits].groupby(fitting.points["tp"]).mean()
+    e = fitting.engine
     terms = (
         f"{e.kernels:.3f} of kernels, {e.prefill:.3f} of prefill, {e.base_s * 1e3:.2f} ms, "
         f"{e.per_request_s * 1e6:.0f} us a request"
     )
-    inside, beyond = off["held_out_s"][fits], off["held_out_s"][~fits]
+    each = "mean of folds: " + ", ".join(f"tp {tp} {error:.1%}" for tp, error in folds.items())
+    fitted, inside, beyond = off["predicted_s"][fits], off["held_out_s"][fits], off["held_out_s"][~fits]
     rows: list[tuple[object, ...]] = [
-        (source, what, int(fits.sum()), True, off["predicted_s"][fits].mean(), off["predicted_s"][fits].max(), terms),
-        (source, f"{what}, each tp left out", len(inside), False, folds.mean(), inside.max(), f"mean of folds: {each}"),
+        (source, what, len(fitted), True, fitted.mean(), fitted.max(), terms),
+        (source, f"{what}, each tp left out", len(inside), False, folds.mean(), inside.max(), each),
         (source, f"{what}, beyond the KV cache", len(beyond), False, beyond.mean(), beyond.max(), "in no fit"),
     ]
-    for backend, name in (("sglang", "Qwen3-32B"), ("trtllm", "Llama-3.1-8B")):
-        points = fit_engine(data, backend, name).points
-        points = points[points["fits_memory"]].reset_index(drop=True)
-        moved = (_terms(data, points, name).predict(asdict(e)) / points["seconds"] - 1).abs()
-        anew = (points["held_out_s"] / points["seconds"] - 1).abs()
-        label = f"{backend} {name} H100 time per output token"
-        rows += [
-            (source, f"{label}, terms of vLLM", len(points), False, moved.mean(), moved.max(), "engines differ"),
-            (source, f"{label}, refitted, each tp left out", len(points), False,
-             anew.groupby(points["tp"]).mean().mean(), anew.max(), "mean of folds"),
-        ]  # fmt: skip
-    return rows
-
-
-def _speculation_rows(data: Path) -> list[tuple[object, ...]]:
     cells = read_speedups(data)
-    table = fit_engine(data).engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4))
+    plain = e.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4))
     first = cells["table"] == "fig13"
-    note = "table of kernels with vLLM's terms, three drafting terms"
-    rows: list[tuple[object, ...]] = []
-    for chosen, name in ((first, "Fig 13"), (first | ~first, "Fig 13 and Table 4")):
-        off = (speedups(with_speculation(table, cells[chosen]), cells) / cells["speedup"] - 1).abs()
-        for what, part, used in (("Fig 13", first, True), ("Table 4", ~first, bool(chosen.all()))):
-            label = f"speed-ups of {what}, fitted to {name}"
-            rows.append(("TLT", label, int(part.sum()), used, off[part].mean(), off[part].max(), note))
-    return rows
+    missed = (speedups(with_speculation(plain, cells[first]), cells) / cells["speedup"] - 1).abs()
+    for name, part, used in (("Fig 13", missed[first], True), ("Table 4", missed[~first], False)):
+        note = "table of kernels with vLLM's terms, three drafting terms"
+        label = f"speed-ups of {name}, fitted to Fig 13"
+        rows.append(("TLT", label, len(part), used, part.mean(), part.max(), note))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def _decoding(costs: TableCosts, cells: pd.DataFrame) -> tuple[Floats, Floats]:

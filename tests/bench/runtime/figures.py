@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.stats import Interval, finite, paired_interval, paired_ratio
+from bench.harness import ratio
+from tltlab.stats import finite, paired_ratio
 
 Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
@@ -152,12 +153,7 @@ def _speedup(
     a, b = (np.array([r.rate(part, per) for r in side]) for side in (slow, fast))
     if not (np.isfinite(a).all() and np.isfinite(b).all() and (b > 0).all()):
         return {"ratio": None, "low": None, "high": None}
-    return ratio_json(paired_interval(a, b, rng=rng))
-
-
-def ratio_json(interval: Interval) -> dict[str, float | None]:
-    """A ratio and the ends of its interval, None where there are none."""
-    return {"ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
+    return ratio(a, b, rng)
 
 
 def _goals(
@@ -203,11 +199,12 @@ def over_best_fixed(rollouts: Sequence[ModeRollout], clock: str) -> list[dict[st
         fixed = {r.mode for r in rollouts if r.kind in ("stock", "off", "static")}
         best = min(sorted(fixed), key=lambda mode: float(rates[mode].mean()))
         for mode, rate in rates.items():
-            ratio = ratio_json(paired_ratio(rate, rates[best], rng=np.random.default_rng(0)))
+            over = paired_ratio(rate, rates[best], rng=np.random.default_rng(0))
             took = [getattr(r, field) for r in of_mode[mode]]
             rows.append(
                 {"clock": clock, "mode": mode, "epoch": epoch, "seconds": float(np.mean(took)),
-                 "tokens_per_s": sum(r.num_tokens for r in of_mode[mode]) / sum(took), "best_fixed": best} | ratio
+                 "tokens_per_s": sum(r.num_tokens for r in of_mode[mode]) / sum(took), "best_fixed": best,
+                 "ratio": over.estimate, "low": finite(over.low), "high": finite(over.high)}
             )  # fmt: skip
     return rows
 

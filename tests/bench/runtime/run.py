@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,11 +16,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from tltlab.console import table
+from bench.harness import Goals, Progress, Table, Text, in_turn, ratio, shown
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.experiments import Progress
 from tltlab.files import read_json
 from tltlab.policies.policy import LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec, BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
@@ -31,11 +31,10 @@ from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.rollout.collected import requests_of
-from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-from .figures import NOTHING, Kind, ModeRollout, PlainSteps, ratio_json, stock_goal, summarise
+from .figures import NOTHING, Kind, ModeRollout, PlainSteps, stock_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
@@ -160,7 +159,7 @@ def bench_runtime(
         progress(f"{len(chosen)} modes, {epochs} epochs, {prompts} prompts x {group_size} of up to {cap} tokens")
         rollouts = bench.measure(chosen, epochs, rounds, seed, progress) if epochs else []
         off = bench.measure_off(off_batches, rounds, seed, progress)
-        record_only = bench.measure_recorded(off_batches, rounds, seed, progress)
+        record_only = bench.measure_recorded(off_batches, rounds, progress)
     finally:
         if bench.stock is not None:
             bench.stock.close()
@@ -256,48 +255,51 @@ class _ModeBench:
             engines["learned" if learned else "model-free"] = engine
         results = []
         for batch in batches:
-            seconds: dict[str, list[float]] = {name: [] for name in engines}
-            steps: dict[str, list[float]] = {name: [] for name in engines}
-            for _ in range(rounds + 1):
-                for name in order.permutation(list(engines)):
-                    rollout = self._generate(engines[name], self._of_fixed_length(batch))
-                    seconds[name].append(rollout.duration_s)
-                    steps[name] += [row["duration"] for row in rollout.iterations if not row["prefill_tokens"]]
+
+            def measure(name: str, number: int, batch: int = batch) -> Rollout:
+                return self._generate(engines[name], self._of_fixed_length(batch))
+
+            found = in_turn(engines, measure, rounds, rng=order)
+            seconds = {name: [rollout.duration_s for rollout in rollouts] for name, rollouts in found.items()}
+            step_s = {
+                name: float(
+                    np.median([r["duration"] for of in rollouts for r in of.iterations if not r["prefill_tokens"]])
+                )
+                for name, rollouts in found.items()
+            }
             progress(f"batch {batch}: {sum(map(sum, seconds.values())):.1f} s with no drafts")
-            stock = np.array(seconds.pop("stock")[1:])
-            for name, took in seconds.items():
-                off = np.array(took[1:])
-                results.append(
-                    {
-                        "batch": batch, "drafters": name, "stock_s": float(stock.mean()), "off_s": float(off.mean()),
-                        **ratio_json(paired_interval(stock, off, rng=order)),
-                        "stock_step_s": float(np.median(steps["stock"])), "off_step_s": float(np.median(steps[name])),
-                    }
-                )  # fmt: skip
+            stock = seconds.pop("stock")
+            results += [
+                {
+                    "batch": batch, "drafters": name, "stock_s": fmean(stock), "off_s": fmean(off),
+                    **ratio(stock, off, order), "stock_step_s": step_s["stock"], "off_step_s": step_s[name],
+                }
+                for name, off in seconds.items()
+            ]  # fmt: skip
         return results
 
-    def measure_recorded(
-        self, batches: Sequence[int], rounds: int, seed: int, progress: Progress
-    ) -> list[dict[str, Any]]:
+    def measure_recorded(self, batches: Sequence[int], rounds: int, progress: Progress) -> list[dict[str, Any]]:
         """Stock vLLM recorded and not, in turn, the same engine, for BLOCK_S at a time, at each batch size.
 
         Tokens per second, with the ratio and its interval over rounds. What a recording writes meanwhile counts.
         """
-        order = np.random.default_rng(seed)
         results = []
         for batch in batches:
-            repeats, speeds = 1, np.zeros((rounds + 1, 2))
-            for round_ in range(rounds + 1):
-                for recorded in order.permutation(2):
-                    speeds[round_, recorded], took_s = self._tokens_per_s(batch, repeats, bool(recorded))
-                repeats = max(repeats, round(repeats * BLOCK_S / took_s))
-            plain, with_it = speeds[1:].T
+            repeats = 1
+
+            def measure(recorded: bool, number: int, batch: int = batch) -> float:
+                nonlocal repeats
+                speed, took_s = self._tokens_per_s(batch, repeats, recorded)
+                if recorded:
+                    repeats = max(repeats, round(repeats * BLOCK_S / took_s))
+                return speed
+
+            speeds = in_turn((False, True), measure, rounds)
             progress(f"batch {batch}: {rounds} x {repeats} rollouts recorded and not")
             results.append(
                 {
-                    "batch": batch, "stock_tokens_per_s": float(plain.mean()),
-                    "recorded_tokens_per_s": float(with_it.mean()),
-                    **ratio_json(paired_interval(with_it, plain, rng=order)),
+                    "batch": batch, "stock_tokens_per_s": fmean(speeds[False]),
+                    "recorded_tokens_per_s": fmean(speeds[True]), **ratio(speeds[True], speeds[False]),
                 }
             )  # fmt: skip
         return results
@@ -364,70 +366,46 @@ def _report(model: Path) -> Mapping[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-_HEADER = (
-    "mode", "seconds", "tail", "plain", "tokens/s", "accept", "record", "policy", "drafting", "speed-up", "in the tail",
+TEXT: Text = (
+    "seconds of rollouts; plain: what plain decoding of the same responses would take, from the step times of stock",
+    "vLLM's rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM; record, policy, drafting: what",
+    "of the seconds went into our book, our choices, drafters beside the scheduler. In epoch 1 drafters know nothing",
+    Table(
+        rows="modes",
+        columns={
+            "mode": "{mode}", "epoch": "{epoch}", "seconds": "{seconds:.2f}", "tail": "{tail_seconds:.2f}",
+            "plain": "{plain_s:.2f}", "tokens/s": "{tokens_per_s:.0f}", "accept": "{mean_accept_length:.2f}",
+            "record": "{recorder_share:.1%}", "policy": "{policy_share:.1%}", "drafting": "{drafting_share:.1%}",
+            "speed-up": "{rollout}", "in the tail": "{in_tail}",
+        },
+    ),
+    Table(
+        rows="off",
+        columns={
+            "batch": "{batch}", "no drafts": "{drafters}", "stock s": "{stock_s:.3f}", "off": "{off_s:.3f}",
+            "speed": "{ratio:.2f} [{low:.2f}, {high:.2f}]", "ms an iteration": "{stock_step_s:1e3*.2f}",
+            "ms off": "{off_step_s:1e3*.2f}",
+        },
+    ),
+    Table(
+        rows="record_only",
+        columns={
+            "batch": "{batch}", "tokens/s": "{stock_tokens_per_s:.0f}", "recorded": "{recorded_tokens_per_s:.0f}",
+            "speed": "{ratio:.3f} [{low:.3f}, {high:.3f}]",
+        },
+    ),
+    Goals(rows="goals", each="{mode}, epoch {epoch}: {ratio:.2f} [{low:.2f}, {high:.2f}] {goal}, goal {wanted:g}"),
 )  # fmt: skip
 
 
 def text(result: dict[str, Any]) -> str:
     """A row per epoch and mode, then the goals."""
     ratios = {(s["mode"], s["epoch"], s["part"]): s for s in result["speedups"] if s["measure"] == result["judged_by"]}
-    lines = []
-    for epoch in sorted({row["epoch"] for row in result["modes"]}):
-        rows = [
-            (
-                row["mode"], f"{row['seconds']:.2f}", f"{row['tail_seconds']:.2f}", f"{row['plain_s']:.2f}",
-                f"{row['tokens_per_s']:.0f}",
-                "-" if row["mean_accept_length"] is None else f"{row['mean_accept_length']:.2f}",
-                *(f"{row[f'{part}_share']:.1%}" for part in ("recorder", "policy", "drafting")),
-                *(_interval(ratios.get((row["mode"], epoch, part))) for part in ("rollout", "tail")),
-            )
-            for row in result["modes"] if row["epoch"] == epoch
-        ]  # fmt: skip
-        knowledge = "drafters know earlier responses" if epoch > 1 else "drafters know nothing at first"
-        lines += [f"epoch {epoch}, {knowledge}", table(_HEADER, rows, indent=2)]
-    if result["modes"]:
-        rounds = result["modes"][0]["rollouts"]
-        lines += [
-            "",
-            "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the "
-            "scheduler",
-            "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's",
-            f"rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over "
-            f"{rounds} rounds" + (", too narrow below ten" if rounds < 10 else ""),
-        ]
-    if result.get("off"):
-        lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
-        rows = [
-            (
-                f"{row['batch']}", row["drafters"], f"{row['stock_s']:.3f}", f"{row['off_s']:.3f}", _interval(row),
-                f"{1e3 * row['stock_step_s']:.2f}", f"{1e3 * row['off_step_s']:.2f}",
-            )
-            for row in result["off"]
-        ]  # fmt: skip
-        header = ("batch", "drafters", "stock", "off", "speed", "ms an iteration", "off")
-        lines.append(table(header, rows, indent=2))
-    if result.get("record_only"):
-        lines += ["", "stock vLLM that is only recorded, against the same engine unrecorded, tokens per second"]
-        rows = [
-            (f"{row['batch']}", f"{row['stock_tokens_per_s']:.0f}", f"{row['recorded_tokens_per_s']:.0f}",
-             _interval(row, digits=3))
-            for row in result["record_only"]
-        ]  # fmt: skip
-        lines.append(table(("batch", "stock", "recorded", "speed"), rows, indent=2))
-    lines.append("")
-    for goal in result["goals"]:
-        lines.append(
-            f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "
-            f"{goal['goal']}, goal {goal['wanted']:g}"
-        )
-    return "\n".join(lines)
+    modes = [
+        row | {name: ratios.get((row["mode"], row["epoch"], part)) for name, part in _PARTS.items()}
+        for row in result["modes"]
+    ]
+    return shown(result | {"modes": modes}, TEXT)
 
 
-def _interval(ratio: dict[str, Any] | None, *, digits: int = 2) -> str:
-    if ratio is None:
-        return ""
-    if ratio["ratio"] is None:
-        return "unknown"
-    low_high = "" if ratio["low"] is None else f" [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
-    return f"{ratio['ratio']:.{digits}f}x{low_high}"
+_PARTS = {"rollout": "rollout", "in_tail": "tail"}

@@ -11,18 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import app as bench
-from bench.drafter import adaptive as bench_adaptive
-from bench.drafter import coordination as bench_coordination
 from bench.drafter import members as bench_members
-from bench.drafter import recipes as bench_recipes
-from bench.drafter import reward as bench_reward
-from bench.drafter.coordination import mean_over_orders
+from bench.drafter import runs, trainer
 from bench.drafter.run import PARTS, bench_learned
-from bench.drafter.runs import FAST, BenchSizes, policy_kl, sizes_of
+from bench.drafter.sizes import FAST, BenchSizes, sizes_of
 from bench.drafters import bench_drafters
-from bench.train.figures import as_text
+from bench.harness import shown
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.offline.data import PromptedText, load_target
+from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
@@ -32,7 +28,7 @@ from tltlab.runtime.drafter.offline.runs import (
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
 from tltlab.runtime.recipe.recipe import DataConfig
-from tltlab.stats import interval_json, mean_of_few
+from tltlab.stats import mean_of_few
 from tltlab.traces.trace import Trace
 
 from .made_traces import trace_of
@@ -97,10 +93,10 @@ def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_ver
 def test_ratios_are_of_rl_steps_that_both_runs_have():
     adaptive = [Kept(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
     frozen = [Kept(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
-    found = bench_adaptive.length_ratio(adaptive, frozen, np.random.default_rng(0))
+    found = runs.length_ratio(adaptive, frozen, np.random.default_rng(0))
     assert found is not None
     assert found.estimate == pytest.approx((2.7 + 2.8) / (2 + 2))
-    assert bench_adaptive.length_ratio(adaptive[:1], frozen, np.random.default_rng(0)) is None
+    assert runs.length_ratio(adaptive[:1], frozen, np.random.default_rng(0)) is None
     assert last_third(range(12)) == [8, 9, 10, 11]
     assert last_third([7]) == [7]
 
@@ -126,7 +122,7 @@ def coordinated() -> Trace:
 
 
 def test_coordination_is_judged_by_pairs_and_idle_time_ends_with_the_last_token():
-    found = bench_coordination.figures(coordinated(), {0: 1.0, 1: 10.0, 2: 10.5})
+    found = runs.figures(coordinated(), {0: 1.0, 1: 10.0, 2: 10.5})
     assert [row["rl_step"] for row in found["rows"]] == [1, 2], "the first one warms up"
     assert found["rows"][0] == pytest.approx(
         {"rl_step": 1, "rollout_s": 10.5, "held_rollout_s": 10.0, "idle_s": 6.0, "held_s": 5.0, "wait_s": 0.5,
@@ -138,7 +134,7 @@ def test_coordination_is_judged_by_pairs_and_idle_time_ends_with_the_last_token(
     assert found["idle_held"] == pytest.approx(5 / 6)
     assert found["yield_s"] == {"median": 0.3, "max": 0.3, "count": 2}
     assert found["wait_share"] == pytest.approx(0.5 / 10.5)
-    said = bench_coordination.text(found | {"workers": 4, "goal": 0.05})
+    said = shown(found | {"workers": 4, "goal": 0.05}, runs.COORDINATION)
     assert "of idle time 83% held by trainers" in said
     json.dumps(found, allow_nan=False)
 
@@ -147,128 +143,51 @@ def test_a_run_in_which_nothing_was_trained_has_no_slow_down():
     trace = coordinated()
     assert trace.spot_training is not None
     with pytest.raises(RunError, match="never idle long enough"):
-        bench_coordination.figures(trace.replace(spot_training=trace.spot_training.assign(updates=0)), {})
+        runs.figures(trace.replace(spot_training=trace.spot_training.assign(updates=0)), {})
     with pytest.raises(ConfigError, match="at least 4"):
-        bench_coordination.bench_coordination(
-            Path("m"), Path("h"), Path("o"), BenchSizes(workers=3), seed=0, progress=quiet
-        )
+        runs.bench_coordination(Path("m"), Path("h"), Path("o"), BenchSizes(workers=3), seed=0, progress=quiet)
 
 
-def run_of(lengths: dict[str, list[int]], lost: float) -> dict:
-    """A run of ten drafts a step that keep so many tokens; its first drafter loses `lost` as the policy moves."""
+def run_of(lengths: dict[str, list[int]]) -> dict:
+    """A run of ten drafts a step that keep so many tokens."""
     live = {
         name: [{"rl_step": n, "drafts": 10, "kept": [k, 0], "accept_length": 1 + k / 10} for n, k in enumerate(kept)]
         for name, kept in lengths.items()
     }
-    updates = [
-        {
-            "rl_step": n, "before": 0.8, "after": 0.7 + 0.01 * n, "recovered": 0.78 if n < 5 else None,
-            "initial_length": 2.0 - lost, "length": 2.0, "initial_length_at_start": 2.0,
-        }
-        for n in range(6)
-    ]  # fmt: skip
-    drift = {"kl": 0.2, "per_step": [0.02] * 6}
-    return {
-        "seed": 0, "live": live, "paired": {"initial": live["frozen"], "in_service": live["adaptive"]},
-        "updates": updates, "drift": {"frozen": drift, "adaptive": drift},
-    }  # fmt: skip
+    return {"seed": 0, "live": live, "paired": {"initial": live["frozen"], "in_service": live["adaptive"]}}
 
 
-def test_the_last_third_decides_and_falls_and_recoveries_are_paired_and_little_drift_is_said():
-    lengths = {"frozen": [9, 9, 9, 8, 4, 4], "adaptive": [9, 9, 9, 9, 8, 10]}
-    run = run_of(lengths, lost=0.2)
-    found = bench_adaptive.summary([run, run], np.random.default_rng(0))
+def test_the_last_third_decides():
+    run = run_of({"frozen": [9, 9, 9, 8, 4, 4], "adaptive": [9, 9, 9, 9, 8, 10]})
+    found = runs.summary([run, run], np.random.default_rng(0))
     assert found["ratio"]["estimate"] == pytest.approx((1.8 + 2.0) / (1.4 + 1.4))
     assert found["paired_ratio"]["estimate"] == found["ratio"]["estimate"]
     assert found["accept_length_at_start"] == {"frozen": 1.9, "adaptive": 1.9}
     assert found["by_position"]["adaptive"] == [pytest.approx(0.9), 0.0]
-    assert found["falls"]["estimate"] == pytest.approx(-0.075)
-    assert found["recovers"]["estimate"] == pytest.approx(0.06)
-    assert found["initial_drafter"]["change"] == pytest.approx(-0.1)
-    assert not found["little_drift"]
-    said = adaptive_text(found, run)
-    assert "falls by 0.075" in said
-    assert "drifted little" not in said
+    settings = {"steps": 6, "workers": 4, "draft_depth": 2, "goal": 1.15}
+    assert "last third: frozen 1.40, adaptive 1.90" in shown(settings | found, runs.ADAPTIVE)
     json.dumps(found, allow_nan=False)
-    still = run_of({"frozen": [9] * 6, "adaptive": [9] * 6}, lost=0.01)
-    said = adaptive_text(bench_adaptive.summary([still], np.random.default_rng(0)), still)
-    assert "The target drifted little" in said
-
-
-def adaptive_text(found: dict, run: dict) -> str:
-    return bench_adaptive.text({"steps": 6, "workers": 4, "draft_depth": 2, "goal": 1.15, "runs": [run], **found})
 
 
 def test_traces_of_two_runs_become_steps_and_one_without_drafts_is_refused():
     trace = trace_of(iterations=numbered([iteration(0, [4, 0])]), acceptance=[annotation(0, 0, [0, 2, 0, 0, 0, 0])])
-    found = bench_adaptive.compared(trace, trace)
+    found = runs.compared(trace, trace)
     assert found["live"]["frozen"] == [{"rl_step": 0, "drafts": 2, "kept": (1, 1, 1, 1), "accept_length": 3.0}]
     assert [len(steps) for steps in found["paired"].values()] == [1, 1]
     none = trace_of(iterations=numbered([iteration(0, [4], drafter="suffix")]))
     with pytest.raises(RunError, match="nothing in the adaptive run"):
-        bench_adaptive.compared(trace, none)
-
-
-def test_rewards_are_equal_where_the_interval_over_seeds_holds_zero():
-    def rows(differences: list[float]) -> list[dict]:
-        without = {"first": 0.2, "held_out": 0.4, "trained": 0.3}
-        return [{"seed": n, "without": without, "with": {"held_out": 0.4 + d, "trained": 0.3}}
-                for n, d in enumerate(differences)]  # fmt: skip
-
-    many = {"held_out": 10**6, "trained": 10**6}
-    assert bench_reward.differences(rows([0.02, -0.01, 0.01]), many)["equal"] is True
-    assert bench_reward.differences(rows([0.05, 0.06, 0.05]), many)["equal"] is False
-    # Three runs may agree by luck: on so few prompts each of them is off by .09 or so anyway.
-    few = bench_reward.differences(rows([0.05, 0.06, 0.05]), {"held_out": 32, "trained": 32})
-    assert few["equal"] is True
-    chance = math.sqrt((sum((0.4 + d) * (0.6 - d) for d in (0.05, 0.06, 0.05)) + 3 * 0.4 * 0.6) / 32) / 3
-    assert few["held_out"]["high"] - few["held_out"]["estimate"] == pytest.approx(4.3027 * chance, rel=1e-4)
-    one = bench_reward.differences(rows([0.02]), many)
-    assert one["equal"] is None
-    json.dumps(one, allow_nan=False)
-
-
-def test_an_interval_in_words_has_its_ends_turned_by_a_sign_and_none_of_one_value():
-    found = mean_of_few([1.0, 2.0, 3.0])
-    # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.3027.
-    assert as_text(interval_json(found)) == "2.000 [-0.484, 4.484]"
-    assert as_text(interval_json(found), sign=-1) == "-2.000 [-4.484, 0.484]"
-    assert as_text(interval_json(mean_of_few([1.0]))) == "1.000 (no interval from one value)"
+        runs.compared(trace, none)
 
 
 def test_what_comes_first_may_be_slower_and_that_neither_counts_nor_widens_the_interval():
     noise = [0.01, -0.01, 0.02, -0.02]
-    found = mean_over_orders(([0.03 + 0.2 + n for n in noise], [0.03 - 0.2 + n for n in noise]))
+    found = runs.mean_over_orders(([0.03 + 0.2 + n for n in noise], [0.03 - 0.2 + n for n in noise]))
     assert found.estimate == pytest.approx(0.03)
     # The least-squares fit of the mean and the order's effect, by hand: 8 values, 6 degrees of freedom.
     error = math.sqrt(2 * sum(n**2 for n in noise) / 6 / 8)
     assert found.high - found.estimate == pytest.approx(2.4469 * error, rel=1e-4)
-    assert math.isnan(mean_over_orders(([0.1], [])).high)
-    assert mean_over_orders(([], [1.0, 2.0, 3.0])).low == pytest.approx(mean_of_few([1.0, 2.0, 3.0]).low)
-
-
-def test_a_policy_is_no_distance_from_itself_and_the_distance_is_a_mean_over_response_tokens(
-    random_model: Path, tmp_path: Path
-):
-    import torch
-
-    model, _ = load_target(random_model)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.5)
-    model.save_pretrained(tmp_path / "flat")
-    texts = [
-        PromptedText(prompt_token_ids=[1, 5, 6], token_ids=[7, 8, 9, 4]),
-        PromptedText(prompt_token_ids=[1, 9], token_ids=[4, 4]),
-    ]
-    assert policy_kl(random_model, random_model, texts) == pytest.approx(0.0, abs=1e-6)
-    sharp, _ = load_target(random_model)
-    by_hand = []
-    for text in texts:
-        ids = torch.tensor([text.prompt_token_ids + text.token_ids])
-        for at in range(len(text.prompt_token_ids), ids.shape[1]):
-            p, q = (torch.softmax(m(input_ids=ids[:, :at]).logits[0, -1], -1) for m in (sharp, model))
-            by_hand.append(float((p * (p / q).log()).sum()))
-    assert policy_kl(random_model, tmp_path / "flat", texts) == pytest.approx(np.mean(by_hand), rel=1e-4)
+    assert math.isnan(runs.mean_over_orders(([0.1], [])).high)
+    assert runs.mean_over_orders(([], [1.0, 2.0, 3.0])).low == pytest.approx(mean_of_few([1.0, 2.0, 3.0]).low)
 
 
 def test_texts_are_the_same_for_the_same_seed_and_prompts_can_be_of_one_kind(random_model: Path):
@@ -285,14 +204,14 @@ def test_texts_are_the_same_for_the_same_seed_and_prompts_can_be_of_one_kind(ran
 
 def test_recipes_get_the_same_updates_and_then_the_same_seconds(random_model: Path):
     sizes = sizes_of(fast=True, updates=3, warm_up_texts=8, texts=4, max_response_tokens=24)
-    found = bench_recipes.bench_recipes(random_model, sizes, seed=0, progress=quiet)
+    found = trainer.bench_recipes(random_model, sizes, seed=0, progress=quiet)
     assert [row["recipe"] for row in found["rows"]] == ["eagle", "hass", "eagle3"]
     assert found["rows"][0]["cost"]["estimate"] == 1.0
     assert found["rows"][0]["tlt"] == {"accept_length": 6.53, "cost": 1.0}
     assert min(row["updates_same_seconds"] for row in found["rows"]) == 3
     assert all(1 <= row["accept_length"] <= 9 for row in found["rows"])
     json.dumps(found, allow_nan=False)
-    assert "eagle3" in bench_recipes.text(found)
+    assert "eagle3" in shown(found, trainer.RECIPES)
 
 
 def test_parts_without_an_engine_write_their_results_as_they_come(random_model: Path, tmp_path: Path):

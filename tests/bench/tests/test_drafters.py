@@ -3,17 +3,18 @@ from pathlib import Path
 import pytest
 
 from bench.drafters import (
+    HISTORY_TEXT,
+    TEXT,
     LongRun,
     Visits,
     bench_drafters,
     bench_history,
-    history_text,
     made_up,
     recorded,
     replay,
-    text,
     visit,
 )
+from bench.harness import shown
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError, InputError
@@ -67,7 +68,7 @@ def test_the_benchmark_has_a_row_for_each_drafter():
         assert 0 < row["first"]["accepted"] <= row["first"]["drafted"] <= 8
         assert row["first"]["insert_us_per_token"] > 0
         assert row["first"]["lookup_us"] > 0
-    assert len(text(found).splitlines()) == 4
+    assert len(shown(found, TEXT).splitlines()) == 4
 
 
 def test_a_long_run_costs_no_more_memory_nor_state_than_a_short_one():
@@ -82,7 +83,7 @@ def test_a_long_run_costs_no_more_memory_nor_state_than_a_short_one():
     assert rows["every 4, bounded"]["accepted"] > rows["never, bounded"]["accepted"]
     assert rows["every 4, bounded"]["quality"] == pytest.approx(1.0, abs=0.02), "texts stay when their trees go"
     assert rows["every 4, recalled"]["quality"] == pytest.approx(1.0, abs=0.02)
-    assert len(history_text(found).splitlines()) == 7
+    assert len(shown(found, HISTORY_TEXT).splitlines()) == 7
 
 
 def test_a_trace_without_tokens_is_refused():

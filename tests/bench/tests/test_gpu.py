@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_rows_are_in_the_file_before_the_next_engine_starts(tmp_path: Path, monk
     monkeypatch.setattr(gpu, "_alone", lambda *arguments: engine(*arguments) | {"seconds": 1.0})
     found = measured("seam", tmp_path, out)
     assert lengths == list(range(len(gpu.SEAM_MODES)))
-    assert "stock, synchronous, one process: failed: Out of memory" in gpu.text(found)
+    assert re.search(r"stock, synchronous, one process .* Out of memory", gpu.text(found))
 
 
 def test_an_update_is_timed_with_deterministic_algorithms_and_without(
@@ -77,7 +78,7 @@ def test_plain_steps_of_engines_that_adapt_are_held_against_those_of_one_that_ne
         8: {"bucketed, V1 stock": pytest.approx(1.5), "bucketed, V1 planned": pytest.approx(1.05)}
     }
     told = gpu.text({"part": "graphs", "model": "m", "hardware": "h", "rows": rows})
-    assert "plain step at batch 8 over that without speculation: 1.50 in bucketed, V1 stock" in told
+    assert re.search(r"bucketed, V1 stock +8 +0 +6\.00 .* 1\.50", told)
 
 
 def test_an_engine_that_fails_says_so_from_its_own_process():

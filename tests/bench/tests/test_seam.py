@@ -43,7 +43,7 @@ def test_goals_are_of_none_of_policies_that_are_off_and_of_what_drafting_takes_b
     ]
     text = seam.text({"rows": rows, "goals": found})
     assert "61 (122)" in text
-    assert "MISSED none, off, batch 256: 61.0 us, at most 60" in text
+    assert "MISSED  none, off, batch 256: 61.0 us, at most 60" in text
 
 
 def test_a_case_that_there_is_not_is_one_sentence():

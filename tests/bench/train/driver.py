@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -27,8 +27,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from bench.streams import peak_rss_bytes
-from tltlab.console import table
+from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run import grpo
 
@@ -40,7 +39,7 @@ def parity(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2 == 0)
 
 
-def bench_driver(case: DriverCase, growth: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
+def bench_driver(case: DriverCase, growth: Sequence[int], progress: Progress) -> dict[str, Any]:
     """Measure `case`, and before it the same with each of `growth` workers, each in a fork of this process.
 
     Per case: `tokens` of an RL step, `seconds` of the driver by part (the last RL step's processor time), `driver_s` in
@@ -169,32 +168,23 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
 
 
+TEXT: Text = (
+    "an RL step, by number of workers",
+    Table(
+        rows="cases",
+        columns={
+            "workers": "{workers}", "M tokens": "{tokens:1e-6*.2f}", "driver s": "{driver_s:.2f}",
+            "trace writer s": "{writer_s:.2f}", "first rank s": "{rank_s:.2f}", "its samples": "{rank_samples}",
+            "trace MB": "{trace_bytes:1e-6*.1f}", "peak MB": "{peak_rss_bytes:1e-6*.0f}",
+            "before": "{start_rss_bytes:1e-6*.0f}",
+        },
+    ),
+    "of the most workers",
+    Table(rows="most.seconds", columns={"seconds of the driver": "{name}", "": "{value:.3f}"}),
+    Table(rows="most.bytes", columns={"MB that travel": "{name}", "": "{value:1e-6*.2f}"}),
+)  # fmt: skip
+
+
 def text(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    cases = result["cases"]
-    workers = [f"{case['workers']} workers" for case in cases]
-
-    def rows(key: str, unit: float, digits: int) -> list[tuple[str, ...]]:
-        names = sorted({n for case in cases for n in case[key]}, key=lambda n: -cases[-1][key].get(n, 0))
-        return [(n, *(f"{case[key].get(n, 0) / unit:.{digits}f}" for case in cases)) for n in names]
-
-    totals = [
-        (name, *(f"{case[key] / unit:.{digits}f}" for case in cases))
-        for name, key, unit, digits in (
-            ("M tokens", "tokens", 1e6, 2),
-            ("driver, s", "driver_s", 1, 2),
-            ("trace writer, s", "writer_s", 1, 2),
-            ("first rank, s", "rank_s", 1, 2),
-            ("first rank's samples", "rank_samples", 1, 0),
-            ("trace, MB", "trace_bytes", 1e6, 1),
-            ("peak MiB", "peak_rss_bytes", 2**20, 0),
-            ("before, MiB", "start_rss_bytes", 2**20, 0),
-        )
-    ]
-    return "\n\n".join(
-        (
-            table(("an RL step", *workers), totals),
-            table(("seconds of the driver", *workers), rows("seconds", 1, 3)),
-            table(("MB that travel", *workers), rows("bytes", 1e6, 2)),
-        )
-    )
+    return shown({**result, "most": result["cases"][-1]}, TEXT)

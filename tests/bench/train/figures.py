@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.console import table
-from tltlab.stats import Interval, interval_json, interval_text, mean_of_few
+from bench.harness import Goals, Table, Text
+from tltlab.stats import Interval, interval_json, mean_of_few
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
@@ -148,63 +148,29 @@ def summarise(blocks: Sequence[SideRun], lines: Mapping[str, int], *, heldout: i
     }
 
 
-def text(result: Mapping[str, Any]) -> str:
-    """A result for a terminal: a row per side, where our time goes, who learned more, how many times faster ours is."""
-    setting = result["setting"]
-    responses = f"{setting['prompts_per_step']} x {setting['group_size']}"
-    lines = [
-        f"{responses} responses a step, cap {setting['max_response_tokens']}, float32, {setting['steps']} RL steps, "
-        f"{result['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
-    ]
-    rows = [
-        (
-            side["side"], _interval(side["seconds"]), decimals(side["first_seconds"]), decimals(side["whole_seconds"]),
-            decimals(side["mean_response_tokens"]), side["lines"], _interval(side["heldout_reward"]),
-            " ".join(decimals(reward) for reward in side["rewards"]),
-        )
-        for side in result["sides"]
-    ]  # fmt: skip
-    header = ("", "s per step", "first", "whole", "tokens", "lines", "held-out", "reward by step")
-    lines.append(table(header, rows))
-    lines.append(f"held-out reward before training {result['start_heldout_reward']:.2f}")
-    for side in result["sides"]:
-        if side["as_is"]:
-            lines.append(f"{side['side']} as it is: {side['as_is']}")
-        if side["as_is"] and not side["error"]:
-            lines.append(f"{side['side']} above: with vLLM on torch's linear, which lets TRL write weights on CPU")
-        if side["error"]:
-            lines.append(f"{side['side']} did not run: {side['error']}")
-        if side["stages"]:
-            whole = sum(side["stages"].values())
-            shares = ", ".join(f"{name[:-2]} {value / whole:.0%}" for name, value in side["stages"].items())
-            lines.append(f"{side['side']}: {shares}")
-    for row in result["learned"]:
-        equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[row["equal"]]
-        lines.append(
-            f"held-out reward, tltlab less {row['against']}: {as_text(row['difference'])} over {row['seeds']} seed(s): "
-            f"{equal}"
-        )
-    for goal in result["goals"]:
-        mark = "unknown" if goal["met"] is None else "met" if goal["met"] else "MISSED"
-        lines.append(f"{mark:8s}against {goal['against']}: {_interval(goal['ratio'])} times, goal {goal['wanted']:g}")
-    return "\n".join(lines)
-
-
-def as_text(interval: Mapping[str, Any] | None, *, sign: int = 1) -> str:
-    """An estimate with its ends, all times `sign`."""
-    if interval is None:
-        return "unknown"
-    estimate = sign * interval["estimate"]
-    if interval["low"] is None or interval["high"] is None:
-        return f"{estimate:.3f} (no interval from one value)"
-    low, high = sorted((sign * interval["low"], sign * interval["high"]))
-    return f"{estimate:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def decimals(value: float | None) -> str:
-    """A figure of two decimals, a dash where it is unknown."""
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _interval(interval: Mapping[str, Any] | None) -> str:
-    return "-" if interval is None else interval_text(interval)
+TEXT: Text = (
+    "{setting.prompts_per_step} x {setting.group_size} responses a step, cap {setting.max_response_tokens}, float32, "
+    "{setting.steps} RL steps, {hardware}; seconds per step without the first of a run, and of the whole run",
+    Table(
+        rows="sides",
+        columns={
+            "": "{side}", "s per step": "{seconds}", "first": "{first_seconds:.2f}", "whole": "{whole_seconds:.2f}",
+            "tokens": "{mean_response_tokens:.0f}", "lines": "{lines}", "held-out": "{heldout_reward}",
+            "as it is": "{as_is}", "did not run": "{error}",
+        },
+    ),
+    Table(
+        rows="sides",
+        columns={"s of a step": "{side}"}
+        | {name: f"{{stages.{name}_s:.2f}}" for name in ("rollout", "reward", "inference", "train", "sync", "rest")},
+    ),
+    "held-out reward before training {start_heldout_reward:.2f}; then, tltlab less another side:",
+    Table(
+        rows="learned",
+        columns={
+            "against": "{against}", "difference": "{difference:.3f}", "seeds": "{seeds}",
+            "": "{equal:equal within noise|different|one seed does not tell}",
+        },
+    ),
+    Goals(rows="goals", each="against {against}: {ratio} times, goal {wanted:g}"),
+)  # fmt: skip

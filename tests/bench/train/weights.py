@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from bench.harness import Progress, Table, Text, in_turn, seconds_of, shown
 from tltlab import hardware
-from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.engine.weights import (
     BUCKET_BYTES,
@@ -24,9 +23,8 @@ from tltlab.runtime.engine.weights import (
     visible,
 )
 from tltlab.runtime.ray.start import start_ray
-from tltlab.stats import interval_json, interval_text, paired_interval
+from tltlab.stats import interval_json, paired_interval
 
-WARM_UP = 1
 SHAPE = "Qwen2.5-0.5B"
 LARGEST_COPY_BYTES = 1 << 30
 """Memory that the copy goes into, again and again: more than caches hold."""
@@ -99,7 +97,7 @@ class Weights:
         return iter(self.tensors.items())
 
 
-def bench_weights(gigabytes: Sequence[float], *, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def bench_weights(gigabytes: Sequence[float], *, rounds: int, progress: Progress) -> dict[str, Any]:
     """Two transfers and a copy in turn, `rounds` times for each size after one that warms up; seconds and ratios.
 
     "in place": weights live in memory that the reader maps, as those of a trainer's only rank on a CPU do. "buckets":
@@ -112,7 +110,7 @@ def bench_weights(gigabytes: Sequence[float], *, rounds: int, progress: Callable
         rows = []
         for size in gigabytes:
             rows += _measured(tensors_of(size * 1e9), rounds)
-            progress(text({"rows": rows[-2:]}))
+            progress(shown({"rows": rows[-2:]}, TEXT))
     finally:
         if started:
             ray.shutdown()
@@ -140,16 +138,14 @@ def _measured(metas: Sequence[TensorMeta], rounds: int) -> list[dict[str, Any]]:
         if failed := senders[way].send(engines):
             raise RunError(f"the reader failed: {failed[0]}")
 
-    seconds: dict[str, list[float]] = {"copy": [], **{way: [] for way in senders}}
-    for number in range(WARM_UP + rounds):
-        for name in ("copy", *senders):
-            start = time.perf_counter()
-            copied() if name == "copy" else sent(name)
-            seconds[name].append(time.perf_counter() - start)
-            if number == 0 and name != "copy" and ray.get(reader.sums.remote()) != expected:
-                raise RunError("what came is not what was sent")
+    def measure(name: str, number: int) -> float:
+        took_s = seconds_of(copied) if name == "copy" else seconds_of(sent, name)
+        if number < 0 and name != "copy" and ray.get(reader.sums.remote()) != expected:
+            raise RunError("what came is not what was sent")
+        return took_s
+
+    seconds = in_turn(("copy", *senders), measure, rounds)
     ray.kill(reader)
-    seconds = {name: times[WARM_UP:] for name, times in seconds.items()}
     return [
         {
             "bytes": num_bytes, "tensors": len(metas), "way": way, "transfer_s": seconds[way],
@@ -160,10 +156,13 @@ def _measured(metas: Sequence[TensorMeta], rounds: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def text(result: dict[str, Any]) -> str:
-    """The result for people: a row for each size."""
-    rows = []
-    for row in result["rows"]:
-        seconds = (f"{sum(row[name]) / len(row[name]):.3f}" for name in ("transfer_s", "copy_s"))
-        rows.append((f"{row['bytes'] / 1e9:.2f} GB", row["way"], *seconds, interval_text(row["ratio"])))
-    return table(("weights", "way", "to an engine s", "one copy s", "ratio"), rows, left=2)
+TEXT: Text = (
+    Table(
+        rows="rows",
+        columns={
+            "weights": "{bytes:1e-9*.2f} GB", "way": "{way}", "to an engine s": "{transfer_s:.3f}",
+            "one copy s": "{copy_s:.3f}", "ratio": "{ratio}",
+        },
+        left=2,
+    ),
+)  # fmt: skip

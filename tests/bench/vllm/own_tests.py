@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from tltlab.console import table
+from bench.harness import Progress, Table, Text, shown
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.vllm import installed_vllm
 
@@ -121,7 +121,7 @@ def differences(
 
 
 def run_vllm_tests(
-    source: Path, *, tests: Sequence[str] = TESTS, limit_s: float = 1800.0, progress: Callable[[str], None]
+    source: Path, *, tests: Sequence[str] = TESTS, limit_s: float = 1800.0, progress: Progress
 ) -> dict[str, Any]:
     """Run `tests` of the sdist unpacked at `source` on every side and compare; each side may take `limit_s` seconds.
 
@@ -296,28 +296,35 @@ def _counts(results: Mapping[str, Outcome]) -> str:
     return ", ".join(f"{n} {name}" for name, n in _tally(results).items() if n)
 
 
+TEXT: Text = (
+    Table(
+        rows="counts",
+        columns={
+            "side": "{name}", "passed": "{passed}", "failed": "{failed}", "error": "{error}", "skipped": "{skipped}",
+        },
+    ),
+    Table(
+        rows="different",
+        columns={
+            "differs": "{test}", "side": "{side}", "stock": "{stock}", "ours": "{ours}", "why": "{why}",
+            "message": "{message}",
+        },
+        left=6,
+    ),
+    "vLLM {vllm}: {passed:every difference is explained|DIFFERENCES ARE UNEXPLAINED}",
+)  # fmt: skip
+
+
 def text(report: Mapping[str, Any]) -> str:
-    """The report as tables."""
-    kinds = ("passed", "failed", "error", "skipped")
-    rows = [
-        (SIDES[side], *(str(counts[kind]) for kind in kinds), f"{report['seconds'][side]:.0f}")
-        for side, counts in report["counts"].items()
-    ]
-    lines = [table(("", *kinds, "s"), rows)]
-    explained: dict[tuple[str, str], list[str]] = {}
+    """The report as tables; what is explained alike is one line."""
+    different: dict[Any, dict[str, Any]] = {}
     for each in report["differences"]:
-        if each["why"]:
-            explained.setdefault((each["side"], each["why"]), []).append(each["test"])
-        else:
-            lines.append(f"UNEXPLAINED, {SIDES[each['side']]}: {each['test']}: {each['stock']} -> {each['ours']}")
-            lines += [f"    {each['message']}"] if each["message"] else []
-    lines += [f"{len(tests)} differ, {SIDES[side]}: {why}" for (side, why), tests in explained.items()]  # type: ignore[index]
+        key = (each["side"], each["why"]) if each["why"] else each["test"]
+        first = different.setdefault(key, each | {"why": each["why"] or "UNEXPLAINED", "number": 0})
+        first["number"] += 1
+        if first["number"] > 1:
+            first["test"] = f"{first['number']} tests"
+    lines = [shown({**report, "different": list(different.values())}, TEXT)]
     if not report["counts"]["stock"]["passed"]:
         lines.append("none of these tests passes here with vLLM as it is, so that ours differs in nothing says little")
-    unexplained = sum(not each["why"] for each in report["differences"])
-    lines.append(
-        f"vLLM {report['vllm']}: {unexplained} of {len(report['differences'])} differences are unexplained"
-        if report["differences"]
-        else f"vLLM {report['vllm']}: no differences"
-    )
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from bench.drafter.checkpoint import bench_checkpoint
+from bench.drafter.trainer import bench_checkpoint
 from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint, convert
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig

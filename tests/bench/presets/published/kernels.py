@@ -1,4 +1,4 @@
-"""Measured kernel times of one GPU: what a forward pass takes by them, and how well the tables interpolate.
+"""Measured kernel times of one GPU, and what a forward pass takes by them.
 
 Three files in a folder, bf16: `gemm_bf16.parquet` (gpu, m, n, k, latency_ms), `decode_attention_bf16.parquet` (gpu,
 batch_size, num_heads, num_key_value_heads, step, latency_ms; one query per request over `step` past tokens, heads of
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.arrays import Flags, Floats
+from tltlab.arrays import Floats
 from tltlab.calibration.robust import attention_knots, context_columns, fixed_columns, non_negative
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.table import AttentionKnot, Roofline, TableCosts, TokenKnot, smooth_max
@@ -216,75 +216,6 @@ def from_kernels(kernels: Kernels, model_name: str, tp: int) -> TableCosts:
             f"prefill is the layers' time per token at {_PREFILL_CHUNK} tokens, without attention among them",
         ),
     )
-
-
-@cache
-def leave_one_out(kernels: Kernels) -> pd.DataFrame:
-    """Errors of predicting each measured kernel from its neighbours, by utilisation and by time.
-
-    One row per kernel, grid and method: `num_points`, median, mean and largest absolute relative error. The grids of
-    `gemm` are the whole one (a value of m goes with its twin m + 1) and powers of four, whose gaps are those of
-    a short table; `beyond` predicts four times the tokens of the last one kept. `attention` leaves out values of
-    `past`. The last two of `gemm` look at products of 4 Mi weights or more: smaller ones are no layer of a large model.
-    """
-    ideal = kernels.ideal_gemm_s(kernels.tokens[:, None, None], kernels.n[None, :, None], kernels.k[None, None, :])
-    m = kernels.tokens
-    large = (kernels.n[:, None] * kernels.k[None, :]) >= 2**22
-    everything = np.ones_like(large)
-    error_parts: list[tuple[str, str, str, Floats]] = []
-
-    def gemm(grid: str, low: int, mid: int, high: int, chosen: Flags) -> None:
-        u = np.log(kernels.gemm / ideal)
-        for method, predicted in (
-            ("utilisation", ideal[mid] * np.exp(_mixed(np.log(m), low, mid, high, u))),
-            ("time", _mixed(m, low, mid, high, kernels.gemm)),
-        ):
-            error_parts.append(("gemm", grid, method, (predicted / kernels.gemm[mid] - 1)[chosen]))
-
-    index = {int(x): i for i, x in enumerate(m)}
-    single = [i for x, i in index.items() if x <= 16 or x - 1 not in index]
-    for low, mid, high in zip(single[:-2], single[1:-1], single[2:], strict=True):
-        gemm("whole", low, mid, high, everything)
-    fours = [index[4**e] for e in range(1, 7) if 4**e in index]
-    for low, mid, high in zip(fours[:-2], fours[1:-1], fours[2:], strict=True):
-        gemm("powers of four", low, mid, high, large)
-    for last in fours[:-1]:
-        half, far = index.get(int(m[last]) // 2), index[int(m[last]) * 4]
-        if half is not None:
-            flat = ideal[far] * kernels.gemm[last] / ideal[last]
-            error_parts.append(("gemm", "beyond", "utilisation", (flat / kernels.gemm[far] - 1)[large]))
-            line = _mixed(m, half, far, last, kernels.gemm)
-            error_parts.append(("gemm", "beyond", "time", (line / kernels.gemm[far] - 1)[large]))
-    error_parts += _attention_errors(kernels)
-    frame = pd.concat(
-        pd.DataFrame({"kernel": kernel, "grid": grid, "method": method, "error": np.abs(np.ravel(errors))})
-        for kernel, grid, method, errors in error_parts
-    )
-    errors = frame.dropna().groupby(["kernel", "grid", "method"], as_index=False, sort=False)
-    return errors.agg(
-        num_points=("error", "size"),
-        median_abs_error=("error", "median"),
-        mean_abs_error=("error", "mean"),
-        max_abs_error=("error", "max"),
-    )
-
-
-def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, Floats]]:
-    # Reading keys and values is proportional to the past: utilisation in logarithms is the time in logarithms.
-    parts: list[tuple[str, str, str, Floats]] = []
-    for table in kernels.attention.values():
-        for mid in range(1, len(kernels.past) - 1):
-            by_log = np.exp(_mixed(np.log(kernels.past), mid - 1, mid, mid + 1, np.log(table.T)))
-            by_time = _mixed(kernels.past, mid - 1, mid, mid + 1, table.T)
-            for method, predicted in (("utilisation", by_log), ("time", by_time)):
-                parts.append(("attention", "whole", method, predicted / table.T[mid] - 1))
-    return parts
-
-
-def _mixed(x: Floats, low: int, at: int, high: int, y: Floats) -> Floats:
-    """y at x[at] on the line through its values at x[low] and x[high]."""
-    share = (x[at] - x[low]) / (x[high] - x[low])
-    return np.asarray((1 - share) * y[low] + share * y[high], np.float64)
 
 
 def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:

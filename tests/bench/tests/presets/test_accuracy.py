@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from bench.presets.accuracy import COLUMNS, WIDTH, graph_pool_rows, rows, summary, text
+from bench.harness import shown
+from bench.presets.accuracy import COLUMNS, TEXT, graph_pool_rows, rows, summary
 from bench.presets.published.graph_readings import READINGS
 
 
@@ -15,7 +16,7 @@ def test_every_reading_of_the_graph_pool_is_shown_with_why():
         assert reading.why in mine["note"].iloc[0]
 
 
-def test_sources_are_whole_and_the_table_is_160_columns_wide(shared_data: Path):
+def test_every_row_is_shown_whole(shared_data: Path):
     found = rows(shared_data, left_out=False)
     assert list(found.columns) == COLUMNS
     assert (found["mean_abs_error"] <= found["max_abs_error"]).all()
@@ -23,23 +24,13 @@ def test_sources_are_whole_and_the_table_is_160_columns_wide(shared_data: Path):
     assert found[found["model"] == "table"]["what"].is_unique
     for name in ("roofline", "table"):
         assert set(found[found["model"] == name]["used_for_fit"]) == {True, False}
-    shown = text(found)
-    assert max(map(len, shown.splitlines())) <= WIDTH == 160
-    words = " ".join(shown.split())
-    assert all(source in words for source in found["source"])
+    words = shown({"rows": found.to_dict("records")}, TEXT)
     for row in found.itertuples():
-        start = f"{row.model:10s} {row.source} "
-        assert any(line.startswith(start) for line in shown.splitlines())
+        assert row.source in words
+        assert row.what in words
     assert all(reading.why in words for reading in READINGS)
     screen = summary(found).splitlines()
     assert len(screen) < 40
-    assert max(map(len, screen)) <= WIDTH
     engines = found[found["pooled"].eq(True)]
     assert sum(any(line.startswith(f"{e} ") for e in engines["source"]) for line in screen) == len(engines)
     assert engines["n_points"].sum() == found[found["pooled"].eq(False)]["n_points"].sum()
-
-
-def test_what_is_long_goes_on_below():
-    found = graph_pool_rows().assign(model="graph pool")
-    lines = text(found.assign(what="word " * 60)).splitlines()
-    assert sum(line.count("word") for line in lines) == 60 * len(found)

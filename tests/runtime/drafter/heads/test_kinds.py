@@ -26,7 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from bench.drafter.packing import HeadShape, bench_packing, padded_loss, text
+from bench.drafter.trainer import PACKING, HeadShape, bench_packing, padded_loss
+from bench.harness import shown
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
@@ -348,7 +349,7 @@ def test_the_packing_benchmark_says_how_little_of_padded_batches_lengths_with_a_
     assert found["longest_tokens"] == 300
     assert found["filled"] > 0.3
     assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
-    assert "samples/s, packed" in text(found)
+    assert "samples/s, packed" in shown(found, PACKING)
     assert bench_packing([50] * 16, shape=shape, rounds=1, samples=8)["filled"] == 0.0
     with pytest.raises(ConfigError, match="do not fill a batch of 8"):
         bench_packing([1, 50, 60])
