@@ -13,8 +13,8 @@ from tltlab.console import table
 
 from . import engine_overhead, profiles
 from . import roofline as roofline_accuracy
-from .published.graph_readings import READINGS
-from .published.graph_readings import validation as graph_pool_validation
+from .graph_readings import READINGS
+from .graph_readings import validation as graph_pool_validation
 
 COLUMNS = ["model", *profiles.COLUMNS]
 

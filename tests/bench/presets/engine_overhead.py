@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench.presets.published.folder import fits_kv_cache, measured_table, tlt_cells
-from bench.presets.published.kernels import Kernels, from_kernels
-from bench.presets.published.transfer import SWITCH_NOTE, SWITCH_S
+from bench.presets.folder import fits_kv_cache, measured_table, tlt_cells
+from bench.presets.kernels import Kernels, from_kernels
 from bench.presets.roofline import COLUMNS
+from bench.presets.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import most_errors, nine_in_ten
 from tltlab.calibration.robust import non_negative

@@ -2,7 +2,7 @@
 
 `shipped` makes `tltlab/costs/profiles.json` anew, `set_errors` the errors of each set that these are pooled from,
 `profile_errors.json`. The measurements are other people's tables, which are not part of the
-package (`bench.presets.published.profile_data`).
+package (`bench.presets.profile_data`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, TypeAdapter
 
-from bench.presets.published.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
-from bench.presets.published.profiles import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
+from bench.presets.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
+from bench.presets.profile_fit import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
 from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import nine_in_ten
 from tltlab.config import FrozenModel

@@ -3,7 +3,7 @@
 The measurements are tables of other people, which are not part of the package: `decode_tpot_h100.csv` (AIConfigurator,
 Apache-2.0), `tlt_sd_tables.csv` and `tlt_gpu_diversity.csv` (TLT, arXiv 2511.16665: Fig. 13, Tables 1, 2, 4),
 `eagle3_speedup_by_batch.csv` (EAGLE-3, arXiv 2503.01840, Table 3) and kernel tables
-(`bench.presets.published.kernels`).
+(`bench.presets.kernels`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench.presets.published.fit import Fitted, fit, predict
-from bench.presets.published.folder import eagle3_cells, fits_kv_cache, measured_table, tlt_cells
-from bench.presets.published.measurements import from_speedups, from_tpot, from_waves
-from bench.presets.published.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
+from bench.presets.fit import Fitted, fit, predict
+from bench.presets.folder import eagle3_cells, fits_kv_cache, measured_table, tlt_cells
+from bench.presets.measurements import from_speedups, from_tpot, from_waves
+from bench.presets.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import most_errors, nine_in_ten
 from tltlab.costs.base import CalibratedRange

@@ -16,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from bench.presets.published.graph_readings import validation
+from bench.presets.graph_readings import validation
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.graph_memory import MEASURED_GB, table_5_errors

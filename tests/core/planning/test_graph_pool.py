@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.presets.published.graph_readings import READINGS, RL_CONTEXT, TOP_KS, validation
+from bench.presets.graph_readings import READINGS, RL_CONTEXT, TOP_KS, validation
 from tltlab.errors import ConfigError
 from tltlab.experiments.graph_memory import GIB, MEASURED_GB, SHIPPED
 from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_for, plan_naive, sglang_sizes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench.harness import shown
 from bench.presets.accuracy import COLUMNS, TEXT, graph_pool_rows, rows, summary
-from bench.presets.published.graph_readings import READINGS
+from bench.presets.graph_readings import READINGS
 
 
 def test_every_reading_of_the_graph_pool_is_shown_with_why():

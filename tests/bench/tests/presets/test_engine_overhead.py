@@ -14,7 +14,7 @@ from bench.presets.engine_overhead import (
     speedups,
     with_speculation,
 )
-from bench.presets.published.kernels import Kernels, from_kernels
+from bench.presets.kernels import Kernels, from_kernels
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from bench.presets.engine_overhead import fit_engine, read_speedups, read_tpot
-from bench.presets.published.folder import fits_kv_cache, measured_table
-from bench.presets.published.kernels import Kernels
+from bench.presets.folder import fits_kv_cache, measured_table
+from bench.presets.kernels import Kernels
 from bench.presets.roofline import rows
 from tltlab.errors import ConfigError
 

@@ -6,6 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from bench.presets.measurements import COLUMNS
+from bench.presets.profile_fit import PRIORS, Design, Param, fit, predict, uncertainty
 from bench.presets.profiles import (
     ENGINES,
     SetErrors,
@@ -16,8 +18,6 @@ from bench.presets.profiles import (
     shipped,
     shipped_errors,
 )
-from bench.presets.published.measurements import COLUMNS
-from bench.presets.published.profiles import PRIORS, Design, Param, fit, predict, uncertainty
 from tltlab.costs.profiles import MeasurementSet, profiles
 from tltlab.hardware import model
 

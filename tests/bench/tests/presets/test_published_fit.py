@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.presets.published.fit import fit, predict
-from bench.presets.published.measurements import COLUMNS, from_speedups, from_tpot, from_waves
+from bench.presets.fit import fit, predict
+from bench.presets.measurements import COLUMNS, from_speedups, from_tpot, from_waves
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.presets.published.transfer import shares
 from bench.presets.roofline import fitted, presets, rows
+from bench.presets.transfer import shares
 from tltlab.costs.load import load_costs
 
 

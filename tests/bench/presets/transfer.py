@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.presets.published.kernels import Kernels
+from bench.presets.kernels import Kernels
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
