@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 
 MODEL_FREE = "model-free"
-DRAFTER_PARTS = (MODEL_FREE, "packing", "checkpoint", "members", "recipes", "adaptive", "coordination")
+DRAFTER_PARTS = (MODEL_FREE, "adaptive", "coordination")
 
 Batches = Annotated[str, Option(help="Batch sizes, with commas between them.")]
 FirstSeed = Annotated[int, Option(min=0, help="The first seed.")]
@@ -104,10 +104,8 @@ def drafter(
         str,
         Option(
             help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
-            "memory), packing (half a minute: against padding), checkpoint (half a minute: how long saving blocks), "
-            "members (half a minute: trainers in a group), recipes (3 minutes: EAGLE, HASS, EAGLE-3), adaptive (6: "
-            "frozen against trained beside the rollout), coordination (4: what that costs the rollout). Times are of "
-            "two idle cores; a model and a warm-up take 3 more."
+            "memory), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
+            "rollout). Times are of two idle cores; a model and a warm-up take 3 more."
         ),
     ] = ",".join(DRAFTER_PARTS),
     model: OwnModel = None,
@@ -140,13 +138,12 @@ def drafter(
         texts.append(shown(result, TEXT))
     if learned := [part for part in chosen if part != MODEL_FREE]:
         _one_thread()
-        from .drafter.run import bench_learned, text
-        from .drafter.sizes import sizes_of
+        from .adaptive import bench_learned, sizes_of, text
 
         sizes = sizes_of(
             fast=fast, model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs, draft_depth=draft_depth
         )
-        measured = bench_learned(learned, sizes, model=model, trace=trace, out=out, seed=seed, progress=progress)
+        measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
         result |= measured
         texts.append(text(measured))
     emit(result, as_json=as_json, text="\n\n".join(texts))

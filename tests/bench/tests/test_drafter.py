@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from bench import adaptive as runs
 from bench import app as bench
-from bench.drafter import members as bench_members
-from bench.drafter import runs, trainer
-from bench.drafter.run import PARTS, bench_learned
-from bench.drafter.sizes import FAST, BenchSizes, sizes_of
+from bench.adaptive import FAST, PARTS, BenchSizes, bench_learned, sizes_of
 from bench.drafters import bench_drafters
 from bench.harness import shown
 from tltlab.errors import ConfigError, RunError
@@ -202,30 +200,6 @@ def test_texts_are_the_same_for_the_same_seed_and_prompts_can_be_of_one_kind(ran
     assert all(1 < len(text.token_ids) <= 12 for text in first)
 
 
-def test_recipes_get_the_same_updates_and_then_the_same_seconds(random_model: Path):
-    sizes = sizes_of(fast=True, updates=3, warm_up_texts=8, texts=4, max_response_tokens=24)
-    found = trainer.bench_recipes(random_model, sizes, seed=0, progress=quiet)
-    assert [row["recipe"] for row in found["rows"]] == ["eagle", "hass", "eagle3"]
-    assert found["rows"][0]["cost"]["estimate"] == 1.0
-    assert found["rows"][0]["tlt"] == {"accept_length": 6.53, "cost": 1.0}
-    assert min(row["updates_same_seconds"] for row in found["rows"]) == 3
-    assert all(1 <= row["accept_length"] <= 9 for row in found["rows"])
-    json.dumps(found, allow_nan=False)
-    assert "eagle3" in shown(found, trainer.RECIPES)
-
-
-def test_parts_without_an_engine_write_their_results_as_they_come(random_model: Path, tmp_path: Path):
-    sizes = sizes_of(fast=True, checkpoint_megabytes=2, rounds=2, max_response_tokens=24)
-    found = bench_learned(["packing", "checkpoint"], sizes, model=random_model, out=tmp_path / "out", progress=quiet)
-    assert set(found) == {"hardware", "versions", "seconds", "packing", "checkpoint"}
-    assert json.loads((tmp_path / "out" / "drafter.json").read_text()) == found
-    assert found["packing"]["ratio"]["estimate"] > 0
-    assert set(found["seconds"]) == {"packing", "checkpoint"}
-    (tmp_path / "out" / "packing").mkdir()
-    with pytest.raises(ConfigError, match="earlier benchmark"):
-        bench_learned(["packing"], sizes, model=random_model, out=tmp_path / "out", progress=quiet)
-
-
 def test_the_command_knows_every_part_and_keeps_the_keys_of_drafters_without_a_network(monkeypatch):
     # Each case takes processes of its own, and what they measure is tested elsewhere.
     monkeypatch.setitem(bench_drafters.__kwdefaults__, "cases", {})
@@ -236,6 +210,18 @@ def test_the_command_knows_every_part_and_keeps_the_keys_of_drafters_without_a_n
     assert set(found) == {"num_tokens", "depth", "rows"}
     with pytest.raises(ConfigError, match="no part named 'speed'"):
         CliRunner().invoke(bench.app, [*plain, "--parts", "model-free,speed"], catch_exceptions=False)
+
+
+def test_parts_write_their_results_as_they_come_and_replace_no_runs(random_model: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(runs, "warmed_up", lambda *_: tmp_path / "head")
+    monkeypatch.setitem(PARTS, "adaptive", (lambda *_, **__: {"steps": 1}, runs.ADAPTIVE))
+    found = bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
+    assert set(found) == {"hardware", "versions", "seconds", "adaptive"}
+    assert json.loads((tmp_path / "out" / "drafter.json").read_text()) == found
+    assert "1 GRPO steps" in runs.text(found)
+    (tmp_path / "out" / "adaptive").mkdir()
+    with pytest.raises(ConfigError, match="earlier benchmark"):
+        bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
 
 
 def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, tmp_path: Path):
@@ -250,13 +236,3 @@ def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, 
     plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
     assert (plain.rollout.policy, plain.rollout.max_draft_depth, plain.seed) == ("none", 0, 4)
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))
-
-
-def test_on_paper_updates_do_not_become_fewer_where_a_link_can_keep_up():
-    rows = bench_members.on_paper()
-    assert {row["parameters"] // 10**6 for row in rows} == {258, 540}
-    for row in rows:
-        kept_up = row["tokens_of_member"] < bench_members.PAPER_TOKENS
-        assert (row["updates"] > 0.999) == kept_up
-        assert row["tokens"] > 1 or row["link"] == "100 Gb/s"
-    assert all(row["tokens_of_member"] > 3000 for row in rows if row["link"] == "NVLink")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from bench.harness import Progress, Table, Text
+from bench.harness import Progress, Table, Text, shown
 from tltlab.errors import ConfigError, RunError
+from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.offline.runs import (
@@ -23,7 +25,8 @@ from tltlab.runtime.drafter.offline.runs import (
     last_third,
     live_drafts,
 )
-from tltlab.runtime.models.runs import DRAFTER, Kind, fixed_depth, recipe_of, trained_beside
+from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.models.runs import DRAFTER, Kind, Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
 from tltlab.runtime.run.grpo import GrpoRun
@@ -31,7 +34,28 @@ from tltlab.runtime.run.rows import StepReport
 from tltlab.stats import LEVEL, Interval, interval_json, paired_interval, student_margin
 from tltlab.traces.trace import Trace, read
 
-from .sizes import BenchSizes
+RESULT = "drafter.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSizes(Sizes):
+    """RL steps are `steps` frozen and adaptive, over `seeds` seeds, and `pairs` of coordination."""
+
+    seeds: int = 1
+    pairs: int = 16
+
+
+FAST = BenchSizes(
+    model="tiny", prompts_per_step=6, group_size=4, max_response_tokens=128, steps=4, warm_up_texts=48,
+    warm_up_length=1.5, warm_up_updates=60, tokens_per_update=512, pairs=3, heldout=32,
+)  # fmt: skip
+
+
+def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
+    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
+    changes = {name: value for name, value in changed.items() if value is not None}
+    return replace(FAST if fast else BenchSizes(), **changes)
+
 
 LENGTH_GOAL = 1.15
 KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}
@@ -305,3 +329,55 @@ COORDINATION: Text = (
     "from the order to stop to the free device: median {yield_s.median:1e3*.0f} ms, at most {yield_s.max:1e3*.0f} ms",
     "after the last token: median {wait_s.median:1e3*.0f} ms, at most {wait_s.max:1e3*.0f} ms",
 )  # fmt: skip
+
+
+PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Text]] = {
+    "adaptive": (bench_adaptive, ADAPTIVE),
+    "coordination": (bench_coordination, COORDINATION),
+}
+"""Each part's work in a folder of its name, and its result for people."""
+
+
+def bench_learned(
+    parts: Collection[str],
+    sizes: BenchSizes,
+    *,
+    model: Path | None = None,
+    out: Path | None = None,
+    seed: int = 0,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Do the named parts, in the order of `PARTS`; what each found, under its name.
+
+    `model` is a folder of `tltlab make-model`, None for one that is trained first. Runs, model and head stay in `out`,
+    and after each part all that was found is in its drafter.json; None for a folder that is removed at the end. Models
+    and heads that are there already are used again. ConfigError where `out` holds runs of one of these parts.
+    """
+    # Two threads on a busy machine stall for seconds.
+    torch.set_num_threads(1)
+    with folder_or_temporary(out, "tltlab-bench-") as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        if earlier := [name for name in parts if (folder / name).exists()]:
+            raise ConfigError(
+                f"{folder / earlier[0]} holds runs of an earlier benchmark; name another folder with --out"
+            )
+        model = model or made_model(folder / "model", progress, size=sizes.model)
+        head = warmed_up(model, folder / "head", sizes, progress)
+        result: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "seconds": {}}
+        for name, (work, _) in PARTS.items():
+            if name in parts:
+                progress(f"{name} begins")
+                began = time.perf_counter()
+                result[name] = work(model, head, folder / name, sizes, seed=seed, progress=progress)
+                result["seconds"][name] = time.perf_counter() - began
+                write_json(folder / RESULT, result)
+    return result
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The parts' results for people, one under the other."""
+    return "\n\n".join(
+        f"{name} ({result['seconds'][name]:.0f} s)\n{shown(result[name], part_text)}"
+        for name, (_, part_text) in PARTS.items()
+        if name in result
+    )
