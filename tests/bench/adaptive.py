@@ -46,9 +46,18 @@ class BenchSizes(Sizes):
 
 
 FAST = BenchSizes(
-    model="tiny", prompts_per_step=6, group_size=4, max_response_tokens=128, steps=4, warm_up_texts=48,
-    warm_up_length=1.5, warm_up_updates=60, tokens_per_update=512, pairs=3, heldout=32,
-)  # fmt: skip
+    model="tiny",
+    prompts_per_step=6,
+    group_size=4,
+    max_response_tokens=128,
+    steps=4,
+    warm_up_texts=48,
+    warm_up_length=1.5,
+    warm_up_updates=60,
+    tokens_per_update=512,
+    pairs=3,
+    heldout=32,
+)
 
 
 def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
@@ -274,12 +283,18 @@ def figures(trace: Trace, held_s: Mapping[int, float]) -> dict[str, Any]:
         "updates_per_rollout": float(np.mean([t.updates for t in times])),
         "rows": [
             {
-                "rl_step": t.rl_step, "rollout_s": t.rollout_s, "held_rollout_s": held_s.get(t.rl_step),
-                "idle_s": t.idle_s, "held_s": t.held_s, "train_s": t.train_s, "wait_s": t.wait_s, "updates": t.updates,
+                "rl_step": t.rl_step,
+                "rollout_s": t.rollout_s,
+                "held_rollout_s": held_s.get(t.rl_step),
+                "idle_s": t.idle_s,
+                "held_s": t.held_s,
+                "train_s": t.train_s,
+                "wait_s": t.wait_s,
+                "updates": t.updates,
             }
             for t in times
         ],
-    }  # fmt: skip
+    }
 
 
 def mean_over_orders(groups: Sequence[Sequence[float]]) -> Interval:
@@ -316,11 +331,9 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 COORDINATION: Text = (
     "{workers} workers, rollouts with training, each also without",
     Table(
-        rows="rows",
-        columns={
-            "step": "{rl_step}", "rollout s": "{rollout_s:.2f}", "without s": "{held_rollout_s:.2f}",
-            "idle s": "{idle_s:.2f}", "held s": "{held_s:.2f}", "trained s": "{train_s:.2f}", "updates": "{updates}",
-        },
+        "rows",
+        "step: {rl_step}; rollout s: {rollout_s:.2f}; without s: {held_rollout_s:.2f}; idle s: {idle_s:.2f}; "
+        "held s: {held_s:.2f}; trained s: {train_s:.2f}; updates: {updates}",
         left=0,
     ),
     "the rollout is slower by {slow_down:.3f} (goal: upper end at most {goal}); workers idle {idle_share:.0%} of it; "
@@ -328,7 +341,7 @@ COORDINATION: Text = (
     "of idle time {idle_held:.0%} held by trainers, {idle_trained:.0%} in updates",
     "from the order to stop to the free device: median {yield_s.median:1e3*.0f} ms, at most {yield_s.max:1e3*.0f} ms",
     "after the last token: median {wait_s.median:1e3*.0f} ms, at most {wait_s.max:1e3*.0f} ms",
-)  # fmt: skip
+)
 
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Text]] = {

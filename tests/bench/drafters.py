@@ -184,15 +184,12 @@ def replay(drafter: Drafter, groups: Sequence[Visits], depth: int) -> dict[str, 
 TEXT: Text = (
     "{num_tokens} tokens replayed, drafts of up to {depth}; accepted per look-up (of drafted)",
     Table(
-        rows="rows",
-        columns={
-            "drafter": "{drafter}", "insert us/token": "{first.insert_us_per_token:.2f}",
-            "look-up us": "{later.lookup_us:.2f}", "B/token": "{first.bytes_per_token:.0f}",
-            "first visit": "{first.accepted:.2f} ({first.drafted:.2f})",
-            "with history": "{later.accepted:.2f} ({later.drafted:.2f})",
-        },
+        "rows",
+        "drafter: {drafter}; insert us/token: {first.insert_us_per_token:.2f}; look-up us: {later.lookup_us:.2f}; "
+        "B/token: {first.bytes_per_token:.0f}; first visit: {first.accepted:.2f} ({first.drafted:.2f}); "
+        "with history: {later.accepted:.2f} ({later.drafted:.2f})",
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,13 +341,9 @@ HISTORY_TEXT: Text = (
     "{settings.step_tokens} tokens per RL step, responses of {settings.response_tokens}, at most "
     "{settings.history_mib} MiB of history; accepted in the first {unbounded_steps} RL steps; means over RL steps",
     Table(
-        rows="rows",
-        columns={
-            "case": "{case}", "RL steps": "{num_rl_steps}", "most MiB": "{resident_mib:max .0f}",
-            "state ms": "{state_ms:.1f}",
-            "recall ms": "{recall_ms:.1f}", "with texts": "{whole_state_ms:.0f}",
-            "insert us/token": "{insert_us_per_token:.2f}", "accepted": "{accepted:.2f}",
-            "of unbounded": "{quality:.1%}",
-        },
+        "rows",
+        "case: {case}; RL steps: {num_rl_steps}; most MiB: {resident_mib:max .0f}; state ms: {state_ms:.1f}; "
+        "recall ms: {recall_ms:.1f}; with texts: {whole_state_ms:.0f}; insert us/token: {insert_us_per_token:.2f}; "
+        "accepted: {accepted:.2f}; of unbounded: {quality:.1%}",
     ),
-)  # fmt: skip
+)

@@ -98,22 +98,17 @@ def bench_gpu(
 TEXT: Text = (
     "{part} of {model} on {hardware}",
     Table(
-        rows="shown",
-        columns={
-            "engine": "{name}", "s": "{seconds:.0f}", "tokens/s by batch": "{rates}", "sync s": "{sync_s:.3f}",
-            "GB": "{bytes:1e-9*.2f}", "update s": "{plain_s:.3f}", "deterministic": "{deterministic_s:.3f}",
-            "times as long": "{ratio}", "graphs GB": "{memory.measured_bytes:1e-9*.2f}",
-            "predicted": "{memory.predicted_bytes:1e-9*.2f}", "failed": "{failed}",
-        },
+        "shown",
+        "engine: {name}; s: {seconds:.0f}; tokens/s by batch: {rates}; sync s: {sync_s:.3f}; GB: {bytes:1e-9*.2f}; "
+        "update s: {plain_s:.3f}; deterministic: {deterministic_s:.3f}; times as long: {ratio}; "
+        "graphs GB: {memory.measured_bytes:1e-9*.2f}; predicted: {memory.predicted_bytes:1e-9*.2f}; failed: {failed}",
     ),
     Table(
-        rows="cells",
-        columns={
-            "engine": "{name}", "batch": "{batch}", "depth": "{depth}", "step ms": "{median_s:1e3*.2f}",
-            "ran in": "{ran_in}", "plain step over one without speculation": "{slowdown:.2f}",
-        },
+        "cells",
+        "engine: {name}; batch: {batch}; depth: {depth}; step ms: {median_s:1e3*.2f}; ran in: {ran_in}; "
+        "plain step over one without speculation: {slowdown:.2f}",
     ),
-)  # fmt: skip
+)
 
 
 def text(result: dict[str, Any]) -> str:

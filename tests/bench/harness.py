@@ -140,27 +140,28 @@ class _Fields(string.Formatter):
 _FIELDS = _Fields()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """A table: a row for each mapping in the list at `rows`, or for each item of the mapping there, its key as `name`.
 
-    `columns` are format strings by heading; `left` of them begin at the left. No line where there are no rows.
+    `columns` are headings and format strings, "heading: {field}; heading: {field}"; `left` of them begin at the left.
     """
 
     rows: str
-    columns: Mapping[str, str]
+    columns: str
     left: int = 1
 
     def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
         rows = _at(result, self.rows) or ()
         if isinstance(rows, Mapping):
             rows = [{"name": name, **(r if isinstance(r, Mapping) else {"value": r})} for name, r in rows.items()]
-        cells = [[_FIELDS.format(column, **row) for column in self.columns.values()] for row in rows]
+        columns = [column.split(": ", 1) for column in self.columns.split("; ")]
+        cells = [[_FIELDS.format(cell, **row) for _, cell in columns] for row in rows]
         if cells:
-            yield table(list(self.columns), cells, left=self.left)
+            yield table([heading for heading, _ in columns], cells, left=self.left)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Goals:
     """A line for each goal in the list at `rows`: whether it is `met`, and the format string `each`.
 

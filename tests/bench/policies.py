@@ -46,10 +46,13 @@ def _row(name: str, batch: int, rounds: list[tuple[np.ndarray, np.ndarray]]) -> 
     decide, allot = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
     mean_us = min(float((decisions + allotments).mean()) for decisions, allotments in rounds)
     return {
-        "policy": name, "batch": batch, "decide_us": spread(decide),
-        "allot_us": spread(allot) if SHIPPED[name].budget else None, "mean_us": mean_us,
+        "policy": name,
+        "batch": batch,
+        "decide_us": spread(decide),
+        "allot_us": spread(allot) if SHIPPED[name].budget else None,
+        "mean_us": mean_us,
         "within_20_us": mean_us <= GOAL_US,
-    }  # fmt: skip
+    }
 
 
 def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,14 +114,11 @@ def _request(number: int, generated: int) -> RequestState:
 
 TEXT: Text = (
     Table(
-        rows="rows",
-        columns={
-            "policy": "{policy}", "batch": "{batch}", "decide us": "{decide_us.median:.1f}",
-            "p99": "{decide_us.p99:.1f}", "allot us": "{allot_us.median:.1f}", " p99": "{allot_us.p99:.1f}",
-            "mean": "{mean_us:.1f}", "": "{within_20_us:|over 20 us}",
-        },
+        "rows",
+        "policy: {policy}; batch: {batch}; decide us: {decide_us.median:.1f}; p99: {decide_us.p99:.1f}; "
+        "allot us: {allot_us.median:.1f};  p99: {allot_us.p99:.1f}; mean: {mean_us:.1f}; : {within_20_us:|over 20 us}",
     ),
-)  # fmt: skip
+)
 
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.drafters import made_up
 from bench.gpu import shape
-from bench.harness import Goals, Progress, Table, Text, quiet, shown
+from bench.harness import Goals, Progress, Table, quiet, shown
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED, Activation, Policy
 
@@ -100,32 +100,21 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return bounds
 
 
-def by_batch(result: dict[str, Any]) -> Text:
-    """Medians and 99th percentiles by batch, then the goals that are missed."""
-    batches = sorted({row["batch"] for row in result["rows"]})
-    return (
-        "microseconds of processor time per iteration, median (99th percentile)",
-        Table(
-            rows="by_batch",
-            columns={"policy": "{policy}", "": "{drafting:drafting|off}"}
-            | {f"batch {n}": f"{{{n}.us_per_iteration:.0f}} ({{{n}.p99_us:.0f}})" for n in batches},
-            left=2,
-        ),
-        Goals(
-            rows="goals",
-            each="{policy}, {drafting:drafting|off}, batch {batch}: {us:.1f} us, at most {at_most:g}",
-            missed_only=True,
-        ),
-    )
-
-
 def text(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """Medians and 99th percentiles by batch, then the goals that are missed."""
     rows: dict[tuple[str, bool], dict[str, Any]] = {}
     for row in result["rows"]:
         at = rows.setdefault((row["policy"], row["drafting"]), {"policy": row["policy"], "drafting": row["drafting"]})
-        at[str(row["batch"])] = row
-    return shown(result | {"by_batch": list(rows.values())}, by_batch(result))
+        at[f"at {row['batch']}"] = f"{row['us_per_iteration']:.0f} ({row['p99_us']:.0f})"
+    batches = sorted({row["batch"] for row in result["rows"]})
+    columns = "; ".join(["policy: {policy}", ": {drafting:drafting|off}", *(f"batch {n}: {{at {n}}}" for n in batches)])
+    goal = "{policy}, {drafting:drafting|off}, batch {batch}: {us:.1f} us, at most {at_most:g}"
+    text = (
+        "microseconds of processor time per iteration, median (99th percentile)",
+        Table("by_batch", columns, left=2),
+        Goals("goals", goal, missed_only=True),
+    )
+    return shown(result | {"by_batch": list(rows.values())}, text)
 
 
 def _policy(case: str, drafting: bool) -> Policy | None:

@@ -125,14 +125,18 @@ def bench_sim(rounds: int, configurations: int, jobs: int) -> dict[str, Any]:
 
     wall_ms = in_turn(chosen, wall_ms_of, rounds)
     medians = {name: float(np.median(took)) for name, took in wall_ms.items()}
-    return {
+    result = {
         "cases": [
             {
-                "case": name, "wall_ms": medians[name], "wall_ms_least": min(took), "wall_ms_most": max(took),
-                "goal_ms": goal_ms, "met": None if goal_ms is None else medians[name] <= goal_ms,
+                "case": name,
+                "wall_ms": medians[name],
+                "wall_ms_least": min(wall_ms[name]),
+                "wall_ms_most": max(wall_ms[name]),
+                "goal_ms": goal_ms,
+                "met": None if goal_ms is None else medians[name] <= goal_ms,
                 "makespan_s": makespans[name],
             }
-            for (name, (_, goal_ms)), took in zip(chosen.items(), wall_ms.values(), strict=True)
+            for name, (_, goal_ms) in chosen.items()
         ],
         "ratios": {
             name: ratio(wall_ms[above], wall_ms[below]) | {"goal": most}
@@ -140,22 +144,24 @@ def bench_sim(rounds: int, configurations: int, jobs: int) -> dict[str, Any]:
         },
         "decision_block": DECISION_BLOCK,
         "rounds": rounds,
-    } | ({"sweep": bench_sweep(configurations, jobs)} if configurations else {})  # fmt: skip
+    }
+    return result | ({"sweep": bench_sweep(configurations, jobs)} if configurations else {})
 
 
 TEXT: Text = (
     Table(
-        rows="cases",
-        columns={
-            "case": "{case}", "median ms": "{wall_ms:.2f}", "least": "{wall_ms_least:.2f}",
-            "most": "{wall_ms_most:.2f}", "goal": "{goal_ms:.0f}", "": "{met:|MISSED|}",
-        },
+        "cases",
+        "case: {case}; median ms: {wall_ms:.2f}; least: {wall_ms_least:.2f}; most: {wall_ms_most:.2f}; "
+        "goal: {goal_ms:.0f}; : {met:|MISSED|}",
     ),
-    Table(rows="ratios", columns={"ratio": "{name}", "": "{ratio:.2f} [{low:.2f}, {high:.2f}]", "goal": "{goal}"}),
+    Table(
+        "ratios",
+        "ratio: {name}; : {ratio:.2f} [{low:.2f}, {high:.2f}]; goal: {goal}",
+    ),
     "a bandit decides once per {decision_block} iterations; {rounds} rounds, in turn",
     "sweep: {sweep.configurations} tables x {sweep.rl_steps} RL steps of 4,096 responses in {sweep.wall_s:.1f} s on "
     "{sweep.jobs} processes; goal {sweep.goal_s:.1f}",
-)  # fmt: skip
+)
 
 
 def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:

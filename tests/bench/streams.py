@@ -105,10 +105,7 @@ def write(path: Path, num_rl_steps: int, step_responses: int, group_size: int, s
 TEXT: Text = (
     "{num_responses} responses in {num_rl_steps} RL steps, {trace_bytes:1e-6*.0f} MB on disk",
     Table(
-        rows="phases",
-        columns={
-            "phase": "{name}", "seconds": "{wall_s:.1f}", "responses/s": "{rows_per_s:.0f}",
-            "peak MB": "{peak_rss_bytes:1e-6*.0f}",
-        },
+        "phases",
+        "phase: {name}; seconds: {wall_s:.1f}; responses/s: {rows_per_s:.0f}; peak MB: {peak_rss_bytes:1e-6*.0f}",
     ),
-)  # fmt: skip
+)

@@ -88,13 +88,10 @@ def _cell(row: Mapping[Hashable, Any]) -> str:
 
 TEXT: Text = (
     Table(
-        rows="rows",
-        columns={
-            "model": "{model}", "source": "{source}", "what": "{what}", "points": "{n_points}",
-            "fitted": "{used_for_fit:yes|no}", "mean": "{mean_abs_error:.1%}", "worst": "{max_abs_error:.1%}",
-            "note": "{note}",
-        },
+        "rows",
+        "model: {model}; source: {source}; what: {what}; points: {n_points}; fitted: {used_for_fit:yes|no}; "
+        "mean: {mean_abs_error:.1%}; worst: {max_abs_error:.1%}; note: {note}",
         left=3,
     ),
-)  # fmt: skip
+)
 """Every row, as wide as it takes."""

@@ -371,31 +371,24 @@ TEXT: Text = (
     "vLLM's rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM; record, policy, drafting: what",
     "of the seconds went into our book, our choices, drafters beside the scheduler. In epoch 1 drafters know nothing",
     Table(
-        rows="modes",
-        columns={
-            "mode": "{mode}", "epoch": "{epoch}", "seconds": "{seconds:.2f}", "tail": "{tail_seconds:.2f}",
-            "plain": "{plain_s:.2f}", "tokens/s": "{tokens_per_s:.0f}", "accept": "{mean_accept_length:.2f}",
-            "record": "{recorder_share:.1%}", "policy": "{policy_share:.1%}", "drafting": "{drafting_share:.1%}",
-            "speed-up": "{rollout}", "in the tail": "{in_tail}",
-        },
+        "modes",
+        "mode: {mode}; epoch: {epoch}; seconds: {seconds:.2f}; tail: {tail_seconds:.2f}; plain: {plain_s:.2f}; "
+        "tokens/s: {tokens_per_s:.0f}; accept: {mean_accept_length:.2f}; record: {recorder_share:.1%}; "
+        "policy: {policy_share:.1%}; drafting: {drafting_share:.1%}; speed-up: {rollout}; in the tail: {in_tail}",
     ),
     Table(
-        rows="off",
-        columns={
-            "batch": "{batch}", "no drafts": "{drafters}", "stock s": "{stock_s:.3f}", "off": "{off_s:.3f}",
-            "speed": "{ratio:.2f} [{low:.2f}, {high:.2f}]", "ms an iteration": "{stock_step_s:1e3*.2f}",
-            "ms off": "{off_step_s:1e3*.2f}",
-        },
+        "off",
+        "batch: {batch}; no drafts: {drafters}; stock s: {stock_s:.3f}; off: {off_s:.3f}; "
+        "speed: {ratio:.2f} [{low:.2f}, {high:.2f}]; ms an iteration: {stock_step_s:1e3*.2f}; "
+        "ms off: {off_step_s:1e3*.2f}",
     ),
     Table(
-        rows="record_only",
-        columns={
-            "batch": "{batch}", "tokens/s": "{stock_tokens_per_s:.0f}", "recorded": "{recorded_tokens_per_s:.0f}",
-            "speed": "{ratio:.3f} [{low:.3f}, {high:.3f}]",
-        },
+        "record_only",
+        "batch: {batch}; tokens/s: {stock_tokens_per_s:.0f}; recorded: {recorded_tokens_per_s:.0f}; "
+        "speed: {ratio:.3f} [{low:.3f}, {high:.3f}]",
     ),
-    Goals(rows="goals", each="{mode}, epoch {epoch}: {ratio:.2f} [{low:.2f}, {high:.2f}] {goal}, goal {wanted:g}"),
-)  # fmt: skip
+    Goals("goals", "{mode}, epoch {epoch}: {ratio:.2f} [{low:.2f}, {high:.2f}] {goal}, goal {wanted:g}"),
+)
 
 
 def text(result: dict[str, Any]) -> str:

@@ -171,18 +171,21 @@ def _size(folder: Path) -> int:
 TEXT: Text = (
     "an RL step, by number of workers",
     Table(
-        rows="cases",
-        columns={
-            "workers": "{workers}", "M tokens": "{tokens:1e-6*.2f}", "driver s": "{driver_s:.2f}",
-            "trace writer s": "{writer_s:.2f}", "first rank s": "{rank_s:.2f}", "its samples": "{rank_samples}",
-            "trace MB": "{trace_bytes:1e-6*.1f}", "peak MB": "{peak_rss_bytes:1e-6*.0f}",
-            "before": "{start_rss_bytes:1e-6*.0f}",
-        },
+        "cases",
+        "workers: {workers}; M tokens: {tokens:1e-6*.2f}; driver s: {driver_s:.2f}; trace writer s: {writer_s:.2f}; "
+        "first rank s: {rank_s:.2f}; its samples: {rank_samples}; trace MB: {trace_bytes:1e-6*.1f}; "
+        "peak MB: {peak_rss_bytes:1e-6*.0f}; before: {start_rss_bytes:1e-6*.0f}",
     ),
     "of the most workers",
-    Table(rows="most.seconds", columns={"seconds of the driver": "{name}", "": "{value:.3f}"}),
-    Table(rows="most.bytes", columns={"MB that travel": "{name}", "": "{value:1e-6*.2f}"}),
-)  # fmt: skip
+    Table(
+        "most.seconds",
+        "seconds of the driver: {name}; : {value:.3f}",
+    ),
+    Table(
+        "most.bytes",
+        "MB that travel: {name}; : {value:1e-6*.2f}",
+    ),
+)
 
 
 def text(result: Mapping[str, Any]) -> str:

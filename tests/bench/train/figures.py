@@ -152,25 +152,22 @@ TEXT: Text = (
     "{setting.prompts_per_step} x {setting.group_size} responses a step, cap {setting.max_response_tokens}, float32, "
     "{setting.steps} RL steps, {hardware}; seconds per step without the first of a run, and of the whole run",
     Table(
-        rows="sides",
-        columns={
-            "": "{side}", "s per step": "{seconds}", "first": "{first_seconds:.2f}", "whole": "{whole_seconds:.2f}",
-            "tokens": "{mean_response_tokens:.0f}", "lines": "{lines}", "held-out": "{heldout_reward}",
-            "as it is": "{as_is}", "did not run": "{error}",
-        },
+        "sides",
+        ": {side}; s per step: {seconds}; first: {first_seconds:.2f}; whole: {whole_seconds:.2f}; "
+        "tokens: {mean_response_tokens:.0f}; lines: {lines}; held-out: {heldout_reward}; as it is: {as_is}; "
+        "did not run: {error}",
     ),
     Table(
-        rows="sides",
-        columns={"s of a step": "{side}"}
-        | {name: f"{{stages.{name}_s:.2f}}" for name in ("rollout", "reward", "inference", "train", "sync", "rest")},
+        "sides",
+        "s of a step: {side}; rollout: {stages.rollout_s:.2f}; reward: {stages.reward_s:.2f}; "
+        "inference: {stages.inference_s:.2f}; train: {stages.train_s:.2f}; sync: {stages.sync_s:.2f}; "
+        "rest: {stages.rest_s:.2f}",
     ),
     "held-out reward before training {start_heldout_reward:.2f}; then, tltlab less another side:",
     Table(
-        rows="learned",
-        columns={
-            "against": "{against}", "difference": "{difference:.3f}", "seeds": "{seeds}",
-            "": "{equal:equal within noise|different|one seed does not tell}",
-        },
+        "learned",
+        "against: {against}; difference: {difference:.3f}; seeds: {seeds}; "
+        ": {equal:equal within noise|different|one seed does not tell}",
     ),
-    Goals(rows="goals", each="against {against}: {ratio} times, goal {wanted:g}"),
-)  # fmt: skip
+    Goals("goals", "against {against}: {ratio} times, goal {wanted:g}"),
+)

@@ -158,11 +158,9 @@ def _measured(metas: Sequence[TensorMeta], rounds: int) -> list[dict[str, Any]]:
 
 TEXT: Text = (
     Table(
-        rows="rows",
-        columns={
-            "weights": "{bytes:1e-9*.2f} GB", "way": "{way}", "to an engine s": "{transfer_s:.3f}",
-            "one copy s": "{copy_s:.3f}", "ratio": "{ratio}",
-        },
+        "rows",
+        "weights: {bytes:1e-9*.2f} GB; way: {way}; to an engine s: {transfer_s:.3f}; one copy s: {copy_s:.3f}; "
+        "ratio: {ratio}",
         left=2,
     ),
-)  # fmt: skip
+)

@@ -298,21 +298,16 @@ def _counts(results: Mapping[str, Outcome]) -> str:
 
 TEXT: Text = (
     Table(
-        rows="counts",
-        columns={
-            "side": "{name}", "passed": "{passed}", "failed": "{failed}", "error": "{error}", "skipped": "{skipped}",
-        },
+        "counts",
+        "side: {name}; passed: {passed}; failed: {failed}; error: {error}; skipped: {skipped}",
     ),
     Table(
-        rows="different",
-        columns={
-            "differs": "{test}", "side": "{side}", "stock": "{stock}", "ours": "{ours}", "why": "{why}",
-            "message": "{message}",
-        },
+        "different",
+        "differs: {test}; side: {side}; stock: {stock}; ours: {ours}; why: {why}; message: {message}",
         left=6,
     ),
     "vLLM {vllm}: {passed:every difference is explained|DIFFERENCES ARE UNEXPLAINED}",
-)  # fmt: skip
+)
 
 
 def text(report: Mapping[str, Any]) -> str:
