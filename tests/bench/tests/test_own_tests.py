@@ -41,10 +41,10 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
     assert stock[f"{x}::test_b"].message == "AssertionError: 1 != 2"
     ours = {
         **stock,
-        f"{x}::test_a[1]": Outcome(result="failed", message="depths"),
+        f"{x}::test_a[1]": Outcome("failed", "depths"),
         f"{x}::test_d": stock[f"{x}::test_b"],
     }
-    policy = {**stock, f"{x}::test_a[1]": Outcome(result="failed")}
+    policy = {**stock, f"{x}::test_a[1]": Outcome("failed")}
     known = [ExpectedDifference(tests=r"test_a\b", sides=("policy",), outcome="failed", why="it drafts")]
     found = differences({"stock": stock, "ours": ours, "policy": policy}, known)
     assert [(d.side, d.test.partition("::")[2], d.stock, d.ours, d.why) for d in found] == [
@@ -56,7 +56,7 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
 
 
 def test_an_explanation_is_of_one_outcome_and_one_side():
-    stock, ours = {"t::a": Outcome(result="passed")}, {"t::a": Outcome(result="error")}
+    stock, ours = {"t::a": Outcome("passed")}, {"t::a": Outcome("error")}
     known = [
         ExpectedDifference(tests="a", sides=("policy",), outcome="error", why=""),
         ExpectedDifference(tests="a", sides=("ours",), outcome="failed", why="x"),

@@ -14,10 +14,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 from bench.harness import Progress, Table, Text, shown
@@ -41,51 +40,43 @@ SIDES: Mapping[Side, str] = {
     "policy": "ours, with a policy that always drafts",
 }
 SIDE = "TLTLAB_VLLM_TESTS_SIDE"
+RESULTS = ("passed", "failed", "error", "skipped")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedDifference:
+class ExpectedDifference(NamedTuple):
     """Tests whose names the regular expression `tests` finds come out as `outcome` on `sides`, because of `why`."""
 
     tests: str
-    sides: tuple[Side, ...]
-    outcome: str
     why: str
+    sides: tuple[Side, ...] = ("policy",)
+    outcome: str = "failed"
 
 
-EXPECTED: tuple[ExpectedDifference, ...] = (
+EXPECTED = (
     ExpectedDifference(
-        tests=r"::test_abort_request_when_structured_output_fsm_cannot_advance$",
-        sides=("policy",),
-        outcome="failed",
-        why="the test makes a scheduler without calling its constructor, so ours has none of its attributes",
+        r"::test_abort_request_when_structured_output_fsm_cannot_advance$",
+        "the test makes a scheduler without calling its constructor, so ours has none of its attributes",
     ),
     ExpectedDifference(
-        tests=r"::test_(sync_)?diffusion_|::test_pooling_|::test_async_scheduling_pp_",
-        sides=("policy",),
-        outcome="failed",
-        why="a policy refuses diffusion and pooling models and pipeline parallelism, in a sentence; record= does not",
+        r"::test_(sync_)?diffusion_|::test_pooling_|::test_async_scheduling_pp_",
+        "a policy refuses diffusion and pooling models and pipeline parallelism, in a sentence; record= does not",
     ),
     ExpectedDifference(
-        tests=r"::test_spec_decode_padding_",
-        sides=("policy",),
-        outcome="failed",
-        why="under a policy vLLM pads no first decode step with placeholder drafts: the policy chooses who drafts",
+        r"::test_spec_decode_padding_",
+        "under a policy vLLM pads no first decode step with placeholder drafts: the policy chooses who drafts",
     ),
 )
 """Every difference that is known, the first that fits counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a test came out: "passed", "failed", "error" or "skipped", and the first line of what it says about it."""
+class Outcome(NamedTuple):
+    """How a test came out, one of `RESULTS`, and the first line of what it says about it."""
 
     result: str
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """A test that comes out otherwise on a `side` than in vLLM as it is; `why` is "" where nobody knows."""
 
     side: Side
@@ -101,7 +92,7 @@ def differences(
 ) -> list[Difference]:
     """What comes out otherwise than on the side "stock", and what is expected to and does not, in the tests' order.
 
-    >>> stock, ours = {"t::a": Outcome(result="failed")}, {"t::a": Outcome(result="passed")}
+    >>> stock, ours = {"t::a": Outcome("failed")}, {"t::a": Outcome("passed")}
     >>> [d.ours for d in differences({"stock": stock, "ours": ours}, ())]
     ['passed']
     """
@@ -109,14 +100,11 @@ def differences(
     different = []
     for side, results in outcomes.items():
         for test in dict.fromkeys((*stock, *results)):
-            before, after = (each.get(test, Outcome(result="missing")) for each in (stock, results))
-            if before.result == after.result:
-                continue
-            fits = (e for e in expected if side in e.sides and e.outcome == after.result and re.search(e.tests, test))
-            why = next((e.why for e in fits), "")
-            different.append(
-                Difference(side=side, test=test, stock=before.result, ours=after.result, why=why, message=after.message)
-            )
+            before, after = (each.get(test, Outcome("missing")) for each in (stock, results))
+            if before.result != after.result:
+                of = (e for e in expected if side in e.sides and e.outcome == after.result and re.search(e.tests, test))
+                why = next((e.why for e in of), "")
+                different.append(Difference(side, test, before.result, after.result, why, after.message))
     return different
 
 
@@ -141,7 +129,7 @@ def run_vllm_tests(
             started = time.perf_counter()
             outcomes[side] = _run(place, side, tests, limit_s)
             seconds[side] = time.perf_counter() - started
-            progress(f"{name}: {_counts(outcomes[side])}, {seconds[side]:.0f} s")
+            progress(f"{name}: {_tally(outcomes[side])}, {seconds[side]:.0f} s")
     different = differences(outcomes)
     return {
         "passed": all(difference.why for difference in different),
@@ -149,7 +137,7 @@ def run_vllm_tests(
         "tests": list(tests),
         "counts": {side: _tally(results) for side, results in outcomes.items()},
         "seconds": seconds,
-        "differences": [asdict(difference) for difference in different],
+        "differences": [difference._asdict() for difference in different],
     }
 
 
@@ -194,10 +182,7 @@ def _run(place: Path, side: Side, tests: Sequence[str], limit_s: float) -> dict[
 
 
 def stand_in_for_hub(hub: Path) -> None:
-    """Write the configuration that vLLM's tests of scheduling ask Hugging Face's hub for, as its cache has it.
-
-    It is transformers' default of an OPT, with a tokenizer and next to no weights: vLLM would look for some online.
-    """
+    """Write what vLLM's tests of scheduling ask Hugging Face's hub for: a default OPT with next to no weights."""
     # The process of a side, which imports this module, need not wait for these.
     import torch
     from safetensors.torch import save_file
@@ -223,13 +208,16 @@ def outcomes_of(report: Path) -> dict[str, Outcome]:
             if (element := case.find(kind)) is not None:
                 result, message = name, (element.get("message") or "").strip().partition("\n")[0][:200]
         file = case.get("file") or case.get("classname") or ""
-        outcomes[f"{file}::{case.get('name')}"] = Outcome(result=result, message=message)
+        outcomes[f"{file}::{case.get('name')}"] = Outcome(result, message)
     return outcomes
 
 
 def pytest_configure() -> None:
     """As a plugin of pytest, in the process of a side: put ours in the place of vLLM's."""
-    do_not_wait_for_hub()
+    from vllm.transformers_utils import repo_utils
+
+    # It would ask the hub for a file that is not there, wait for two seconds and ask again.
+    repo_utils.with_retry.__defaults__ = (1, 0, ())
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
         # It imports torch, and more.
@@ -245,13 +233,6 @@ def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
     for item in items:
         if "tests/v1/core/" in item.nodeid:
             item.add_marker("skip_global_cleanup")
-
-
-def do_not_wait_for_hub() -> None:
-    """Have vLLM ask Hugging Face's hub once for a file that is not there: it waits for two seconds and asks again."""
-    from vllm.transformers_utils import repo_utils
-
-    repo_utils.with_retry.__defaults__ = (1, 0, ())
 
 
 def in_place_of_vllms() -> None:
@@ -289,11 +270,7 @@ def in_place_of_vllms() -> None:
 
 def _tally(results: Mapping[str, Outcome]) -> dict[str, int]:
     names = [outcome.result for outcome in results.values()]
-    return {name: names.count(name) for name in ("passed", "failed", "error", "skipped")}
-
-
-def _counts(results: Mapping[str, Outcome]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in _tally(results).items() if n)
+    return {name: names.count(name) for name in RESULTS}
 
 
 TEXT: Text = (
@@ -303,22 +280,19 @@ TEXT: Text = (
     ),
     Table(
         "different",
-        "differs: {test}; side: {side}; stock: {stock}; ours: {ours}; why: {why}; message: {message}",
-        left=6,
+        "differs: {test}; tests: {tests}; side: {side}; stock: {stock}; ours: {ours}; why: {why}; message: {message}",
+        left=7,
     ),
     "vLLM {vllm}: {passed:every difference is explained|DIFFERENCES ARE UNEXPLAINED}",
 )
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report as tables; what is explained alike is one line."""
+    """The report as tables; what is explained alike on a side is one row."""
     different: dict[Any, dict[str, Any]] = {}
     for each in report["differences"]:
-        key = (each["side"], each["why"]) if each["why"] else each["test"]
-        first = different.setdefault(key, each | {"why": each["why"] or "UNEXPLAINED", "number": 0})
-        first["number"] += 1
-        if first["number"] > 1:
-            first["test"] = f"{first['number']} tests"
+        first = different.setdefault((each["side"], each["why"] or each["test"]), {**each, "tests": 0})
+        first |= {"why": each["why"] or "UNEXPLAINED", "tests": first["tests"] + 1}
     lines = [shown({**report, "different": list(different.values())}, TEXT)]
     if not report["counts"]["stock"]["passed"]:
         lines.append("none of these tests passes here with vLLM as it is, so that ours differs in nothing says little")
