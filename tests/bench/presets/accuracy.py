@@ -13,8 +13,6 @@ from tltlab.console import table
 
 from . import engine_overhead, profiles
 from . import roofline as roofline_accuracy
-from .graph_readings import READINGS
-from .graph_readings import validation as graph_pool_validation
 
 COLUMNS = ["model", *profiles.COLUMNS]
 
@@ -29,29 +27,10 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
         "roofline": roofline_accuracy.rows(data),
         "table": engine_overhead.accuracy_rows(data),
         "profile": profiles.rows(data, left_out=left_out),
-        "graph pool": graph_pool_rows(),
     }
     errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
     # What only profiles have is null elsewhere, in JSON too.
     return errors.astype(object).where(errors.notna(), None)
-
-
-def graph_pool_rows() -> pd.DataFrame:
-    """TLT's graph-pool memory under every reading of it, in their order; the note of the first says why it is there."""
-    why = {reading.name: reading.why for reading in READINGS}
-    return pd.DataFrame(
-        {
-            "source": "TLT Table 5",
-            "what": f"{row.name}, {row.measured_gb} GB: {row.reading}",
-            "n_points": 1,
-            "used_for_fit": row.fitted,
-            "mean_abs_error": abs(row.error),
-            "max_abs_error": abs(row.error),
-            "note": f"{row.predicted_gb:.2f} GB, {row.error:+.1%}; parameters fitted: {row.num_free}"
-            + (f"; {why[row.reading]}" if row.name == "single" else ""),
-        }
-        for row in graph_pool_validation()
-    )
 
 
 def summary(errors: pd.DataFrame) -> str:

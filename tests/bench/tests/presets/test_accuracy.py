@@ -1,19 +1,9 @@
-"""The table "predicted against measured": every reading is in it, and nothing is cut."""
+"""The table "predicted against measured": nothing is cut."""
 
 from pathlib import Path
 
 from bench.harness import shown
-from bench.presets.accuracy import COLUMNS, TEXT, graph_pool_rows, rows, summary
-from bench.presets.graph_readings import READINGS
-
-
-def test_every_reading_of_the_graph_pool_is_shown_with_why():
-    found = graph_pool_rows()
-    assert len(found) == 3 * len(READINGS)
-    for reading in READINGS:
-        mine = found[found["what"].str.endswith(f": {reading.name}")]
-        assert len(mine) == 3
-        assert reading.why in mine["note"].iloc[0]
+from bench.presets.accuracy import COLUMNS, TEXT, rows, summary
 
 
 def test_every_row_is_shown_whole(shared_data: Path):
@@ -28,7 +18,6 @@ def test_every_row_is_shown_whole(shared_data: Path):
     for row in found.itertuples():
         assert row.source in words
         assert row.what in words
-    assert all(reading.why in words for reading in READINGS)
     screen = summary(found).splitlines()
     assert len(screen) < 40
     engines = found[found["pooled"].eq(True)]

@@ -1,6 +1,7 @@
 """Which versions of vLLM have what the adapter touches, read out of wheels: the table of the runtime's README.
 
-`python tests/bench/vllm/versions.py WHEEL ...` writes what wheels have into `versions.json`, and prints the table.
+`python tests/runtime/engine/vllm/versions.py WHEEL ...` writes what wheels have into `versions.json`, and prints the
+table.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.vllm.versions import Sources, has_each, table
 from tltlab.runtime.engine.vllm import capabilities
 from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, lacks
+
+from .versions import Sources, has_each, table
 
 MADE_UP = {
     "core/__init__.py": "from .scheduler import Scheduler as Planner",
