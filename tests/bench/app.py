@@ -68,19 +68,6 @@ def accuracy(
 
 
 @app.command()
-def buckets(
-    rounds: Annotated[int, Option(min=1, help="Cases, each under five caps on memory.")] = 5, as_json: Json = False
-) -> None:
-    """How fast buckets are chosen exactly under a memory cap, and whether exhaustive search agrees on small cases.
-
-    Example: tltlab bench buckets --rounds 5
-    """
-    from .policies import BUCKETS_TEXT, bench_buckets
-
-    _tell(bench_buckets(rounds), as_json, BUCKETS_TEXT)
-
-
-@app.command()
 def trace(
     responses: Annotated[int, Option(min=1000, help="Responses to write, describe and read back.")] = 2_000_000,
     as_json: Json = False,
@@ -147,32 +134,6 @@ def drafter(
         result |= measured
         texts.append(text(measured))
     emit(result, as_json=as_json, text="\n\n".join(texts))
-
-
-@app.command()
-def history(
-    rl_steps: Annotated[int, Option(min=1, help="RL steps of each case.")] = 300,
-    step_tokens: Annotated[int, Option(min=1, help="Tokens that an engine generates in each.")] = 1_000_000,
-    response_tokens: Annotated[int, Option(min=2, help="Length of a response; eight are a group.")] = 8192,
-    repeat_every: Annotated[int, Option(min=1, help="RL steps after which prompts come again.")] = 10,
-    history_mib: Annotated[float, Option(min=0.01, help="Most MiB that history takes.")] = 256.0,
-    unbounded_steps: Annotated[int, Option(min=1, help="RL steps without a bound; a token takes 0.3 kB.")] = 12,
-    fast: Annotated[bool, Option("--fast", help="60 RL steps of 200,000 tokens and 16 MiB.")] = False,
-    as_json: Json = False,
-) -> None:
-    """A long run's suffix history: memory once its bound is reached, what its state costs, what is accepted.
-
-    Example: tltlab bench history --rl-steps 60 --step-tokens 200000
-    """
-    from .drafters import HISTORY_TEXT, LongRun, bench_history
-
-    if fast:
-        rl_steps, step_tokens, history_mib = min(rl_steps, 60), min(step_tokens, 200_000), min(history_mib, 16.0)
-    run = LongRun(
-        rl_steps=rl_steps, step_tokens=step_tokens, response_tokens=response_tokens, repeat_every=repeat_every,
-        history_mib=history_mib,
-    )  # fmt: skip
-    _tell(bench_history(run, unbounded_steps=unbounded_steps, progress=progress), as_json, HISTORY_TEXT)
 
 
 @app.command()
@@ -329,28 +290,6 @@ def gpu(
 
 
 @app.command()
-def weights(
-    gigabytes: Annotated[str, Option(help="Sizes of the model, with commas; each is twice in memory.")] = "1,4",
-    rounds: Annotated[int, Option(min=2, help="Times that each is sent, and copied, in turn.")] = 9,
-    as_json: Json = False,
-) -> None:
-    """New weights by shared memory from one process to another, against one copy of the same bytes in one of them.
-
-    Example: tltlab bench weights --gigabytes 1,4 --rounds 9
-    """
-    _one_thread()
-    from .train.weights import TEXT, bench_weights
-
-    try:
-        sizes = [float(size) for size in gigabytes.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers with commas between them") from error
-    if not all(0 < size < 1e4 for size in sizes):
-        raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers above 0")
-    _tell(bench_weights(sizes, rounds=rounds, progress=progress), as_json, TEXT)
-
-
-@app.command()
 def train(
     trl: Annotated[
         Path | None,
@@ -398,6 +337,23 @@ def vllm_tests(
     emit(report, as_json=as_json, text=text(report))
     if not report["passed"]:
         raise typer.Exit(1)
+
+
+GONE = {
+    "buckets": "tests/core/planning/test_buckets.py holds the planner against exhaustive search",
+    "history": "tltlab bench drafter --parts model-free measures the suffix history of a trace",
+    "weights": "tltlab bench gpu sync measures how long an engine takes to get new weights",
+}
+"""Commands that went, and what there is instead."""
+_ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command("buckets", hidden=True, context_settings=_ANY)
+@app.command("history", hidden=True, context_settings=_ANY)
+@app.command("weights", hidden=True, context_settings=_ANY)
+def gone(context: typer.Context) -> None:
+    """Say what there is instead."""
+    raise ConfigError(f"tltlab bench {context.info_name} went: {GONE[context.info_name or '']}")
 
 
 def _one_thread() -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 from bench.harness import Table, Text
 from tltlab.console import table
 
-from . import engine_overhead, profiles
+from . import profiles
 from . import roofline as roofline_accuracy
 
 COLUMNS = ["model", *profiles.COLUMNS]
@@ -25,7 +25,6 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """
     parts = {
         "roofline": roofline_accuracy.rows(data),
-        "table": engine_overhead.accuracy_rows(data),
         "profile": profiles.rows(data, left_out=left_out),
     }
     errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]

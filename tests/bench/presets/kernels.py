@@ -17,20 +17,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from sklearn.isotonic import IsotonicRegression
 
 from tltlab.arrays import Floats
-from tltlab.calibration.robust import attention_knots, context_columns, fixed_columns, non_negative
-from tltlab.costs.base import CalibratedRange
-from tltlab.costs.table import AttentionKnot, Roofline, TableCosts, TokenKnot, smooth_max
+from tltlab.costs.table import smooth_max
 from tltlab.errors import ConfigError
-from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, kv_capacity_tokens, model, per_gpu_heads
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
 
 from .folder import measured_table
 
-FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
-"""Knots of a table from kernels."""
-_PREFILL_CHUNK = 2048
 _GRAPH = "vLLM_custom_graph"
 
 
@@ -150,72 +144,6 @@ class Kernels:
         i, weight = _between(self.batches, batch)
         pair = [_on(self.past, row, past_tokens) for row in self.attention_table(shape, tp)[int(i) : int(i) + 2]]
         return float((1 - weight) * pair[0] + weight * pair[1])
-
-    def linear_attention(
-        self, shape: ModelShape, tp: int, past_tokens: tuple[int, int]
-    ) -> tuple[tuple[AttentionKnot, ...], pd.DataFrame]:
-        """Attention made linear in contexts of `past_tokens` (least, most) per request, and what that costs.
-
-        A row per batch: `num_points`, the largest `context_tokens` (summed), `mean_abs_error` and `max_abs_error`
-        relative to attention's own time, and `max_error_of_forward` relative to the whole forward pass.
-        """
-        seconds = self.attention_table(shape, tp)
-        measured = ~np.isnan(seconds) & (self.past >= past_tokens[0]) & (self.past <= past_tokens[1])
-        rows, columns = np.nonzero(measured & (measured.sum(axis=1) > 2)[:, None])
-        if not len(rows):
-            raise ConfigError(f"no batch has attention measured at three contexts within {past_tokens} tokens")
-        batch, context, took = self.batches[rows], self.batches[rows] * self.past[columns], seconds[rows, columns]
-        at = np.unique(batch)
-        terms = {"fixed": np.ones_like(batch)} | context_columns(batch, context, at) | fixed_columns(batch, at)
-        knots = attention_knots(non_negative(terms, took), at)
-        row_knots = [knots[i] for i in np.searchsorted(at, batch)]
-        off = np.array([k.fixed_s for k in row_knots]) + np.array([k.per_context_s for k in row_knots]) * context - took
-        errors = pd.DataFrame({"batch": batch.astype(int), "context_tokens": context, "error": np.abs(off / took)})
-        errors["of_forward"] = np.abs(off / (took + self.forward_s(shape, tp, batch)))
-        return knots, errors.groupby("batch", as_index=False).agg(
-            num_points=("error", "size"),
-            context_tokens=("context_tokens", "max"),
-            mean_abs_error=("error", "mean"),
-            max_abs_error=("error", "max"),
-            max_error_of_forward=("of_forward", "max"),
-        )
-
-
-@cache
-def from_kernels(kernels: Kernels, model_name: str, tp: int) -> TableCosts:
-    """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
-
-    Attention is made linear over contexts of 255 to 32,767 tokens per request.
-    """
-    past_tokens = 255, 32767
-    shape = model(model_name)
-    tokens = np.asarray([m for m in FORWARD_TOKENS if m in kernels.tokens], np.float64)
-    measured = kernels.forward_s(shape, tp, tokens)
-    grown = np.exp(IsotonicRegression().fit_transform(np.log(tokens), np.log(measured)))
-    attention, errors = kernels.linear_attention(shape, tp, past_tokens)
-    prefill = float(kernels.layers_s(shape, tp, [_PREFILL_CHUNK])[0]) / _PREFILL_CHUNK
-    biggest = float(np.max(np.abs(grown / measured - 1)))
-    return TableCosts(
-        forward=tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(tokens, grown, strict=True)),
-        attention=attention,
-        roofline=Roofline(gpu=kernels.gpu.name, model=model_name, tp=tp),
-        prefill_per_token_s=prefill,
-        kv_capacity_tokens=kv_capacity_tokens(kernels.gpu, shape, tp),
-        calibrated=CalibratedRange(
-            batch=(attention[0].batch, attention[-1].batch),
-            verified_tokens=(float(tokens[0]), float(tokens[-1])),
-            context_tokens=(float(past_tokens[0]), float(errors["context_tokens"].max())),
-        ),
-        notes=(
-            f"sums of measured bf16 kernels, {kernels.gpu.name} {shape.name} tp {tp}: matrix products, LM head, "
-            f"all-reduces in a graph, decode attention of one query per request; no engine and no drafting",
-            f"forward times are made to grow with tokens, which moves them by at most {biggest:.1%}",
-            f"attention is linear in contexts of {past_tokens[0]} to {past_tokens[1]} tokens per request: "
-            f"{errors['mean_abs_error'].mean():.1%} mean error of its own time, at most "
-            f"{errors['max_error_of_forward'].max():.1%} of the forward pass",
-            f"prefill is the layers' time per token at {_PREFILL_CHUNK} tokens, without attention among them",
-        ),
-    )
 
 
 def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:

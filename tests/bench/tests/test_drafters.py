@@ -3,12 +3,9 @@ from pathlib import Path
 import pytest
 
 from bench.drafters import (
-    HISTORY_TEXT,
     TEXT,
-    LongRun,
     Visits,
     bench_drafters,
-    bench_history,
     made_up,
     recorded,
     replay,
@@ -69,21 +66,6 @@ def test_the_benchmark_has_a_row_for_each_drafter():
         assert row["first"]["insert_us_per_token"] > 0
         assert row["first"]["lookup_us"] > 0
     assert len(shown(found, TEXT).splitlines()) == 4
-
-
-def test_a_long_run_costs_no_more_memory_nor_state_than_a_short_one():
-    pytest.importorskip("arctic_inference")
-    run = LongRun(rl_steps=12, step_tokens=3_200, response_tokens=200, repeat_every=4, history_mib=2)
-    found = bench_history(run, unbounded_steps=8)
-    rows = {row["case"]: row for row in found["rows"]}
-    kinds = ("unbounded", "bounded", "recalled")
-    assert list(rows) == ["never, unbounded", "never, bounded", *(f"every 4, {kind}" for kind in kinds)]
-    assert {row["num_rl_steps"] for case, row in rows.items() if "unbounded" not in case} == {12}
-    assert all(len(row["resident_mib"]) == row["num_rl_steps"] for row in rows.values())
-    assert rows["every 4, bounded"]["accepted"] > rows["never, bounded"]["accepted"]
-    assert rows["every 4, bounded"]["quality"] == pytest.approx(1.0, abs=0.02), "texts stay when their trees go"
-    assert rows["every 4, recalled"]["quality"] == pytest.approx(1.0, abs=0.02)
-    assert len(shown(found, HISTORY_TEXT).splitlines()) == 7
 
 
 def test_a_trace_without_tokens_is_refused():

@@ -5,8 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bench.presets.engine_overhead import fit_engine, read_speedups, read_tpot
-from bench.presets.folder import fits_kv_cache, measured_table
+from bench.presets.folder import fits_kv_cache, measured_table, tlt_cells
 from bench.presets.kernels import Kernels
 from bench.presets.roofline import rows
 from tltlab.errors import ConfigError
@@ -44,10 +43,8 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: by
 @pytest.mark.parametrize(
     ("name", "load"),
     [
-        ("decode_tpot_h100.csv", lambda folder: read_tpot(folder, "vllm", "Qwen3-32B")),
-        ("decode_tpot_h100.csv", fit_engine),
         ("decode_tpot_h100.csv", rows),
-        ("tlt_sd_tables.csv", read_speedups),
+        ("tlt_sd_tables.csv", tlt_cells),
         ("gemm_bf16.parquet", lambda folder: Kernels.read(folder, "H100")),
     ],
 )

@@ -1,24 +1,14 @@
-"""Kernel tables, and what an engine adds to them: interpolation, sums, fits to published times and speed-ups."""
+"""Kernel tables: interpolation and sums."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from bench.presets.engine_overhead import (
-    fit_engine,
-    read_speedups,
-    shipped_table,
-    speedups,
-    with_speculation,
-)
-from bench.presets.kernels import Kernels, from_kernels
-from tltlab.costs.load import load_costs
+from bench.presets.kernels import Kernels
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
-from tltlab.strategy import NO_SPECULATION
 
 
 def write_kernels(folder: Path, utilisation: float = 0.5) -> Kernels:
@@ -57,18 +47,6 @@ def test_attention_is_interpolated_between_batches_contexts_and_heads(tmp_path: 
         assert kernels.attention_s(model("Qwen2.5-7B"), 1, batch, past) == pytest.approx(expected)
 
 
-def test_a_table_of_kernels_is_their_sum(tmp_path: Path):
-    kernels, shape = write_kernels(tmp_path), model("Qwen2.5-7B")
-    costs = from_kernels(kernels, "Qwen2.5-7B", 1)
-    cost = costs.iteration(NO_SPECULATION)
-    for batch in (1, 8, 64):
-        summed = kernels.forward_s(shape, 1, batch) + kernels.attention_s(shape, 1, batch, 2000)
-        assert cost.seconds(batch, batch * 2000) == pytest.approx(float(summed), rel=1e-3)
-    assert costs.kv_capacity_tokens
-    assert costs.notes
-    assert costs.sd_base_s is None
-
-
 def test_kernels_that_were_not_measured_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"gemm_bf16\.parquet"):
         Kernels.read(tmp_path, "H100")
@@ -76,9 +54,9 @@ def test_kernels_that_were_not_measured_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="no H200"):
         Kernels.read(tmp_path, "H200")
     with pytest.raises(ConfigError, match="KV heads"):
-        from_kernels(kernels, "Qwen2.5-32B", 4)
+        kernels.attention_s(model("Qwen2.5-32B"), 4, 1, 255)
     with pytest.raises(ConfigError, match="tp 3"):
-        from_kernels(kernels, "Qwen2.5-7B", 3)
+        kernels.forward_s(model("Qwen2.5-7B"), 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -101,38 +79,3 @@ def test_sums_of_measured_kernels(
     off = np.abs(summed / published - 1)
     assert off.mean() < 0.015
     assert off.max() < 0.045
-
-
-def test_kernels_and_four_terms_give_the_time_per_token_of_a_tensor_parallelism_left_out(shared_data: Path):
-    found = fit_engine(shared_data)
-    points = found.points[found.points["fits_memory"]]
-    folds = (points["held_out_s"] / points["seconds"] - 1).abs().groupby(points["tp"]).mean()
-    assert len(points) == 86
-    assert list(folds.index) == [2, 4, 8]
-    assert folds.max() < 0.045
-    assert folds.mean() < 0.04
-    kernels = from_kernels(Kernels.read(shared_data, "H100"), "Qwen3-32B", 4)
-    within = found.engine.on(kernels).iteration(NO_SPECULATION).seconds(16, 16 * 2000)
-    bare = kernels.iteration(NO_SPECULATION).seconds(16, 16 * 2000)
-    assert within == pytest.approx(found.engine.kernels * bare + found.engine.base_s + 16 * found.engine.per_request_s)
-
-
-def test_three_drafting_terms_explain_speed_ups_they_were_not_fitted_to(shared_data: Path):
-    cells = read_speedups(shared_data)
-    first = cells["table"] == "fig13"
-    assert (first.sum(), (~first).sum()) == (36, 16)
-    table = fit_engine(shared_data).engine.on(from_kernels(Kernels.read(shared_data, "H100"), "Qwen2.5-32B", 4))
-    off = (speedups(with_speculation(table, cells[first]), cells) / cells["speedup"] - 1).abs()
-    assert off[first].mean() < 0.03
-    assert off[~first].mean() < 0.1
-
-
-def test_the_shipped_table_is_what_the_measurements_give(shared_data: Path):
-    shipped = json.loads(load_costs("h100-qwen2.5-32b-tp4-table").model_dump_json())
-    anew = json.loads(shipped_table(shared_data).model_dump_json())
-    assert shipped.keys() == anew.keys()
-    for name, value in anew.items():
-        if name in ("forward", "attention"):
-            assert pd.DataFrame(shipped[name]).to_numpy() == pytest.approx(pd.DataFrame(value).to_numpy(), rel=1e-3)
-        elif isinstance(value, float):
-            assert shipped[name] == pytest.approx(value, rel=1e-3), name
