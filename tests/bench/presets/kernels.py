@@ -23,7 +23,7 @@ from tltlab.costs.table import smooth_max
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
 
-from .folder import measured_table
+from .measurements import measured_table
 
 _GRAPH = "vLLM_custom_graph"
 

@@ -22,9 +22,16 @@ import pandas as pd
 from tltlab.errors import ConfigError
 from tltlab.hardware import model, per_gpu_heads
 
-from .folder import eagle3_cells, fits_kv_cache, measured_table, tlt_cells
 from .kernels import Kernels
-from .measurements import COLUMNS, from_speedups, from_waves
+from .measurements import (
+    COLUMNS,
+    eagle3_cells,
+    fits_kv_cache,
+    from_speedups,
+    from_waves,
+    measured_table,
+    tlt_cells,
+)
 
 KERNEL_GPUS = ("H100", "H200", "A100")
 _SHAPES = (

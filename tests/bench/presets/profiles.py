@@ -224,11 +224,11 @@ def set_errors(fitting: ProfileFit) -> ByEngine:
 
 
 def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
-    """Relative errors per set of measurements, inside the fit and by what was left out, and biases by size of model.
+    """Relative errors per set of measurements, inside the fit and by what was left out.
 
     `left_out` names that, "" inside the fit; `bias` is the median of signed errors. `inside` is the share of points
     in their 90 % intervals, of what was left out those that the engine's other sets give; nan for a set in no profile.
-    Rows that are `pooled` hold all sets of an engine, or of a size. Without `left_out` errors inside the fit alone:
+    Rows that are `pooled` hold all sets of an engine. Without `left_out` errors inside the fit alone:
     leaving out takes a fit for each model, GPU and engine.
     """
     fitting = validated(data) if left_out else fitted(data)
@@ -250,7 +250,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
             )
             for fold in ("", *(FOLDS if left_out else ())):
                 table_rows.append(_row(first["engine"], f"{first['asked']}{of}", part, fold, pooled=not of))
-    return pd.DataFrame([*table_rows, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
+    return pd.DataFrame(table_rows, columns=list(COLUMNS))
 
 
 def _mark_inside(table: pd.DataFrame, ships: Profiles, sets: ByEngine) -> None:
@@ -267,20 +267,6 @@ def _mark_inside(table: pd.DataFrame, ships: Profiles, sets: ByEngine) -> None:
                 if bound := bounds.get(fold + kind):
                     size = part[_column(fold)].abs()
                     table.loc[part.index, f"{fold}_inside"] = (size <= bound).astype(float)
-
-
-def _by_size(table: pd.DataFrame) -> list[tuple[object, ...]]:
-    """Dense models, plain: errors by size with the model left out."""
-    sizes = {name: model(name).stored_params / 1e9 for name in table["model"].unique() if not model(name).experts}
-    plain = table[(table["asked"] == "plain") & table["model"].isin(list(sizes))]
-    size = plain["model"].map(sizes)
-    table_rows = []
-    for least, most in ((0.0, 5.0), (5.0, 10.0), (10.0, 40.0), (40.0, 200.0)):
-        part = plain[(size >= least) & (size < most)]
-        if len(part):
-            names = ", ".join(sorted(part["model"].unique()))
-            table_rows.append(_row("all engines", f"plain, dense, {names}", part, "model", pooled=True))
-    return table_rows
 
 
 def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool) -> tuple[object, ...]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bench.presets.folder import fits_kv_cache, measured_table, tlt_cells
 from bench.presets.kernels import Kernels
+from bench.presets.measurements import fits_kv_cache, measured_table, tlt_cells
 from bench.presets.roofline import rows
 from tltlab.errors import ConfigError
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.presets.roofline import fitted, presets, rows
-from bench.presets.transfer import shares
+from bench.presets.roofline import fitted, presets, rows, shares
 from tltlab.costs.load import load_costs
 
 
