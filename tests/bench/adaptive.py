@@ -67,6 +67,7 @@ def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
 
 
 LENGTH_GOAL = 1.15
+RUN = 1_000_000
 KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}
 
 
@@ -131,39 +132,32 @@ def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict
     """The figures of all seeds together, from what each run's `compared` gave."""
     live = {name: _numbered(runs, "live", name) for name in ("frozen", "adaptive")}
     paired = {name: _numbered(runs, "paired", name) for name in ("initial", "in_service")}
-    late = _late(live["adaptive"])
+    late = {
+        n * RUN + step
+        for n, run in enumerate(runs)
+        for step in last_third([step["rl_step"] for step in run["live"]["adaptive"]])
+    }
+    late_live, late_paired = (
+        {name: [step for step in steps if step.rl_step in late] for name, steps in part.items()}
+        for part in (live, paired)
+    )
+    lengths = {name: [step.accept_length for step in steps] for name, steps in late_live.items()}
     return {
         "accept_length_at_start": {name: steps[0].accept_length for name, steps in live.items()},
-        "accept_length": {name: _mean(_in(steps, late)) for name, steps in live.items()},
-        "ratio": interval_json(length_ratio(_in(live["adaptive"], late), _in(live["frozen"], late), rng)),
-        "paired_ratio": interval_json(length_ratio(_in(paired["in_service"], late), _in(paired["initial"], late), rng)),
-        "by_position": {name: by_position(_in(steps, late)) for name, steps in live.items()},
+        "accept_length": {name: float(np.mean(found)) if found else None for name, found in lengths.items()},
+        "ratio": interval_json(length_ratio(late_live["adaptive"], late_live["frozen"], rng)),
+        "paired_ratio": interval_json(length_ratio(late_paired["in_service"], late_paired["initial"], rng)),
+        "by_position": {name: by_position(steps) for name, steps in late_live.items()},
     }
 
 
 def _numbered(runs: Sequence[Mapping[str, Any]], part: str, name: str) -> list[Kept]:
-    """The steps of all runs, those of run n numbered from n million on."""
+    """The steps of all runs, those of run n numbered from n `RUN` on."""
     return [
-        Kept(rl_step=n * 1_000_000 + step["rl_step"], drafts=step["drafts"], kept=tuple(step["kept"]))
+        Kept(rl_step=n * RUN + step["rl_step"], drafts=step["drafts"], kept=tuple(step["kept"]))
         for n, run in enumerate(runs)
         for step in run[part][name]
     ]
-
-
-def _late(steps: Sequence[Kept]) -> set[int]:
-    """The last third of each run's RL steps, numbered as by `_numbered`."""
-    by_run: dict[int, list[int]] = {}
-    for step in steps:
-        by_run.setdefault(step.rl_step // 1_000_000, []).append(step.rl_step)
-    return {number for numbers in by_run.values() for number in last_third(numbers)}
-
-
-def _in(steps: Sequence[Kept], rl_steps: set[int]) -> list[Kept]:
-    return [step for step in steps if step.rl_step in rl_steps]
-
-
-def _mean(steps: Sequence[Kept]) -> float | None:
-    return float(np.mean([step.accept_length for step in steps])) if steps else None
 
 
 def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
@@ -187,6 +181,7 @@ ADAPTIVE: Text = (
 SLOW_DOWN_GOAL = 0.05
 FEWEST_WORKERS = 4
 HELD = "held.json"
+IDLE = ("rl_step", "rollout_s", "idle_s", "held_s", "train_s", "wait_s", "updates")
 
 
 class PairedRun(GrpoRun):
@@ -281,19 +276,7 @@ def figures(trace: Trace, held_s: Mapping[int, float]) -> dict[str, Any]:
         "wait_s": _spread(waits),
         "wait_share": sum(waits) / sum(t.rollout_s for t in times),
         "updates_per_rollout": float(np.mean([t.updates for t in times])),
-        "rows": [
-            {
-                "rl_step": t.rl_step,
-                "rollout_s": t.rollout_s,
-                "held_rollout_s": held_s.get(t.rl_step),
-                "idle_s": t.idle_s,
-                "held_s": t.held_s,
-                "train_s": t.train_s,
-                "wait_s": t.wait_s,
-                "updates": t.updates,
-            }
-            for t in times
-        ],
+        "rows": [{name: getattr(t, name) for name in IDLE} | {"held_rollout_s": held_s.get(t.rl_step)} for t in times],
     }
 
 

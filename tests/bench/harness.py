@@ -10,7 +10,6 @@ import os
 import re
 import string
 import sys
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -57,13 +56,6 @@ def in_turn(
                 measured[chosen[at]].append(value)
         progress(f"round {number + 1} of {rounds}" if number >= 0 else "warmed up")
     return measured
-
-
-def seconds_of(function: Callable[P, Any], *args: P.args, **options: P.kwargs) -> float:
-    """Wall time of a call."""
-    began = time.perf_counter()
-    function(*args, **options)
-    return time.perf_counter() - began
 
 
 def ratio(
