@@ -68,20 +68,6 @@ def accuracy(
 
 
 @app.command()
-def trace(
-    responses: Annotated[int, Option(min=1000, help="Responses to write, describe and read back.")] = 2_000_000,
-    as_json: Json = False,
-) -> None:
-    """Peak memory and speed of writing, describing and reading a large synthetic trace.
-
-    Example: tltlab bench trace --responses 10000000
-    """
-    from .streams import TEXT, bench_stream
-
-    _tell(bench_stream(responses), as_json, TEXT)
-
-
-@app.command()
 def drafter(
     trace: Annotated[Path | None, Argument(help="A trace with tokens; without one the text is made up.")] = None,
     groups: Annotated[int | None, _sized("Prompts to take. [default: all of a trace, 2 made up]")] = None,
@@ -342,6 +328,7 @@ def vllm_tests(
 GONE = {
     "buckets": "tests/core/planning/test_buckets.py holds the planner against exhaustive search",
     "history": "tltlab bench drafter --parts model-free measures the suffix history of a trace",
+    "trace": "tests/core/traces/streams.py measures a long trace for the test that bounds its memory",
     "weights": "tltlab bench gpu sync measures how long an engine takes to get new weights",
 }
 """Commands that went, and what there is instead."""
@@ -350,6 +337,7 @@ _ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 @app.command("buckets", hidden=True, context_settings=_ANY)
 @app.command("history", hidden=True, context_settings=_ANY)
+@app.command("trace", hidden=True, context_settings=_ANY)
 @app.command("weights", hidden=True, context_settings=_ANY)
 def gone(context: typer.Context) -> None:
     """Say what there is instead."""

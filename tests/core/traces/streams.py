@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from bench.harness import Table, Text, alone, peak_rss_bytes
+from bench.harness import alone, peak_rss_bytes
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.stream import StreamWriter, count, describe
@@ -100,12 +100,3 @@ def write(path: Path, num_rl_steps: int, step_responses: int, group_size: int, s
                 "t_finish": 1.0 + tokens * 0.01,
             }
             writer.append(pa.table(workload), pa.table(outcomes))
-
-
-TEXT: Text = (
-    "{num_responses} responses in {num_rl_steps} RL steps, {trace_bytes:1e-6*.0f} MB on disk",
-    Table(
-        "phases",
-        "phase: {name}; seconds: {wall_s:.1f}; responses/s: {rows_per_s:.0f}; peak MB: {peak_rss_bytes:1e-6*.0f}",
-    ),
-)
