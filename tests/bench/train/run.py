@@ -38,15 +38,11 @@ TRL = ("trl==1.16.0", "accelerate==1.15.0")
 """What TRL needs beside the packages that are here already (torch, transformers, datasets, vLLM)."""
 OURS, DEFAULTS, VLLM = "tltlab", "trl", "trl-vllm"
 STAGES = ("rollout_s", "reward_s", "inference_s", "train_s", "sync_s")
-_TINY = Size(hidden=64, layers=1, mlp=128, steps=60, measured_prompts=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSizes:
-    """How much: `blocks` runs of every side in turn, each of `steps` RL steps.
-
-    `heldout` prompts judge the policies at the end, one response each.
-    """
+    """`blocks` runs of every side in turn, of `steps` RL steps; `heldout` prompts judge the policies at the end."""
 
     sides: tuple[str, ...] = (OURS, DEFAULTS, VLLM)
     model: str | Size = "tiny"
@@ -58,15 +54,10 @@ class TrainSizes:
     heldout: int = 512
 
 
-FAST = TrainSizes(
-    sides=(OURS, DEFAULTS),
-    model=_TINY,
-    steps=2,
-    blocks=1,
-    prompts_per_step=4,
-    group_size=4,
+FAST = replace(
+    TrainSizes(sides=(OURS, DEFAULTS), steps=2, blocks=1, prompts_per_step=4, group_size=4, heldout=32),
+    model=Size(hidden=64, layers=1, mlp=128, steps=60, measured_prompts=8),
     max_response_tokens=48,
-    heldout=32,
 )
 
 
@@ -88,12 +79,10 @@ def bench_train(
 ) -> dict[str, Any]:
     """Run every side in turn, block by block, and compare; block n has seed `seed` + n on all sides.
 
-    `trl` is a folder of `pip install --target`; None lets pip make one in `out`. `model` is a folder of `tltlab
-    make-model`, None for one that is trained first. `policy` decides over speculation in our rollouts. Everything
-    stays in `out`, and the result in its train.json after each block; None for a folder that is removed at the end.
-
-    ConfigError where there is no TRL or no model in the folders named, or `out` holds an earlier benchmark; RunError
-    where our run or TRL's by its defaults fails. That TRL's vLLM mode fails is part of the result.
+    `trl` is a folder of `pip install --target`, `model` one of `tltlab make-model`; None makes them in `out`.
+    Everything stays in `out`, and the result in its train.json after each block. ConfigError where there is no TRL or
+    no model in the folders named, or `out` holds an earlier benchmark; RunError where our run or TRL's by its defaults
+    fails. That TRL's vLLM mode fails is part of the result.
     """
     torch.set_num_threads(1)
     with folder_or_temporary(out, "tltlab-bench-") as folder:
@@ -125,14 +114,11 @@ def bench_train(
 
 def trl_folder(folder: Path | None, default: Path, progress: Progress) -> Path:
     """The folder that TRL is in: the one given, or one that pip fills; ConfigError where there is none."""
+    place = folder or default
+    if (place / "trl" / "__init__.py").is_file():
+        return place.resolve()
     if folder is not None:
-        if not (folder / "trl" / "__init__.py").is_file():
-            raise ConfigError(
-                f"no TRL in {folder}; make it with: pip install --target {folder} --no-deps {' '.join(TRL)}"
-            )
-        return folder.resolve()
-    if (default / "trl" / "__init__.py").is_file():
-        return default
+        raise ConfigError(f"no TRL in {folder}; make it with: pip install --target {folder} --no-deps {' '.join(TRL)}")
     command = [sys.executable, "-m", "pip", "install", "--target", str(default), "--no-deps", *TRL]
     progress(" ".join(command))
     default.parent.mkdir(parents=True, exist_ok=True)
@@ -180,10 +166,9 @@ def ours_of_trace(path: Path, seed: int, responses: int) -> SideRun:
 
 
 def run_trl(setting: GrpoJob, folder: Path, packages: Path, *, vllm: bool, progress: Progress) -> SideRun:
-    """One run of TRL's trainer in a process of its own.
+    """One run of TRL's trainer in a process of its own; RunError where it fails without vLLM.
 
-    Its vLLM mode runs as it is, and where that fails once more with vLLM on torch's linear (`bench_trl`): the block
-    says in `as_is` how the first one failed. RunError where TRL fails without vLLM.
+    Its vLLM mode, where it fails as it is, runs once more with vLLM on torch's linear: `as_is` says how it failed.
     """
     side = VLLM if vllm else DEFAULTS
     folder.mkdir(parents=True)
@@ -240,13 +225,8 @@ def heldout_reward(model: Path, setting: GrpoJob, count: int) -> float:
     tokenizer = load_tokenizer(setting.model)
     reward = load_reward(setting.reward)
     prompts = prompts_of(setting.model, "heldout", count)
-    responses = sample(
-        policy,
-        [prompt.token_ids for prompt in prompts],
-        temperature=1.0,
-        max_tokens=setting.max_response_tokens,
-        seed=0,
-    )
+    token_ids, cap = [prompt.token_ids for prompt in prompts], setting.max_response_tokens
+    responses = sample(policy, token_ids, temperature=1.0, max_tokens=cap, seed=0)
     rewards = [
         reward(prompt.text, tokenizer.decode(response.token_ids, skip_special_tokens=True), prompt.answer)
         for prompt, response in zip(prompts, responses, strict=True)
@@ -261,16 +241,14 @@ def _setting(model: Path | None, sizes: TrainSizes, root: Path, policy: str, see
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
+    same = ("steps", "prompts_per_step", "group_size", "max_response_tokens")
     return GrpoJob(
         model=model.resolve(),
         reward=report["reward"],
-        steps=sizes.steps,
-        prompts_per_step=sizes.prompts_per_step,
-        group_size=sizes.group_size,
-        max_response_tokens=sizes.max_response_tokens,
         cores=len(os.sched_getaffinity(0)),
         policy=policy,
         seed=seed,
+        **{name: getattr(sizes, name) for name in same},
     )
 
 

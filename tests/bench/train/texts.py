@@ -64,15 +64,10 @@ num_prompts = 0
 def script_text(setting: GrpoJob, out: Path, *, vllm: bool) -> str:
     """The script for TRL 1.16, as its documentation begins one; the policy is saved to `out`.
 
-    Settings stand in it where TRL's default would learn otherwise than the recipe does (learning rate and its decay,
-    beta2, upper clip, group and cap, bfloat16, and how vLLM's log-probs are corrected for), or say no more than that
-    rewards are logged at each RL step and no service gets them. The loss (DAPO's, over tokens), advantages over the
-    group's standard deviation, one optimizer step of all responses, KL 0, temperature 1, gradient norm 1 and gradient
-    checkpointing are TRL's own. The same samples then move the weights alike but for 1e-4, which TRL adds to standard
-    deviations. In its vLLM mode TRL tells vLLM no dtype, which then samples from a float32 model in bfloat16.
-
-    Both take one optimizer step because with several TRL divides each one's loss by a share of all tokens of the RL
-    step, and `tltlab train` by the tokens of its own mini-batch.
+    Settings stand in it where TRL's default would learn otherwise than the recipe does, or for logging. The same
+    samples then move the weights alike but for 1e-4, which TRL adds to standard deviations; in its vLLM mode TRL tells
+    vLLM no dtype, which then samples from a float32 model in bfloat16. Both take one optimizer step because with
+    several TRL divides each one's loss by a share of all tokens of the RL step, `tltlab train` by its mini-batch's.
     """
     module, _, function = setting.reward.partition(":")
     mode = """        use_vllm=True,
