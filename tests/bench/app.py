@@ -63,8 +63,8 @@ def accuracy(
     from .presets.accuracy import TEXT, rows, summary
 
     table = rows(data, left_out=left_out)
-    result = {"rows": table.to_dict("records")}
-    emit(result, as_json=as_json, text=shown(result, TEXT) if every else summary(table))
+    text = shown({"rows": (table if every else summary(table)).to_dict("records")}, TEXT)
+    emit({"rows": table.to_dict("records")}, as_json=as_json, text=text)
 
 
 @app.command()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from bench.harness import Table, Text
-from tltlab.console import table
 
 from . import profiles
 from . import roofline as roofline_accuracy
@@ -32,44 +29,16 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     return errors.astype(object).where(errors.notna(), None)
 
 
-def summary(errors: pd.DataFrame) -> str:
-    """One screen: each engine profile by what was left out of its fit, then the other models by source."""
-    pooled = errors[errors["pooled"].eq(True)]
-    engines = []
-    for (source, what), part in pooled.groupby(["source", pooled["what"].str.rsplit(": ", n=2).str[0]], sort=False):
-        cells = {row["left_out"]: _cell(row) for row in part.to_dict("records")}
-        engines.append(
-            (source, what, part["n_points"].iloc[0], *(cells.get(fold, "") for fold in ("", *profiles.FOLDS)))
-        )
-    models = []
-    unpooled = errors[errors["pooled"].isna()]
-    for (name, source, used), part in unpooled.groupby(["model", "source", "used_for_fit"], sort=False):
-        points = part["n_points"].astype(float)
-        mean = float((part["mean_abs_error"] * points).sum() / points.sum())
-        worst = float(part["max_abs_error"].max())
-        models.append((name, source, "yes" if used else "no", int(points.sum()), f"{mean:.1%}", f"{worst:.1%}"))
-    heads = ("engine", "what", "points", "fitted", *(f"{fold} left out" for fold in profiles.FOLDS))
-    parts = [
-        "Errors in %: bias (median of signed ones), median, worst; then the share of points in their 90 % intervals.",
-        table(heads, engines, left=2),
-        table(("model", "source", "fitted", "points", "mean", "worst"), models, left=3),
-        "--all shows every set of measurements.",
-    ]
-    return "\n\n".join(parts)
-
-
-def _cell(row: Mapping[Hashable, Any]) -> str:
-    bias, median, worst = (100 * row[name] for name in ("bias", "median_abs_error", "max_abs_error"))
-    inside = "-" if row["inside"] is None else f"{100 * row['inside']:.0f}"
-    return f"{bias:+5.1f} {median:4.1f} {worst:3.0f} {inside:>3}"
+def summary(errors: pd.DataFrame) -> pd.DataFrame:
+    """One screen: each engine profile by what was left out of its fit, and the rows of the other models."""
+    return errors[~errors["pooled"].eq(False)]
 
 
 TEXT: Text = (
     Table(
         "rows",
         "model: {model}; source: {source}; what: {what}; points: {n_points}; fitted: {used_for_fit:yes|no}; "
-        "mean: {mean_abs_error:.1%}; worst: {max_abs_error:.1%}; note: {note}",
+        "mean: {mean_abs_error:.1%}; worst: {max_abs_error:.1%}; in 90 % interval: {inside:.0%}",
         left=3,
     ),
 )
-"""Every row, as wide as it takes."""

@@ -1,7 +1,7 @@
 """Predicted against measured: what the roofline says about published measurements, in its fit and outside.
 
 Measurements: `decode_tpot_h100.csv` (AIConfigurator, Apache-2.0), `tlt_sd_tables.csv` and `tlt_gpu_diversity.csv` (TLT,
-arXiv 2511.16665: Fig. 13, Tables 1, 2, 4), `eagle3_speedup_by_batch.csv` (EAGLE-3, arXiv 2503.01840, Table 3), kernels.
+arXiv 2511.16665: Fig. 13, Tables 2 and 4), and kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pandas as pd
 from bench.presets.fit import Fitted, fit, predict
 from bench.presets.kernels import Kernels
 from bench.presets.measurements import (
-    eagle3_cells,
     fits_kv_cache,
     from_speedups,
     from_tpot,
@@ -206,11 +205,10 @@ def _fold_rows(fitting: Fitted) -> list[tuple[object, ...]]:
 
 
 def _unseen_rows(fitting: Fitted, data: Path) -> list[tuple[object, ...]]:
-    c, context = fitting.constants, fitting.context_tokens
+    c = fitting.constants
     vllm, fits = _decode(data, "vllm")
     sglang, sglang_fits = _decode(data, "sglang")
     trtllm, trtllm_fits = _decode(data, "trtllm")
-    top_k = from_speedups(_tlt(data, "table1_topk"), "table1")
     waves = "its times to first token say that all requests came at once: predicted with these times"
     at_once = _mean(_error(c, from_waves(trtllm[trtllm_fits], "trtllm")))
     unclear = f"how requests come is not stated: a closed loop as in the fit; {at_once:.1%} if all come at once"
@@ -219,13 +217,12 @@ def _unseen_rows(fitting: Fitted, data: Path) -> list[tuple[object, ...]]:
     trtllm_loop = from_tpot(trtllm[trtllm_fits], "trtllm")
     unseen = [
         _row(_VLLM, "beyond the KV capacity", False, _error(c, from_tpot(vllm[~fits], _VLLM)), beyond),
-        _row(_TLT, "Table 1: topK 4 to 16, speed-up", False, _error(c, top_k, context), "accept lengths as published"),
         _row("SGLang 0.5, Qwen3-32B bf16, H100", "time per output token", False, _error(c, sglang_wave), waves),
         _row(
             "TensorRT-LLM 1.0, Llama-3.1-8B bf16, H100", "time per output token", False, _error(c, trtllm_loop), unclear
         ),
     ]
-    return [*unseen, *_other_gpu_rows(data), _eagle3_row(fitting, data)]
+    return [*unseen, *_other_gpu_rows(data)]
 
 
 def _other_gpu_rows(data: Path) -> list[tuple[object, ...]]:
@@ -261,15 +258,6 @@ def _table_2(data: Path) -> tuple[Floats, float, float]:
     accepted = float(speedups["H100"]) / costs["H100"]
     speedup_error = accepted * costs["A100"] / float(speedups["A100"]) - 1
     return np.array(errors), speedup_error, accepted
-
-
-def _eagle3_row(fitting: Fitted, data: Path) -> tuple[object, ...]:
-    measured = from_speedups(eagle3_cells(data, 1.0), "eagle3")
-    ratio = np.asarray(measured["measured"], np.float64) / predict(fitting.constants, measured)
-    accepted = float(ratio[0])
-    note = f"accept length not published: the one that batch 2 implies ({accepted:.2f} of 4), other batches predicted"
-    source = "EAGLE-3 Table 3, SGLang 0.4.4, Llama-3.1-8B, H100"
-    return _row(source, "speed-up by batch, 4 to 64, chain of 3", False, accepted / ratio[1:] - 1, note)
 
 
 def _row(source: str, what: str, used: bool, error: Floats | pd.Series[float], note: str) -> tuple[object, ...]:

@@ -31,7 +31,7 @@ from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run import grpo
 
-from .scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, ScriptedActors, without_ray
+from .scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, scripted_actors, without_ray
 
 
 def parity(prompt: str, response: str, answer: str) -> float:
@@ -64,7 +64,8 @@ def measured(case: DriverCase) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="driver-bench.") as temporary:
         folder = Path(temporary)
         recipe = _recipe(case, folder)
-        run = grpo.GrpoRun(recipe, folder / "run", actors=_actors(meter, case, folder))
+        words = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+        run = grpo.GrpoRun(recipe, folder / "run", actors=scripted_actors(meter, case, len(words)))
         with ExitStack() as stack:
             stack.enter_context(without_ray(meter))
             stack.enter_context(run)
@@ -82,17 +83,15 @@ def measured(case: DriverCase) -> dict[str, Any]:
             # What is taken apart is the trace, which is not the question here.
             trace_bytes = _size(folder / "run") - trace
             peak = peak_rss_bytes()
-    seconds = dict(meter.seconds)
-    seconds.pop(SCRIPTED, None)
-    rank_s, writer_s = (seconds.pop(name, 0.0) for name in (RANK, WRITER))
+    _, rank_s, writer_s = (meter.seconds.pop(name, 0.0) for name in (SCRIPTED, RANK, WRITER))
     return {
         "workers": case.workers,
         "tokens": run.reports[-1].num_tokens,
-        "driver_s": sum(seconds.values()),
+        "driver_s": sum(meter.seconds.values()),
         "rank_s": rank_s,
         "writer_s": writer_s,
-        "seconds": dict(sorted(seconds.items(), key=lambda item: -item[1])),
-        "bytes": dict(sorted(meter.bytes.items(), key=lambda item: -item[1])),
+        "seconds": dict(sorted(meter.seconds.items(), key=lambda item: -item[1])),
+        "bytes": dict(meter.bytes.most_common()),
         "trace_bytes": trace_bytes,
         "rank_samples": samples,
         "start_rss_bytes": start_rss,
@@ -122,11 +121,6 @@ def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
         return rewards(items)
 
     stack.enter_context(patch.object(run.reward_pool, "rewards", counted))
-
-
-def _actors(meter: Meter, case: DriverCase, folder: Path) -> type[ScriptedActors]:
-    words = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
-    return type("Actors", (ScriptedActors,), {"meter": meter, "case": case, "num_words": len(words)})
 
 
 def _recipe(case: DriverCase, folder: Path) -> Recipe:

@@ -88,12 +88,8 @@ class Meter:
 
         return timed
 
-    def travels(self, name: str, value: Any, *, to_driver: bool = False) -> Any:
-        """`value` as another process gets it; the driver's own half of that takes its time."""
-        return self.sent(name, value, to_driver=to_driver)()
-
     def sent(self, name: str, value: Any, *, to_driver: bool = False) -> Callable[[], Any]:
-        """The same, unpickled once it is asked for: what lies in Ray's store."""
+        """`value` as another process gets it when it asks; the driver's own half of that takes its time."""
         buffers: list[pickle.PickleBuffer] = []
         with nullcontext() if to_driver else self.part(f"{name}: pickled"):
             body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -151,12 +147,12 @@ class ScriptedActor:
 
         def remote(*args: Any, **options: Any) -> Ref:
             with meter.part(SCRIPTED):
-                args, options = meter.travels(label, (args, options))
+                args, options = meter.sent(label, (args, options))()
 
             def answer() -> Any:
                 with meter.part(SCRIPTED):
                     result = getattr(self._actor, method)(*args, **options)
-                    received = meter.travels(f"{label} returns", result, to_driver=True)
+                    received = meter.sent(f"{label} returns", result, to_driver=True)()
                     del result
                     return received
 
@@ -290,56 +286,39 @@ class ScriptedRank:
             return getattr(self.trainer, method)(*values, **options)
 
 
-class ScriptedPool(WorkerPool):
-    """The run's pool around scripted workers."""
+def scripted_actors(meter: Meter, case: DriverCase, num_words: int) -> type[RunActors]:
+    """Engines and trainers of a run without Ray: scripted ones, whose calls are on the meter."""
 
-    meter: Meter
-    case: DriverCase
-    num_words: int
+    class Pool(WorkerPool):
+        async def _start_worker(self, n: int) -> None:
+            self.handles[n] = ScriptedActor(ScriptedWorker(n, case, num_words), meter, "worker")
+            self._workers[n].alive = True
 
-    async def _start_worker(self, n: int) -> None:
-        self.handles[n] = ScriptedActor(ScriptedWorker(n, self.case, self.num_words), self.meter, "worker")
-        self._workers[n].alive = True
+        def close(self) -> None:
+            self.handles = []
 
-    def close(self) -> None:
-        self.handles = []
+    class Trainers(TrainerGroup):
+        def start(self) -> None:
+            ranks = range(self.recipe.train.ranks)
+            self.handles = [ScriptedActor(ScriptedRank(self.recipe, rank, meter), meter, "rank") for rank in ranks]
 
+        def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
+            """Nobody here has any."""
 
-class ScriptedTrainers(TrainerGroup):
-    """The run's ranks around a scripted trainer."""
+        def close(self) -> None:
+            self.handles = []
 
-    meter: Meter
+    class Actors(RunActors):
+        def _start(self, stack: ExitStack) -> None:
+            build = engine_build(self.recipe, self._policy, drafters_of(self.recipe, self._policy))
+            self.pool = Pool(
+                self.recipe, build, lambda n: None, lambda n: {}, events=self._events, on_restart=lambda n: None
+            )
+            self.trainers = Trainers(self.recipe, lambda rank: {})
+            self.pool.start()
+            self.trainers.start()
 
-    def start(self) -> None:
-        self.handles = [
-            ScriptedActor(ScriptedRank(self.recipe, rank, self.meter), self.meter, "rank")
-            for rank in range(self.recipe.train.ranks)
-        ]
-
-    def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
-        """Nobody here has any."""
-
-    def close(self) -> None:
-        self.handles = []
-
-
-class ScriptedActors(RunActors):
-    """Engines and trainers of a run without Ray."""
-
-    meter: Meter
-    case: DriverCase
-    num_words: int
-
-    def _start(self, stack: ExitStack) -> None:
-        build = engine_build(self.recipe, self._policy, drafters_of(self.recipe, self._policy))
-        self.pool = ScriptedPool(
-            self.recipe, build, lambda n: None, lambda n: {}, events=self._events, on_restart=lambda n: None
-        )
-        self.pool.meter, self.pool.case, self.pool.num_words = self.meter, self.case, self.num_words
-        self.trainers = ScriptedTrainers(self.recipe, lambda rank: {})
-        self.trainers.meter = self.meter
-        self.pool.start()
-        self.trainers.start()
+    return Actors
 
 
 @contextmanager

@@ -16,8 +16,7 @@ def test_every_row_is_shown_whole(shared_data: Path):
     for row in found.itertuples():
         assert row.source in words
         assert row.what in words
-    screen = summary(found).splitlines()
-    assert len(screen) < 40
     engines = found[found["pooled"].eq(True)]
-    assert sum(any(line.startswith(f"{e} ") for e in engines["source"]) for line in screen) == len(engines)
+    assert set(engines.index) < set(summary(found).index)
+    assert len(summary(found)) < 40
     assert engines["n_points"].sum() == found[found["pooled"].eq(False)]["n_points"].sum()
