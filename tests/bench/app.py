@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,8 +157,7 @@ def seam(
 
     chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
     sizes = whole_numbers("--batches", batches, least=1)
-    result = bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), as_json, text)
 
 
 @app.command()
@@ -197,8 +197,7 @@ def runtime(
         folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds,
         max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
     )  # fmt: skip
-    _write(out, result)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(result, as_json, text, out)
 
 
 @app.command()
@@ -236,9 +235,7 @@ def driver(
         workers=workers, responses=responses, tokens=tokens, group_size=group_size, ranks=ranks, policy=policy,
         reward_processes=reward_processes, rl_steps=steps,
     )  # fmt: skip
-    result = bench_driver(case, before, progress)
-    _write(out, result)
-    emit(result, as_json=as_json, text=text(result))
+    _tell(bench_driver(case, before, progress), as_json, text, out)
 
 
 @app.command()
@@ -272,7 +269,7 @@ def gpu(
         part, model, batches=sizes, rounds=rounds, tokens=tokens, kv_bytes=int(kv_gib * 2**30), out=out,
         progress=progress,
     )  # fmt: skip
-    emit(result, as_json=as_json, text=module.text(result))
+    _tell(result, as_json, module.text)
 
 
 @app.command()
@@ -320,7 +317,7 @@ def vllm_tests(
     from .vllm.own_tests import TESTS, run_vllm_tests, text
 
     report = run_vllm_tests(source, tests=test or TESTS, limit_s=limit_s, progress=progress)
-    emit(report, as_json=as_json, text=text(report))
+    _tell(report, as_json, text)
     if not report["passed"]:
         raise typer.Exit(1)
 
@@ -349,13 +346,13 @@ def _one_thread() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _tell(result: dict[str, Any], as_json: bool, text: Text) -> None:
-    emit(result, as_json=as_json, text=shown(result, text))
-
-
-def _write(out: Path | None, result: dict[str, Any]) -> None:
+def _tell(
+    result: dict[str, Any], as_json: bool, text: Text | Callable[[dict[str, Any]], str], out: Path | None = None
+) -> None:
+    """Print the result, and write it to a file where one is named."""
     if out is not None:
         write_json(out, result)
+    emit(result, as_json=as_json, text=text(result) if callable(text) else shown(result, text))
 
 
 def _check(out: Path | None, *, folder: bool = False) -> None:
