@@ -220,8 +220,9 @@ def driver(
     Example: tltlab bench driver --workers 64 --responses 128 --tokens 8000 --growth 8,16,32
     """
     _one_thread()
+    from fakes.scripted import DriverCase
+
     from .train.driver import bench_driver, text
-    from .train.scripted import DriverCase
 
     _check(out)
     if fast:

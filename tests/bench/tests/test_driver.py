@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.train.driver import measured, text
-from bench.train.scripted import DriverCase, ScriptedWorker
+from fakes.scripted import DriverCase, ScriptedWorker
 from tltlab.cli.app import main
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.rollout.worker import packed

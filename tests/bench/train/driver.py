@@ -28,10 +28,9 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
+from fakes.scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, scripted_actors, without_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run import grpo
-
-from .scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, scripted_actors, without_ray
 
 
 def parity(prompt: str, response: str, answer: str) -> float:
