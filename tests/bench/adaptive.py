@@ -225,10 +225,9 @@ def bench_coordination(
 ) -> dict[str, Any]:
     """One GRPO run, each rollout done twice: with idle workers training, and with none of the drafter's machinery.
 
-    The second kind captures no hidden states and knows no trainer, so `slow_down` is of all of it: capture, feed,
-    coordinator, updates and waiting for trainers to yield. Whichever comes first finds caches cold, so they take turns
-    and both orders weigh the same. The first pair warms up; pairs without an update, and those that did not come to the
-    same tokens, are left out. ConfigError for fewer than four workers: of two only one is ever idle.
+    `slow_down` is of all of it: capture, feed, coordinator, updates and waiting for trainers to yield. Whichever comes
+    first finds caches cold, so they take turns and both orders weigh the same. The first pair warms up; pairs without
+    an update, and those that did not come to the same tokens, are left out. ConfigError for fewer than four workers.
     """
     if sizes.workers < FEWEST_WORKERS:
         raise ConfigError(f"{sizes.workers} workers: coordination is measured with at least {FEWEST_WORKERS}")
@@ -345,9 +344,8 @@ def bench_learned(
 ) -> dict[str, Any]:
     """Do the named parts, in the order of `PARTS`; what each found, under its name.
 
-    `model` is a folder of `tltlab make-model`, None for one that is trained first. Runs, model and head stay in `out`,
-    and after each part all that was found is in its drafter.json; None for a folder that is removed at the end. Models
-    and heads that are there already are used again. ConfigError where `out` holds runs of one of these parts.
+    `model` is a folder of `tltlab make-model`, None for one that is trained first. Runs, model, head and, after each
+    part, drafter.json stay in `out`, None for a folder that is removed. ConfigError where `out` holds such runs.
     """
     # Two threads on a busy machine stall for seconds.
     torch.set_num_threads(1)

@@ -292,8 +292,7 @@ def train(
 
     Example: tltlab bench train --trl ~/trl --out bench
     """
-    from .train.figures import TEXT
-    from .train.run import bench_train, train_sizes
+    from .train.run import TEXT, bench_train, train_sizes
 
     _check(out, folder=True)
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)

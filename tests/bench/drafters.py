@@ -45,16 +45,10 @@ def bench_drafters(
     """Replay the same responses through every drafter, each in a process of its own.
 
     The text is that of `trace` (its first `num_groups` prompts; None: all) or made up (None: 2 prompts, 8 responses
-    each). A prompt's last visit is replayed, all responses at once: first as if it were the only one, where nothing
-    but siblings that grow beside can help, then with the earlier visits remembered. Of a prompt visited once, half of
-    the samples stands for an earlier visit: one by the very same policy, which no real history is. A draft token is
-    accepted while it equals the recorded text, then one more recorded token follows, as in an engine; at a temperature
-    above 0 that is a cautious measure. A drafter that is not `live` indexes nothing meanwhile, so its insertion and
-    memory are not seen.
-
-    Returns `num_tokens` replayed, `depth` and `rows`: of each drafter microseconds per token inserted and per look-up,
-    resident bytes per token held (None where the system does not tell), and per look-up the tokens `drafted` and
-    `accepted`, first visit and with history. Raises ConfigError, InputError, TraceError.
+    each). A prompt's last visit is replayed, all responses at once: `first` as if it were the only one, where only
+    siblings help, then with `later`'s earlier visits remembered. A draft token is accepted while it equals the recorded
+    text, then one more recorded token follows, as in an engine; at a temperature above 0 that is a cautious measure. A
+    drafter that is not `live` indexes nothing meanwhile, so its insertion and memory are not seen.
     """
     groups = made_up(num_groups or 2, 8, response_tokens) if trace is None else recorded(trace, num_groups)
     rows = []

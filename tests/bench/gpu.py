@@ -86,9 +86,7 @@ def bench_gpu(
     result: dict[str, Any] = {"part": part, **settings, "hardware": machine(), "versions": versions(), "rows": []}
     for case, environment in _cases(part):
         row = case | _alone(part, settings | {"batches": list(batches)} | case, environment)
-        progress(
-            f"{', '.join(map(str, case.values()))}: {row['seconds']:.0f} s{' - failed' if 'failed' in row else ''}"
-        )
+        progress(f"{_name(row)}: {row['seconds']:.0f} s{' - failed' if 'failed' in row else ''}")
         result["rows"].append(row)
         if out is not None:
             write_json(out, result)
@@ -153,12 +151,8 @@ def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) ->
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "row.json"
-        process = subprocess.run(
-            [sys.executable, "-m", "bench.gpu", part, json.dumps(arguments), str(answer)],
-            capture_output=True,
-            text=True,
-            env=os.environ | environment,
-        )
+        command = [sys.executable, "-m", "bench.gpu", part, json.dumps(arguments), str(answer)]
+        process = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
         failed = process.returncode != 0 or not answer.is_file()
         row = {"failed": (process.stderr or process.stdout)[-_TAIL:]} if failed else json.loads(answer.read_text())
     return row | {"seconds": time.perf_counter() - start}

@@ -25,10 +25,8 @@ def bench_policies(calls: int, rounds: int) -> dict[str, Any]:
     """Time `calls` decisions of every shipped policy at every batch size, `rounds` times, in turn.
 
     A decision is `choose` and `observe`, and where the policy has a budget `allot`, with `finished` for the requests
-    that end. What they are given is made outside the measured time; windows and history are full. Counted is the CPU
-    time of this thread, so other processes do not matter. `decide_us` and
-    `allot_us` are medians and 99th percentiles of all calls; `mean_us` is the mean of a decision with its allotment in
-    the best round, `within_20_us` whether that holds.
+    that end, in CPU time of this thread; windows and history are full. `decide_us` and `allot_us` are of all calls;
+    `mean_us` is the mean of a decision with its allotment in the best round.
     """
     cases = [(name, batch) for name in SHIPPED for batch in BATCHES]
     times = in_turn(cases, lambda case, number: _time(SHIPPED[case[0]], case[1], calls, number), rounds, warm_up=0)

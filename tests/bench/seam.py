@@ -52,12 +52,9 @@ def bench_seam(
     them in which the policy chooses, shares out and learns; means of `requests`, in which requests come and go.
     `lookup_us` and `insert_us` are what the drafters' indices alone take for an iteration's calls, measured in every
     third iteration, and `beyond_us` is what the others take without it, strategy by strategy; `vllm_us` is what vLLM's
-    own scheduler takes. What the clock takes is left out. While off, elastic activation keeps speculation off;
-    drafting, there is none. A policy that does not speculate at a batch has no row that drafts there. A response has
-    1,024 tokens; as one ends another comes. With `cold` the caches are emptied before each call, as a forward pass on
-    the same processor does. `python_ns` is what a turn of an empty loop took meanwhile, by which runs on busy machines
-    can be compared.
-    ConfigError for a case that there is not.
+    own scheduler takes. While off, elastic activation keeps speculation off. With `cold` the caches are emptied before
+    each call, as a forward pass on the same processor does. `python_ns` is what a turn of an empty loop took meanwhile,
+    by which runs on busy machines can be compared. ConfigError for a case that there is not.
     """
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"no case {unknown[0]!r} of bench seam; there are: {', '.join(CASES)}")

@@ -61,11 +61,7 @@ Case = tuple[Callable[[], float], float | None]
 
 
 def cases() -> dict[str, Case]:
-    """What rollouts of one RL step take: plain, table and bandit, fluid and sampled, and ten times longer responses.
-
-    Beside linear costs and requests that are all accepted alike, plain decoding of a mixture of experts, and a table
-    where every request has an acceptance of its own.
-    """
+    """Rollouts of one RL step: plain, table and bandit, fluid and sampled, longer, with experts, own acceptance."""
     step, large, long = lengths(512), lengths(2048), lengths(512, stretch=10)
     table, bandit, plain = example_table(), example_bandit(), load_policy("none")
 

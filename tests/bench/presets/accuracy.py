@@ -8,8 +8,7 @@ import pandas as pd
 
 from bench.harness import Table, Text
 
-from . import profiles
-from . import roofline as roofline_accuracy
+from . import profiles, roofline
 
 COLUMNS = ["model", *profiles.COLUMNS]
 
@@ -17,13 +16,9 @@ COLUMNS = ["model", *profiles.COLUMNS]
 def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """One row per set of measurements: relative errors, and whether the points were used for the fit.
 
-    `left_out` fits engine profiles again without each model, GPU and engine, which takes most of the time. Raises
-    ConfigError where the data folder lacks a file.
+    `left_out` fits engine profiles again without each model, GPU and engine. ConfigError where a file is missing.
     """
-    parts = {
-        "roofline": roofline_accuracy.rows(data),
-        "profile": profiles.rows(data, left_out=left_out),
-    }
+    parts = {"roofline": roofline.rows(data), "profile": profiles.rows(data, left_out=left_out)}
     errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
     # What only profiles have is null elsewhere, in JSON too.
     return errors.astype(object).where(errors.notna(), None)

@@ -55,9 +55,7 @@ class Fitted:
 def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     """Fit all constants that these measurements speak about; the same for every GPU, model and tp in them.
 
-    The table is one of `measurements`, or several put together. Each of `folds` is a column of
-    `measurements`: for each of its values the rows that have it are predicted by a fit to the others; rows without one
-    are never left out.
+    Each of `folds` is a column: for each of its values the rows that have it are predicted by a fit to the others.
     """
     if measurements.empty:
         raise ConfigError("nothing to fit: the table of measurements is empty")

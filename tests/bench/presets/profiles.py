@@ -71,8 +71,7 @@ def shipped_errors() -> dict[str, list[SetErrors]]:
 def pooled_by_fold(sets: ByEngine, engine: str, experts: bool) -> dict[str, tuple[float, float]]:
     """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
 
-    Each set of measurements counts alike. Of an engine with fewer than `ENOUGH_SETS` in a fold those of all engines
-    speak for it.
+    An engine with fewer than `ENOUGH_SETS` sets in a fold has the errors of all engines.
     """
     of_all: dict[str, list[LeftOut]] = {}
     of_engine: dict[str, list[LeftOut]] = {}
@@ -153,11 +152,9 @@ TREE_CONTEXT = "TLT gives no context for its speed-ups: {:.0f} tokens per reques
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFit:
-    """`table` has a row per measurement: its `set`, `error` inside the fit and, once validated, one by fold.
+    """`table` has a row per measurement: its `set`, `error` inside the fit and, once validated, one by fold; relative.
 
-    `open` is the standard deviation that the fit's parameters leave to its prediction, relative.
-
-    `model_error`, `gpu_error` and `engine_error` are relative too, of fits without that model, GPU or engine's family.
+    `open` is the standard deviation that the fit's parameters leave to its prediction.
     """
 
     values: dict[Param, float]
@@ -227,9 +224,8 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """Relative errors per set of measurements, inside the fit and by what was left out.
 
     `left_out` names that, "" inside the fit; `bias` is the median of signed errors. `inside` is the share of points
-    in their 90 % intervals, of what was left out those that the engine's other sets give; nan for a set in no profile.
-    Rows that are `pooled` hold all sets of an engine. Without `left_out` errors inside the fit alone:
-    leaving out takes a fit for each model, GPU and engine.
+    in their 90 % intervals, of what was left out those that the engine's other sets give. Rows that are `pooled` hold
+    all sets of an engine. Without `left_out` errors inside the fit alone.
     """
     fitting = validated(data) if left_out else fitted(data)
     table = fitting.table[fitting.table["family"] != "kernels"]

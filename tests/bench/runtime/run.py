@@ -79,6 +79,7 @@ def modes(*, learned: bool = False) -> list[Mode]:
     """Plain decoding by vLLM and by us, one depth throughout, one for each batch size, some that learn what pays."""
     table = tuple(TableRow(min_batch=b, strategy=_suffix(k)) for b, k in ((1, 8), (33, 4), (129, 2)))
     fixed = {k: Policy(selector=FixedSpec(strategy=_suffix(k))) for k in (1, 2, 4, 8)}
+    by_length = _bandit(_MODEL_FREE).model_copy(update={"budget": LengthAwareBudgetSpec()})
     all_modes = [
         Mode(name="stock", kind="stock", policy=load_policy("none")),
         Mode(name="off", kind="off", policy=load_policy("none")),
@@ -86,11 +87,7 @@ def modes(*, learned: bool = False) -> list[Mode]:
         Mode(name="table", kind="table", policy=Policy(selector=TableSpec(rows=table))),
         Mode(name="adaptive", kind="adaptive", policy=Policy(selector=AdaptiveSpec(drafters=("suffix",)))),
         Mode(name="beg-mab", kind="adaptive", policy=_bandit(_MODEL_FREE)),
-        Mode(
-            name="beg-mab by length",
-            kind="adaptive",
-            policy=_bandit(_MODEL_FREE).model_copy(update={"budget": LengthAwareBudgetSpec()}),
-        ),
+        Mode(name="beg-mab by length", kind="adaptive", policy=by_length),
     ]
     if learned:
         all_modes.append(Mode(name="beg-mab learned", kind="adaptive", policy=_bandit(_WITH_LEARNED), learned=True))
@@ -120,12 +117,9 @@ def bench_runtime(
     """Roll out the first `prompts` training prompts of the folder `model` under every mode, `rounds` times each epoch.
 
     In epoch 1 drafters know nothing when a rollout begins; in epoch n they know the responses of n - 1 plain rollouts
-    of the same prompts, the same for all modes. Every rollout samples anew, to the same cap. Policies that learn go on
-    learning from round to round, in each epoch on their own; round 0 warms up and counts in `rows` only. `draft` is
-    the folder of a draft model.
-
-    At each of `off_batches` requests of OFF_TOKENS tokens, engines that draft nothing are compared with stock vLLM, and
-    stock vLLM that is recorded with itself. With 0 `epochs` nothing else is measured.
+    of the same prompts. Policies that learn go on learning from round to round, in each epoch on their own; round 0
+    warms up and counts in `rows` only. At each of `off_batches` requests of OFF_TOKENS tokens, engines that draft
+    nothing are compared with stock vLLM, and stock vLLM that is recorded with itself; with 0 `epochs` nothing else.
     """
     if min(prompts, group_size, epochs + 1, rounds, max_response_tokens) < 1:
         raise ConfigError("prompts, group size, rounds and the cap on response tokens must be at least 1, epochs 0")
@@ -166,11 +160,13 @@ def bench_runtime(
         for engine in bench.engines.values():
             engine.close()
     summary = summarise([row for row in rollouts if row.round], seed=seed) if epochs else NOTHING
+    files = [folder and folder / "report.json" for folder in (model, draft)]
+    reports = [read_json(file) if file is not None and file.is_file() else None for file in files]
     return {
         "model": str(model),
-        "model_report": _report(model),
+        "model_report": reports[0],
         "draft": None if draft is None else str(draft),
-        "draft_report": None if draft is None else _report(draft),
+        "draft_report": reports[1],
         "prompts": prompts,
         "group_size": group_size,
         "epochs": epochs,
@@ -361,11 +357,6 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
     )
 
 
-def _report(model: Path) -> Mapping[str, Any] | None:
-    path = model / "report.json"
-    return read_json(path) if path.is_file() else None
-
-
 TEXT: Text = (
     "seconds of rollouts; plain: what plain decoding of the same responses would take, from the step times of stock",
     "vLLM's rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM; record, policy, drafting: what",
@@ -374,7 +365,7 @@ TEXT: Text = (
         "modes",
         "mode: {mode}; epoch: {epoch}; seconds: {seconds:.2f}; tail: {tail_seconds:.2f}; plain: {plain_s:.2f}; "
         "tokens/s: {tokens_per_s:.0f}; accept: {mean_accept_length:.2f}; record: {recorder_share:.1%}; "
-        "policy: {policy_share:.1%}; drafting: {drafting_share:.1%}; speed-up: {rollout}; in the tail: {in_tail}",
+        "policy: {policy_share:.1%}; drafting: {drafting_share:.1%}; speed-up: {rollout}; in the tail: {tail}",
     ),
     Table(
         "off",
@@ -395,10 +386,7 @@ def text(result: dict[str, Any]) -> str:
     """A row per epoch and mode, then the goals."""
     ratios = {(s["mode"], s["epoch"], s["part"]): s for s in result["speedups"] if s["measure"] == result["judged_by"]}
     modes = [
-        row | {name: ratios.get((row["mode"], row["epoch"], part)) for name, part in _PARTS.items()}
+        row | {part: ratios.get((row["mode"], row["epoch"], part)) for part in ("rollout", "tail")}
         for row in result["modes"]
     ]
     return shown(result | {"modes": modes}, TEXT)
-
-
-_PARTS = {"rollout": "rollout", "in_tail": "tail"}

@@ -17,17 +17,22 @@ from typer.testing import CliRunner
 
 from bench import app as bench
 from bench.harness import shown
-from bench.train.figures import TEXT, SideRun, learned, ratio_of_medians, steady, summarise
 from bench.train.run import (
     DEFAULTS,
     FAST,
     OURS,
+    TEXT,
     VLLM,
+    SideRun,
     TrainSizes,
     bench_train,
     last_line,
+    learned,
     ours_of_trace,
+    ratio_of_medians,
     run_trl,
+    steady,
+    summarise,
     train_sizes,
     trl_folder,
 )

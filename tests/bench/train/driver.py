@@ -41,10 +41,9 @@ def parity(prompt: str, response: str, answer: str) -> float:
 def bench_driver(case: DriverCase, growth: Sequence[int], progress: Progress) -> dict[str, Any]:
     """Measure `case`, and before it the same with each of `growth` workers, each in a fork of this process.
 
-    Per case: `tokens` of an RL step, `seconds` of the driver by part (the last RL step's processor time), `driver_s` in
-    all, `rank_s` of the first rank's own work, `writer_s` of the recorder's thread, `bytes` by what travels,
-    `trace_bytes` on disk, `rank_samples` that the first rank was sent, and `peak_rss_bytes`, of which `start_rss_bytes`
-    were there before the first RL step.
+    Per case: `tokens` of an RL step, `seconds` of the driver by part (the last RL step's processor time), `rank_s` of
+    the first rank's own work, `writer_s` of the recorder's thread, `bytes` by what travels, `trace_bytes` on disk,
+    `rank_samples` that the first rank was sent, and `peak_rss_bytes`, with `start_rss_bytes` before the first RL step.
     """
     cases = []
     for workers in [*(n for n in growth if n < case.workers), case.workers]:

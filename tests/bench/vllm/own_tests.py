@@ -229,7 +229,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
-    """Of a plugin of pytest: a scheduler leaves nothing behind that would take a second to clean up after each test."""
+    """A scheduler leaves nothing behind that would take a second to clean up after each test."""
     for item in items:
         if "tests/v1/core/" in item.nodeid:
             item.add_marker("skip_global_cleanup")
