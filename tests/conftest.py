@@ -22,7 +22,8 @@ settings.register_profile("fuzz", UNTIMED, max_examples=400)
 settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
 # This process and those that tests start look for garbage seldom and do not wait for the disk: see `sitecustomize`.
 START_UP = Path(__file__).parent / "start_up"
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START_UP), os.environ.get("PYTHONPATH")]))
+PATHS = (str(START_UP), str(START_UP.parent), os.environ.get("PYTHONPATH"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
 runpy.run_path(str(START_UP / "sitecustomize.py"))
 # On a busy machine Ray declares a node dead, and with it the test's process, that does not answer in time.
 os.environ.setdefault("RAY_health_check_timeout_ms", "60000")

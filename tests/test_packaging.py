@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -103,7 +104,19 @@ def test_every_command_explains_itself():
         command = click_command(name)
         for inner, each in getattr(command, "commands", {"": command}).items():
             line = f"tltlab {name} {inner}".strip()
-            assert re.search(f"Examples?: {line}", " ".join(each.help.split())), line
+            assert each.hidden or re.search(f"Examples?: {line}", " ".join(each.help.split())), line
+
+
+def test_benchmarks_are_in_a_clone_and_what_went_says_what_there_is_instead(tmp_path: Path):
+    shutil.copytree(ROOT / "tltlab", tmp_path / "tltlab")
+    done = run(
+        sys.executable, "-m", "tltlab", "bench", "sim", env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "clone" in done.stderr
+    gone = run(sys.executable, "-m", "tltlab", "bench", "weights", "--rounds", "2")
+    assert (gone.returncode, len(gone.stderr.splitlines())) == (2, 1)
+    assert "bench gpu sync" in gone.stderr
 
 
 @pytest.mark.parametrize(

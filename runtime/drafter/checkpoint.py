@@ -1,8 +1,8 @@
 """Checkpoints of what a drafter's trainer trains, written while it goes on training.
 
 TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
-written beside training, so that a step is held up for the copy alone. `tltlab.bench.drafter.checkpoint` measures ours.
-The storage is safetensors with checksums: DCP's own has a pickle for an index, and who reads one runs what it says.
+written beside training, so that a step is held up for the copy alone. The storage is safetensors with checksums: DCP's
+own has a pickle for an index, and who reads one runs what it says.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ between neighbours and a latency of a: a ring sends 2 (n - 1) / n S bytes per me
 so the bytes of a member stay below 2 S however many join. That updates do not become fewer when one joins, members
 take fewer tokens by as much as the exchange costs (`tokens_of_member`), unless even one's tokens between them took
 longer: over a link that slow updates do become fewer, and larger.
-`tltlab bench drafter --parts members` counts bytes and rounds, and has t(n) on paper for heads of 7B and 32B models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a drafter learns from: a response's text and the target's hidden states along it, and many of them in one row.
 
 They are packed back to back, without padding: attention goes over each sequence alone (`trainer.attention`) and
-positions are each sequence's own. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of padding;
-`tltlab.bench.drafter.packing` measures ours.
+positions are each sequence's own. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of padding.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 PROMPT_TOKENS = 128
 POLICIES = ("none", "ngram:4", "adaptive")
 SEAM_TOKENS = 96
@@ -198,7 +199,7 @@ def main() -> None:
     if options.show:
         print(show(options.folder / "quick.json"))
         return
-    from tltlab.bench.gpu import shape
+    from bench.gpu import shape
 
     deadline = time.monotonic() + 60 * options.minutes
     options.folder.mkdir(parents=True, exist_ok=True)

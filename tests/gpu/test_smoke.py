@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.bench import gpu
+from bench import gpu
 from tltlab.runtime.engine.graphs import GIB
 from tltlab.traces.trace import read
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.simulator import COSTS, example_table
 from tltlab.acceptance.base import GeometricAcceptance
-from tltlab.bench.simulator import COSTS, example_table
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector

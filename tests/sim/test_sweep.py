@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.bench.simulator import COSTS, example_bandit, random_tables
+from bench.simulator import COSTS, example_bandit, random_tables
 from tltlab.calibration.api import calibrate
 from tltlab.errors import ConfigError, InputError
 from tltlab.lengths.generate import log_normal

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 import tltlab
+from bench.simulator import COSTS
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
-from tltlab.bench.simulator import COSTS
 from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError

@@ -1,6 +1,6 @@
 """Engine profiles: what an engine adds to the hardware, fitted jointly over models and GPUs, and costs made of it.
 
-`profiles.json` holds one joint fit (`tltlab.bench.published.profiles`): efficiencies that all engines share, by GPU,
+`profiles.json` holds one joint fit (`tests/bench/presets`): efficiencies that all engines share, by GPU,
 and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them, as `vllm:2xH100:Qwen3-32B:fp8`.
 """
 

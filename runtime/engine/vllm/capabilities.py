@@ -1,7 +1,7 @@
 """What the adapter touches in vLLM, and what it can therefore do with a version of it.
 
 `CAPABILITIES`, which `capabilities.json` holds, is one table for two checks of the same names: `lacks` asks the vLLM
-that is imported, `tltlab.bench.vllm.versions` the sources of any version, and writes what they have into
+that is imported, `tests/runtime/engine/vllm/versions.py` the sources of any version, and writes what they have into
 `versions.json`.
 """
 

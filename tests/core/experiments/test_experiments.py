@@ -16,13 +16,13 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.bench.published.graph_readings import validation
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.graph_memory import MEASURED_GB, table_5_errors
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
 
 from ..conftest import Command
+from ..planning.graph_readings import validation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.bench.runtime.figures import ModeRollout, summarise
+from bench.runtime.figures import ModeRollout, summarise
 from tltlab.errors import ConfigError
 from tltlab.experiments import policies
 from tltlab.experiments.policies import (

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.bench.published.graph_readings import READINGS, RL_CONTEXT, TOP_KS, validation
 from tltlab.errors import ConfigError
 from tltlab.experiments.graph_memory import GIB, MEASURED_GB, SHIPPED
 from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_for, plan_naive, sglang_sizes
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, FixedSpec, NoneSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .graph_readings import READINGS, RL_CONTEXT, TOP_KS, validation
 
 SIZES = sglang_sizes(32)
 DEEP, WIDE, SHORT = Strategy("learned", 8, 4, 48), Strategy("learned", 8, 8, 48), Strategy("learned", 4, 4, 8)

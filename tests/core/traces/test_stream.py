@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.bench.streams import bench_stream, write
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.traces import metrics, storage, stream
 from tltlab.traces import trace as trace_module
 from tltlab.traces.schema import Manifest
 from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
+
+from .streams import bench_stream, write
 
 MANIFEST = Manifest(kind="synthetic", num_workers=2)
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from tltlab.bench.drafter.checkpoint import bench_checkpoint
 from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
@@ -194,17 +193,6 @@ def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: P
     second.set()
     saved.close()
     assert loaded(tmp_path) == 2.0
-
-
-def test_the_benchmark_measures_all_three_ways(tmp_path: Path):
-    found = bench_checkpoint(megabytes=4, rounds=3, folder=tmp_path)
-    assert [row["way"] for row in found["rows"]] == ["full", "full, async", "selective, async"]
-    full, both, selective = found["rows"]
-    assert full["bytes"] == both["bytes"] == pytest.approx(4e6, rel=0.05)
-    assert selective["bytes"] == pytest.approx(found["trained_share"] * 4e6, rel=0.05)
-    assert all(row["blocking_s"] > 0 for row in found["rows"])
-    assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

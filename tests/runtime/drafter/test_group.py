@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed
 
-from tltlab.bench.drafter import members as bench_members
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, MeetingPoint, meeting
 from tltlab.runtime.drafter.training import DrafterTraining, UpdateReport
@@ -26,7 +25,7 @@ from .drafting_text import same, together, until
 
 TIMEOUT_S, PATIENT_S = 4.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""
-# New processes, also the benchmark's, forked from one that has imported what they need: that takes seconds, once.
+# New processes, forked from one that has imported what they need: that takes seconds, once.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
@@ -211,13 +210,3 @@ def test_what_cannot_be_is_a_mistake_of_the_caller(point: MeetingPoint):
         DrafterGroup.join(store, 2, 2, 1.0)
     with pytest.raises(ConfigError, match="nccl needs a CUDA device"):
         DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")
-
-
-def test_a_member_sends_what_a_ring_needs_and_no_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench_members, "MEMBERS", (1, 3))
-    found = bench_members.bench_members(1, progress=lambda message: None)
-    alone, three = found["rows"]
-    assert alone["bytes_sent"] == 0
-    assert three["bytes_sent"] == pytest.approx(three["ring_bytes"], rel=0.03)
-    assert three["messages"] >= three["ring_rounds"]
-    assert "400 Gb/s" in bench_members.text(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.bench.runtime.figures import NOTHING
+from bench.runtime.figures import NOTHING
 from tltlab.cli.app import main
 from tltlab.errors import ConfigError
 from tltlab.experiments import baseline
@@ -37,7 +37,7 @@ def test_the_settings_reach_the_measurement(random_model: Path, tmp_path: Path, 
         asked.update(options, model=model)
         return NOTHING
 
-    monkeypatch.setattr("tltlab.bench.runtime.run.bench_runtime", bench_runtime)
+    monkeypatch.setattr("bench.runtime.run.bench_runtime", bench_runtime)
     changes = [f"model={random_model}", "parts=measured", "prompts=3", "cap=32"]
     settings = read_settings(baseline.BaselineSettings, baseline.FAST, changes)
     assert bench_on(random_model, settings, seed=7, progress=print) == NOTHING

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tltlab.bench.simulator import COSTS
+from bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.planning.composition import Admission, SharedBuffer, asynchronous

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.simulator import COSTS
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
-from tltlab.bench.simulator import COSTS
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tltlab.bench.simulator import COSTS
+from bench.simulator import COSTS
 from tltlab.costs.noise import Block, IterationNoise
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy

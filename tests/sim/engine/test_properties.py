@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
+from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy

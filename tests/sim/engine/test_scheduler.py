@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tltlab.bench.simulator import COSTS
+from bench.simulator import COSTS
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.scheduler import Scheduler

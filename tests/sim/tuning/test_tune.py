@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.simulator import COSTS
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.bench.simulator import COSTS
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from bench.simulator import COSTS
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
-from tltlab.bench.simulator import COSTS
 from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy

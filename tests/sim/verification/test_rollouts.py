@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tltlab.bench.simulator import COSTS
+from bench.simulator import COSTS
 from tltlab.cli.verify import verify as command
 from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError

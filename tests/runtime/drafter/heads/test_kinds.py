@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -26,7 +29,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tltlab.bench.drafter.packing import HeadShape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
@@ -331,24 +333,26 @@ def test_vllm_accepts_of_the_drafts_of_others_heads_trained_on_what_the_captured
         assert predicted(row.tolist())[: len(trained[0][1]) - 1] == trained[0][1][:-1]
 
 
-# Packing against padding.
+def padded_loss(head: DrafterHead, frozen: FrozenTarget, sequences: Sequence[TrainingSequence]) -> Tensor:
+    """The EAGLE loss of a batch filled up to its longest sequence, as TLT's code does, where what was filled in counts
+    nothing."""
+    tokens = pad_sequence([s.token_ids[1:-1] for s in sequences], batch_first=True)
+    hidden = pad_sequence([s.hidden[:-1] for s in sequences], batch_first=True)
+    target = pad_sequence([s.hidden[1:] for s in sequences], batch_first=True)
+    rows = torch.arange(tokens.shape[1])
+    ends = torch.tensor([s.num_rows - 1 for s in sequences])
+    starts = torch.tensor([s.prompt_tokens - 2 for s in sequences])
+    counted = ((rows < ends[:, None]) & (rows >= starts[:, None])).float()
+    states = head(functional.embedding(tokens, frozen.embedding), hidden, rows.expand(len(sequences), -1))
+    distance = functional.smooth_l1_loss(states, target, reduction="none").mean(-1)
+    probabilities = torch.softmax(target @ frozen.lm_head.T, -1)
+    cross = -(probabilities * torch.log_softmax(head.logits(states, frozen), -1)).sum(-1)
+    per_row = LossConfig().hidden_weight * distance + LossConfig().token_weight * cross
+    return (per_row * counted).sum() / counted.sum()
 
 
-def test_both_sides_of_the_packing_benchmark_compute_the_same_loss():
+def test_packed_and_padded_sequences_have_the_same_loss():
     head, frozen = made_head("eagle", std=0.1), made_target()
     sequences = [made_sequence(n, seed=n, prompt_tokens=p) for n, p in ((30, 4), (5, 0), (12, 9))]
     packed = drafter_loss(head, frozen, pack(sequences), LossConfig()).loss
     assert float(padded_loss(head, frozen, sequences).detach()) == pytest.approx(float(packed.detach()), rel=1e-4)
-
-
-def test_the_packing_benchmark_says_how_little_of_padded_batches_lengths_with_a_tail_fill():
-    shape = HeadShape(hidden_size=32, intermediate_size=64, num_heads=2, vocab_size=64)
-    tail = [20] * 60 + [600] * 4
-    found = bench_packing(tail, shape=shape, batch=8, samples=32, rounds=3, longest=300)
-    assert found["longest_tokens"] == 300
-    assert found["filled"] > 0.3
-    assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
-    assert "samples/s, packed" in text(found)
-    assert bench_packing([50] * 16, shape=shape, rounds=1, samples=8)["filled"] == 0.0
-    with pytest.raises(ConfigError, match="do not fill a batch of 8"):
-        bench_packing([1, 50, 60])

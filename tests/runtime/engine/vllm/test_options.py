@@ -152,8 +152,8 @@ def test_a_hybrid_beside_sampled_drafts_is_refused_since_it_would_not_be_lossles
 
 def test_only_the_adapter_imports_vllm():
     runtime = Path(tltlab.runtime.__file__).parent
-    bench = Path(tltlab.__file__).parent / "bench"
+    bench = Path(__file__).parents[3] / "bench"
     for path in (*runtime.rglob("*.py"), *bench.rglob("*.py")):
-        if path.parent.name == "vllm":
+        if path.parent.name in ("vllm", "tests"):
             continue
         assert not re.search(r"^ *(import|from) vllm\b", path.read_text(), re.MULTILINE), path.name

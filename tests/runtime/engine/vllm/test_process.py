@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 import tltlab
-from tltlab.bench.train.texts import GrpoJob, script_text
+from bench.train.texts import GrpoJob, script_text
 from tltlab.cli.app import main
 from tltlab.runtime import vllm_options
 from tltlab.runtime.ray.actors import actor_env, runtime_env
@@ -399,13 +399,13 @@ def test_trls_trainer_runs_under_a_policy_and_leaves_a_trace_without_a_line_chan
     )
     (tmp_path / "script.py").write_text(script_text(setting, tmp_path / "trained", vllm=True))
     environment = {
-        "PYTHONPATH": os.pathsep.join([os.environ["TLTLAB_TRL"], str(tmp_path)]),
+        "PYTHONPATH": os.pathsep.join([os.environ["TLTLAB_TRL"], str(tmp_path), os.environ["PYTHONPATH"]]),
         "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
         # By default the KV cache takes a third of the memory.
         **UNCOMPILED, "VLLM_CPU_KVCACHE_SPACE": "1",
         "TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(tmp_path / "x"),
     }  # fmt: skip
-    runner = [sys.executable, "-m", "tltlab.bench.train.trl", "script.py", "times.json", "--torch-linear"]
+    runner = [sys.executable, "-m", "bench.train.trl", "script.py", "times.json", "--torch-linear"]
     done = subprocess.run(
         runner, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=500, check=False
     )

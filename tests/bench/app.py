@@ -1,0 +1,363 @@
+"""`tltlab bench ...`: the commands behind the measured figures in the READMEs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from bench.harness import Text, shown
+from tltlab.console import Json, command_group, emit, progress, whole_numbers
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+
+MODEL_FREE = "model-free"
+DRAFTER_PARTS = (MODEL_FREE, "adaptive", "coordination")
+
+Batches = Annotated[str, Option(help="Batch sizes, with commas between them.")]
+FirstSeed = Annotated[int, Option(min=0, help="The first seed.")]
+Folder = Annotated[Path | None, Option(help="Folder for all that is made, and the result; else removed at the end.")]
+Result = Annotated[Path | None, Option(help="File to write the whole result to, as JSON.")]
+OwnModel = Annotated[Path | None, Option(help="A folder of `tltlab make-model`; without one a model is trained first.")]
+Policies = Annotated[str, Option(help="Speculation: a shipped policy's name or a file.")]
+
+app = command_group(help="Benchmarks, as ratios within one run.", no_args_is_help=True)
+
+
+def _sized(help: str, least: int = 1) -> Any:
+    """An option whose default is the benchmark's size of that name."""
+    return Option(min=least, help=help, show_default=False)
+
+
+@app.command()
+def sim(
+    rounds: Annotated[int, Option(min=2, help="Times that every case runs, in turn.")] = 7,
+    configurations: Annotated[int, Option(min=0, help="Tables in the sweep over ten RL steps; 0 for none.")] = 1000,
+    jobs: Annotated[int, Option(min=1, help="Processes that share the sweep.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """How fast the simulator is, against an event per iteration and against a pure closed form.
+
+    Example: tltlab bench sim --rounds 7 --configurations 1000
+    """
+    from .simulator import TEXT, bench_sim
+
+    progress(f"{rounds} rounds, then a sweep of {configurations} tables")
+    _tell(bench_sim(rounds, configurations, jobs), as_json, TEXT)
+
+
+@app.command()
+def accuracy(
+    data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
+    left_out: Annotated[bool, Option(help="Fit profiles without each model, GPU and engine; half a minute.")] = True,
+    every: Annotated[bool, Option("--all", help="Every set of measurements, not a summary of one screen.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
+
+    Example: tltlab bench accuracy --data measurements
+    """
+    from .presets.accuracy import TEXT, rows, summary
+
+    table = rows(data, left_out=left_out)
+    text = shown({"rows": (table if every else summary(table)).to_dict("records")}, TEXT)
+    emit({"rows": table.to_dict("records")}, as_json=as_json, text=text)
+
+
+@app.command()
+def drafter(
+    trace: Annotated[Path | None, Argument(help="A trace with tokens; without one the text is made up.")] = None,
+    groups: Annotated[int | None, _sized("Prompts to take. [default: all of a trace, 2 made up]")] = None,
+    response_tokens: Annotated[int, Option(min=2, help="Length of a made-up response.")] = 16_384,
+    depth: Annotated[int, Option(min=1, help="Longest draft of drafters that run no network.")] = 8,
+    parts: Annotated[
+        str,
+        Option(
+            help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
+            "memory), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
+            "rollout). Times are of two idle cores; a model and a warm-up take 3 more."
+        ),
+    ] = ",".join(DRAFTER_PARTS),
+    model: OwnModel = None,
+    size: Annotated[str | None, Option(help="Size of that model. [default: small]", show_default=False)] = None,
+    workers: Annotated[int | None, _sized("Rollout workers. [default: 4]")] = None,
+    steps: Annotated[int | None, _sized("RL steps, frozen and adaptive. [default: 12]")] = None,
+    seeds: Annotated[int | None, _sized("Seeds of adaptive. [default: 1]")] = None,
+    pairs: Annotated[int | None, _sized("Rollouts done with and without training. [default: 16]", 2)] = None,
+    draft_depth: Annotated[int | None, _sized("Draft of the learned drafter. [default: 4]")] = None,
+    seed: FirstSeed = 0,
+    out: Folder = None,
+    fast: Annotated[bool, Option("--fast", help="A tiny model and little of everything.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Drafters: those that run no network, and the adaptive one on real GRPO runs.
+
+    Example: tltlab bench drafter --parts adaptive,coordination --out bench
+    """
+    chosen = [part.strip() for part in parts.split(",") if part.strip()]
+    for part in chosen or [""]:
+        if part not in DRAFTER_PARTS:
+            raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
+    _check(out, folder=True)
+    result: dict[str, Any] = {}
+    texts = []
+    if MODEL_FREE in chosen:
+        from .drafters import TEXT, bench_drafters
+
+        result |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
+        texts.append(shown(result, TEXT))
+    if learned := [part for part in chosen if part != MODEL_FREE]:
+        _one_thread()
+        from .adaptive import bench_learned, sizes_of, text
+
+        sizes = sizes_of(
+            fast=fast, model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs, draft_depth=draft_depth
+        )
+        measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
+        result |= measured
+        texts.append(text(measured))
+    emit(result, as_json=as_json, text="\n\n".join(texts))
+
+
+@app.command()
+def policy(
+    calls: Annotated[int, Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
+    rounds: Annotated[int, Option(min=1, help="Times that every case runs, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Microseconds per decision of the shipped policies: choose and observe, and sharing out drafts.
+
+    Example: tltlab bench policy --calls 3000
+    """
+    from .policies import TEXT, bench_policies
+
+    _tell(bench_policies(calls, rounds), as_json, TEXT)
+
+
+@app.command()
+def seam(
+    cases: Annotated[
+        str | None,
+        Option(help="Shipped policies, record and capture, with commas. [default: all]", show_default=False),
+    ] = None,
+    batches: Batches = "1,8,32,128,256,512",
+    iterations: Annotated[int, Option(min=20, help="Iterations of each case that are measured.")] = 200,
+    cold: Annotated[bool, Option("--cold", help="Empty the processor's caches before each call.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Processor time of all that is ours in an iteration of vLLM's scheduler, by policy and batch; no model runs.
+
+    Example: tltlab bench seam --cases none,beg-mab-suffix --batches 256,512
+    """
+    from .seam import CASES, bench_seam, text
+
+    chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
+    sizes = whole_numbers("--batches", batches, least=1)
+    _tell(bench_seam(chosen, sizes, iterations=iterations, cold=cold, progress=progress), as_json, text)
+
+
+@app.command()
+def runtime(
+    model: OwnModel = None,
+    draft: Annotated[Path | None, Option(help="Draft model of the same vocabulary; one more mode may use it.")] = None,
+    prompts: Annotated[int, Option(min=1, help="Prompts of each rollout.")] = 24,
+    group_size: Annotated[int, Option(min=1, help="Responses to each prompt.")] = 8,
+    epochs: Annotated[int, Option(min=0, help="Drafters know prompts from the second on; 0: --off-batches alone.")] = 2,
+    rounds: Annotated[int, Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    max_response_tokens: Annotated[int, Option(min=1, help="Most tokens of a response.")] = 768,
+    off_batches: Annotated[
+        str,
+        Option(help="Batch sizes at which engines that draft nothing, or only record, run beside stock; '' for none."),
+    ] = "1,8,64,256",
+    seed: Annotated[int, Option(min=0, help="Seed of all that is drawn.")] = 0,
+    out: Result = None,
+    fast: Annotated[bool, Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What speculation is worth in a real engine: stock vLLM, off, fixed depths, a table and bandits, same prompts.
+
+    Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
+    """
+    _one_thread()
+    from tltlab.experiments.models import own_model
+
+    from .runtime.run import bench_runtime, text
+
+    _check(out)
+    sizes = whole_numbers("--off-batches", off_batches, least=1) if off_batches else []
+    if fast:
+        prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
+        sizes = [size for size in sizes if size <= prompts * group_size]
+    folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
+    result = bench_runtime(
+        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds,
+        max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
+    )  # fmt: skip
+    _tell(result, as_json, text, out)
+
+
+@app.command()
+def driver(
+    workers: Annotated[int, Option(min=1, help="Rollout workers.")] = 64,
+    responses: Annotated[int, Option(min=1, help="Responses of each in an RL step.")] = 128,
+    tokens: Annotated[int, Option(min=2, help="Tokens of a response, in the mean.")] = 8000,
+    ranks: Annotated[int, Option(min=1, help="The trainer's ranks.")] = 8,
+    group_size: Annotated[int, Option(min=2, help="Responses to each prompt.")] = 16,
+    policy: Annotated[str, Option(help="The engines' policy: it says what drafters remember.")] = "beg-mab-suffix",
+    reward_processes: Annotated[int, Option(min=0, help="Processes that compute rewards.")] = 1,
+    growth: Annotated[str, Option(help="Numbers of workers to measure before that, with commas.")] = "8",
+    steps: Annotated[int, Option(min=1, help="RL steps of each; the last one counts.")] = 2,
+    out: Result = None,
+    fast: Annotated[bool, Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What a run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
+
+    Example: tltlab bench driver --workers 64 --responses 128 --tokens 8000 --growth 8,16,32
+    """
+    _one_thread()
+    from fakes.scripted import DriverCase
+
+    from .train.driver import bench_driver, text
+
+    _check(out)
+    if fast:
+        workers, responses, tokens, growth = min(workers, 4), min(responses, 16), min(tokens, 200), "2"
+    if workers * responses % group_size:
+        raise ConfigError(f"{workers} workers x {responses} responses are no whole groups of --group-size {group_size}")
+    before = whole_numbers("--growth", growth, least=1) if growth else []
+    if wrong := [number for number in before if number * responses % group_size]:
+        raise ConfigError(f"--growth {wrong[0]} x {responses} responses are no whole groups of {group_size}")
+    case = DriverCase(
+        workers=workers, responses=responses, tokens=tokens, group_size=group_size, ranks=ranks, policy=policy,
+        reward_processes=reward_processes, rl_steps=steps,
+    )  # fmt: skip
+    _tell(bench_driver(case, before, progress), as_json, text, out)
+
+
+@app.command()
+def gpu(
+    part: Annotated[str, Argument(help="graphs, seam, sync or update.")],
+    model: Annotated[Path, Argument(help="A model's folder; its config.json is enough.")],
+    shape: Annotated[str | None, Option(help="Make MODEL first: the shape of Qwen2.5-7B, ..., no weights.")] = None,
+    batches: Batches = "1,8,32,64",
+    rounds: Annotated[int, Option(min=1, help="Times that each is measured in an engine.")] = 3,
+    tokens: Annotated[int, Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
+    kv_gib: Annotated[float, Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
+    out: Annotated[Path | None, Option(help="File to write after each engine, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
+
+    graphs: what adaptivity costs plain steps on the V1 runner, then one strategy, every one apart and buckets on V2;
+    memory, what iterations ran in and the step, by batch and depth (for experiment graph-memory). seam: stock vLLM and
+    policies that draft nothing. sync: new weights by three ways. update: a trainer's update of a model that
+    has weights, on as many responses as the first batch size, with deterministic algorithms and without.
+
+    Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
+    """
+    from . import gpu as module
+
+    _check(out)
+    sizes = whole_numbers("--batches", batches, least=1)
+    if shape is not None:
+        module.shape(shape, model)
+    result = module.bench_gpu(
+        part, model, batches=sizes, rounds=rounds, tokens=tokens, kv_bytes=int(kv_gib * 2**30), out=out,
+        progress=progress,
+    )  # fmt: skip
+    _tell(result, as_json, module.text)
+
+
+@app.command()
+def train(
+    trl: Annotated[
+        Path | None,
+        Option(help="Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; else pip runs."),
+    ] = None,
+    model: OwnModel = None,
+    steps: Annotated[int | None, _sized("RL steps of each run. [default: 5]", 2)] = None,
+    blocks: Annotated[int | None, _sized("Runs of every side, in turn. [default: 4]")] = None,
+    policy: Policies = "none",
+    seed: FirstSeed = 0,
+    out: Folder = None,
+    fast: Annotated[bool, Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
+    as_json: Json = False,
+) -> None:
+    """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
+
+    Example: tltlab bench train --trl ~/trl --out bench
+    """
+    from .train.run import TEXT, bench_train, train_sizes
+
+    _check(out, folder=True)
+    sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
+    _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, TEXT)
+
+
+@app.command("vllm-tests")
+def vllm_tests(
+    source: Annotated[Path, Argument(metavar="FOLDER", help="What the sdist of the installed vLLM unpacks to.")],
+    test: Annotated[list[str] | None, Option(help="Tests in FOLDER, in place of the default. Repeatable.")] = None,
+    limit_s: Annotated[float, Option(min=1, help="Seconds that the tests may take, each time they run.")] = 3600,
+    as_json: Json = False,
+) -> None:
+    """Run vLLM's own tests of scheduling and sampling with vLLM as it is, and with ours in its place, and compare.
+
+    They run three times: as they are, with our plugin, and with our schedulers under a policy that always drafts.
+    Nothing is fetched; what the tests need from elsewhere fails each time. Exit code 1 for a difference that is not
+    explained.
+
+    Example: tltlab bench vllm-tests vllm-0.32.0
+    """
+    from .vllm.own_tests import TESTS, run_vllm_tests, text
+
+    report = run_vllm_tests(source, tests=test or TESTS, limit_s=limit_s, progress=progress)
+    _tell(report, as_json, text)
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+GONE = {
+    "buckets": "tests/core/planning/test_buckets.py holds the planner against exhaustive search",
+    "history": "tltlab bench drafter --parts model-free measures the suffix history of a trace",
+    "trace": "tests/core/traces/streams.py measures a long trace for the test that bounds its memory",
+    "weights": "tltlab bench gpu sync measures how long an engine takes to get new weights",
+}
+"""Commands that went, and what there is instead."""
+_ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command("buckets", hidden=True, context_settings=_ANY)
+@app.command("history", hidden=True, context_settings=_ANY)
+@app.command("trace", hidden=True, context_settings=_ANY)
+@app.command("weights", hidden=True, context_settings=_ANY)
+def gone(context: typer.Context) -> None:
+    """Say what there is instead."""
+    raise ConfigError(f"tltlab bench {context.info_name} went: {GONE[context.info_name or '']}")
+
+
+def _one_thread() -> None:
+    # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _tell(
+    result: dict[str, Any], as_json: bool, text: Text | Callable[[dict[str, Any]], str], out: Path | None = None
+) -> None:
+    """Print the result, and write it to a file where one is named."""
+    if out is not None:
+        write_json(out, result)
+    emit(result, as_json=as_json, text=text(result) if callable(text) else shown(result, text))
+
+
+def _check(out: Path | None, *, folder: bool = False) -> None:
+    """ConfigError where --out is a file and has to be a folder, or the other way round."""
+    if out is not None and folder and out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    if out is not None and not folder and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file to write")

@@ -1,0 +1,197 @@
+"""What all benchmarks share: cases in turn, ratios with their intervals, a process of one's own, results as text.
+
+A benchmark is a table of cases, a function that measures one of them, and a `Text` that says what people see.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import string
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from tltlab.arrays import Floats
+from tltlab.console import table
+from tltlab.stats import finite, paired_interval
+
+C = TypeVar("C", bound=Hashable)
+P = ParamSpec("P")
+R = TypeVar("R")
+Progress = Callable[[str], None]
+
+
+def quiet(message: str) -> None:
+    """Progress that nobody reads."""
+
+
+def in_turn(
+    cases: Iterable[C],
+    measure: Callable[[C, int], R],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    rng: np.random.Generator | None = None,
+    progress: Progress = quiet,
+) -> dict[C, list[R]]:
+    """Measure every case once per round, so that a busy machine slows all of them; what each round gave, by case.
+
+    Rounds are numbered from 0; those that warm up are numbered below 0 and do not count. With `rng` the order changes
+    from round to round.
+    """
+    chosen = list(cases)
+    measured: dict[C, list[R]] = {case: [] for case in chosen}
+    for number in range(-warm_up, rounds):
+        for at in range(len(chosen)) if rng is None else rng.permutation(len(chosen)):
+            value = measure(chosen[at], number)
+            if number >= 0:
+                measured[chosen[at]].append(value)
+        progress(f"round {number + 1} of {rounds}" if number >= 0 else "warmed up")
+    return measured
+
+
+def ratio(
+    above: Sequence[float] | Floats, below: Sequence[float] | Floats, rng: np.random.Generator | None = None
+) -> dict[str, float | None]:
+    """sum(above) / sum(below) over rounds with its 95 % interval; ends are None where one round is all there is."""
+    interval = paired_interval(above, below, rng=rng or np.random.default_rng(0))
+    return {"ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
+
+
+def spread(values: Sequence[float] | Floats) -> dict[str, float]:
+    """Median and 99th percentile."""
+    return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99))}
+
+
+def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+    """What a function gives in a process of its own, which has little in memory but what its module imports."""
+    # A fork of this process would start with its memory; forks of one that has imported the module start at once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(function, *args, **options).result()
+
+
+def resident_bytes() -> int | None:
+    """What this process has in memory now; None where there is no /proc."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process. Linux's ru_maxrss also counts the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    import resource  # Not on Windows.
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _Fields(string.Formatter):
+    """Format strings over JSON: `{a.b}` is a path, `{x:1e3*.1f}` scales, `{x:yes|no|unknown}` chooses.
+
+    A list of numbers is its mean, with `max ` before the rest its largest; an interval has its ends in brackets, and
+    what is not there or None is a dash.
+    """
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value: Any = kwargs
+        for part in field_name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if "|" in format_spec:
+            names = format_spec.split("|")
+            return [*names, "-"][2] if value is None else names[not value]
+        if value is None:
+            return "-"
+        if isinstance(value, list) and value and not isinstance(value[0], str):
+            value = max(value) if format_spec.startswith("max ") else fmean(value)
+        format_spec = format_spec.removeprefix("max ")
+        scaled = re.fullmatch(r"([\d.e-]+)\*(.*)", format_spec)
+        scale, spec = (float(scaled[1]), scaled[2]) if scaled else (1.0, format_spec)
+        if isinstance(value, Mapping) and "low" in value:
+            ends = [value.get("estimate", value.get("ratio")), value["low"], value["high"]]
+            middle, *around = (self.format_field(end, f"{scale}*{spec or '.2f'}") for end in ends)
+            return middle if ends[1] is None else f"{middle} [{', '.join(around)}]"
+        return format(value * scale if scaled else value, spec)
+
+
+_FIELDS = _Fields()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: a row for each mapping in the list at `rows`, or for each item of the mapping there, its key as `name`.
+
+    `columns` are headings and format strings, "heading: {field}; heading: {field}"; `left` of them begin at the left.
+    """
+
+    rows: str
+    columns: str
+    left: int = 1
+
+    def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
+        rows = _at(result, self.rows) or ()
+        if isinstance(rows, Mapping):
+            rows = [{"name": name, **(r if isinstance(r, Mapping) else {"value": r})} for name, r in rows.items()]
+        columns = [column.split(": ", 1) for column in self.columns.split("; ")]
+        cells = [[_FIELDS.format(cell, **row) for _, cell in columns] for row in rows]
+        if cells:
+            yield table([heading for heading, _ in columns], cells, left=self.left)
+
+
+@dataclass(frozen=True)
+class Goals:
+    """A line for each goal in the list at `rows`: whether it is `met`, and the format string `each`.
+
+    With `missed_only` those that are met are counted.
+    """
+
+    rows: str
+    each: str
+    missed_only: bool = False
+
+    def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
+        goals = _at(result, self.rows) or []
+        if self.missed_only:
+            yield f"{sum(bool(goal['met']) for goal in goals)} of {len(goals)} goals met"
+        for goal in goals:
+            if not (self.missed_only and goal["met"]):
+                yield _FIELDS.format("  {met:met    |MISSED |unknown} " + self.each, **goal)
+
+
+Text = Sequence[str | Table | Goals]
+"""Parts of a result for people: a string is a line with fields, left out where the result has none of them."""
+
+
+def shown(result: Mapping[str, Any], text: Text) -> str:
+    """A result for people."""
+    lines: list[str] = []
+    for part in text:
+        if not isinstance(part, str):
+            lines += part.lines(result)
+        elif _has_any(part, result):
+            lines.append(_FIELDS.format(part, **result))
+    return "\n".join(lines)
+
+
+def _at(result: Mapping[str, Any], path: str) -> Any:
+    return _FIELDS.get_field(path, (), result)[0]
+
+
+def _has_any(line: str, result: Mapping[str, Any]) -> bool:
+    names = [name for _, name, _, _ in _FIELDS.parse(line) if name]
+    return not names or any(_at(result, name) is not None for name in names)

@@ -1,0 +1,188 @@
+"""Measured kernel times of one GPU, and what a forward pass takes by them.
+
+Three files in a folder, bf16: `gemm_bf16.parquet` (gpu, m, n, k, latency_ms), `decode_attention_bf16.parquet` (gpu,
+batch_size, num_heads, num_key_value_heads, step, latency_ms; one query per request over `step` past tokens, heads of
+128) and `allreduce_bf16.parquet` (gpu, num_gpus, message_size, latency_ms, kernel_source; the size counts values). They
+are extracts of the tables of AIConfigurator (Apache-2.0), which gives them per system and engine version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.arrays import Floats
+from tltlab.costs.table import smooth_max
+from tltlab.errors import ConfigError
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
+
+from .measurements import measured_table
+
+_GRAPH = "vLLM_custom_graph"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernels:
+    """The tables of one GPU.
+
+    Matrix products are interpolated by utilisation in the logarithms of m, n and k, constant beyond the grid.
+    Attention is interpolated by time, linear in the batch and in the past tokens, and goes on with its last slopes.
+    """
+
+    gpu: Gpu
+    tokens: Floats
+    n: Floats
+    k: Floats
+    gemm: Floats  # (tokens, n, k) seconds
+    batches: Floats
+    past: Floats
+    attention: dict[tuple[int, int], Floats]  # (heads, kv heads) -> (batches, past) seconds
+    reduce: dict[int, tuple[Floats, Floats]]  # GPUs -> values, seconds
+
+    @classmethod
+    @cache
+    def read(cls, data: Path, gpu_name: str) -> Kernels:
+        """The tables of the GPU of that name, read once; ConfigError where `data` has none of it."""
+        device = gpu(gpu_name)
+        gemm = _rows(data, "gemm_bf16.parquet", device, ("m", "n", "k"))
+        shape_columns = ("batch_size", "num_heads", "num_key_value_heads", "step")
+        attention = _rows(data, "decode_attention_bf16.parquet", device, shape_columns)
+        reduce = _rows(data, "allreduce_bf16.parquet", device, ("num_gpus", "message_size"), ("kernel_source",))
+        reduce = reduce[reduce["kernel_source"] == _GRAPH].sort_values("message_size")
+        (tokens, n, k), times = _grid(gemm, ["m", "n", "k"])
+        shapes = {}
+        (batches, past), _ = _grid(attention.drop_duplicates(["batch_size", "step"]), ["batch_size", "step"])
+        cells = pd.MultiIndex.from_product([batches.astype(int), past.astype(int)])
+        for _, rows in attention.groupby(["num_heads", "num_key_value_heads"]):
+            latency_ms = rows.set_index(["batch_size", "step"])["latency_ms"].reindex(cells).to_numpy(np.float64)
+            shape = int(rows["num_heads"].iloc[0]), int(rows["num_key_value_heads"].iloc[0])
+            shapes[shape] = latency_ms.reshape(len(batches), len(past)) * 1e-3
+        return cls(
+            gpu=device, tokens=tokens, n=n, k=k, gemm=times, batches=batches, past=past, attention=shapes,
+            reduce={
+                int(num): (rows["message_size"].to_numpy(np.float64), rows["latency_ms"].to_numpy(np.float64) * 1e-3)
+                for num, rows in ((num, reduce[reduce["num_gpus"] == num]) for num in reduce["num_gpus"].unique())
+            },
+        )  # fmt: skip
+
+    def gemm_s(self, m: npt.ArrayLike, n: float, k: float) -> Floats:
+        """Seconds of an (m x k) times (k x n) product for each of `m`."""
+        rows = np.asarray(m, np.float64)
+        ideal = self.ideal_gemm_s(self.tokens[:, None, None], self.n[None, :, None], self.k[None, None, :])
+        excess = _filled(np.log(self.gemm / ideal))
+        log_excess = np.zeros_like(rows)
+        at = [_between(np.log(axis), np.log(x)) for axis, x in ((self.tokens, rows), (self.n, n), (self.k, k))]
+        for corner in product((0, 1), repeat=3):
+            cells = tuple(i + c for c, (i, _) in zip(corner, at, strict=True))
+            weights = [share if c else 1 - share for c, (_, share) in zip(corner, at, strict=True)]
+            log_excess = log_excess + weights[0] * weights[1] * weights[2] * excess[cells]
+        return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(log_excess), np.float64)
+
+    def ideal_gemm_s(self, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
+        compute = 2 * m * n * k / self.gpu.peak_flops
+        moved = BYTES_PER_VALUE * (m * k + k * n + m * n) / self.gpu.hbm_bytes_per_s
+        return np.asarray(smooth_max(moved, compute), np.float64)
+
+    def all_reduce_s(self, tp: int, values: npt.ArrayLike) -> Floats:
+        """Seconds to sum `values` numbers over `tp` GPUs; nothing for one."""
+        if tp == 1:
+            return np.zeros(np.shape(values))
+        if tp not in self.reduce:
+            raise ConfigError(f"no all-reduce over {tp} GPUs was measured: tp is one of 1, {_listed(self.reduce)}")
+        sizes, seconds = self.reduce[tp]
+        per_value = seconds[-1] / sizes[-1]
+        counts = np.asarray(values, np.float64)
+        return np.asarray(np.interp(counts, sizes, seconds) + per_value * np.maximum(counts - sizes[-1], 0), np.float64)
+
+    def layers_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> Floats:
+        """Seconds of all layers on `tokens` tokens, attention apart: four matrix products and two all-reduces each."""
+        heads, kv_heads = per_gpu_heads(shape, tp)
+        inner = shape.intermediate / tp
+        products = (
+            ((heads + 2 * kv_heads) * shape.head_dim, shape.hidden),
+            (shape.hidden, heads * shape.head_dim),
+            (2 * inner, shape.hidden),
+            (shape.hidden, inner),
+        )
+        values = np.asarray(tokens, np.float64) * shape.hidden
+        reduces = 2 * self.all_reduce_s(tp, values)
+        layer = np.sum([self.gemm_s(tokens, n, k) for n, k in products], axis=0)
+        return np.asarray(shape.layers * (layer + reduces), np.float64)
+
+    def forward_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> Floats:
+        """Seconds of a forward pass without attention: the layers, and the LM head on every token."""
+        return self.layers_s(shape, tp, tokens) + self.gemm_s(tokens, shape.vocab / tp, shape.hidden)
+
+    def attention_table(self, shape: ModelShape, tp: int) -> Floats:
+        """(batches, past) seconds of decode attention over all layers; NaN where it was not measured.
+
+        A number of heads that was not measured is interpolated between its neighbours with as many KV heads.
+        """
+        heads, kv_heads = per_gpu_heads(shape, tp)
+        if (heads, kv_heads) in self.attention:
+            return shape.layers * self.attention[heads, kv_heads]
+        measured_heads = sorted(h for h, kv in self.attention if kv == kv_heads)
+        below, above = [h for h in measured_heads if h < heads], [h for h in measured_heads if h > heads]
+        if not below or not above:
+            raise ConfigError(
+                f"{shape.name} with tp {tp} has {heads} heads and {kv_heads} KV heads per GPU; measured with as many "
+                f"KV heads are {_listed(measured_heads)} heads"
+            )
+        share = (heads - below[-1]) / (above[0] - below[-1])
+        low, high = self.attention[below[-1], kv_heads], self.attention[above[0], kv_heads]
+        return shape.layers * ((1 - share) * low + share * high)
+
+    def attention_s(self, shape: ModelShape, tp: int, batch: float, past_tokens: float) -> float:
+        """Seconds of decode attention over all layers, `batch` requests with `past_tokens` each."""
+        i, weight = _between(self.batches, batch)
+        pair = [_on(self.past, row, past_tokens) for row in self.attention_table(shape, tp)[int(i) : int(i) + 2]]
+        return float((1 - weight) * pair[0] + weight * pair[1])
+
+
+def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
+    path = data / name
+    table = measured_table(path, ("latency_ms", *columns), ("gpu", *texts))
+    rows = table[table["gpu"].str.lower() == device.name.lower()]
+    if rows.empty:
+        raise ConfigError(f"{path} has no {device.name}: it has {_listed(table['gpu'].unique())}")
+    return rows
+
+
+def _grid(rows: pd.DataFrame, columns: list[str]) -> tuple[list[Floats], Floats]:
+    axes = [np.sort(rows[c].unique()) for c in columns]
+    seconds = rows.set_index(columns)["latency_ms"].reindex(pd.MultiIndex.from_product(axes)).to_numpy(np.float64)
+    return [a.astype(np.float64) for a in axes], seconds.reshape([len(a) for a in axes]) * 1e-3
+
+
+def _filled(excess: Floats) -> Floats:
+    """Missing cells take the value before them along the last axis: the same utilisation."""
+    filled = excess.copy()
+    for i in range(1, filled.shape[-1]):
+        filled[..., i] = np.where(np.isnan(filled[..., i]), filled[..., i - 1], filled[..., i])
+    return filled
+
+
+def _between(axis: Floats, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], Floats]:
+    """The interval of `axis` that x lies in and how far along, held to its ends."""
+    points = np.asarray(x, np.float64)
+    i = np.clip(np.searchsorted(axis, points, side="right") - 1, 0, len(axis) - 2)
+    return i, np.asarray(np.clip((points - axis[i]) / (axis[i + 1] - axis[i]), 0.0, 1.0), np.float64)
+
+
+def _on(past: Floats, seconds: Floats, tokens: float) -> float:
+    """Linear in the past tokens through what was measured, and on with the last slope."""
+    measured = ~np.isnan(seconds)
+    x, y = past[measured], seconds[measured]
+    beyond = max(0.0, tokens - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return float(np.interp(tokens, x, y) + beyond)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(sorted(map(str, values)))

@@ -1,0 +1,64 @@
+"""Reading measurements: what a file must hold, and whose requests fit in memory."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from bench.presets.kernels import Kernels
+from bench.presets.measurements import fits_kv_cache, measured_table, tlt_cells
+from bench.presets.roofline import rows
+from tltlab.errors import ConfigError
+
+
+def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):
+    table = pd.DataFrame({"gpu": ["H100"], "ms": [1.5]})
+    table.to_csv(tmp_path / "a.csv", index=False)
+    table.to_parquet(tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        assert measured_table(tmp_path / name, ("ms",), ("gpu",)).equals(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", None, r"no a\.csv in"),
+        ("a.csv", b"", r"a\.csv is empty"),
+        ("a.csv", b"ms,gpu\n", r"a\.csv has no rows"),
+        ("a.csv", b"ms\n1\n", r"a\.csv: no column gpu; there are ms"),
+        ("a.csv", b"ms,gpu\nfast,H100\n", r"a\.csv: column ms holds no numbers: it begins with 'fast'"),
+        ("a.csv", b"\xff\xfe\x00\x01", r"a\.csv cannot be read"),
+        ("a.csv", b'ms,gpu\n1,"H100\n', r"a\.csv cannot be read"),
+        ("a.parquet", b"junk", r"a\.parquet cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: bytes | None, says: str):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        measured_table(tmp_path / name, ("ms",), ("gpu",))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a,b\n1,2\n"])
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("decode_tpot_h100.csv", rows),
+        ("tlt_sd_tables.csv", tlt_cells),
+        ("gemm_bf16.parquet", lambda folder: Kernels.read(folder, "H100")),
+    ],
+)
+def test_every_reader_of_measurements_names_a_bad_or_missing_file(
+    tmp_path: Path, name: str, content: bytes | None, load
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    missing = "no " if content is None else ""
+    with pytest.raises(ConfigError, match=missing + name.replace(".", r"\.")):
+        load(tmp_path)
+
+
+def test_requests_fit_up_to_the_capacity_of_the_kv_cache():
+    # 873,168 tokens on four H100, see test_hardware.
+    asked = pd.DataFrame({"concurrency": [213, 214], "isl": 4000, "osl": 96})
+    assert fits_kv_cache(asked.assign(gpu="H100", model="Qwen2.5-32B", tp=4)).tolist() == [True, False]

@@ -1,0 +1,158 @@
+"""The roofline's fit to measurements of several kinds, made from known constants, and what it refuses."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from bench.presets.fit import fit, predict
+from bench.presets.measurements import COLUMNS, from_speedups, from_tpot, from_waves
+from tltlab.costs.roofline import Constants, RooflineCosts
+from tltlab.errors import ConfigError
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+TRUE = Constants(
+    memory_efficiency=0.8, compute_efficiency=0.7, kv_efficiency=0.75, link_efficiency=0.6, knee=2.5, step_s=1.5e-3,
+    layer_s=2e-5, allreduce_s=6e-6, per_request_s=4e-5, sd_base_s=3e-3, sd_idle_s=1e-4, draft_level_s=3e-4,
+    draft_level_per_request_s=2e-5,
+)  # fmt: skip
+COSTS = RooflineCosts(gpu="H100", model="Qwen2.5-32B", tp=4, constants=TRUE)
+TREE = Strategy("learned", 8, 4, 48)
+
+
+def measured_iterations(table: pd.DataFrame, source: str, tp: int, levels: object) -> pd.DataFrame:
+    """Iterations of Qwen2.5-32B on H100 in `COLUMNS`; a trace has contexts and drafted tokens of the whole batch."""
+    return table.assign(
+        kind="iteration", source=source, gpu="H100", model="Qwen2.5-32B", tp=tp, top_k=1, draft_levels=levels,
+        tokens_to_verify=1 + table["num_drafted"] / table["batch"],
+        context_tokens=table["context_tokens"] / table["batch"], measured=table["duration"],
+    ).reindex(columns=COLUMNS)  # fmt: skip
+
+
+def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int = 300) -> pd.DataFrame:
+    """Measured iterations, made from COSTS, with 3 % noise and one row in 50 three times as long."""
+    tables = []
+    for tp in tps:
+        costs = COSTS.model_copy(update={"tp": tp})
+        depth = rng.integers(0, 9, num)
+        batch, prefill = rng.integers(1, 129, num), rng.integers(0, 2, num) * rng.integers(0, 4096, num)
+        context = batch * rng.integers(100, 16000, num)
+        took = []
+        for b, s, d, p in zip(batch.tolist(), context.tolist(), depth.tolist(), prefill.tolist(), strict=True):
+            cost = costs.iteration(Strategy.chain("learned", d))
+            took.append(cost.seconds(b, s) + (cost.beside_s(b, p, costs.prefill_s(p)) if p else 0.0))
+        slow = np.where(rng.random(num) < 0.02, 3.0, 1.0)
+        columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": context}
+        columns |= {"prefill_tokens": prefill, "duration": took * slow * np.exp(rng.normal(0, 0.03, num))}
+        table = measured_iterations(pd.DataFrame(columns), f"tp {tp}", tp, depth)
+        tables.append(table.assign(clean=took, tp_fold=tp))
+    return pd.concat(tables, ignore_index=True)
+
+
+def test_a_fit_finds_the_times_behind_noise_and_outliers():
+    rows = iterations(np.random.default_rng(0))
+    found = fit(rows, ["tp_fold"])
+    error = found.predictions["predicted"] / found.predictions["clean"] - 1
+    assert np.abs(error).mean() < 0.01
+    assert abs(found.constants.kv_efficiency - TRUE.kv_efficiency) < 0.05
+    assert found.calibrated.batch == (rows["batch"].min(), rows["batch"].max())
+    assert found.calibrated.outside(batch=500, verified_tokens=500, context_tokens=1e6) == ["batch"]
+    assert list(found.cross_validation["left_out"]) == [2, 4]
+    again = fit(rows, ["tp_fold"])
+    assert again.constants == found.constants
+    assert again.notes == found.notes
+
+
+def test_a_fit_of_plain_decoding_leaves_speculation_unknown():
+    rows = iterations(np.random.default_rng(1), num=60)
+    found = fit(rows[rows["draft_depth"] == 0])
+    assert found.constants.sd_base_s is None
+    with pytest.raises(ConfigError, match="sd_base_s"):
+        COSTS.model_copy(update={"constants": found.constants}).iteration(TREE)
+
+
+def test_model_free_drafts_say_nothing_about_levels():
+    costs = COSTS.model_copy(update={"tp": 1})
+    depth, batch = (a.ravel() for a in np.meshgrid([0, 2, 4, 8], [1, 8, 32, 64]))
+    took = [
+        costs.iteration(Strategy.chain("suffix", int(d))).seconds(int(b), 500.0 * b)
+        for d, b in zip(depth, batch, strict=True)
+    ]
+    columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": 500 * batch}
+    table = pd.DataFrame(columns | {"prefill_tokens": 0, "drafter": "suffix", "duration": took})
+    rows = measured_iterations(table, "trace", 1, 0)
+    assert predict(TRUE, rows) == pytest.approx(took)
+    found = fit(rows)
+    assert found.constants.sd_base_s == pytest.approx(TRUE.sd_base_s, rel=0.1)
+    assert found.constants.draft_level_s is None
+
+
+def test_a_constant_that_the_data_do_not_show_is_named():
+    one_gpu = fit(iterations(np.random.default_rng(2), tps=(1,), num=60))
+    held = next(note for note in one_gpu.notes if note.startswith("not identified"))
+    assert "allreduce_s" in held
+    assert "link_efficiency" in held
+    assert "kv_efficiency" not in held
+
+
+def test_speedups_without_context_get_a_fitted_one():
+    depth, verify, batch = (a.ravel() for a in np.meshgrid([4, 8, 16], [16, 64, 128], [1, 4, 32]))
+    tree = [
+        COSTS.iteration(Strategy("learned", int(d), 8, int(v))).seconds(int(b), 6000.0 * b)
+        for d, v, b in zip(depth, verify, batch, strict=True)
+    ]
+    plain = np.array([COSTS.iteration(NO_SPECULATION).seconds(int(b), 6000.0 * b) for b in batch])
+    cells = {"gpu": "H100", "model": "Qwen2.5-32B", "tp": 4, "batch_size": batch, "draft_depth": depth, "topk": 8}
+    cells |= {"tokens_to_verify": verify, "accept_length": 5.0, "speedup": 5.0 * plain / np.array(tree)}
+    rows = from_speedups(pd.DataFrame(cells), "table")
+    assert predict(TRUE, rows, 6000.0) == pytest.approx(rows["measured"])
+    found = fit(pd.concat([rows, iterations(np.random.default_rng(3), num=60)], ignore_index=True))
+    assert found.context_tokens == pytest.approx(6000, rel=0.3)
+    assert found.predictions.query("source == 'table'")["error"].abs().mean() < 0.01
+    with pytest.raises(ConfigError, match="context_tokens"):
+        predict(TRUE, rows)
+
+
+def served_one_by_one(batch: int, isl: int, osl: int) -> float:
+    """Time per output token of a closed loop, request by request: each finished one is replaced, its prefill first."""
+    plain, rest = COSTS.iteration(NO_SPECULATION), np.linspace(1, osl, batch).astype(int)
+    done = osl - rest
+    now, started, spans = 0.0, np.full(batch, np.nan), []
+    for _ in range(20 * osl):
+        now += plain.seconds(batch, float((isl + done).sum()))
+        done += 1
+        for i in np.flatnonzero(done >= osl):
+            spans.append((now - started[i]) / osl)
+            done[i], started[i] = 0, now
+            now += COSTS.prefill_s(isl)
+            started[i] = now
+    return float(np.nanmean(spans[2 * batch :]))
+
+
+@pytest.mark.parametrize(("batch", "isl", "osl"), [(8, 1024, 128), (32, 1024, 512), (16, 4096, 256)])
+def test_time_per_token_of_a_loaded_server_agrees_with_serving_request_by_request(batch: int, isl: int, osl: int):
+    table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": batch, "isl": isl})
+    rows = from_tpot(table.assign(osl=osl, tpot_s=1.0), "server")
+    assert predict(TRUE, rows)[0] == pytest.approx(served_one_by_one(batch, isl, osl), rel=0.03)
+
+
+def test_requests_that_come_at_once_wait_for_the_prefills_after_their_own():
+    table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": 16, "isl": 1000, "osl": 100})
+    prefills = 16 * COSTS.prefill_s(1000)
+    rows = from_waves(table.assign(tpot_s=1.0, ttft_s=prefills / 2), "server")
+    step = COSTS.iteration(NO_SPECULATION).seconds(16, 16 * 1050.0)
+    assert predict(TRUE, rows)[0] == pytest.approx(step + prefills / 2 / 100)
+
+
+def test_measurements_that_make_no_sense_are_refused():
+    table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": 8, "isl": 100, "osl": 100})
+    with pytest.raises(ConfigError, match="no column tpot_s"):
+        from_tpot(table, "server")
+    with pytest.raises(ConfigError, match="row 0 has no positive"):
+        from_tpot(table.assign(tpot_s=0.0), "server")
+    rows = from_tpot(table.assign(tpot_s=0.01), "server")
+    with pytest.raises(ConfigError, match="nothing to fit"):
+        fit(rows.iloc[:0])
+    with pytest.raises(ConfigError, match="one value only"):
+        fit(rows.assign(fold="all"), ["fold"])
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        fit(rows.assign(gpu="H900"))

@@ -1,0 +1,238 @@
+"""The benchmark of the adaptive drafter: figures from made-up traces, parts that need no engine, its command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench import adaptive as runs
+from bench import app as bench
+from bench.adaptive import FAST, PARTS, BenchSizes, bench_learned, sizes_of
+from bench.drafters import bench_drafters
+from bench.harness import shown
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.offline.data import load_target
+from tltlab.runtime.drafter.offline.runs import (
+    Kept,
+    annotated_drafts,
+    by_position,
+    last_third,
+    live_drafts,
+)
+from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
+from tltlab.runtime.recipe.sections import DataConfig
+from tltlab.stats import mean_of_few
+from tltlab.traces.trace import Trace
+
+from .made_traces import trace_of
+
+
+def quiet(_: str) -> None: ...
+
+
+def iteration(rl_step: int, accepted: list[int], *, drafted: int | None = None, worker: int = 0, **more) -> dict:
+    depth = more.get("draft_depth", 4)
+    return {
+        "rl_step": rl_step, "worker": worker, "drafter": "learned", "draft_depth": depth, "batch": len(accepted),
+        "num_drafted": depth * len(accepted) if drafted is None else drafted, "num_accepted": sum(accepted),
+        "accepted_per_request": accepted, "top_k": 1, "tokens_to_verify": depth + 1, "num_generated": 9,
+        "duration": 0.1, **more,
+    }  # fmt: skip
+
+
+def numbered(rows: list[dict]) -> list[dict]:
+    return [{"iteration": n, **row} for n, row in enumerate(rows)]
+
+
+def test_live_drafts_are_those_of_the_learned_drafter_that_had_their_whole_depth():
+    rows = [
+        iteration(0, [4, 0, 1]),
+        iteration(0, [2, 2], drafted=5),
+        iteration(0, [4, 4], drafter="suffix"),
+        iteration(0, [], drafted=0, drafter=None, draft_depth=0),
+        iteration(1, [3]),
+    ]
+    found = live_drafts(trace_of(iterations=numbered(rows)), "learned")
+    assert found == [Kept(rl_step=0, drafts=3, kept=(2, 1, 1, 1)), Kept(rl_step=1, drafts=1, kept=(1, 1, 1, 0))]
+    assert found[0].accept_length == pytest.approx(1 + 5 / 3)
+
+
+def test_a_position_counts_only_where_all_before_it_were_kept():
+    steps = [Kept(rl_step=0, drafts=4, kept=(3, 1, 0)), Kept(rl_step=1, drafts=2, kept=(1, 1, 0))]
+    assert by_position(steps) == [pytest.approx(4 / 6), pytest.approx(2 / 4), 0.0]
+    assert by_position([Kept(rl_step=0, drafts=2, kept=(0, 0))]) == [0.0, None]
+
+
+def annotation(rl_step: int, updates: int, kept: list[int], **more) -> dict:
+    return {
+        "rl_step": rl_step, "prompt_id": "p", "sample": 0, "turn": 0, "drafter": "learned", "drafter_age": 9 - updates,
+        "drafter_updates": updates, "max_depth": 2, "accept_if_drafted": kept, **more,
+    }  # fmt: skip
+
+
+def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_verify_them():
+    rows = [
+        annotation(0, 0, [2, 1, 2, 0, 0, 0]),
+        annotation(0, 3, [0, 2, 0, 0, 2, 0]),
+        annotation(0, 5, [0, 2, 2, 2, 2, 0]),
+        annotation(1, 3, [1] * 6),
+    ]
+    # The first token comes with the prompt: the initial drafter is verified at 1, 3, 4, 5; the newest at 1, 4.
+    assert annotated_drafts(trace_of(acceptance=rows)) == [
+        (Kept(rl_step=0, drafts=4, kept=(1, 0)), Kept(rl_step=0, drafts=2, kept=(2, 2)))
+    ]
+
+
+def test_ratios_are_of_rl_steps_that_both_runs_have():
+    adaptive = [Kept(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
+    frozen = [Kept(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
+    found = runs.length_ratio(adaptive, frozen, np.random.default_rng(0))
+    assert found is not None
+    assert found.estimate == pytest.approx((2.7 + 2.8) / (2 + 2))
+    assert runs.length_ratio(adaptive[:1], frozen, np.random.default_rng(0)) is None
+    assert last_third(range(12)) == [8, 9, 10, 11]
+    assert last_third([7]) == [7]
+
+
+def spot(rl_step: int, worker: int, t_start: float, duration: float, **more) -> dict:
+    return {
+        "rl_step": rl_step, "worker": worker, "term": 1, "t_start": t_start, "duration": duration, "members": 1,
+        "train_s": duration / 2, "updates": 3, "ended": "stopped", **more,
+    }  # fmt: skip
+
+
+def timed(rl_step: int, worker: int, end: float) -> dict:
+    return iteration(rl_step, [0], worker=worker, t_start=0.0, duration=end)
+
+
+def coordinated() -> Trace:
+    """Worker 0 runs to 10 s and worker 1 to 4 s, of 10.5 s; its trainer starts at 5 s and is done at 10.4 s."""
+    return trace_of(
+        steps=[{"rl_step": n, "rollout_s": 10.5, "drift_kl": 0.01} for n in range(3)],
+        iterations=numbered([timed(n, worker, end) for n in range(3) for worker, end in ((0, 10.0), (1, 4.0))]),
+        spot_training=[spot(n, 1, 5.0, 5.4, yield_s=0.3) for n in range(3)],
+    )
+
+
+def test_coordination_is_judged_by_pairs_and_idle_time_ends_with_the_last_token():
+    found = runs.figures(coordinated(), {0: 1.0, 1: 10.0, 2: 10.5})
+    assert [row["rl_step"] for row in found["rows"]] == [1, 2], "the first one warms up"
+    assert found["rows"][0] == pytest.approx(
+        {"rl_step": 1, "rollout_s": 10.5, "held_rollout_s": 10.0, "idle_s": 6.0, "held_s": 5.0, "wait_s": 0.5,
+         "train_s": 2.7 * 5.0 / 5.4, "updates": 3}
+    )  # fmt: skip
+    assert found["slow_down"]["estimate"] == pytest.approx(math.sqrt(10.5 / 10.0 * 10.5 / 10.5) - 1)
+    assert found["met"] is None
+    assert found["idle_share"] == pytest.approx(6 / 20)
+    assert found["idle_held"] == pytest.approx(5 / 6)
+    assert found["yield_s"] == {"median": 0.3, "max": 0.3, "count": 2}
+    assert found["wait_share"] == pytest.approx(0.5 / 10.5)
+    said = shown(found | {"workers": 4, "goal": 0.05}, runs.COORDINATION)
+    assert "of idle time 83% held by trainers" in said
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_run_in_which_nothing_was_trained_has_no_slow_down():
+    trace = coordinated()
+    assert trace.spot_training is not None
+    with pytest.raises(RunError, match="never idle long enough"):
+        runs.figures(trace.replace(spot_training=trace.spot_training.assign(updates=0)), {})
+    with pytest.raises(ConfigError, match="at least 4"):
+        runs.bench_coordination(Path("m"), Path("h"), Path("o"), BenchSizes(workers=3), seed=0, progress=quiet)
+
+
+def run_of(lengths: dict[str, list[int]]) -> dict:
+    """A run of ten drafts a step that keep so many tokens."""
+    live = {
+        name: [{"rl_step": n, "drafts": 10, "kept": [k, 0], "accept_length": 1 + k / 10} for n, k in enumerate(kept)]
+        for name, kept in lengths.items()
+    }
+    return {"seed": 0, "live": live, "paired": {"initial": live["frozen"], "in_service": live["adaptive"]}}
+
+
+def test_the_last_third_decides():
+    run = run_of({"frozen": [9, 9, 9, 8, 4, 4], "adaptive": [9, 9, 9, 9, 8, 10]})
+    found = runs.summary([run, run], np.random.default_rng(0))
+    assert found["ratio"]["estimate"] == pytest.approx((1.8 + 2.0) / (1.4 + 1.4))
+    assert found["paired_ratio"]["estimate"] == found["ratio"]["estimate"]
+    assert found["accept_length_at_start"] == {"frozen": 1.9, "adaptive": 1.9}
+    assert found["by_position"]["adaptive"] == [pytest.approx(0.9), 0.0]
+    settings = {"steps": 6, "workers": 4, "draft_depth": 2, "goal": 1.15}
+    assert "last third: frozen 1.40, adaptive 1.90" in shown(settings | found, runs.ADAPTIVE)
+    json.dumps(found, allow_nan=False)
+
+
+def test_traces_of_two_runs_become_steps_and_one_without_drafts_is_refused():
+    trace = trace_of(iterations=numbered([iteration(0, [4, 0])]), acceptance=[annotation(0, 0, [0, 2, 0, 0, 0, 0])])
+    found = runs.compared(trace, trace)
+    assert found["live"]["frozen"] == [{"rl_step": 0, "drafts": 2, "kept": (1, 1, 1, 1), "accept_length": 3.0}]
+    assert [len(steps) for steps in found["paired"].values()] == [1, 1]
+    none = trace_of(iterations=numbered([iteration(0, [4], drafter="suffix")]))
+    with pytest.raises(RunError, match="nothing in the adaptive run"):
+        runs.compared(trace, none)
+
+
+def test_what_comes_first_may_be_slower_and_that_neither_counts_nor_widens_the_interval():
+    noise = [0.01, -0.01, 0.02, -0.02]
+    found = runs.mean_over_orders(([0.03 + 0.2 + n for n in noise], [0.03 - 0.2 + n for n in noise]))
+    assert found.estimate == pytest.approx(0.03)
+    # The least-squares fit of the mean and the order's effect, by hand: 8 values, 6 degrees of freedom.
+    error = math.sqrt(2 * sum(n**2 for n in noise) / 6 / 8)
+    assert found.high - found.estimate == pytest.approx(2.4469 * error, rel=1e-4)
+    assert math.isnan(runs.mean_over_orders(([0.1], [])).high)
+    assert runs.mean_over_orders(([], [1.0, 2.0, 3.0])).low == pytest.approx(mean_of_few([1.0, 2.0, 3.0]).low)
+
+
+def test_texts_are_the_same_for_the_same_seed_and_prompts_can_be_of_one_kind(random_model: Path):
+    prompts = prompts_of(random_model, "heldout", 4, "w3")
+    assert prompts
+    assert all(prompt.text.startswith("w3") for prompt in prompts)
+    with pytest.raises(ConfigError, match="begins with 'gcd'"):
+        prompts_of(random_model, "heldout", 4, "gcd")
+    target, _ = load_target(random_model)
+    first, again, other = (sample_texts(target, prompts, max_tokens=12, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(1 < len(text.token_ids) <= 12 for text in first)
+
+
+def test_the_command_knows_every_part_and_keeps_the_keys_of_drafters_without_a_network(monkeypatch):
+    # Each case takes processes of its own, and what they measure is tested elsewhere.
+    monkeypatch.setitem(bench_drafters.__kwdefaults__, "cases", {})
+    assert set(bench.DRAFTER_PARTS) == {bench.MODEL_FREE, *PARTS}
+    plain = ["drafter", "--groups", "1", "--response-tokens", "64", "--depth", "2", "--json"]
+    done = CliRunner().invoke(bench.app, [*plain, "--parts", "model-free"], catch_exceptions=False)
+    found = json.loads(done.stdout)
+    assert set(found) == {"num_tokens", "depth", "rows"}
+    with pytest.raises(ConfigError, match="no part named 'speed'"):
+        CliRunner().invoke(bench.app, [*plain, "--parts", "model-free,speed"], catch_exceptions=False)
+
+
+def test_parts_write_their_results_as_they_come_and_replace_no_runs(random_model: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(runs, "warmed_up", lambda *_: tmp_path / "head")
+    monkeypatch.setitem(PARTS, "adaptive", (lambda *_, **__: {"steps": 1}, runs.ADAPTIVE))
+    found = bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
+    assert set(found) == {"hardware", "versions", "seconds", "adaptive"}
+    assert json.loads((tmp_path / "out" / "drafter.json").read_text()) == found
+    assert "1 GRPO steps" in runs.text(found)
+    (tmp_path / "out" / "adaptive").mkdir()
+    with pytest.raises(ConfigError, match="earlier benchmark"):
+        bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
+
+
+def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, tmp_path: Path):
+    assert sizes_of(fast=True, steps=None) == FAST
+    sizes = sizes_of(fast=False, steps=3, workers=5)
+    assert (sizes.steps, sizes.workers, sizes.model) == (3, 5, "small")
+    with pytest.raises(ConfigError, match=r"report\.json"):
+        recipe_of(random_model, sizes, seed=0, policy=None, drafter=None)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "report.json").write_text('{"reward": "tltlab.runtime.models.tasks:gcd_reward"}')
+    plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
+    assert (plain.rollout.policy, plain.rollout.max_draft_depth, plain.seed) == ("none", 0, 4)
+    assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))

@@ -1,0 +1,75 @@
+"""What a run's driver costs, against scripted engines: bytes and rows that go with tokens, not objects or workers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.train.driver import measured, text
+from fakes.scripted import DriverCase, ScriptedWorker
+from tltlab.cli.app import main
+from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.rollout.worker import packed
+
+SMALL = DriverCase(workers=2, responses=32, tokens=600, group_size=8, ranks=4, reward_processes=0, rl_steps=1)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[dict[str, Any]]:
+    return [measured(replace(SMALL, workers=workers)) for workers in (2, 6)]
+
+
+def test_what_travels_grows_with_the_tokens_and_not_with_the_workers(cases: list[dict[str, Any]]):
+    few, many = ({name: n / case["tokens"] for name, n in case["bytes"].items()} for case in cases)
+    for name in ("worker.generate returns", "ray.put", "rewards"):
+        assert few[name] == pytest.approx(many[name], rel=0.15), name
+    # 8 bytes of tokens and log-probs; rows of 900 iterations and 32 responses come on top.
+    assert 8 < few["worker.generate returns"] < 24
+    assert sum(few.values()) < 45
+
+
+def test_a_rank_is_sent_its_own_samples(cases: list[dict[str, Any]]):
+    for case in cases:
+        num = case["workers"] * SMALL.responses
+        assert num / SMALL.ranks * 0.8 < case["rank_samples"] < num / SMALL.ranks * 1.2
+        # All ranks together, whose number it would be times this otherwise; besides tokens 0.2 kB per sample and rank.
+        assert case["bytes"]["ray.put"] < 9 * case["tokens"] + num * (4 * 256 + 200 * SMALL.ranks)
+
+
+def test_no_object_is_made_per_token_or_iteration_in_the_driver():
+    requests = [
+        GenerationRequest(key=(0, "p", n, 0), prompt_token_ids=[1, 2], max_response_tokens=2000) for n in range(32)
+    ]
+    rollout = packed(ScriptedWorker(0, SMALL, 1000).generate(requests, 0))
+    body = pickle.dumps(rollout, protocol=5)
+    before = sys.getallocatedblocks()
+    received = pickle.loads(body)
+    made = sys.getallocatedblocks() - before
+    assert sum(len(r.token_ids) for r in received.responses) > 19_000
+    assert len(received.iterations) == 900
+    assert made < 1500
+    assert received == rollout
+
+
+def test_the_command_prints_seconds_and_bytes_by_part(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "driver", "--fast", "--workers", "2", "--reward-processes", "0", "--json"])
+    assert not end.value.code
+    found = json.loads(capsys.readouterr().out)
+    (case,) = found["cases"]
+    assert case["workers"] == 2
+    assert {"rollouts", "rewards", "trace rows", "figures"} <= set(case["seconds"])
+    assert case["driver_s"] == pytest.approx(sum(case["seconds"].values()))
+    assert "seconds of the driver" in text(found)
+
+
+def test_groups_must_be_whole(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "driver", "--workers", "3", "--responses", "5"])
+    assert end.value.code == 2
+    assert "whole groups of --group-size 16" in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""The runtime benchmark: what is measured of a rollout, how modes are compared and judged, and a small run of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.runtime import run
+from bench.runtime.figures import ModeRollout, PlainSteps, summarise
+from bench.runtime.run import bench_runtime, measured, modes, text
+from tltlab.errors import ConfigError
+from tltlab.experiments import baseline
+from tltlab.experiments.result import read_settings
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationResponse, Rollout
+
+
+def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> ModeRollout:
+    return ModeRollout(
+        mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
+        plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
+        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0, drafting_s=0.0,
+    )  # fmt: skip
+
+
+def rollout(lengths: list[int], finishes: list[float], iterations: list[dict]) -> Rollout:
+    responses = [
+        GenerationResponse(
+            key=(0, "p", n, 0), token_ids=[5] * length, logprobs=[], finish_reason="stop", t_first_token=0, t_finish=end
+        )
+        for n, (length, end) in enumerate(zip(lengths, finishes, strict=True))
+    ]
+    return Rollout(
+        responses=responses,
+        iterations=iterations,
+        decisions=[],
+        duration_s=max(finishes) + 0.5,
+        recorder_s=0.1,
+        policy_s=0.2,
+    )
+
+
+def iteration(t_start: float, generated: int, drafted: int, accepted: list[int]) -> dict:
+    return {
+        "t_start": t_start, "num_generated": generated, "num_drafted": drafted, "num_accepted": sum(accepted),
+        "accepted_per_request": accepted,
+    }  # fmt: skip
+
+
+PLAIN = PlainSteps(
+    [{"iteration": 0, "batch": 16, "duration": 0.3, "prefill_tokens": 99}]
+    + [{"iteration": 1, "batch": batch, "duration": 0.01 + 0.01 * batch, "prefill_tokens": 0} for batch in range(1, 17)]
+)
+
+
+def test_plain_decoding_takes_a_step_for_each_token_and_fewer_requests_make_it_shorter():
+    assert PLAIN.seconds([2, 2, 5]) == pytest.approx(0.3 + 2 * 0.04 + 3 * 0.02)
+    assert PLAIN.seconds([2, 2, 5], beyond=2) == pytest.approx(3 * 0.02)
+    assert PLAIN.seconds([2, 2, 5], beyond=5) == 0.0
+
+
+def test_the_tail_begins_when_fewer_than_an_eighth_run():
+    rows = [iteration(0.0, 16, 0, []), iteration(1.0, 30, 64, [1] * 14 + [0, 0]), iteration(4.0, 5, 8, [4])]
+    # 16 responses: the tail begins at the 15th finish, when one is left.
+    ran = rollout([2] * 14 + [10, 40], [2.0] * 14 + [4.0, 6.0], rows)
+    found = measured(ran, PLAIN, mode=modes()[1], epoch=2, round_=3)
+    assert (found.mode, found.kind, found.epoch, found.round) == ("off", "off", 2, 3)
+    assert (found.seconds, found.num_tokens) == (6.5, 78)
+    assert found.plain_s == pytest.approx(0.3 + 2 * 0.17 + 8 * 0.03 + 30 * 0.02)
+    assert (found.tail_seconds, found.tail_tokens) == (2.5, 5)
+    assert found.tail_plain_s == pytest.approx(30 * 0.02)
+    assert (found.num_pairs, found.num_accepted) == (17, 18)
+
+
+def test_speed_ups_are_of_seconds_per_plain_second_so_longer_responses_do_not_count_as_slowness():
+    slow = row("off", "off", seconds=2.0, tail_seconds=1.0)
+    longer = ModeRollout(**{name: getattr(slow, name) for name in slow.__slots__} | {
+        "mode": "bandit", "kind": "adaptive", "plain_s": 2.0, "tail_plain_s": 1.5,
+    })  # fmt: skip
+    static = row("suffix 4", "static", seconds=4.0, tail_seconds=2.0)
+    found = summarise([slow, static, longer])
+    ratios = {(s["mode"], s["part"], s["measure"]): s["ratio"] for s in found["speedups"]}
+    assert ratios["bandit", "rollout", "duration"] == 1.0
+    assert ratios["bandit", "rollout", "per_plain_second"] == 2.0
+    assert ratios["bandit", "tail", "per_plain_second"] == 3.0
+    assert ratios["suffix 4", "rollout", "per_token"] == 0.5
+
+
+def judged(adaptive_s: float, adaptive_tail_s: float, static_s: float) -> dict[tuple[str, int], bool]:
+    rows = []
+    for epoch in (1, 2):
+        for n in (1, 2, 3):
+            busy = 1 + 0.1 * n
+            rows += [
+                row("off", "off", 2.0 * busy, 1.0 * busy, epoch=epoch, round=n),
+                row("suffix 4", "static", static_s * busy**2, 0.5, epoch=epoch, round=n),
+                row("suffix 8", "static", 3.0, 2.0, epoch=epoch, round=n),
+                row("bandit", "adaptive", adaptive_s * busy, adaptive_tail_s * busy, epoch=epoch, round=n),
+            ]
+    return {(goal["goal"], goal["epoch"]): goal["met"] for goal in summarise(rows)["goals"]}
+
+
+def test_goals_are_met_by_the_ratio_and_being_behind_a_fixed_depth_only_counts_when_it_is_sure():
+    best = "times the best static, suffix 4"
+    good = judged(adaptive_s=1.0, adaptive_tail_s=0.5, static_s=1.2)
+    assert all(good.values())
+    assert set(good) == {
+        ("times plain decoding in the tail", 2), ("times plain decoding", 2), ("never slower", 1),
+        ("never slower", 2), (best, 1), (best, 2),
+    }  # fmt: skip
+    slow_tail = judged(adaptive_s=1.0, adaptive_tail_s=0.6, static_s=1.2)
+    assert [goal for goal, met in slow_tail.items() if not met] == [("times plain decoding in the tail", 2)]
+    assert not judged(adaptive_s=2.1, adaptive_tail_s=0.5, static_s=2.2)["never slower", 1]
+    # The static one is faster in two rounds of three, by less than the rounds differ; then surely.
+    assert judged(adaptive_s=1.2, adaptive_tail_s=0.5, static_s=1.0)[best, 1]
+    assert not judged(adaptive_s=1.4, adaptive_tail_s=0.5, static_s=1.0)[best, 1]
+
+
+def test_what_cannot_be_divided_is_unknown_and_no_goal_is_met_by_it():
+    rows = [row("off", "off", 2.0, 1.0), row("suffix 4", "static", 1.0, 0.5)]
+    all_cut = row("bandit", "adaptive", 1.0, 0.0)
+    found = summarise([*rows, all_cut])
+    tail = [s for s in found["speedups"] if (s["mode"], s["part"]) == ("bandit", "tail")]
+    assert all(s["ratio"] is None for s in tail)
+    assert not next(g for g in found["goals"] if "tail" in g["goal"])["met"]
+    assert " - [-, -] times plain decoding in the tail" in text(found)
+
+
+def test_the_learned_drafter_runs_in_an_engine_of_its_own_mode():
+    plain, learned = modes(), modes(learned=True)
+    assert learned[:-1] == plain
+    drafters = {mode.name: {s.drafter for s in mode.policy.strategies if s.speculates} for mode in learned}
+    assert drafters["beg-mab"] == {"suffix", "ngram"}
+    assert [mode.name for mode in learned if mode.learned] == [n for n, of in drafters.items() if "learned" in of]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"rounds": 0}, "at least 1"), ({"prompts": 33}, "has 32 prompts"), ({"draft": Path("nowhere")}, "config.json")],
+)
+def test_wrong_settings_are_named_before_an_engine_starts(random_model: Path, wrong: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        bench_runtime(random_model, progress=lambda said: None, **wrong)
+
+
+def test_a_folder_without_prompts_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="make-model"):
+        bench_runtime(tmp_path, progress=lambda said: None)
+
+
+@pytest.mark.engine
+def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_second_epoch(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    known: list[int] = []
+    monkeypatch.setattr(run, "BLOCK_S", 0.02)
+    monkeypatch.setattr(run, "OFF_TOKENS", 16)
+    remember = Engine.remember
+
+    def counted(self: Engine, texts: Sequence[Any]) -> None:
+        known.append(len(texts))
+        remember(self, texts)
+
+    monkeypatch.setattr(Engine, "remember", counted)
+    found = bench_runtime(
+        random_model, prompts=3, group_size=4, rounds=1, epochs=2, max_response_tokens=48, off_batches=(1, 4),
+        progress=said.append,
+    )  # fmt: skip
+    names = [mode.name for mode in modes()]
+    assert [(m["mode"], m["epoch"]) for m in found["modes"]] == [(name, epoch) for epoch in (1, 2) for name in names]
+    assert len(found["rows"]) == 2 * 2 * len(names)
+    for m in found["modes"]:
+        assert 0 < m["tail_seconds"] < m["seconds"]
+        assert (m["recorder_share"] > 0) == (m["mode"] != "stock")
+        assert (m["drafting_share"] > 0) >= (m["mode"] == "suffix 8")
+    assert all(row["num_pairs"] == 0 for row in found["rows"] if row["kind"] in ("stock", "off"))
+    assert [(row["batch"], row["drafters"]) for row in found["off"]] == [(1, "model-free"), (4, "model-free")]
+    assert all(
+        row["stock_s"] > row["stock_step_s"] > 0 and row["off_s"] > row["off_step_s"] > 0 for row in found["off"]
+    )
+    assert [g["goal"] for g in found["goals"] if g["mode"] == "off, model-free"] == [
+        "times stock at batch 1", "times stock at batch 4",
+    ]  # fmt: skip
+    assert [row["batch"] for row in found["record_only"]] == [1, 4]
+    assert all(row["recorded_tokens_per_s"] > 0 < row["stock_tokens_per_s"] for row in found["record_only"])
+    assert len([g for g in found["goals"] if g["mode"] == "record only"]) == 2
+    assert all(row["num_pairs"] > 0 for row in found["rows"] if row["mode"] == "suffix 8")
+    drafting = len(names) - 1
+    assert known == ([0] * drafting + [12] * drafting) * 2, "texts that drafters know: those of a rollout from then on"
+    assert len(said) == 9
+    assert text(found).count("epoch") > 4
+    (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
+    settings = read_settings(baseline.BaselineSettings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])
+    experiment = baseline.run(settings, folder=tmp_path, seed=0, progress=print)
+    assert experiment.rows["system"].tolist() == 2 * names
+    assert (experiment.rows[["tokens_per_s", "rollout_s"]] > 0).all(axis=None)
+    assert experiment.verdict.startswith("measured here, adaptive drafts (BEG-MAB) roll out ")
+    assert not experiment.prediction

@@ -1,0 +1,185 @@
+"""What a GRPO run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
+
+Everything is the run's own code (`GrpoRun._step`, rollouts, rewards, trace, what ranks are sent) but engines, models
+and Ray: a call to an actor is carried out here, and what it takes and returns goes through pickle as on its way to a
+process of its own. What actors do is not the driver's and is left out; what the first rank does with its samples
+besides the model's passes is measured apart.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from bench.harness import Progress, Table, Text, peak_rss_bytes, shown
+from fakes.scripted import PROMPT_TOKENS, RANK, SCRIPTED, WRITER, DriverCase, Meter, scripted_actors, without_ray
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run import grpo
+
+
+def parity(prompt: str, response: str, answer: str) -> float:
+    """A reward that takes no time: whether the response has an even number of characters."""
+    return float(len(response) % 2 == 0)
+
+
+def bench_driver(case: DriverCase, growth: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """Measure `case`, and before it the same with each of `growth` workers, each in a fork of this process.
+
+    Per case: `tokens` of an RL step, `seconds` of the driver by part (the last RL step's processor time), `rank_s` of
+    the first rank's own work, `writer_s` of the recorder's thread, `bytes` by what travels, `trace_bytes` on disk,
+    `rank_samples` that the first rank was sent, and `peak_rss_bytes`, with `start_rss_bytes` before the first RL step.
+    """
+    cases = []
+    for workers in [*(n for n in growth if n < case.workers), case.workers]:
+        progress(f"{workers} workers x {case.responses} responses x {case.tokens} tokens")
+        # What is imported is inherited, what a case leaves behind is not.
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            cases.append(pool.submit(measured, replace(case, workers=workers)).result())
+    return {"case": asdict(case), "cases": cases}
+
+
+def measured(case: DriverCase) -> dict[str, Any]:
+    """One case in this process, which cannot use Ray afterwards."""
+    meter = Meter()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="driver-bench.") as temporary:
+        folder = Path(temporary)
+        recipe = _recipe(case, folder)
+        words = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+        run = grpo.GrpoRun(recipe, folder / "run", actors=scripted_actors(meter, case, len(words)))
+        with ExitStack() as stack:
+            stack.enter_context(without_ray(meter))
+            stack.enter_context(run)
+            _watch(run, meter, stack)
+            start_rss = peak_rss_bytes()
+            for _ in range(case.rl_steps):
+                meter.seconds.clear()
+                meter.bytes.clear()
+                trace = _size(folder / "run")
+                with meter.part("rest"):
+                    run.step()
+                    run._recorder._settle()
+            rank = run.trainers.handles[0]._actor.trainer
+            samples = rank._rank_of.count(0)
+            # What is taken apart is the trace, which is not the question here.
+            trace_bytes = _size(folder / "run") - trace
+            peak = peak_rss_bytes()
+    _, rank_s, writer_s = (meter.seconds.pop(name, 0.0) for name in (SCRIPTED, RANK, WRITER))
+    return {
+        "workers": case.workers,
+        "tokens": run.reports[-1].num_tokens,
+        "driver_s": sum(meter.seconds.values()),
+        "rank_s": rank_s,
+        "writer_s": writer_s,
+        "seconds": dict(sorted(meter.seconds.items(), key=lambda item: -item[1])),
+        "bytes": dict(meter.bytes.most_common()),
+        "trace_bytes": trace_bytes,
+        "rank_samples": samples,
+        "start_rss_bytes": start_rss,
+        "peak_rss_bytes": peak,
+    }
+
+
+def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
+    """Put the parts of an RL step on the meter."""
+    for owner, method, part in (
+        (run.data.rollouts, "collect", "collected"),
+        (run.pool, "generate", "rollouts"),
+        (run.pool, "remember", "history"),
+        (run.reward_pool, "rewards", "rewards"),
+        (run.trainers, "old_logprobs", "samples"),
+        (run.trainers, "update", "samples"),
+        (run, "_record", "trace rows"),
+        (grpo, "step_metrics", "figures"),
+        (run._recorder, "_write", WRITER),
+    ):
+        stack.enter_context(patch.object(owner, method, meter.wrapped(part, getattr(owner, method))))
+    rewards = run.reward_pool.rewards
+
+    def counted(items: Sequence[Any]) -> list[float]:
+        with meter.part(SCRIPTED):
+            meter.bytes["rewards"] += sum(len(pickle.dumps(item, protocol=5)) for item in items)
+        return rewards(items)
+
+    stack.enter_context(patch.object(run.reward_pool, "rewards", counted))
+
+
+def _recipe(case: DriverCase, folder: Path) -> Recipe:
+    """The recipe of a run in `folder`, with a tokenizer and prompts that are made there."""
+    prompts = case.workers * case.responses // case.group_size
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, rng.integers(2, 8))) for _ in range(500)]
+    text = [" ".join(words[i] for i in rng.integers(0, len(words), 1000)) for _ in range(20)]
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=2000, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder / "model")
+    with open(folder / "train.jsonl", "w", encoding="utf-8") as file:
+        for n in range(prompts * case.rl_steps):
+            words_of = " ".join(words[i] for i in rng.integers(0, len(words), PROMPT_TOKENS))
+            file.write(json.dumps({"prompt_id": f"p{n}", "prompt": words_of, "answer": ""}) + "\n")
+    return Recipe.model_validate(
+        {
+            "model": str(folder / "model"),
+            "reward": "bench.train.driver:parity",
+            "reward_pool": {"processes": case.reward_processes},
+            "data": {"train": str(folder / "train.jsonl")},
+            "rollout": {
+                "num_workers": case.workers,
+                "prompts_per_step": prompts,
+                "group_size": case.group_size,
+                "max_response_tokens": 2 * case.tokens,
+                "policy": case.policy,
+            },
+            "train": {"steps": case.rl_steps, "ranks": case.ranks, "tokens_per_microbatch": 4 * case.tokens},
+            "checkpoint": {"every": 0},
+        }
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
+
+
+TEXT: Text = (
+    "an RL step, by number of workers",
+    Table(
+        "cases",
+        "workers: {workers}; M tokens: {tokens:1e-6*.2f}; driver s: {driver_s:.2f}; trace writer s: {writer_s:.2f}; "
+        "first rank s: {rank_s:.2f}; its samples: {rank_samples}; trace MB: {trace_bytes:1e-6*.1f}; "
+        "peak MB: {peak_rss_bytes:1e-6*.0f}; before: {start_rss_bytes:1e-6*.0f}",
+    ),
+    "of the most workers",
+    Table(
+        "most.seconds",
+        "seconds of the driver: {name}; : {value:.3f}",
+    ),
+    Table(
+        "most.bytes",
+        "MB that travel: {name}; : {value:1e-6*.2f}",
+    ),
+)
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The result for people."""
+    return shown({**result, "most": result["cases"][-1]}, TEXT)

@@ -1,1 +1,0 @@
-"""Benchmarks of the drafter's training: packing, checkpoints, recipes, coordination, intervals."""
