@@ -82,30 +82,25 @@ _ROWS = (
         takes="6 minutes, shared by `jobs`; 2 with --fast; with `models=`, 3 more for each",
     ),
     Experiment(
-        name="drift",
-        module="simulated.drift",
-        question="Is a trained drafter worth its time, and does a gate find out, where drafters drift in eight ways?",
-        takes="half a minute; seconds with --fast",
-    ),
-    Experiment(
         name="open-questions",
         module="simulated.open_questions",
         question="What does TLT bring at its own number of responses to a worker, and where its paper leaves it open: "
         "asynchronous RL, uniformly long responses, several turns?",
         takes="2 minutes; half a minute with --fast",
     ),
-    Experiment(
-        name="lengths",
-        module="simulated.lengths",
-        question="What do prompts, history, siblings and what was generated so far say of how long a response will be?",
-        takes="2 minutes; half a minute with --fast",
-    ),
 )
 EXPERIMENTS = {row.name: row for row in _ROWS}
+GONE = {
+    "drift": "notebook 04_drafter_drift shows what drift costs; [drafter] schedule = {kind = 'gated'} trains while it pays",
+    "lengths": "tltlab simulate --placement longest_first shows what known lengths would bring",
+}
+"""Experiments of earlier releases, with what to use instead."""
 
 
 def find(name: str) -> Experiment:
-    """The experiment of that name; ConfigError names those that there are."""
+    """Return the experiment of that name; ConfigError names those that there are, or what took the place of one."""
+    if name in GONE:
+        raise ConfigError(f"experiment {name} is gone: {GONE[name]}")
     if name not in EXPERIMENTS:
         raise ConfigError(
             f"no experiment named {name!r}{did_you_mean(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}"

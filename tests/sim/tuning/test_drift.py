@@ -7,14 +7,12 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import Freshness
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
-from tltlab.experiments.simulated import drift as experiment
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.advice import advise
@@ -85,29 +83,6 @@ def test_the_surface_is_the_simulations_own():
     assert (np.diff(found.accept_length) >= 0).all()
     assert found.updates[0, 0] > 0
     assert found.at(found.rollout_s, 1.0, 7) == found.rollout_s[-1, 0]
-
-
-def test_the_experiment_says_whether_the_gate_clears_its_bar(tmp_path: Path):
-    settings = experiment.DriftSettings(rl_steps=10, seeds=2, only=("no drift", "jump"), prompts=2)
-    result = experiment.run(settings, folder=tmp_path, seed=0, progress=lambda text: None)
-    assert set(result.rows["regime"]) == {"no drift", "jump"}
-    gated = result.rows[result.rows["schedule"] == "gated"]
-    clears = gated["over_best"].max() <= experiment.GOAL
-    assert ("it clears" in result.verdict) == clears
-    with pytest.raises(ConfigError, match="no regime named 'storm'"):
-        experiment.run(experiment.DriftSettings(only=("storm",)), folder=tmp_path, seed=0, progress=lambda text: None)
-
-
-def test_the_verdict_goes_by_the_worst_regime():
-    rows = [
-        {"regime": regime, "schedule": schedule, "over_best": over}
-        for regime, gated in (("jump", 1.004), ("no drift", 0.95))
-        for schedule, over in (("frozen", 1.0), ("idle time", 1.2), ("gated", gated))
-    ]
-    said = experiment.verdict(pd.DataFrame(rows))
-    assert "1.004 times as long as the better of frozen and always trained at worst (jump, of 2 regimes)" in said
-    assert "it clears the bar" in said
-    assert "frozen takes up to 1.00, always trained up to 1.20" in said
 
 
 def test_advise_tells_what_is_known_and_what_is_assumed(capsys: pytest.CaptureFixture[str]):
