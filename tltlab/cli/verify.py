@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
+from tltlab.experiments import verify_policies
 from tltlab.policies.specs import code_allowed
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
@@ -87,17 +89,12 @@ def verify(
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.
-    from tltlab.experiments import verify_policies
+    from tltlab.runtime.rollout.policy_rounds import roll_out
 
     with code_allowed(allow_code or ()):
         chosen_policies = verify_policies.named_policies(policies)
+    session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, say=progress)
     rollouts = verify_policies.verify_policies(
-        run,
-        chosen_policies,
-        rounds=repeats or ROUNDS,
-        samples=samples or verify_policies.SAMPLES,
-        seed=seed,
-        out=out,
-        say=progress,
+        chosen_policies, session, samples=samples or verify_policies.SAMPLES, seed=seed, out=out
     )
     emit(rollouts.json(), as_json=as_json, text=verify_policies.text(rollouts))

@@ -91,7 +91,7 @@ _ROWS = (
 )
 EXPERIMENTS = {row.name: row for row in _ROWS}
 GONE = {
-    "drift": "notebook 04_drafter_drift shows what drift costs; [drafter] schedule = {kind = 'gated'} trains while it pays",
+    "drift": "notebook 04_drafter_drift shows it; a recipe's schedule = {kind = 'gated'} trains while it pays",
     "lengths": "tltlab simulate --placement longest_first shows what known lengths would bring",
 }
 """Experiments of earlier releases, with what to use instead."""
