@@ -11,8 +11,8 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
-from tltlab.experiments import verify_policies
 from tltlab.policies.specs import code_allowed
+from tltlab.sim.verification import policies as of_policies
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
@@ -92,9 +92,9 @@ def verify(
     from tltlab.runtime.rollout.policy_rounds import roll_out
 
     with code_allowed(allow_code or ()):
-        chosen_policies = verify_policies.named_policies(policies)
+        chosen_policies = of_policies.named_policies(policies)
     session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, say=progress)
-    rollouts = verify_policies.verify_policies(
-        chosen_policies, session, samples=samples or verify_policies.SAMPLES, seed=seed, out=out
+    rollouts = of_policies.verify_policies(
+        chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out
     )
-    emit(rollouts.json(), as_json=as_json, text=verify_policies.text(rollouts))
+    emit(rollouts.json(), as_json=as_json, text=of_policies.text(rollouts))

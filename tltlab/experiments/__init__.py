@@ -53,7 +53,7 @@ _ROWS = (
     ),
     Experiment(
         name="systems",
-        module="measured.systems",
+        module="systems",
         question="What do systems from the literature take on real engines here, against what is predicted of them?",
         takes="16 minutes on two busy cores, and 2 once to train its model; fewer tokens with --fast",
     ),

@@ -9,7 +9,7 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.experiments import find
-from tltlab.experiments.measured.systems import (
+from tltlab.experiments.systems import (
     CHANGES,
     ONE_STEP_OFF,
     WHY_NOT,

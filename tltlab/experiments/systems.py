@@ -26,9 +26,9 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Policy
 from tltlab.traces.trace import read
 
-from .. import Progress
-from ..models import Count, own_model
-from ..result import ExperimentResult
+from . import Progress
+from .models import Count, own_model
+from .result import ExperimentResult
 
 ONE_STEP_OFF = "one-step-off"
 CHANGES: Mapping[str, Mapping[str, Any]] = {

@@ -26,11 +26,12 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.policies.specs import CustomSpec
-from tltlab.sim import Scenario
-from tltlab.sim.verification.rollouts import overhead_s
-from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats
+from tltlab.sim.scenario import Scenario
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart
 from tltlab.traces.trace import Trace, read
+
+from .rollouts import overhead_s
+from .run_files import InForce, policies_in_force, repeats
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
 WITH_SUFFIX = ("suffix:1", "suffix:8")
