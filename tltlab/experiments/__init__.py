@@ -81,17 +81,11 @@ _ROWS = (
         question="Which policy comes closest to the best fixed strategy in hindsight, over many traces and regimes?",
         takes="6 minutes, shared by `jobs`; 2 with --fast; with `models=`, 3 more for each",
     ),
-    Experiment(
-        name="open-questions",
-        module="simulated.open_questions",
-        question="What does TLT bring at its own number of responses to a worker, and where its paper leaves it open: "
-        "asynchronous RL, uniformly long responses, several turns?",
-        takes="2 minutes; half a minute with --fast",
-    ),
 )
 EXPERIMENTS = {row.name: row for row in _ROWS}
 GONE = {
     "drift": "notebook 04_drafter_drift shows it; a recipe's schedule = {kind = 'gated'} trains while it pays",
+    "open-questions": "notebook 08_field_guide has them, tltlab experiment baseline the set-ups that TLT published",
     "lengths": "tltlab simulate --placement longest_first shows what known lengths would bring",
 }
 """Experiments of earlier releases, with what to use instead."""

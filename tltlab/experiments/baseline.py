@@ -2,7 +2,7 @@
 
 The measured part is `tltlab bench runtime`: one engine, the same prompts, all modes in turn in every round, speed-ups
 with intervals over rounds. The predicted part simulates whole RL steps of TLT, TLT-Base and Open-R1 over VeRL in the
-published set-ups of `open-questions`, on H100 and on A100.
+set-ups of TLT's scripts, on H100 and on A100.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import COLORS, bars
+from tltlab.costs.profiles import nearest_engine, profile_costs
+from tltlab.costs.stages import RooflineStages
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.lengths.generate import generate
+from tltlab.lengths.model import of_regime
 from tltlab.planning.claims import CLAIMS
+from tltlab.sim.systems import compare_systems
 
 from . import Progress
 from .models import Count, bench_on, own_model
 from .result import ExperimentResult
-from .simulated.open_questions import CASES, OpenQuestionsSettings, compared
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
 CLAIM = CLAIMS["tlt"]
@@ -37,13 +41,35 @@ _LEVEL = 0.05
 _BEST_STATIC = "times the best static, "
 
 
+CAP, LOAD, GROUP_SIZE = 32_768, 256, 8
+MEDIAN_TOKENS = 0.18 * CAP
+"""With a response in fifty at the limit, as reasoning models have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A set-up of TLT's scripts: `workers` of `tp` GPUs with `LOAD` responses each in an RL step."""
+
+    name: str
+    about: str
+    model: str
+    workers: int
+    tp: int
+
+
+PUBLISHED = (
+    Published(name="7B as published", about="64 prompts x 8 on 8 GPUs", model="Qwen2.5-7B", workers=2, tp=4),
+    Published(name="32B as published", about="256 prompts x 8 on 64 GPUs", model="Qwen2.5-32B", workers=8, tp=8),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineSettings:
     """`parts` says what is run. The first line of fields is the measured part's, as in `tltlab bench runtime`.
 
     `model` is a folder of `tltlab make-model`, else one of `size` is trained; `measured` is a file that `tltlab bench
-    runtime --out` wrote, taken instead of measuring. `machines` and what follows are the predicted part's, as in
-    `open-questions`.
+    runtime --out` wrote, taken instead of measuring. `machines` and what follows are the predicted part's:
+    `rl_steps` of each set-up on a `share` of its workers, with the load of each as it is.
     """
 
     parts: tuple[Part, ...] = ("measured", "predicted")
@@ -229,16 +255,15 @@ def predicted_rows(
     settings: BaselineSettings, *, seed: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row per published set-up, machine and system, VeRL's speed being 1; and what is assumed, in sentences."""
-    asked = OpenQuestionsSettings(rl_steps=settings.rl_steps, share=settings.share)
     rows: list[dict[str, Any]] = []
     assumptions: dict[str, None] = {}
-    for case, machine in product((case for case in CASES if case.kind == "published"), settings.machines):
+    for case, machine in product(PUBLISHED, settings.machines):
         progress(f"simulating {settings.rl_steps} RL steps of {case.name}, {case.about}, {machine}")
-        for row in compared(case, SYSTEMS, asked, seed, machine).to_dict("records"):
+        for row in compared(case, machine, settings, seed).to_dict("records"):
             rows.append(_row(row, f"{case.name}, {machine}"))
             assumptions |= dict.fromkeys(f"{row['title']}: {each}" for each in row["assumptions"])
     notes = [
-        f"predicted: {settings.rl_steps} RL steps up to {asked.cap} tokens, lengths of reasoning models and as many "
+        f"predicted: {settings.rl_steps} RL steps up to {CAP} tokens, lengths of reasoning models and as many "
         "A100 as H100 are assumptions: the paper does not say; log-probs, training and weight sync follow from FLOPs, "
         "grading takes nothing",
         "predicted: low to high is of 95 % over RL steps, the luck of the lengths; least to most is over what was "
@@ -247,6 +272,22 @@ def predicted_rows(
         "and for the other systems are not at hand; nothing here was fitted to it",
     ]
     return rows, [*notes, *assumptions]
+
+
+def compared(case: Published, machine: str, settings: BaselineSettings, seed: int) -> pd.DataFrame:
+    """The rows of `compare_systems` on a set-up's responses: whole RL steps on so many GPUs of the `machine`."""
+    workers = max(2, round(settings.share * case.workers))
+    lengths = of_regime("reasoning").with_changes(median=MEDIAN_TOKENS, max_response_tokens=CAP)
+    trace = generate(
+        lengths, num_rl_steps=settings.rl_steps, prompts_per_step=workers * LOAD // GROUP_SIZE, group_size=GROUP_SIZE,
+        seed=seed, num_workers=workers, name=case.name,
+    )  # fmt: skip
+    costs = profile_costs(nearest_engine(machine, case.model, "bf16"), machine, case.model, case.tp, weights="bf16")
+    stages = RooflineStages(kind="roofline", gpu=machine, model=case.model, num_gpus=workers * case.tp).build()
+    return compare_systems(
+        trace, SYSTEMS, costs=costs, workers=workers, seed=seed, stages=stages, gpus_per_worker=case.tp,
+        decision_block=CAP // 256, ranges=True,
+    )  # fmt: skip
 
 
 def _row(row: Mapping[Any, Any], setting: str) -> dict[str, Any]:
