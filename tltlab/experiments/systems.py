@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.acceptance.load import load_acceptance
@@ -26,9 +27,8 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Policy
 from tltlab.traces.trace import read
 
-from . import Progress
-from .models import Count, own_model
-from .result import ExperimentResult
+from .harness import Case, Experiment, Row, chosen
+from .models import Count, Several, prepared, sizes_of
 
 ONE_STEP_OFF = "one-step-off"
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -81,73 +81,94 @@ class SystemsSettings:
     model: Path | None = None
     head: Path | None = None
     size: str = "tiny"
-    prompts: Annotated[int, Field(ge=2)] = 6
-    group_size: Annotated[int, Field(ge=2)] = 8
+    prompts: Several = 6
+    group_size: Several = 8
     cap: Count = 256
     steps: Annotated[int, Field(ge=3)] = 5
     workers: Count = 2
     warm_up_updates: Count = 100
     only: tuple[str, ...] = ()
 
-    def sizes(self, **more: Any) -> Any:
-        """The `Sizes` of its runs."""
-        from tltlab.runtime.models.runs import Sizes
 
-        return Sizes(
-            workers=self.workers, prompts_per_step=self.prompts, group_size=self.group_size, steps=self.steps,
-            max_response_tokens=self.cap, warm_up_updates=self.warm_up_updates, heldout=0, **more,
+class Systems(Experiment[SystemsSettings]):
+    """Its runs stay in `folder`/systems-runs."""
+
+    Settings = SystemsSettings
+    FAST: ClassVar = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4, "warm_up_updates": 20}
+
+    def cases(self) -> list[Case]:
+        about = f"{self.settings.steps} RL steps"
+        every = [Case(name, WHY_NOT.get(name, about)) for name in (*SYSTEMS, ONE_STEP_OFF)]
+        cases = chosen("system", every, self.settings.only)
+        sizes, drafts = sizes_of(self.settings, heldout=0, warm_up_texts=128), any(learns(case.name) for case in cases)
+        runs = self.folder / "systems-runs"
+        work = prepared(self.settings, self.folder, self.progress, sizes, runs=runs, drafts=drafts)
+        self.work = self.stack.enter_context(work)
+        return cases
+
+    def measure(self, case: Case) -> list[Row]:
+        name, work = case.name, self.work
+        out = work.out / f"{name}-{self.seed}"
+        row: Row = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
+        if row["ran"]:
+            try:
+                row |= self._ran(recipe_for(self.settings, name, work.model, work.head, out, self.seed), out)
+            except TltlabError as error:
+                row |= {"ran": False, "why_not": str(error)}
+        return [row]
+
+    def _ran(self, recipe: Any, out: Path) -> Row:
+        """What a run took, and what is predicted of it."""
+        from tltlab.runtime.run.grpo import GrpoRun
+        from tltlab.sim.verification.rollouts import verify
+
+        with GrpoRun(recipe, out) as grpo:
+            reports = [grpo.step() for _ in range(self.settings.steps)][1:]
+        verification = verify(out)
+        later = verification.rows[verification.rows["rl_step"] > 0]
+        tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
+        last = reports[-1].metrics
+        return {
+            "rollout_s": rollout_s / len(reports),
+            "predicted_s": float(later["predicted_s"].mean()),
+            "error": verification.median_error,
+            "error_at_speed": verification.median_error_at_step_time,
+            "tokens_per_s": tokens / rollout_s,
+            "step_s": sum(r.seconds for r in reports) / len(reports),
+            "policies_behind": last.get("staleness/mean", float(recipe.rollout.one_step_off)),
+            "length_bias": last.get("trained/length_bias", 1.0),
+            "rl_steps": len(read(out / "trace").rl_steps),
+        }
+
+    def table(self, readings: Sequence[Row]) -> Sequence[Row]:
+        if not any(row["ran"] for row in readings):
+            reasons = "; ".join(f"{row['system']} {row['why_not']}" for row in readings)
+            raise ConfigError(f"no system of these can run here: {reasons}")
+        return readings
+
+    def verdict(self, rows: pd.DataFrame) -> str:
+        ran = rows[rows["ran"]].sort_values("error")
+        return (
+            f"{len(ran)} systems ran here; predicted rollout seconds err by {ran['error'].median():.1%} (median), "
+            f"{ran['error'].iloc[-1]:.1%} at worst ({ran['system'].iloc[-1]}), and with the machine's speed known by "
+            f"{ran['error_at_speed'].median():.1%}."
+        )
+
+    def picture(self, rows: pd.DataFrame) -> Figure:
+        ran = rows[rows["ran"]]
+        return bars(
+            ran["system"].tolist(), ran["error"].to_numpy(np.float64),
+            xlabel="median error of predicted rollout seconds", title="Systems measured here against their prediction",
         )  # fmt: skip
 
-
-FAST: Mapping[str, Any] = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4, "warm_up_updates": 20}
-
-
-def run(settings: SystemsSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
-    """The experiment; its runs stay in `folder`/systems-runs. ConfigError for a system that there is not."""
-    systems = {**SYSTEMS, ONE_STEP_OFF: None}
-    if unknown := [name for name in settings.only if name not in systems]:
-        raise ConfigError(f"only: no system named {unknown[0]!r}; there are {', '.join(systems)}")
-    model = own_model(settings.model, folder, size=settings.size, progress=progress)
-    from tltlab.runtime.models.runs import warmed_up
-    from tltlab.runtime.ray.start import ray_running
-
-    names, runs = settings.only or tuple(systems), folder / "systems-runs"
-    head = settings.head
-    if head is None and any(name in CHANGES and learns(name) for name in names):
-        head = warmed_up(model, runs / f"head-{model.name}", settings.sizes(warm_up_texts=128), progress)
-    rows = []
-    with ray_running():
-        for name in names:
-            row: dict[str, Any] = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
-            if name in CHANGES:
-                progress(f"{name}: {settings.steps} RL steps")
-                try:
-                    row |= _system_row(settings, name, model, head, runs / f"{name}-{seed}", seed)
-                except TltlabError as error:
-                    row |= {"ran": False, "why_not": str(error)}
-            rows.append(row)
-    frame = pd.DataFrame(rows)
-    ran = frame[frame["ran"]]
-    if ran.empty:
-        raise ConfigError(
-            "no system of these can run here: " + "; ".join(f"{r['system']} {r['why_not']}" for r in rows)
-        )
-    return ExperimentResult(
-        verdict=_verdict(ran),
-        rows=frame,
-        figure=bars(
-            ran["system"].tolist(), ran["error"].to_numpy(np.float64), None, None,
-            xlabel="median error of predicted rollout seconds", title="Systems measured here against their prediction",
-        ),
-        prediction=False,
-        notes=(
-            "rollout_s and predicted_s are means over the RL steps from the second on; each is predicted from the "
-            "others of the same run (`tltlab verify`), so a prediction knows its system's costs and acceptance; "
-            "error_at_speed is the error where how fast the machine was in each RL step is known too",
+    def notes(self, rows: pd.DataFrame) -> Iterable[str]:
+        return (
+            "rollout_s and predicted_s are means over the RL steps from the second on, each predicted from the others "
+            "of the same run (`tltlab verify`), so with its system's costs and acceptance; error_at_speed is the error "
+            "where how fast the machine was in each RL step is known too",
             "rollout seconds compare only between systems that roll out the same work: not CoPRIS, SPEC-RL and AReaL, "
             "for which tokens_per_s and step_s say more",
-        ),
-    )  # fmt: skip
+        )
 
 
 def policy_of(name: str) -> Policy | None:
@@ -165,7 +186,7 @@ def learns(name: str) -> bool:
     return policy is not None and any(s.drafter == "learned" for s in policy.strategies)
 
 
-def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path | None, out: Path, seed: int) -> Any:
+def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path, out: Path, seed: int) -> Any:
     """The `Recipe` of a system's run, whose prompts and policy are written beside `out`."""
     from tltlab.runtime.models.runs import recipe_of, trained_beside
     from tltlab.runtime.recipe.recipe import Recipe
@@ -174,56 +195,18 @@ def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path | N
     prompts = (model / "train.jsonl").read_text().splitlines()[: 2 * settings.prompts]
     data = out.with_name("prompts.jsonl")
     data.write_text("\n".join(prompts) + "\n")
-    policy, path = policy_of(name), None
+    policy, path, drafter = policy_of(name), None, None
+    depth = max([1, *(s.draft_depth for s in policy.strategies)]) if policy is not None else 1
+    sizes = sizes_of(settings, heldout=0, draft_depth=depth)
     if policy is not None:
         path = out.with_name(f"{name}.json")
         policy.write(path)
-    depth = max([1, *(s.draft_depth for s in policy.strategies)]) if policy is not None else 1
-    sizes = settings.sizes(draft_depth=depth)
-    drafter = None
     if learns(name):
-        assert head is not None
         drafter = trained_beside(head, sizes, "always" if name in TRAINED_BESIDE else "never")
     fields = json.loads(recipe_of(model, sizes, seed=seed, policy=path, drafter=drafter, train=data).model_dump_json())
     changes = json.loads(json.dumps(CHANGES[name]))
-    if "partial" in changes:
-        per_step = settings.prompts * settings.group_size
-        changes["partial"]["concurrency"] = int(changes["partial"]["concurrency"] * per_step)
+    if partial := changes.get("partial"):
+        partial["concurrency"] = int(partial["concurrency"] * settings.prompts * settings.group_size)
     fields["rollout"] |= changes
     fields["checkpoint"]["every"] = 0
     return Recipe.model_validate(fields)
-
-
-def _system_row(
-    settings: SystemsSettings, name: str, model: Path, head: Path | None, out: Path, seed: int
-) -> dict[str, Any]:
-    """What a run of the system took, and what is predicted of it."""
-    from tltlab.runtime.run.grpo import GrpoRun
-    from tltlab.sim.verification.rollouts import verify
-
-    with GrpoRun(recipe_for(settings, name, model, head, out, seed), out) as grpo:
-        reports = [grpo.step() for _ in range(settings.steps)][1:]
-    verification = verify(out)
-    later = verification.rows[verification.rows["rl_step"] > 0]
-    tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
-    last = reports[-1].metrics
-    return {
-        "rollout_s": rollout_s / len(reports),
-        "predicted_s": float(later["predicted_s"].mean()),
-        "error": verification.median_error,
-        "error_at_speed": verification.median_error_at_step_time,
-        "tokens_per_s": tokens / rollout_s,
-        "step_s": sum(r.seconds for r in reports) / len(reports),
-        "policies_behind": last.get("staleness/mean", 1.0 if name == ONE_STEP_OFF else 0.0),
-        "length_bias": last.get("trained/length_bias", 1.0),
-        "rl_steps": len(read(out / "trace").rl_steps),
-    }
-
-
-def _verdict(ran: pd.DataFrame) -> str:
-    worst = ran.sort_values("error").iloc[-1]
-    return (
-        f"{len(ran)} systems ran here; the median error of predicted rollout seconds is {ran['error'].median():.1%} "
-        f"over them and {worst['error']:.1%} at worst ({worst['system']}); with the machine's speed known "
-        f"{ran['error_at_speed'].median():.1%}."
-    )
