@@ -7,6 +7,7 @@ of the whole batch without prefill count.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -106,9 +107,7 @@ class BatchSize(Experiment[BatchSizeSettings]):
 
         model = own_model(self.settings.model, self.folder, size=self.settings.size, progress=self.progress)
         torch.set_num_threads(1)
-        config = AutoConfig.from_pretrained(model)
-        self.room = int(config.max_position_embeddings)
-        self.ends = set(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
+        self.room = int(AutoConfig.from_pretrained(model).max_position_embeddings)
         widest = max(self.batches)
         engine = Engine(
             str(model),
@@ -141,37 +140,33 @@ class BatchSize(Experiment[BatchSizeSettings]):
     ) -> Row:
         """Generate at one batch size: for at least so many `iterations`, or where they are 0 for the visit's tokens.
 
-        `drafts` were verified and `accepted` of their tokens kept, `ran` counts iterations by strategy. Of `generated`
-        tokens `past_end` came after the end of a text.
+        `pace` is the log of tokens per second: one slow round moves its mean less than the mean of paces. `drafts` were
+        verified and `accepted` of their tokens kept, `ran` counts iterations by strategy.
         """
         self.engine.control.set_selector(*(self.learning[batch] if arm is None else (Fixed(arm), None)))
         # What drafters know of these texts must not depend on which arm went first.
         self.engine.forget()
         rows: list[Row] = []
-        texts: list[list[int]] = []
-        while len(rows) < iterations if iterations else len(texts) < self.settings.requests:
-            picked = [self.starts[order[(len(texts) + n) % len(order)]] for n in range(batch)]
-            more, responses = self._generate(batch, picked)
-            if not more:
-                raise RunError(f"no iteration ran all {batch} requests: take fewer tokens or smaller batches")
-            rows += more
-            texts += responses
+        num_requests = 0
+        while len(rows) < iterations if iterations else num_requests < self.settings.requests:
+            rows += self._generate([self.starts[order[(num_requests + n) % len(order)]] for n in range(batch)])
+            num_requests += batch
         verifying = [row for row in rows if row["num_drafted"]]
+        seconds, num_tokens = seconds_of(rows), sum(row["num_generated"] for row in rows)
         return {
             "batch": batch,
             "arm": self.settings.policy if arm is None else str(arm),
             "round": number,
-            "seconds": seconds_of(rows),
-            "num_tokens": sum(row["num_generated"] for row in rows),
+            "seconds": seconds,
+            "num_tokens": num_tokens,
+            "pace": math.log(num_tokens / seconds),
             "drafts": sum(len(row["accepted_per_request"]) for row in verifying),
             "accepted": sum(row["num_accepted"] for row in verifying),
             "ran": Counter(_strategy(row) for row in rows),
-            "past_end": sum(self._past_end(tokens) for tokens in texts),
-            "generated": sum(len(tokens) for tokens in texts),
         }
 
-    def _generate(self, batch: int, starts: Sequence[list[int]]) -> tuple[list[Row], list[list[int]]]:
-        """Iterations that count, and the responses; the end comes after the settings' `tokens` a request on average."""
+    def _generate(self, starts: Sequence[list[int]]) -> list[Row]:
+        """Iterations that count of one batch, which ends after the settings' `tokens` for each request on average."""
         from tltlab.runtime.engine.generation import GenerationRequest
 
         self.number += 1
@@ -186,17 +181,15 @@ class BatchSize(Experiment[BatchSizeSettings]):
         ]
 
         def enough(ended: Sequence[Key]) -> bool:
-            rows = self.engine.control.ledger.iterations
             # A request that has reached the model's context leaves a smaller batch.
-            return bool(ended) or sum(row["num_generated"] for row in rows) >= batch * self.settings.tokens
+            generated = sum(row["num_generated"] for row in self.engine.control.ledger.iterations)
+            return bool(ended) or generated >= len(starts) * self.settings.tokens
 
         rollout = self.engine.generate(requests, rl_step=self.number, temperature=TEMPERATURE, until=enough)
-        rows = [row for row in rollout.iterations if row["batch"] == batch and not row["prefill_tokens"]]
-        return rows[_UNSETTLED:], [response.token_ids for response in rollout.responses]
-
-    def _past_end(self, tokens: Sequence[int]) -> int:
-        end = next((n for n, token in enumerate(tokens) if token in self.ends), len(tokens) - 1)
-        return len(tokens) - 1 - end
+        rows = [row for row in rollout.iterations if row["batch"] == len(starts) and not row["prefill_tokens"]]
+        if len(rows) <= _UNSETTLED:
+            raise RunError(f"no iteration ran all {len(starts)} requests: take fewer tokens or smaller batches")
+        return rows[_UNSETTLED:]
 
     def table(self, readings: Sequence[Row]) -> list[Row]:
         self.visits = pd.DataFrame(readings)
@@ -214,10 +207,9 @@ class BatchSize(Experiment[BatchSizeSettings]):
         )  # fmt: skip
 
     def notes(self, rows: pd.DataFrame) -> Iterable[str]:
-        past = self.visits["past_end"].sum() / max(self.visits["generated"].sum(), 1)
         return (
-            f"requests go on from within the model's longest responses and past the end of the text, which {past:.0%} "
-            "of the tokens are; drafters forget before each visit, iterations with prefill do not count",
+            "requests go on from within the model's longest responses and past the end of the text; drafters forget "
+            "before each visit, iterations with prefill do not count",
             "intervals are Student's of mean log ratios over rounds, of 95 % one by one, not all at once",
             f"{self.settings.policy} learned for {self.settings.warm_up} iterations at each batch size before the "
             "first round, apart for each; what it explores counts against it",
@@ -233,7 +225,7 @@ def table(visits: pd.DataFrame, arms: Sequence[str], policy: str) -> list[Row]:
     """
     rows = []
     for batch, at_batch in visits.groupby("batch"):
-        logs = log_paces(at_batch)
+        logs = at_batch.pivot(index="round", columns="arm", values="pace")
         best = logs[list(arms)].mean().idxmax()
         ran: Counter[str] = sum(at_batch.loc[at_batch["arm"] == policy, "ran"], Counter())
         for arm in [*arms, policy]:
@@ -260,12 +252,6 @@ def table(visits: pd.DataFrame, arms: Sequence[str], policy: str) -> list[Row]:
     return rows
 
 
-def log_paces(at_batch: pd.DataFrame) -> pd.DataFrame:
-    """Log tokens per second by round (rows) and arm: one slow round moves their mean less than the mean of paces."""
-    paces = at_batch.assign(pace=np.log(at_batch["num_tokens"] / at_batch["seconds"]))
-    return paces.pivot(index="round", columns="arm", values="pace")
-
-
 def of_best_by_round(logs: pd.DataFrame, policy: str) -> pd.Series:
     """The log of the policy's pace over that of the arm that is fastest in the other rounds, round by round."""
     fixed = logs.drop(columns=policy)
@@ -275,8 +261,10 @@ def of_best_by_round(logs: pd.DataFrame, policy: str) -> pd.Series:
 
 def overall(visits: pd.DataFrame, policy: str) -> Ratio:
     """The policy's pace over the best arm's, the geometric mean over batch sizes, with its interval over rounds."""
-    by_batch = [of_best_by_round(log_paces(at_batch), policy) for _, at_batch in visits.groupby("batch")]
-    return _ratio(pd.concat(by_batch, axis=1).mean(axis=1))
+    logs = visits.pivot(index="round", columns=["batch", "arm"], values="pace")
+    return _ratio(
+        pd.concat([of_best_by_round(logs[batch], policy) for batch in logs.columns.levels[0]], axis=1).mean(1)
+    )
 
 
 def _ratio(logs: pd.Series) -> Ratio:
@@ -289,26 +277,25 @@ def _ratio(logs: pd.Series) -> Ratio:
 
 def verdict(rows: pd.DataFrame, policy: str, of_best: Ratio) -> str:
     """Where drafts pay, where the policy picks an arm that is level with the best, and what it loses to the best."""
-    fixed = rows[rows["arm"] != policy]
-    drafts = fixed[fixed["arm"] != PLAIN].astype({"low": float})
-    paying = drafts[drafts["low"] > 1]
+    fixed = rows[rows["arm"] != policy].astype({"low": float, "share": float})
+    drafts = fixed[fixed["arm"] != PLAIN]
+    paying = drafts[drafts["low"] > 1].sort_values("speedup")
+    gain = "no draft was shown to be faster than plain decoding"
     if drafts["low"].isna().all():
-        gain = "measured here, in too few rounds to tell where drafts pay"
-    elif paying.empty:
-        gain = "measured here, no draft was shown to be faster than plain decoding at any batch size"
-    else:
-        top, at = paying.loc[paying["speedup"].idxmax()], paying["batch"].unique()
+        gain = "in too few rounds to tell where drafts pay"
+    elif len(paying):
+        at, top = sorted(set(paying["batch"])), paying.iloc[-1]
         every = len(at) == rows["batch"].nunique()
         extent = "every batch size tried" if every else f"batch sizes {', '.join(map(str, at))}"
         times = with_interval(top["speedup"], top["low"], top["high"])
-        gain = f"measured here, drafts pay at {extent} ({top['arm']} at {top['batch']}: {times} times plain decoding)"
-    picks = fixed.loc[fixed["share"].astype(float).groupby(fixed["batch"]).idxmax()]
+        gain = f"drafts pay at {extent} ({top['arm']} at {top['batch']}: {times} times plain decoding)"
+    picks = fixed.loc[fixed.groupby("batch")["share"].idxmax()]
     missed = [f"{row['batch']} ({row['arm']})" for row in picks.to_dict("records") if not row["level"]]
     not_at = f", not at {', '.join(missed)}" if missed else ""
     return (
-        f"{gain}; the arm that {policy} picks most cannot be told from the best one at {len(picks) - len(missed)} of "
-        f"{len(picks)} batch sizes{not_at}, and it generates {with_interval(*of_best)} times the tokens per second of "
-        "the best fixed arm of each batch size."
+        f"measured here, {gain}; the arm that {policy} picks most cannot be told from the best one at "
+        f"{len(picks) - len(missed)} of {len(picks)} batch sizes{not_at}, and it generates {with_interval(*of_best)} "
+        "times the tokens per second of the best fixed arm of each batch size."
     )
 
 

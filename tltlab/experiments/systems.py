@@ -49,23 +49,15 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 """Of `[rollout]`, by system; CoPRIS's concurrency is in responses that an RL step trains."""
 TRAINED_BESIDE = ("tlt",)
 """Of those with a draft head: idle workers go on training it, in every rollout."""
-_SIMULATED = "is simulated only: the runtime has no such"
+_PARTS = ("dvi", "diffuspec", "seer", "rlhfuse", "rhymerl", "streamrl", "streamrl-async", "april", "rollpacker")
 WHY_NOT: Mapping[str, str] = {
+    **dict.fromkeys(_PARTS, "is simulated only: the runtime has no such drafter, buffer, placement or fusion"),
     "vllm-adaptive": "needs costs and acceptance of its own engine, which a first run measures",
     "sglang-adaptive": "is another engine's",
     "hedgespec": "needs several trained draft heads beside one target, and an engine here has one",
-    "dvi": f"{_SIMULATED} drafter, which is the target's own first layers",
-    "diffuspec": f"{_SIMULATED} drafter, a diffusion model",
     "open-r1": "needs devices of the trainer's own to differ from VeRL's row; here both share two cores",
-    "seer": f"{_SIMULATED} buffer from which all engines take requests",
-    "rlhfuse": f"{_SIMULATED} fusion of generation and inference",
-    "rhymerl": f"{_SIMULATED} placement by rank groups",
-    "streamrl": f"{_SIMULATED} pools for long and short responses",
-    "streamrl-async": f"{_SIMULATED} pools for long and short responses; {ONE_STEP_OFF} is its other half",
     "dler": "is a workload: train.algorithm = 'dler' with a lower cap",
     "brorl": "is a workload: a larger rollout.group_size",
-    "april": f"{_SIMULATED} rule for what to begin; CoPRIS resumes in the same way",
-    "rollpacker": f"{_SIMULATED} rounds of short and long responses",
 }
 
 

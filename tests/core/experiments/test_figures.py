@@ -17,7 +17,6 @@ from tltlab.bench.published.graph_readings import validation
 from tltlab.bench.runtime.figures import ModeRollout, summarise
 from tltlab.errors import ConfigError
 from tltlab.experiments import find, policies
-from tltlab.experiments.batch_size import log_paces as logs_of
 from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
 from tltlab.experiments.batch_size import verdict as batch_verdict
 from tltlab.experiments.graph_memory import MEASURED_GB, gpu_rows, table_5_errors
@@ -325,8 +324,8 @@ def visits(batch: int, pace: dict[str, float], picked: str, rounds: int = 8) -> 
     """Rounds in which each arm generates so many tokens per second, give or take one in a hundred."""
     rng = np.random.default_rng(batch)
     return [
-        {"batch": batch, "arm": arm, "round": n, "seconds": 1 / (each * rng.normal(1, 0.01)), "num_tokens": 1,
-         "drafts": 10, "accepted": 20, "ran": Counter({picked if arm == BANDIT else arm: 10})}
+        {"batch": batch, "arm": arm, "round": n, "seconds": 1.0, "num_tokens": each, "drafts": 10, "accepted": 20,
+         "pace": np.log(each * rng.normal(1, 0.01)), "ran": Counter({picked if arm == BANDIT else arm: 10})}
         for n in range(rounds)
         for arm, each in pace.items()
     ]  # fmt: skip
@@ -361,12 +360,11 @@ def test_the_verdict_says_where_drafts_pay_and_what_the_bandit_loses():
 
 def test_the_best_arm_of_a_round_is_the_one_that_the_other_rounds_name():
     # By chance each arm wins its own round; chosen in hindsight the bandit would look behind, yet all are alike.
-    lucky = [
-        {"arm": arm, "round": n, "seconds": 1.0, "num_tokens": 110 if arm == own else 100}
-        for n, own in enumerate((PLAIN, DEEP))
-        for arm in (PLAIN, DEEP, BANDIT)
-    ]
-    assert of_best_by_round(logs_of(pd.DataFrame(lucky)), BANDIT).tolist() == [0.0, 0.0]
+    lucky = pd.DataFrame(
+        [[1.1 if arm == own else 1.0 for arm in (PLAIN, DEEP, BANDIT)] for own in (PLAIN, DEEP)],
+        columns=[PLAIN, DEEP, BANDIT],
+    )
+    assert of_best_by_round(lucky, BANDIT).tolist() == [0.0, 0.0]
 
 
 def test_an_iteration_that_waited_for_the_machine_counts_little():
