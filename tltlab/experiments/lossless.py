@@ -23,8 +23,8 @@ from tltlab.errors import ConfigError
 from tltlab.stats import interval_json, mean_of_few
 
 from . import Progress, models
-from .harness import Case, Experiment, Row
-from .models import Count, RunSettings, Several, on_devices, prepared, sizes_of
+from .harness import Case, Row
+from .models import Count, RunSettings, RunsExperiment, Several, on_devices, sizes_of
 from .result import with_interval
 
 Part = Literal["rewards", "tokens"]
@@ -52,7 +52,7 @@ class LosslessSettings(RunSettings):
     false_alarm_rate: Annotated[float, Field(gt=0, le=0.5)] = 1e-3
 
 
-class Lossless(Experiment[LosslessSettings]):
+class Lossless(RunsExperiment[LosslessSettings]):
     """A reading is what both sides of a seed were rewarded, or a row of an audited case."""
 
     Settings = LosslessSettings
@@ -66,8 +66,7 @@ class Lossless(Experiment[LosslessSettings]):
         if "tokens" in settings.parts:
             yield Case("tokens", "tltlab audit")
         if "rewards" in settings.parts:
-            self.sizes = sizes_of(settings)
-            self.work = self.stack.enter_context(prepared(settings, self.folder, self.progress, self.sizes))
+            self.prepare(sizes_of(settings))
             for seed in range(self.seed, self.seed + settings.seeds):
                 yield Case(f"rewards, seed {seed}", f"{settings.steps} RL steps without and with speculation", seed)
 
@@ -100,16 +99,16 @@ class Lossless(Experiment[LosslessSettings]):
         """Rewards by side, and those of each RL step as "SIDE by step"."""
         from tltlab.runtime.models.runs import adaptive_policy, recipe_of, trained_beside
 
-        work, settings = self.work, self.settings
-        policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
+        settings = self.settings
+        policy = adaptive_policy(self.out / "policy.json", settings.draft_depth)
         options: dict[str, Row] = {
             "without": {"policy": None, "drafter": None},
-            "with": {"policy": policy, "drafter": trained_beside(work.head, self.sizes)},
+            "with": {"policy": policy, "drafter": trained_beside(self.head, self.sizes)},
         }
         rewards: Row = {}
         for side in _SIDES:
-            recipe = on_devices(recipe_of(work.model, self.sizes, seed=seed, **options[side]), settings)
-            found = rewards_of_run(recipe, work.out / f"{side}-{seed}", settings.steps, self.progress)
+            recipe = on_devices(recipe_of(self.model, self.sizes, seed=seed, **options[side]), settings)
+            found = rewards_of_run(recipe, self.out / f"{side}-{seed}", settings.steps, self.progress)
             rewards[side], rewards[f"{side} by step"] = found
         return rewards
 

@@ -17,6 +17,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 
 from . import Progress
+from .harness import Experiment, S
 
 if TYPE_CHECKING:
     from tltlab.runtime.models.make import Size
@@ -118,39 +119,31 @@ def sizes_of(settings: Any, **more: Any) -> Any:
     return Sizes(**({name: getattr(settings, name) for name in names} | renamed | more))
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A model, a head that knows it as it is, and a folder to run in."""
+class RunsExperiment(Experiment[S]):
+    """Experiment of GRPO runs on one Ray: a `model`, a `head` that knows it as it is, and a folder `out` to run in."""
 
-    model: Path
-    head: Path
-    out: Path
+    def prepare(self, sizes: Any, *, runs: Path | None = None, drafts: bool = True) -> None:
+        """Make what is missing and start Ray. A trained model stays in `folder`/models.
 
+        Head and runs stay in `runs`; without it they are gone afterwards. There is no head where nothing `drafts`.
+        """
+        import torch
 
-@contextmanager
-def prepared(
-    settings: Any, folder: Path, progress: Progress, sizes: Any, *, runs: Path | None = None, drafts: bool = True
-) -> Iterator[Prepared]:
-    """Make what is missing and start Ray, one for all runs. A trained model stays in `folder`/models.
+        from tltlab.runtime.models.runs import warmed_up
+        from tltlab.runtime.ray.start import ray_running
 
-    Head and runs stay in `runs`; without it they are gone afterwards. The head is not there where nothing `drafts`.
-    """
-    import torch
-
-    from tltlab.runtime.models.runs import warmed_up
-    from tltlab.runtime.ray.start import ray_running
-
-    # Two threads on a busy machine stall for seconds.
-    torch.set_num_threads(1)
-    if settings.head is not None and not (settings.head / "config.json").is_file():
-        raise ConfigError(f"{settings.head} is no folder of `tltlab train-drafter`: it has no config.json")
-    model = own_model(settings.model, folder, size=settings.size, progress=progress)
-    with folder_or_temporary(runs, "tltlab-experiment-") as out:
-        head = settings.head or out / f"head-{model.name}"
+        settings: Any = self.settings
+        # Two threads on a busy machine stall for seconds.
+        torch.set_num_threads(1)
+        if settings.head is not None and not (settings.head / "config.json").is_file():
+            raise ConfigError(f"{settings.head} is no folder of `tltlab train-drafter`: it has no config.json")
+        self.sizes = sizes
+        self.model = own_model(settings.model, self.folder, size=settings.size, progress=self.progress)
+        self.out = self.stack.enter_context(folder_or_temporary(runs, "tltlab-experiment-"))
+        self.head: Path = settings.head or self.out / f"head-{self.model.name}"
         if drafts and settings.head is None:
-            warmed_up(model, head, sizes, progress)
-        with ray_running():
-            yield Prepared(model, head, out)
+            warmed_up(self.model, self.head, sizes, self.progress)
+        self.stack.enter_context(ray_running())
 
 
 def on_devices(recipe: Any, settings: RunSettings) -> Any:

@@ -21,8 +21,8 @@ from tltlab.stats import paired_interval
 from tltlab.traces.trace import Trace, read
 
 from . import models
-from .harness import Case, Experiment, Row
-from .models import Count, RunSettings, Several, on_devices, prepared, sizes_of
+from .harness import Case, Row
+from .models import Count, RunSettings, RunsExperiment, Several, on_devices, sizes_of
 from .result import with_interval
 
 FROZEN, STOPPED, ADAPTIVE = "frozen", "stopped", "adaptive"
@@ -42,7 +42,7 @@ class StalenessSettings(RunSettings):
     workers: Several = 4
 
 
-class Staleness(Experiment[StalenessSettings]):
+class Staleness(RunsExperiment[StalenessSettings]):
     """A model that is trained stays in `folder`/models. RunError where nothing was drafted."""
 
     Settings = StalenessSettings
@@ -54,8 +54,7 @@ class Staleness(Experiment[StalenessSettings]):
             raise ConfigError(
                 f"stop_after={settings.stop_after} leaves none of steps={settings.steps} without training"
             )
-        self.sizes = sizes_of(settings, heldout=0)
-        self.work = self.stack.enter_context(prepared(settings, self.folder, self.progress, self.sizes))
+        self.prepare(sizes_of(settings, heldout=0))
         for seed in range(self.seed, self.seed + settings.seeds):
             for name, stop in stops.items():
                 yield Case(name, f"seed {seed}, training in the first {stop} RL steps", (seed, stop))
@@ -68,10 +67,10 @@ class Staleness(Experiment[StalenessSettings]):
         from tltlab.runtime.models.runs import fixed_depth, recipe_of, trained_beside
         from tltlab.runtime.run.grpo import GrpoRun
 
-        work, out = self.work, self.work.out / f"{name}-{seed}"
-        policy = fixed_depth(work.out / "policy.json", self.settings.draft_depth)
-        drafter = trained_beside(work.head, self.sizes).model_copy(update={"annotate": 0})
-        recipe = recipe_of(work.model, self.sizes, seed=seed, policy=policy, drafter=drafter)
+        out = self.out / f"{name}-{seed}"
+        policy = fixed_depth(self.out / "policy.json", self.settings.draft_depth)
+        drafter = trained_beside(self.head, self.sizes).model_copy(update={"annotate": 0})
+        recipe = recipe_of(self.model, self.sizes, seed=seed, policy=policy, drafter=drafter)
         with GrpoRun(on_devices(recipe, self.settings), out) as grpo:
             for rl_step in range(self.settings.steps):
                 if rl_step == stop:
@@ -100,7 +99,7 @@ class Staleness(Experiment[StalenessSettings]):
 
     def notes(self, rows: pd.DataFrame) -> Iterable[str]:
         return (
-            f"{self.work.model}: runs of the same seed have the same prompts, model and first drafter; what training "
+            f"{self.model}: runs of the same seed have the same prompts, model and first drafter; what training "
             f"leaves serves from the next RL step on, at depth {self.settings.draft_depth}; idle workers train as long "
             "as they are idle, so drafter_updates differ from run to run",
             "accept_length is tokens per verified draft, bonus included; intervals are of 95 % over RL steps, too "

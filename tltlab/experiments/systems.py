@@ -27,8 +27,8 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Policy
 from tltlab.traces.trace import read
 
-from .harness import Case, Experiment, Row, chosen
-from .models import Count, Several, prepared, sizes_of
+from .harness import Case, Row, chosen
+from .models import Count, RunsExperiment, Several, sizes_of
 
 ONE_STEP_OFF = "one-step-off"
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -82,7 +82,7 @@ class SystemsSettings:
     only: tuple[str, ...] = ()
 
 
-class Systems(Experiment[SystemsSettings]):
+class Systems(RunsExperiment[SystemsSettings]):
     """Its runs stay in `folder`/systems-runs."""
 
     Settings = SystemsSettings
@@ -93,18 +93,15 @@ class Systems(Experiment[SystemsSettings]):
         every = [Case(name, WHY_NOT.get(name, about)) for name in (*SYSTEMS, ONE_STEP_OFF)]
         cases = chosen("system", every, self.settings.only)
         sizes, drafts = sizes_of(self.settings, heldout=0, warm_up_texts=128), any(learns(case.name) for case in cases)
-        runs = self.folder / "systems-runs"
-        work = prepared(self.settings, self.folder, self.progress, sizes, runs=runs, drafts=drafts)
-        self.work = self.stack.enter_context(work)
+        self.prepare(sizes, runs=self.folder / "systems-runs", drafts=drafts)
         return cases
 
     def measure(self, case: Case) -> list[Row]:
-        name, work = case.name, self.work
-        out = work.out / f"{name}-{self.seed}"
+        name, out = case.name, self.out / f"{case.name}-{self.seed}"
         row: Row = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
         if row["ran"]:
             try:
-                row |= self._ran(recipe_for(self.settings, name, work.model, work.head, out, self.seed), out)
+                row |= self._ran(recipe_for(self.settings, name, self.model, self.head, out, self.seed), out)
             except TltlabError as error:
                 row |= {"ran": False, "why_not": str(error)}
         return [row]
