@@ -39,20 +39,20 @@ def experiment(
     if name is None:
         _list(as_json)
         return
-    loaded = find(name)
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    kind = loaded.Settings
+    chosen = find(name)
+    kind = chosen.Settings
     assignments = list(overrides or [])
     if model is not None:
         if "model" not in {field.name for field in fields(kind)}:
             raise ConfigError(f"--model {model}: the experiment {name} runs no model")
         assignments.append(f"model={model}")
-    settings = read_settings(kind, loaded.FAST if fast else None, assignments)
+    settings = read_settings(kind, chosen.FAST if fast else None, assignments)
     check_replaceable(out / name)
     progress(f"{name}: {describe_settings(settings)}")
     result = replace(
-        loaded(settings, folder=out, seed=seed, progress=progress).run(),
+        chosen(settings, folder=out, seed=seed, progress=progress).run(),
         name=name,
         question=EXPERIMENTS[name][0],
         settings=settings_json(settings, seed=seed),
