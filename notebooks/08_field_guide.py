@@ -27,9 +27,11 @@ from IPython.display import display
 
 import tltlab
 from tltlab.charts import heat_maps, lines
-from tltlab.experiments.simulated.open_questions import CASES, OpenQuestionsSettings, measured
-from tltlab.lengths.generate import generate
+from tltlab.costs.stages import RooflineStages
+from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import of_regime
+from tltlab.planning.composition import asynchronous
+from tltlab.planning.systems import SYSTEMS
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.systems import compare_systems
 
@@ -107,15 +109,58 @@ display(table[columns].round(3))
 # %% [markdown]
 # ## Where TLT's paper leaves it open
 #
-# Asynchronous RL, responses that are all long, several turns with tools: each against the same system without drafts.
-# Here with a few short responses; `tltlab experiment open-questions` has them at full size.
+# Asynchronous RL, responses that are all long, several turns with tools: each against the same system without drafts,
+# on workers of four H100 with Qwen2.5-32B, with TLT's threshold of 32 running requests and without it. Responses are
+# few and short here; `cap, load = 32_768, 64` is the full size. `tltlab experiment baseline parts=predicted` simulates
+# the set-ups of TLT's scripts beside its claim.
 
 # %%
-small = OpenQuestionsSettings(rl_steps=2, cap=512)
-answers = [measured(replace(case, workers=2, load=8), small, 0) for case in CASES if case.kind != "published"]
-for row in answers:
-    print(f"{row['workload']}: {row['answer']}")
-display(pd.DataFrame(answers)[["workload", "step", "step_low", "step_high", "least", "most", "bubble"]].round(2))
+cap, load, workers, gpus = 512, 8, 2, 4
+reasoning = of_regime("reasoning").with_changes(median=0.18 * cap, max_response_tokens=cap)
+all_long = reasoning.with_changes(median=0.5 * cap, sigma=0.1)
+half_trains = {
+    "admission": asynchronous(4),
+    "topology": "separate",
+    "generating_share": 0.5,
+    "max_staleness": 1,
+    "on_policy": False,
+}
+workloads = {
+    "synchronous": (reasoning, None, {}),
+    "asynchronous": (reasoning, None, half_trains),
+    "uniformly long": (all_long, None, {}),
+    "multi-turn": (reasoning, ToolUse(turns=4.0, tool_s=10.0 * cap / 32_768), {}),
+}
+stages = RooflineStages(kind="roofline", gpu="H100", model="Qwen2.5-32B", num_gpus=workers * gpus).build()
+tried = [SYSTEMS["verl"], SYSTEMS["tlt"], replace(SYSTEMS["tlt"], name="tlt, no threshold", activation=None)]
+
+
+def answer(name, lengths, tools, changes):
+    """How much faster TLT's RL steps are, with the range that lengths and assumptions leave open."""
+    trace = generate(
+        lengths, num_rl_steps=2, prompts_per_step=workers * load // 8, group_size=8, num_workers=workers, tools=tools
+    )
+    systems = [replace(system, **changes) for system in tried]
+    engine = f"sglang-0.4:{gpus}xH100:Qwen2.5-32B"
+    options = {"costs": engine, "workers": workers, "stages": stages, "gpus_per_worker": gpus}
+    found = compare_systems(trace, systems, **options, decision_block=cap // 256, ranges=True).set_index("system")
+    tlt, always = found.loc["tlt"], found.loc["tlt, no threshold"]
+    low = 1 / max(tlt.step_ratio_high, tlt.ratio_most)
+    least = min(tlt.step_ratio_low, tlt.ratio_least)
+    high = 1 / least if least > 0 else float("inf")
+    says = "pays" if low > 1 else "does not pay" if high <= 1 else "is not told from no gain"
+    return {
+        "workload": name,
+        "TLT": says,
+        "RL step": 1 / tlt.step_ratio,
+        "low": low,
+        "high": high,
+        "no threshold": 1 / always.step_ratio,
+        "bubble": found.loc["verl", "bubble_fraction"],
+    }
+
+
+display(pd.DataFrame([answer(name, *workload) for name, workload in workloads.items()]).round(2))
 
 # %% [markdown]
 # ## The rule of thumb

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, sealed, write_json
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import EXPLORE, Policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
@@ -45,8 +45,9 @@ from tltlab.traces.trace import read
 from .collected import all_requests, requests_of
 from .pool import WorkerPool
 
-EXPLORE = "explore"
 HOLD_ITERATIONS = 10
+NUM_REPEATED = 2
+"""Rollouts of each round that are done a second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,30 @@ def explore_all(policies: Mapping[str, Policy]) -> Policy:
     """The policy that tries everything that any of these may choose: what is learned from it favours none of them."""
     strategies = dict.fromkeys([NO_SPECULATION, *(s for policy in policies.values() for s in policy.strategies)])
     return Policy(selector=ExploreSpec(strategies=tuple(strategies), hold_iterations=HOLD_ITERATIONS))
+
+
+def roll_out(
+    run: Path,
+    policies: Mapping[str, Policy],
+    out: Path,
+    *,
+    rounds: int,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda message: None,
+) -> None:
+    """Roll out each policy once a round on real engines, with RUN's model and data.
+
+    `out` becomes a RUN with one RL step per rollout; RUN itself stays as it is. Raises ConfigError for what the engines
+    cannot run, RunError where an engine fails.
+    """
+    session = PolicyRounds(run_to_verify(run), policies, out, seed=seed)
+    session.events.watch = say
+    say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
+    with session:
+        session.settle()
+        for number in range(rounds):
+            done = session.round(number, num_repeated=NUM_REPEATED)
+            say(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
 
 
 class PolicyRounds:

@@ -142,7 +142,7 @@ def compare(
             text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
         if claims:
             text += f"\n\n{claim_table(rows)}"
-            text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment open-questions"
+            text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline parts=predicted"
     result |= {
         "trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance,
         "num_repeats": repeats, "mode": mode, "seed": seed, "decision_block": decision_block,

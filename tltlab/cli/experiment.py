@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -39,23 +39,22 @@ def experiment(
     if name is None:
         _list(as_json)
         return
-    chosen = find(name)
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    module = chosen.load()
-    kind = get_type_hints(module.run)["settings"]
+    chosen = find(name)
+    kind = chosen.Settings
     assignments = list(overrides or [])
     if model is not None:
         if "model" not in {field.name for field in fields(kind)}:
             raise ConfigError(f"--model {model}: the experiment {name} runs no model")
         assignments.append(f"model={model}")
-    settings = read_settings(kind, module.FAST if fast else None, assignments)
+    settings = read_settings(kind, chosen.FAST if fast else None, assignments)
     check_replaceable(out / name)
     progress(f"{name}: {describe_settings(settings)}")
     result = replace(
-        module.run(settings, folder=out, seed=seed, progress=progress),
+        chosen(settings, folder=out, seed=seed, progress=progress).run(),
         name=name,
-        question=chosen.question,
+        question=EXPERIMENTS[name][0],
         settings=settings_json(settings, seed=seed),
         **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"),
     )
@@ -68,6 +67,6 @@ def experiment(
 
 
 def _list(as_json: bool) -> None:
-    rows = [{"name": row.name, "question": row.question, "takes": row.takes} for row in EXPERIMENTS.values()]
+    rows = [{"name": name, "question": asked, "takes": takes} for name, (asked, takes) in EXPERIMENTS.items()]
     text = table([], [(row["name"], f"{row['question']} ({row['takes']})") for row in rows], left=2)
     emit({"experiments": rows}, as_json=as_json, text=f"{text}\n\ntltlab experiment NAME [key=value ...] runs one")

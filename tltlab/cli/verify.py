@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.specs import code_allowed
+from tltlab.sim.verification import policies as of_policies
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
@@ -87,16 +89,12 @@ def verify(
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.
-    from tltlab.experiments import verify_policies
+    from tltlab.runtime.rollout.policy_rounds import roll_out
 
     with code_allowed(allow_code or ()):
-        rollouts = verify_policies.verify_policies(
-            run,
-            verify_policies.named_policies(policies),
-            rounds=repeats or ROUNDS,
-            samples=samples or verify_policies.SAMPLES,
-            seed=seed,
-            out=out,
-            say=progress,
+        chosen_policies = of_policies.named_policies(policies)
+        session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, say=progress)
+        rollouts = of_policies.verify_policies(
+            chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out
         )
-    emit(rollouts.json(), as_json=as_json, text=verify_policies.text(rollouts))
+    emit(rollouts.json(), as_json=as_json, text=of_policies.text(rollouts))

@@ -1,18 +1,17 @@
 """lossless: rewards of GRPO runs with and without speculation, and sampled tokens against their exact distribution.
 
-Rewards are as in `tltlab bench drafter --parts reward`: runs of the same seeds, one side with drafts by a bandit among
-a drafter that is trained meanwhile, suffix drafts and none, the other decoding plainly. Tokens are `tltlab audit`: a
-model so small that every outcome's probability is known. The first says what a user would see, the second is the test
-that would find small faults.
+Rewards are of runs of the same seeds, one side with drafts by a bandit among a drafter that is trained meanwhile,
+suffix drafts and none, the other decoding plainly. Tokens are `tltlab audit`, which finds small faults, on a model so
+small that every outcome's probability is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -24,12 +23,14 @@ from tltlab.errors import ConfigError
 from tltlab.stats import interval_json, mean_of_few
 
 from . import Progress, models
-from .models import Count, RunSettings, on_devices, prepared
-from .result import ExperimentResult, with_interval
+from .harness import Case, Row
+from .models import Count, RunSettings, RunsExperiment, Several, on_devices, sizes_of
+from .result import with_interval
 
 Part = Literal["rewards", "tokens"]
 _SIDES = ("without", "with")
 _REWARDS = {"held_out": "held-out reward at the end", "trained": "mean reward over the RL steps"}
+SAME, DIFFERENT, UNKNOWN = "no difference", "different", "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class LosslessSettings(RunSettings):
 
     parts: tuple[Part, ...] = ("rewards", "tokens")
     steps: Count = 6
-    workers: Annotated[int, Field(ge=2)] = 2
+    workers: Several = 2
     seeds: Count = 4
     heldout: Count = 512
     drafters: tuple[str, ...] = ("ngram", "suffix", "eagle")
@@ -51,77 +52,105 @@ class LosslessSettings(RunSettings):
     false_alarm_rate: Annotated[float, Field(gt=0, le=0.5)] = 1e-3
 
 
-FAST: Mapping[str, Any] = models.FAST | {
-    "steps": 2, "seeds": 2, "heldout": 16, "drafters": ("ngram",), "samples": 512,
-}  # fmt: skip
+class Lossless(RunsExperiment[LosslessSettings]):
+    """A reading is what both sides of a seed were rewarded, or a row of an audited case."""
 
+    Settings = LosslessSettings
+    FAST: ClassVar = models.FAST | {"steps": 2, "seeds": 2, "heldout": 16, "drafters": ("ngram",), "samples": 512}
 
-def run(settings: LosslessSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
-    """The experiment; a model that is trained stays in `folder`/models."""
-    if not settings.parts:
-        raise ConfigError("parts is empty: give rewards, tokens or both")
-    tokens = _tokens(settings, seed, progress) if "tokens" in settings.parts else {"cases": []}
-    rewards, curves = _rewards(settings, folder, seed, progress) if "rewards" in settings.parts else ([], _NO_CURVES)
-    rows = [*rewards, *map(token_row, tokens["cases"])]
-    return ExperimentResult(
-        verdict=verdict(rows),
-        rows=pd.DataFrame(rows),
-        figure=_picture(curves, rows),
-        prediction=False,
-        notes=_notes(settings, rewards, tokens["cases"]),
-    )
+    def cases(self) -> Iterator[Case]:
+        settings = self.settings
+        if not settings.parts:
+            raise ConfigError("parts is empty: give rewards, tokens or both")
+        self.rewards: list[Row] = []
+        if "tokens" in settings.parts:
+            yield Case("tokens", "tltlab audit")
+        if "rewards" in settings.parts:
+            self.prepare(sizes_of(settings))
+            for seed in range(self.seed, self.seed + settings.seeds):
+                yield Case(f"rewards, seed {seed}", f"{settings.steps} RL steps without and with speculation", seed)
 
+    def measure(self, case: Case) -> list[Row]:
+        if case.given is None:
+            return self._audited()
+        self.rewards.append(self._rewarded(case.given))
+        return []
 
-def _tokens(settings: LosslessSettings, seed: int, progress: Progress) -> dict[str, Any]:
-    """What `tltlab audit` reports."""
-    import torch
+    def _audited(self) -> list[Row]:
+        import torch
 
-    from tltlab.runtime.audit.run import run_audit
+        from tltlab.runtime.audit.run import run_audit
 
-    torch.set_num_threads(1)
-    return dict(
-        run_audit(
-            fast=not settings.thorough,
-            drafters=list(settings.drafters),
+        torch.set_num_threads(1)
+        found = run_audit(
+            fast=not self.settings.thorough,
+            drafters=list(self.settings.drafters),
             policy=None,
             vllm_args={},
-            num_samples=settings.samples,
-            false_alarm_rate=settings.false_alarm_rate,
+            num_samples=self.settings.samples,
+            false_alarm_rate=self.settings.false_alarm_rate,
             without_fix=False,
-            seed=seed,
-            progress=progress,
+            seed=self.seed,
+            progress=self.progress,
         )
-    )
+        return [token_row(case) for case in found["cases"]]
 
-
-_NO_CURVES = pd.DataFrame({"side": [], "seed": [], "rl_step": [], "reward": []})
-
-
-def _rewards(
-    settings: LosslessSettings, folder: Path, seed: int, progress: Progress
-) -> tuple[list[dict[str, Any]], pd.DataFrame]:
-    """Rows of the differences, and the reward of every RL step of every run."""
-    with prepared(settings, folder, progress, workers=settings.workers, heldout=settings.heldout) as work:
+    def _rewarded(self, seed: int) -> Row:
+        """Rewards by side, and those of each RL step as "SIDE by step"."""
         from tltlab.runtime.models.runs import adaptive_policy, recipe_of, trained_beside
 
-        policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
-        drafted = {"policy": policy, "drafter": trained_beside(work.head, work.sizes)}
-        options: dict[str, dict[str, Any]] = {"without": {"policy": None, "drafter": None}, "with": drafted}
-        runs, curves = [], []
-        for number in range(seed, seed + settings.seeds):
-            rewards = {}
-            for side in _SIDES:
-                progress(f"{side} speculation: {settings.steps} RL steps, seed {number}")
-                recipe = on_devices(recipe_of(work.model, work.sizes, seed=number, **options[side]), settings)
-                rewards[side], by_step = rewards_of_run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
-                curves += [
-                    {"side": side, "seed": number, "rl_step": step, "reward": reward}
-                    for step, reward in enumerate(by_step)
-                ]
-            runs.append(rewards)
-    chances = {"held_out": settings.heldout, "trained": settings.steps * settings.prompts}
-    compared = differences(runs, chances)
-    return [reward_row(kind, compared[kind], runs) for kind in _REWARDS], pd.DataFrame(curves)
+        settings = self.settings
+        policy = adaptive_policy(self.out / "policy.json", settings.draft_depth)
+        options: dict[str, Row] = {
+            "without": {"policy": None, "drafter": None},
+            "with": {"policy": policy, "drafter": trained_beside(self.head, self.sizes)},
+        }
+        rewards: Row = {}
+        for side in _SIDES:
+            recipe = on_devices(recipe_of(self.model, self.sizes, seed=seed, **options[side]), settings)
+            found = rewards_of_run(recipe, self.out / f"{side}-{seed}", settings.steps, self.progress)
+            rewards[side], rewards[f"{side} by step"] = found
+        return rewards
+
+    def table(self, readings: Sequence[Row]) -> list[Row]:
+        if not self.rewards:
+            return list(readings)
+        chances = {"held_out": self.settings.heldout, "trained": self.settings.steps * self.settings.prompts}
+        compared = differences(self.rewards, chances)
+        return [*(reward_row(kind, compared[kind], self.rewards) for kind in _REWARDS), *readings]
+
+    def verdict(self, rows: pd.DataFrame) -> str:
+        return verdict(rows.to_dict("records"))
+
+    def picture(self, rows: pd.DataFrame) -> Figure:
+        """Reward by RL step of both sides, mean and range over seeds; without rewards the audited cases' p-values."""
+        if not self.rewards:
+            tested = rows[rows["p_value"].notna()]
+            return bars(
+                tested["case"].tolist(), tested["p_value"].to_numpy(np.float64), title="Tokens, by audited case",
+                xlabel="p-value of the first tokens jointly",
+            )  # fmt: skip
+        by_step = {
+            f"{side} speculation": np.array([each[f"{side} by step"] for each in self.rewards]) for side in _SIDES
+        }
+        steps = range(self.settings.steps)
+        return lines(
+            {name: (steps, of.mean(0)) for name, of in by_step.items()},
+            bands={name: (of.min(0), of.max(0)) for name, of in by_step.items()},
+            xlabel="RL step", ylabel="reward", title="Reward, mean over seeds and their range",
+        )  # fmt: skip
+
+    def notes(self, rows: pd.DataFrame) -> Iterable[str]:
+        if self.rewards:
+            yield (
+                "rewards: the same model, prompts and seeds on both sides; samples differ by chance, so rewards may; "
+                "intervals are Student's over seeds and no narrower than the sampling of prompts allows"
+            )
+        if "tokens" in self.settings.parts:
+            yield (
+                "tokens: p_value is of the first tokens jointly, p_ranks of each token's rank given those before it; a "
+                f"sound engine is accused in any case at a rate of {self.settings.false_alarm_rate:g}"
+            )
 
 
 def rewards_of_run(
@@ -146,7 +175,7 @@ def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -
     intervals = {}
     for name, count in prompts.items():
         values = [row["with"][name] - row["without"][name] for row in rows]
-        chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in ("with", "without")]
+        chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in _SIDES]
         intervals[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
     has_interval = len(rows) > 1
     return {
@@ -155,14 +184,14 @@ def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -
     }
 
 
-def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Row:
     """A row of the table: a reward with minus without, and Student's interval over seeds."""
     low, high = difference["low"], difference["high"]
     has_interval = low is not None and high is not None
     return {
         "kind": "reward",
         "case": _REWARDS[kind],
-        "verdict": "unknown" if not has_interval else "no difference" if low <= 0 <= high else "different",
+        "verdict": UNKNOWN if not has_interval else SAME if low <= 0 <= high else DIFFERENT,
         **{side: float(np.mean([run[side][kind] for run in runs])) for side in _SIDES},
         "difference": difference["estimate"],
         "low": low,
@@ -171,16 +200,15 @@ def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[
     }
 
 
-def token_row(case: Mapping[str, Any]) -> dict[str, Any]:
+def token_row(case: Mapping[str, Any]) -> Row:
     """A row of the table: one case of the audit; `detectable` is the total variation that it finds with power 0.9."""
-    ranks = case["ranks"] or {}
     return {
         "kind": "tokens",
         "case": case["case"],
-        "verdict": {"passed": "no difference", "failed": "different"}.get(case["verdict"], case["verdict"]),
+        "verdict": {"passed": SAME, "failed": DIFFERENT}.get(case["verdict"], case["verdict"]),
         "detectable": case["detectable_tv"],
         "p_value": case["p_value"],
-        "p_ranks": ranks.get("p_value"),
+        "p_ranks": (case["ranks"] or {}).get("p_value"),
         "samples": case["sample_size"],
         "drafted": case["num_drafted"],
         "kept": case["num_accepted"],
@@ -188,68 +216,25 @@ def token_row(case: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+def verdict(rows: Sequence[Mapping[Any, Any]]) -> str:
     """Whether anything differs, and how large a difference of tokens would have been seen."""
-    different = [row for row in rows if row["verdict"] == "different"]
-    undecided = [row for row in rows if row["verdict"] not in ("different", "no difference")]
-    clauses = []
-    for row in (row for row in rows if row["kind"] == "reward"):
-        clauses.append(
-            f"{row['case']} with speculation minus without is "
-            f"{with_interval(row['difference'], row['low'], row['high'], '+.3f')} over {row['samples']} seeds"
-        )
+    verdicts = [row["verdict"] for row in rows]
+    begins = "no difference was found" if SAME in verdicts else "nothing could be told"
+    if DIFFERENT in verdicts:
+        begins = f"a difference was found ({verdicts.count(DIFFERENT)} of {len(rows)} rows)"
+    clauses = [
+        f"{row['case']} with speculation minus without is "
+        f"{with_interval(row['difference'], row['low'], row['high'], '+.3f')} over {row['samples']} seeds"
+        for row in rows
+        if row["kind"] == "reward"
+    ]
     cases = [row for row in rows if row["kind"] == "tokens"]
     if cases:
-        wrong = [row["case"] for row in cases if row["verdict"] == "different"]
-        open_ = [row["case"] for row in cases if row in undecided]
-        least = [row["detectable"] for row in cases if row["detectable"] is not None]
-        fine = len(cases) - len(wrong) - len(open_)
-        clause = f"tokens follow their exact distribution in {fine} of {len(cases)} audited cases"
-        clause += f", not in {'; '.join(wrong)}" if wrong else ""
-        clause += f", not tested in {'; '.join(open_)}" if open_ else ""
-        if least:
-            clause += f" (a total variation of {max(least):.2f} would have been seen in each that is sampled)"
-        clauses.append(clause)
-    if different:
-        begins = f"a difference was found ({len(different)} of {len(rows)} rows)"
-    elif len(undecided) == len(rows):
-        begins = "nothing could be told"
-    else:
-        begins = "no difference was found"
+        not_same = [f"{row['case']} ({row['verdict']})" for row in cases if row["verdict"] != SAME]
+        seen = max((row["detectable"] for row in cases if pd.notna(row["detectable"])), default=math.nan)
+        clauses.append(
+            f"tokens follow their exact distribution in {len(cases) - len(not_same)} of {len(cases)} audited cases"
+            + (f", not in {'; '.join(not_same)}" if not_same else "")
+            + f", where a total variation of {seen:.2f} would have been seen"
+        )
     return f"measured here, {begins}: {'; '.join(clauses)}."
-
-
-def _notes(
-    settings: LosslessSettings, rewards: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]
-) -> tuple[str, ...]:
-    notes = []
-    if rewards:
-        notes.append(
-            f"rewards: {settings.steps} GRPO steps of {settings.prompts} x {settings.group_size} responses, the same "
-            "model, prompts and seeds on both sides; samples differ by chance, so rewards may; intervals are Student's "
-            "over seeds and no narrower than the sampling of prompts allows"
-            + (", wide as seeds are few" if settings.seeds < 5 else "")
-            + "; each leaves out 0 by luck once in twenty times"
-        )
-    if cases:
-        notes.append(
-            "tokens: p_value is of the first tokens jointly, p_ranks of each token's rank given those before it; a "
-            f"sound engine is accused in any case at a rate of {settings.false_alarm_rate:g}"
-        )
-    return tuple(notes)
-
-
-def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Reward by RL step of both sides, mean and range over seeds; without rewards the p-values of the audited cases."""
-    if curves.empty:
-        cases = [row for row in rows if row["p_value"] is not None]
-        return bars(
-            [row["case"] for row in cases], np.array([row["p_value"] for row in cases]),
-            xlabel="p-value of the first tokens jointly", title="Sampled tokens against their exact distribution",
-        )  # fmt: skip
-    by_step = {f"{side} speculation": curves[curves["side"] == side].groupby("rl_step")["reward"] for side in _SIDES}
-    return lines(
-        {name: (of.mean().index, of.mean()) for name, of in by_step.items()},
-        bands={name: (of.min(), of.max()) for name, of in by_step.items()},
-        xlabel="RL step", ylabel="reward", title="Reward, mean over seeds and their range",
-    )  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,32 +17,34 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 
 from . import Progress
+from .harness import Experiment, S
 
 if TYPE_CHECKING:
     from tltlab.runtime.models.make import Size
 
+Count = Annotated[int, Field(ge=1)]
+Several = Annotated[int, Field(ge=2)]
+
 
 def own_model(model: Path | None, folder: Path, *, size: str, progress: Progress) -> Path:
-    """The folder `model`, or `folder`/models/subset-sum-SIZE, trained first where it is not there yet.
+    """Return the folder `model`, or `folder`/models/subset-sum-SIZE, trained first where it is not there yet.
 
     ConfigError where `model` is no folder that `tltlab make-model` wrote.
     """
-    if model is not None:
-        for file in ("config.json", "train.jsonl"):
-            if not (model / file).is_file():
-                raise ConfigError(f"{model}: {file} is missing; name a folder that `tltlab make-model` wrote")
-        return model
-    model = folder / "models" / f"subset-sum-{size}"
-    if not (model / "config.json").is_file():
-        progress(f"no model was given: training a {size} one into {model}")
-    return made_model(model, progress, size=size)
+    if model is None:
+        return made_model(folder / "models" / f"subset-sum-{size}", progress, size=size)
+    for file in ("config.json", "train.jsonl"):
+        if not (model / file).is_file():
+            raise ConfigError(f"{model}: {file} is missing; name a folder that `tltlab make-model` wrote")
+    return model
 
 
 def made_model(out: Path, progress: Progress, *, size: str | Size, task: str = "subset-sum") -> Path:
-    """The folder `out` with a model of our own, trained first where it is not there."""
+    """Return the folder `out` with a model of our own, trained first where it is not there."""
     if not (out / "config.json").is_file():
         from tltlab.runtime.models.make import make_model
 
+        progress(f"training a model for {task} into {out}")
         make_model(out, size=size, task=task, seed=0, progress=progress)
     return out
 
@@ -54,11 +56,8 @@ def folder_or_temporary(out: Path | None, prefix: str) -> Iterator[Path]:
         yield Path(place)
 
 
-Count = Annotated[int, Field(ge=1)]
-
-
 def bench_on(model: Path, settings: Any, *, seed: int, progress: Progress) -> dict[str, Any]:
-    """What `tltlab bench runtime` finds on a model, at the sizes that the settings of an experiment have for it.
+    """Return what `tltlab bench runtime` finds on a model, at the sizes that an experiment's settings have for it.
 
     The benchmark runs in a process of its own and says its progress and faults itself; ConfigError or RunError where it
     ends in one.
@@ -94,7 +93,7 @@ class RunSettings:
     head: Path | None = None
     size: str = "small"
     prompts: Count = 24
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Several = 8
     cap: Count = 768
     draft_depth: Count = 4
     tokens_per_update: Count = 1024
@@ -111,53 +110,44 @@ FAST: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A model, a head that knows it as it is, a folder to run in, and the `Sizes` of the runs."""
+def sizes_of(settings: Any, **more: Any) -> Any:
+    """Return the `Sizes` of runs with an experiment's settings; `more` are those that the settings do not have."""
+    from tltlab.runtime.models.runs import Sizes
 
-    model: Path
-    head: Path
-    out: Path
-    sizes: Any
+    renamed = {"model": settings.size, "prompts_per_step": settings.prompts, "max_response_tokens": settings.cap}
+    names = {field.name for field in fields(Sizes)} & {field.name for field in fields(settings)}
+    return Sizes(**({name: getattr(settings, name) for name in names} | renamed | more))
 
 
-@contextmanager
-def prepared(settings: RunSettings, folder: Path, progress: Progress, **more: Any) -> Iterator[Prepared]:
-    """Make what is missing. A trained model stays in `folder`/models; head and runs are gone afterwards.
+class RunsExperiment(Experiment[S]):
+    """Experiment of GRPO runs on one Ray: a `model`, a `head` that knows it as it is, and a folder `out` to run in."""
 
-    `more` are `Sizes` that the settings do not have.
-    """
-    import torch
+    def prepare(self, sizes: Any, *, runs: Path | None = None, drafts: bool = True) -> None:
+        """Make what is missing and start Ray. A trained model stays in `folder`/models.
 
-    from tltlab.runtime.models.runs import Sizes, warmed_up
-    from tltlab.runtime.ray.start import ray_running
+        Head and runs stay in `runs`; without it they are gone afterwards. There is no head where nothing `drafts`.
+        """
+        import torch
 
-    # Two threads on a busy machine stall for seconds.
-    torch.set_num_threads(1)
-    if settings.head is not None and not (settings.head / "config.json").is_file():
-        raise ConfigError(f"{settings.head} is no folder of `tltlab train-drafter`: it has no config.json")
-    sizes = Sizes(
-        model=settings.size,
-        prompts_per_step=settings.prompts,
-        group_size=settings.group_size,
-        max_response_tokens=settings.cap,
-        draft_depth=settings.draft_depth,
-        tokens_per_update=settings.tokens_per_update,
-        warm_up_texts=settings.warm_up_texts,
-        warm_up_length=settings.warm_up_length,
-        warm_up_updates=settings.warm_up_updates,
-        **more,
-    )
-    model = own_model(settings.model, folder, size=settings.size, progress=progress)
-    with folder_or_temporary(None, "tltlab-experiment-") as out:
-        head = settings.head or warmed_up(model, out / "head", sizes, progress)
-        # One Ray for all runs: each would start its own, which takes longer than a fast run.
-        with ray_running():
-            yield Prepared(model=model, head=head, out=out, sizes=sizes)
+        from tltlab.runtime.models.runs import warmed_up
+        from tltlab.runtime.ray.start import ray_running
+
+        settings: Any = self.settings
+        # Two threads on a busy machine stall for seconds.
+        torch.set_num_threads(1)
+        if settings.head is not None and not (settings.head / "config.json").is_file():
+            raise ConfigError(f"{settings.head} is no folder of `tltlab train-drafter`: it has no config.json")
+        self.sizes = sizes
+        self.model = own_model(settings.model, self.folder, size=settings.size, progress=self.progress)
+        self.out = self.stack.enter_context(folder_or_temporary(runs, "tltlab-experiment-"))
+        self.head: Path = settings.head or self.out / f"head-{self.model.name}"
+        if drafts and settings.head is None:
+            warmed_up(self.model, self.head, sizes, self.progress)
+        self.stack.enter_context(ray_running())
 
 
 def on_devices(recipe: Any, settings: RunSettings) -> Any:
-    """The recipe with the settings' devices."""
+    """Return the recipe with the settings' devices."""
     rollout = recipe.rollout.model_copy(update={"gpus_per_worker": settings.gpus_per_worker})
     train = recipe.train.model_copy(update={"gpus": settings.train_gpus})
     return recipe.model_copy(update={"rollout": rollout, "train": train})

@@ -6,16 +6,15 @@ is compared with is built from public descriptions; SOURCES says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed
 from matplotlib.figure import Figure
-from pydantic import Field
 
 from tltlab.charts import bars
 from tltlab.errors import ConfigError
@@ -31,10 +30,10 @@ from tltlab.sim.sweep import backend
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from . import Progress
-from .models import Count, bench_on, own_model
+from .harness import Case, Experiment, Row, chosen
+from .models import Count, Several, bench_on, own_model
 from .regimes import PolicyRegime, best_fixed, regimes
-from .result import ExperimentResult, select_cases, with_interval
+from .result import with_interval
 
 ADAPTIVE, ORACLE = "adaptive", "oracle"
 SEVERAL = "beg-mab, several arms"
@@ -82,12 +81,9 @@ class PoliciesSettings:
     prompts: Count = 16
     group_size: Count = 8
     epochs: Count = 1
-    rounds: Annotated[int, Field(ge=2)] = 8
+    rounds: Several = 8
     cap: Count = 512
     clock: Literal["wall", "processor"] = "wall"
-
-
-FAST: Mapping[str, Any] = {"rl_steps": 2, "seeds": 1, "prompts": 4, "group_size": 4, "rounds": 2, "cap": 128}
 
 
 @dataclass(frozen=True)
@@ -135,72 +131,96 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
     }
 
 
-def run(settings: PoliciesSettings, *, folder: Path, seed: int, progress: Progress) -> ExperimentResult:
-    """The experiment; ConfigError for a regime that there is not, and for models that are none."""
-    if not settings.simulated and not settings.models:
-        raise ConfigError("nothing to do: with simulated=false, name models to measure on")
-    seeds = [seed + i for i in range(settings.seeds)]
-    every = regimes(settings.traces, settings.rl_steps) if settings.simulated else ()
-    cases = select_cases("regime", every, settings.only if settings.simulated else (), progress)
-    rows = []
-    with backend(None, settings.jobs) as jobs:
-        for judgement in Parallel(n_jobs=jobs, return_as="generator")(delayed(judged)(each, seeds) for each in cases):
-            ours = next(row for row in judgement if row["policy"] == ADAPTIVE)
-            progress(f"{ours['regime']}: {ADAPTIVE} takes {ours['ratio']:.3f} times as long as {ours['best_fixed']}")
-            rows += judgement
-    for model in settings.models:
-        rows += _model_rows(settings, model, folder, seed, progress)
-    frame = pd.DataFrame(rows)
-    predicted, measured = (frame[frame["kind"] == kind] for kind in ("predicted", "measured"))
-    return ExperimentResult(
-        verdict=" ".join(say(of) for say, of in ((measured_verdict, measured), (verdict, predicted)) if len(of)),
-        rows=frame,
-        figure=_picture(predicted, measured),
-        prediction=measured.empty,
-        notes=_notes(predicted, measured),
-    )
+class Policies(Experiment[PoliciesSettings]):
+    """Cases are regimes, which `jobs` processes share, and models."""
+
+    Settings = PoliciesSettings
+    FAST: ClassVar = {"rl_steps": 2, "seeds": 1, "prompts": 4, "group_size": 4, "rounds": 2, "cap": 128}
+
+    def cases(self) -> Iterator[Case]:
+        settings = self.settings
+        if not settings.simulated and not settings.models:
+            raise ConfigError("nothing to do: with simulated=false, name models to measure on")
+        self.prediction = not settings.models
+        if settings.simulated:
+            every = [Case(each.name, each.about, each) for each in regimes(settings.traces, settings.rl_steps)]
+            picked = chosen("regime", every, settings.only)
+            seeds = [self.seed + i for i in range(settings.seeds)]
+            parallel = Parallel(self.stack.enter_context(backend(None, settings.jobs)), return_as="generator")
+            self.judgements = parallel(delayed(judged)(case.given, seeds) for case in picked)
+            yield from picked
+        for model in settings.models:
+            yield Case(model, "all modes of tltlab bench runtime in turn")
+
+    def measure(self, case: Case) -> list[Row]:
+        if case.given is not None:
+            rows: list[Row] = next(self.judgements)
+            return rows
+        trained = Path(case.name) if "/" in case.name or Path(case.name).is_dir() else None
+        model = own_model(trained, self.folder, size=case.name, progress=self.progress)
+        bench = bench_on(model, self.settings, seed=self.seed, progress=self.progress)
+        return measured_rows(model.name, bench, self.settings.clock)
+
+    def verdict(self, rows: pd.DataFrame) -> str:
+        predicted, measured = rows[rows["kind"] == "predicted"], rows[rows["kind"] == "measured"]
+        clauses = [
+            f"measured here, adaptive takes {with_interval(row['ratio'], row['ratio_low'], row['ratio_high'], '.3f')} "
+            f"times as long as the best fixed depth in hindsight, {row['best_fixed']}, on {row['regime']}."
+            for row in measured[measured["policy"] == ADAPTIVE].to_dict("records")
+        ]
+        return " ".join([*clauses, *([verdict(predicted)] if len(predicted) else [])])
+
+    def picture(self, rows: pd.DataFrame) -> Figure:
+        """Mean ratio by policy with its least and largest over the regimes; of what was measured, with its interval."""
+        ends = ["ratio", "ratio_low", "ratio_high"]
+        measured = rows[rows["kind"] == "measured"]
+        means = rows[rows["kind"] == "predicted"].groupby("policy")["ratio"].agg(["mean", "min", "max"])
+        shown = pd.concat(
+            [measured[ends].set_axis(measured["policy"] + ", " + measured["regime"]), means.set_axis(ends, axis=1)]
+        ).astype(float)
+        return bars(
+            shown.index.tolist(), *shown.to_numpy().T, reference=1.0, xlabel="time over the best fixed strategy",
+            title="Policies over regimes (simulated: mean, least, largest) and on models (measured)",
+        )  # fmt: skip
+
+    def notes(self, rows: pd.DataFrame) -> Iterable[str]:
+        oracle = rows[(rows["policy"] == ORACLE) & (rows["ratio"] > GOAL_MEAN)]
+        return (
+            "ratio is time over that of the best fixed strategy, chosen in hindsight on the same RL steps and random "
+            "numbers, or on the same rounds; intervals are of 95 % over RL steps and seeds, or over rounds",
+            "measured: time is per second that plain decoding of the same lengths would take; fixed are 1, 2, 4 and 8 "
+            "tokens of the suffix drafter or none; policies go on learning from round to round",
+            f"simulated: even the oracle is above {GOAL_MEAN:g} in {', '.join(oracle['regime']) or 'no regime'}; the "
+            "cost profile and the verify budget are given the true costs of the start; the constants of adaptive were "
+            "chosen while looking at these regimes, the others run as published or shipped",
+        )
 
 
-def _model_rows(
-    settings: PoliciesSettings, model: str, folder: Path, seed: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """A row per epoch and mode of `tltlab bench runtime` on a model."""
-    trained = Path(model) if "/" in model or Path(model).is_dir() else None
-    model_folder = own_model(trained, folder, size=model, progress=progress)
-    result = bench_on(model_folder, settings, seed=seed, progress=progress)
-    return measured_rows(model_folder.name, result, settings.clock)
-
-
-def measured_rows(name: str, result: Mapping[str, Any], clock: str = "wall") -> list[dict[str, Any]]:
+def measured_rows(name: str, result: Mapping[str, Any], clock: str = "wall") -> list[Row]:
     """What `tltlab bench runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
+    same = ("seconds", "best_fixed", "ratio", "tokens_per_s")
     return [
-        {
-            "kind": "measured", "regime": f"{name}, epoch {row['epoch']}", "policy": row["mode"],
-            "seconds": row["seconds"], "best_fixed": row["best_fixed"], "ratio": row["ratio"], "ratio_low": row["low"],
-            "ratio_high": row["high"], "source": f"measured here, {clock} clock", "tokens_per_s": row["tokens_per_s"],
-        }
+        {"kind": "measured", "regime": f"{name}, epoch {row['epoch']}", "policy": row["mode"], "ratio_low": row["low"],
+         "ratio_high": row["high"], "source": f"measured here, {clock} clock"} | {key: row[key] for key in same}
         for row in result["over_best_fixed"] if row["clock"] == clock
     ]  # fmt: skip
 
 
-def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[Row]:
     """A row per policy: seconds of an RL step, and ratios to the best fixed strategy, with its interval, and oracle."""
     best, fixed_by_seed = best_fixed(regime, seeds)
     fixed = np.concatenate([fixed_by_seed[seed] for seed in seeds])
-    oracle = np.concatenate([regime.seconds(None, seed) for seed in seeds])
-    seconds_by_policy = {
-        name: np.concatenate([regime.seconds(policy, seed) for seed in seeds])
-        for name, policy in policies_for(regime).items()
-    } | {ORACLE: oracle}
+    policies: dict[str, Policy | BuiltPolicy | None] = {**policies_for(regime), ORACLE: None}
+    found = {name: np.concatenate([regime.seconds(each, seed) for seed in seeds]) for name, each in policies.items()}
     rows = []
-    for name, seconds in seconds_by_policy.items():
+    for name, seconds in found.items():
         ratio = paired_interval(seconds, fixed, rng=np.random.default_rng(0))
         rows.append(
             {
                 "kind": "predicted", "regime": regime.name, "policy": name, "seconds": float(seconds.mean()),
                 "best_fixed": str(best),
                 "ratio": ratio.estimate, "ratio_low": ratio.low, "ratio_high": ratio.high,
-                "over_oracle": float(seconds.sum() / oracle.sum()), "source": SOURCES[name],
+                "over_oracle": float(seconds.sum() / found[ORACLE].sum()), "source": SOURCES[name],
             }
         )  # fmt: skip
     return rows
@@ -223,7 +243,7 @@ def by_part(regime: PolicyRegime, names: Sequence[str], seed: int) -> pd.DataFra
 
 
 def verdict(rows: pd.DataFrame) -> str:
-    """Whether `adaptive` clears the bar, where it does worst, and who is better on average."""
+    """Whether `adaptive` clears the bar, where it does worst, and which policies are better on average."""
     ours = rows[rows["policy"] == ADAPTIVE]
     worst = ours.sort_values("ratio").iloc[-1]
     means = rows[rows["policy"] != ORACLE].groupby("policy")["ratio"].mean().sort_values()
@@ -236,65 +256,3 @@ def verdict(rows: pd.DataFrame) -> str:
         f"{'clears' if clears else 'does not clear'} the bar of {GOAL_MEAN:g}, {GOAL_WORST:g} and {GOAL_ORACLE:g}; "
         + (f"better on average: {', '.join(better)}." if better else "no other is better on average.")
     )
-
-
-def measured_verdict(rows: pd.DataFrame) -> str:
-    """What `adaptive` took on each model of the best fixed depth's time, and how fast both and stock vLLM were."""
-    clauses = []
-    for regime, of in rows.groupby("regime", sort=False):
-        tokens_per_s = of.set_index("policy")["tokens_per_s"]
-        ours = next(row for row in of.to_dict("records") if row["policy"] == ADAPTIVE)
-        speeds = (f"{tokens_per_s[name]:.0f} under {name}" for name in ("stock", ours["best_fixed"], ADAPTIVE))
-        size = with_interval(ours["ratio"], ours["ratio_low"], ours["ratio_high"], ".3f")
-        clauses.append(f"{size} on {regime} ({', '.join(dict.fromkeys(speeds))} tokens/s)")
-    return f"measured here, adaptive takes {'; '.join(clauses)} times as long as the best fixed depth in hindsight."
-
-
-def repairs(rows: pd.DataFrame) -> str:
-    """What each repair of BEG-MAB changes in the mean ratio: several arms of the published one, others beside that."""
-    means = rows.groupby("policy")["ratio"].mean()
-    published = means["beg-mab published"]
-    clauses = [f"several arms for one a bucket {means[SEVERAL] / published - 1:+.1%} of the published one's time"]
-    for name, does in (("means", "means for medians"), ("relative", "relative rewards"), ("bands", "narrow buckets")):
-        clauses.append(f"{does} {means[f'beg-mab, arms and {name}'] / means[SEVERAL] - 1:+.1%} beside that")
-    clauses.append(f"all {means['beg-mab, all repairs'] / published - 1:+.1%}")
-    return f"repairs of BEG-MAB: {', '.join(clauses)}"
-
-
-def _notes(predicted: pd.DataFrame, measured: pd.DataFrame) -> tuple[str, ...]:
-    notes: tuple[str, ...] = (
-        "ratio is time over that of the best fixed strategy, chosen in hindsight on the same RL steps and luck, or on "
-        "the same rounds; intervals are of 95 % over RL steps and seeds, or over rounds",
-    )
-    if len(measured):
-        notes += (
-            "measured: time is per second that plain decoding of the same lengths would take; fixed are 1, 2, 4 and 8 "
-            "tokens of the suffix drafter or none; what learns goes on learning from round to round",
-        )
-    if predicted.empty:
-        return notes
-    oracle = predicted[predicted["policy"] == ORACLE]
-    out_of_reach = oracle[oracle["ratio"] > GOAL_MEAN]["regime"].tolist()
-    return (
-        *notes,
-        f"the oracle itself is above {GOAL_MEAN:g}, so policies are too: {', '.join(out_of_reach) or '-'}",
-        "the cost profile and the verify budget are given the true costs of the start; vLLM's estimator tells tokens "
-        "apart by the drafter's logits, which no simulation of alike requests can show",
-        "the constants of adaptive were chosen while looking at these regimes, so they are no test that it never saw; "
-        "the others run as published or shipped",
-        repairs(predicted),
-        "a policy that may draft has its drafter loaded, and plain decoding then costs a little more than under none",
-    )
-
-
-def _picture(predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
-    """Mean ratio by policy, with its least and largest over the regimes, and what was measured, with its interval."""
-    means = predicted.groupby("policy")["ratio"].agg(["mean", "min", "max"]).sort_values("mean")
-    ratios = measured[["ratio", "ratio_low", "ratio_high"]].set_axis(["mean", "min", "max"], axis=1)
-    ratios.index = pd.Index([f"{row['policy']}, {row['regime']}" for row in measured.to_dict("records")], dtype=object)
-    shown = pd.concat([part for part in (ratios, means) if len(part)])
-    return bars(
-        shown.index.tolist(), shown["mean"].to_numpy(), shown["min"].to_numpy(), shown["max"].to_numpy(),
-        xlabel="time over the best fixed strategy: mean, least and largest; measured: with its interval",
-        title="Policies over regimes (simulated) and on models (measured)", reference=1.0,
-    )  # fmt: skip

@@ -1,17 +1,15 @@
-"""What an experiment begins with and ends in: settings from key=value; verdict, table and picture, one folder."""
+"""Settings of an experiment from key=value, and its result: verdict, table and picture in one folder."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from pydantic import TypeAdapter
 
 from tltlab.charts import save_figure
@@ -19,19 +17,16 @@ from tltlab.config import faults_in
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import new_folder, write_json
 
-from . import Progress
-
 RESULT, TABLE, PICTURE = "result.json", "table.csv", "picture.png"
 _OURS = {RESULT, TABLE, PICTURE, "report.html"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExperimentResult:
-    """An answer. `verdict` is one sentence with figures; `prediction` says that all of it is simulated or modelled.
+    """An answer: `verdict`, one sentence with figures, its table `rows` and `notes` on how to read them.
 
-    `rows` is the table; where some of its rows are measured and some predicted, a column says which; `notes` are what a
-    reader must know to read it right. What follows is filled in by the command: which experiment it was, its settings
-    as JSON values, and how to repeat it.
+    `prediction`: whether all of it is simulated or modelled; where only some rows are, a column of them says so. The
+    command fills in the fields after that.
     """
 
     verdict: str
@@ -87,26 +82,17 @@ def check_replaceable(out: Path) -> None:
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(f"{above} is a file; name a folder with --out")
-    if not out.exists():
-        return
-    inside = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
-    if inside and RESULT not in inside:
-        raise ConfigError(f"{out} exists and has no {RESULT} of ours; name another folder with --out")
-    if inside - _OURS:
+    inside = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
+    if inside and (RESULT not in inside or inside - _OURS):
         raise ConfigError(
-            f"{out} would be replaced, and holds {', '.join(sorted(inside - _OURS))} besides an earlier result; "
-            "move that, or name another folder with --out"
+            f"{out} would be replaced, and holds {', '.join(sorted(inside - _OURS))} beside or instead of an earlier "
+            f"{RESULT}; move that, or name another folder with --out"
         )
 
 
 def _plain(value: Any) -> Any:
     """None for a number that JSON does not know."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def whole_numbers(axes: Axes) -> None:
-    """Ticks of the horizontal axis at whole numbers only, also where there is a single one."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def with_interval(estimate: float | None, low: float | None, high: float | None, form: str = ".2f") -> str:
@@ -123,19 +109,6 @@ def with_interval(estimate: float | None, low: float | None, high: float | None,
 
 
 S = TypeVar("S")
-
-
-class Case(Protocol):
-    """What an experiment tries one after the other."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def about(self) -> str: ...
-
-
-C = TypeVar("C", bound=Case)
 
 
 def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> S:
@@ -157,20 +130,6 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
         values[key] = value.split(",") if get_origin(hints[key]) is tuple else value
     with faults_in("settings"):
         return TypeAdapter(kind).validate_python(values)
-
-
-def select_cases(kind: str, cases: Iterable[C], only: Sequence[str], progress: Progress) -> Iterator[C]:
-    """The cases that `only` names, all where it is empty; `progress` says each when its turn comes.
-
-    Raises ConfigError for a name that no case of this `kind` has.
-    """
-    named = {case.name: case for case in cases}
-    if unknown := [name for name in only if name not in named]:
-        raise ConfigError(f"only: no {kind} named {unknown[0]!r}; there are {', '.join(named)}")
-    for name, case in named.items():
-        if not only or name in only:
-            progress(f"{name}: {case.about}")
-            yield case
 
 
 def settings_json(settings: Any, **more: Any) -> dict[str, Any]:

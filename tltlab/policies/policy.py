@@ -238,6 +238,9 @@ def _between(first: str, second: str) -> Policy:
     return Policy(selector=BegMabSpec(buckets=buckets, reward="relative"), activation=Activation())
 
 
+EXPLORE = "explore"
+"""Name of the shipped policy that tries everything, and of the one on which `tltlab verify --policies` calibrates."""
+
 # The bandits learn from relative rewards: within a rollout the batch only falls, so tokens per second would favour
 # whatever arm ran early. UCB1's textbook exploration of 1 keeps trying arms that are clearly worse; 0.1 is calmer.
 SHIPPED: dict[str, Policy] = {
@@ -266,5 +269,5 @@ SHIPPED: dict[str, Policy] = {
         budget=LengthAwareBudgetSpec(),
         drafters={"suffix": SYSTEM_DRAFTERS["das"]},
     ),
-    "explore": Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8), hold_iterations=10)),
+    EXPLORE: Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8), hold_iterations=10)),
 }

@@ -196,7 +196,7 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     assert text(found).count("epoch") > 4
     (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
     settings = read_settings(baseline.BaselineSettings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])
-    experiment = baseline.run(settings, folder=tmp_path, seed=0, progress=print)
+    experiment = baseline.Baseline(settings, folder=tmp_path, seed=0, progress=print).run()
     assert experiment.rows["system"].tolist() == 2 * names
     assert (experiment.rows[["tokens_per_s", "rollout_s"]] > 0).all(axis=None)
     assert experiment.verdict.startswith("measured here, adaptive drafts (BEG-MAB) roll out ")

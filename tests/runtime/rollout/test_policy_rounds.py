@@ -18,12 +18,12 @@ import pytest
 import tltlab
 from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
-from tltlab.experiments.verify_policies import compared, named_policies, text
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.policy_rounds import all_drafters, explore_all, run_to_verify
+from tltlab.sim.verification.policies import compared, named_policies, text
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
 

@@ -1,8 +1,8 @@
 """`tltlab verify RUN --policies`: does the simulator's order of policies hold on this machine?
 
-A session rolls out each policy for real, round by round (`tltlab.runtime.rollout.policy_rounds`), and every rollout is
-then predicted from a calibration on the session's rollouts under the *other* policies and the exploring one, with its
-own recorded response lengths: it asks whether step times and acceptance are right.
+A session rolls out each policy for real, round by round (`roll_out` of `tltlab.runtime.rollout.policy_rounds`). Each
+rollout is predicted from a calibration on the session's rollouts under the *other* policies and the exploring one, with
+its own recorded response lengths, so the errors are those of step times and acceptance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +24,17 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.policies.specs import CustomSpec
-from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
-from tltlab.sim import Scenario
-from tltlab.sim.verification.rollouts import overhead_s
-from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats
+from tltlab.sim.scenario import Scenario
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart
 from tltlab.traces.trace import Trace, read
 
-from . import Progress
-from .models import folder_or_temporary
+from .rollouts import overhead_s
+from .run_files import InForce, policies_in_force, repeats
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
 WITH_SUFFIX = ("suffix:1", "suffix:8")
-NUM_REPEATED = 2
-"""Rollouts of each round that are done a second time."""
 SAMPLES = 8
 """Sampled simulations per prediction: luck in acceptance moves a single one by some percent."""
 MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
@@ -149,35 +146,23 @@ def named_policies(text: str) -> dict[str, Policy]:
 
 
 def verify_policies(
-    run: Path,
     policies: Mapping[str, Policy],
+    roll_out: Callable[[Path], None],
     *,
-    rounds: int = 5,
     samples: int = SAMPLES,
     seed: int = 0,
     out: Path | None = None,
-    say: Progress = lambda message: None,
 ) -> PolicyVerification:
-    """Roll out each policy once a round on real engines with RUN's model and data, and predict every rollout.
+    """Predict every rollout of a session that `roll_out` records into a folder with these policies, and compare.
 
-    Into `out`, which must not exist yet, goes what ran: a RUN with one RL step per rollout, and `summary.json`. RUN
-    itself stays as it is. Raises ConfigError for what the engines cannot run, RunError where an engine fails.
+    The folder is `out`, which must not exist yet and keeps the session with its `summary.json`, else a temporary one.
     """
-    source = run_to_verify(run)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: choose another --out")
-    with folder_or_temporary(out, "tltlab-verify-") as folder:
-        session = PolicyRounds(source, policies, folder, seed=seed)
-        session.events.watch = say
-        say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
-        with session:
-            session.settle()
-            for number in range(rounds):
-                done = session.round(number, num_repeated=NUM_REPEATED)
-                say(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
-        say("predicting each rollout from those of the other policies")
-        modules = {p.selector.module for p in policies.values() if isinstance(p.selector, CustomSpec)}
-        verification = judge(folder, samples=samples, seed=seed, allow_code=modules)
+    modules = {p.selector.module for p in policies.values() if isinstance(p.selector, CustomSpec)}
+    with nullcontext(out) if out is not None else tempfile.TemporaryDirectory(prefix="tltlab-verify-") as folder:
+        roll_out(Path(folder))
+        verification = judge(Path(folder), samples=samples, seed=seed, allow_code=modules)
         if out is not None:
             write_json(out / "summary.json", verification.json())
     return verification

@@ -1,0 +1,476 @@
+"""Tables and verdicts of the experiments, from simulations of seconds or made-up readings."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from tltlab.bench.published.graph_readings import validation
+from tltlab.bench.runtime.figures import ModeRollout, summarise
+
+from tltlab.errors import ConfigError
+from tltlab.experiments import find, policies
+from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
+from tltlab.experiments.batch_size import verdict as batch_verdict
+from tltlab.experiments.graph_memory import MEASURED_GB, gpu_rows, table_5_errors
+from tltlab.experiments.lossless import Lossless, reward_row
+from tltlab.experiments.lossless import verdict as lossless_verdict
+from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, by_part, judged, measured_rows, verdict
+from tltlab.experiments.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
+from tltlab.experiments.result import ExperimentResult, read_settings
+from tltlab.experiments.staleness import FROZEN, STOPPED, Staleness, kept
+from tltlab.experiments.systems import CHANGES, ONE_STEP_OFF, WHY_NOT, SystemsSettings, policy_of, recipe_for
+from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import load_policy
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+def under_way(name: str, *overrides: str, fast: bool = True, said: Callable[[str], None] = print) -> Any:
+    kind = find(name)
+    settings = read_settings(kind.Settings, kind.FAST if fast else None, overrides)
+    return kind(settings, folder=Path("unused"), seed=0, progress=said)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "facts"),
+    [
+        ("batch-size", ["policy=fixed"], ["policy fixed"]),
+        ("batch-size", ["drafter=crystal-ball"], ["'crystal-ball'", "ngram, suffix"]),
+        ("staleness", ["steps=3", "stop_after=3"], ["steps=3", "stop_after=3"]),
+        ("staleness", ["head=nothing"], ["nothing", "config.json"]),
+        ("graph-memory", ["cap=64"], ["max_batch", "32"]),
+        ("policies", ["simulated=false"], ["models", "simulated=false"]),
+        ("policies", ["only=tinny"], ["'tinny'", "h100-smoke"]),
+        ("systems", ["only=areol"], ["'areol'", "verl"]),
+        ("baseline", ["measured=pyproject.toml", "parts=measured"], ["pyproject.toml"]),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_model_is_made(monkeypatch, name, overrides, facts):
+    monkeypatch.chdir(TRACES.parent)
+    with pytest.raises(ConfigError) as refused:
+        under_way(name, *overrides).run()
+    assert all(fact in str(refused.value) for fact in facts)
+    assert not Path("unused").exists()
+
+
+# graph-memory
+
+
+@pytest.fixture(scope="module")
+def graphs() -> ExperimentResult:
+    return under_way("graph-memory").run()
+
+
+def test_more_memory_for_graphs_never_costs_time_and_exact_plans_are_never_behind(graphs: ExperimentResult):
+    rows = graphs.rows.set_index("plan")
+    exact = rows[rows.index.str.startswith("exact")].sort_values("predicted_gib")
+    assert exact["seconds"].is_monotonic_decreasing
+    released, equal = rows.loc["buckets as released"], rows.loc["exact, memory as released"]
+    assert equal["predicted_gib"] <= released["predicted_gib"]
+    assert equal["seconds"] <= released["seconds"]
+    caps = exact[exact.index.str.endswith("GiB")]
+    # The name has the cap rounded to a tenth of a GiB.
+    assert all(row["predicted_gib"] <= float(str(name).split()[1]) + 0.051 for name, row in caps.iterrows())
+    assert rows.loc["exact, no cap", "over_fastest"] == 0
+    assert rows.loc["no speculation", "seconds"] > rows.loc["single", "seconds"] > rows.loc["naive", "seconds"]
+    assert rows.loc["naive", "graphs"] == 4 * rows.loc["single", "graphs"]
+
+
+def test_the_papers_figures_stand_in_rows_of_their_own_and_nothing_is_called_measured(graphs: ExperimentResult):
+    paper = graphs.rows.dropna(subset="paper_gib")
+    assert dict(zip(paper["plan"].str.split().str[2], paper["paper_gib"], strict=True)) == MEASURED_GB
+    assert paper["predicted_gib"].isna().all()
+    assert graphs.prediction
+    released = [row for row in validation() if row.reading == "shipped strategies, one logits buffer"]
+    assert table_5_errors() == {row.name: pytest.approx(row.error) for row in released if not row.fitted}
+    assert any("-5%" in note and "-29%" in note for note in graphs.notes)
+
+
+def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside(graphs, tmp_path: Path):
+    chains = graphs.rows[graphs.rows["runner"] == "vLLM V2"].set_index("plan")
+    one, apart, bucketed = (chains.loc[f"chains, {p}"] for p in ("one strategy", "every strategy apart", "bucketed"))
+    assert apart["over_single"] > bucketed["over_single"] > one["over_single"] == 1
+    assert apart["graphs"] > bucketed["graphs"] > one["graphs"] > 0
+    plans = {"one strategy": 1.0, "every strategy apart": 3.0, "bucketed": 1.5}
+    engine = {"runner": "V2", "graphs": "planned", "captured": {"full": [[9, 8]], "piecewise": [9, 18]}}
+    rows = [
+        engine | {"plan": plan, "memory": {"predicted_bytes": 2.0 * 2**30, "measured_bytes": gib * 2**30}}
+        for plan, gib in plans.items()
+    ]
+    file = tmp_path / "graphs.json"
+    file.write_text(json.dumps({"part": "graphs", "model": "m", "rows": [*rows, {"plan": "x", "failed": "it died"}]}))
+    found = [(row["measured_gib"], row["over_single"], row["graphs"]) for row in gpu_rows(file)]
+    assert found == [(gib, gib, 3) for gib in plans.values()]
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match=r"graphs\.json"):
+        gpu_rows(file)
+
+
+# baseline
+
+
+def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction():
+    found = under_way("baseline", "parts=predicted", "rl_steps=3").run()
+    assert found.prediction
+    assert set(found.rows["kind"]) == {"predicted"}
+    rows = found.rows.set_index(["setting", "system"])
+    settings = [f"{model} as published, {gpu}" for model in ("7B", "32B") for gpu in ("H100", "A100")]
+    assert found.rows["setting"].drop_duplicates().tolist() == settings
+    for setting in settings:
+        own = rows.loc[setting]
+        assert own.loc["VeRL", "speedup"] == 1
+        assert own.loc["TLT", "speedup"] > own.loc["TLT-Base", "speedup"] > 1 > own.loc["Open-R1", "speedup"]
+        assert own.loc["TLT", "low"] <= own.loc["TLT", "speedup"] <= own.loc["TLT", "high"]
+        assert own.loc["VeRL", "step_s"] / own.loc["TLT", "step_s"] == pytest.approx(own.loc["TLT", "speedup"])
+        assert own.loc["TLT", "paper"] == "1.7-2.1"
+        assert own["paper"].notna().sum() == 1
+    json.dumps(found.json(), allow_nan=False)
+
+
+def bench_result() -> dict[str, Any]:
+    """What `tltlab bench runtime` writes, of three modes."""
+    names = ("off", "suffix 8", "beg-mab")
+    mode = {"epoch": 1, "seconds": 1.0, "tokens_per_s": 100.0, "mean_accept_length": None, "rollouts": 12}
+    judged = {"epoch": 1, "part": "rollout", "measure": "per_plain_second", "ratio": 1.5, "low": 1.4, "high": 1.6}
+    return {
+        "model": "models/tiny", "prompts": 4, "group_size": 4, "max_response_tokens": 64, "policies": {},
+        "judged_by": "per_plain_second",
+        "modes": [mode | {"mode": name} for name in names],
+        "speedups": [
+            *(judged | {"mode": name} for name in names[1:]),
+            *(judged | {"mode": name, "part": "tail", "ratio": 9.0} for name in names[1:]),
+        ],
+        "goals": [{"goal": "times the best static, suffix 8", "mode": "beg-mab", "epoch": 1, "ratio": 1.0, "low": 0.9,
+                   "high": None}],
+    }  # fmt: skip
+
+
+def measured_from(path: Path, text: str) -> ExperimentResult:
+    path.write_text(text)
+    return under_way("baseline", "parts=measured", f"measured={path}").run()
+
+
+def test_a_measurement_is_told_by_its_rollouts_and_a_file_that_is_none_is_refused(tmp_path: Path):
+    found = measured_from(tmp_path / "bench.json", json.dumps(bench_result()))
+    assert found.rows["speedup"].tolist() == [1.0, 1.5, 1.5]
+    assert not found.prediction
+    for fact in ("measured here", "1.50 [1.40, 1.60]", "1.00 (no interval)", "(suffix 8)", "12 rounds"):
+        assert fact in found.verdict
+    for text in ("{}", "[1]", '{"modes": [], "speedups": [], "goals": [], "policies": {}}'):
+        with pytest.raises(ConfigError, match=r"bench\.json"):
+            measured_from(tmp_path / "bench.json", text)
+
+
+def test_both_parts_are_one_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    simulated = pd.DataFrame(
+        {"system": ["verl", "tlt"], "title": ["VeRL", "TLT"], "assumptions": [[], ["one"]], "step_ratio": [1.0, 0.5],
+         "step_ratio_low": [1.0, 0.0], "step_ratio_high": [1.0, 0.8], "ratio_most": 1.0, "ratio_least": 1.0,
+         "ratio": 1.0, "makespan_s": 1.0, "step_s": 2.0, "rollout_share": 0.5, "mean_accept_length": 2.0}
+    )  # fmt: skip
+    also = {"title": ["TLT-Base", "Open-R1"], "system": ["tlt-base", "open-r1"]}
+    simulated = pd.concat([simulated, simulated.assign(**also)])
+    monkeypatch.setattr("tltlab.experiments.baseline.compared", lambda *_: simulated)
+    (tmp_path / "bench.json").write_text(json.dumps(bench_result()))
+    found = under_way("baseline", f"measured={tmp_path / 'bench.json'}", "machines=H100").run()
+    assert found.rows["kind"].tolist() == ["measured"] * 3 + ["predicted"] * 8
+    tlt = found.rows[found.rows["system"] == "TLT"].iloc[0]
+    assert (tlt["speedup"], tlt["low"]) == (2.0, 1.25)
+    assert np.isnan(tlt["high"]), "an interval that reaches no time at all has no end"
+    assert "2.00 to 2.00 under TLT" in found.verdict
+    assert len(found.figure.axes[0].patches) == 11
+
+
+# policies
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, PolicyRegime]:
+    return {regime.name: regime for regime in regimes(TRACES, 2)}
+
+
+@pytest.fixture(scope="module")
+def of_tiny(found: dict[str, PolicyRegime]) -> dict[str, dict]:
+    return {row["policy"]: row for row in judged(found["tiny"], [0])}
+
+
+def test_there_are_at_least_twelve_regimes_and_those_that_change_have_phases(found: dict[str, PolicyRegime]):
+    assert len(found) >= 12
+    assert {"tiny", "gcd-small", "subset-sum-small", "h100-smoke"} <= set(found)
+    for name in ("drafter improves", "drafter goes stale", "machine slows down"):
+        assert len(found[name].phases) == 2
+    wrong = found["costs wrong, dearer"]
+    strategy = wrong.strategies[4]
+    true, told = (costs.iteration(strategy).seconds(4, 0.0) for costs in (wrong.phases[0].costs, wrong.file_costs))
+    assert true == pytest.approx(1.3 * told)
+
+
+def test_selectors_live_through_all_phases():
+    lasting = LastingPolicy(load_policy("adaptive"), 2)
+    built = [lasting.build(np.random.default_rng(i)) for i in range(4)]
+    assert built[0] is built[2]
+    assert built[1] is built[3]
+    assert built[0] is not built[1]
+
+
+def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
+    tiny, rows = found["tiny"], of_tiny
+    assert set(rows) == set(SOURCES)
+    best, seconds = best_fixed(tiny, [0])
+    fixed = {s: tiny.seconds(load_policy(s), 0).sum() for s in tiny.strategies}
+    assert fixed[best] == min(fixed.values())
+    assert rows["none"]["ratio"] == pytest.approx(fixed[tiny.strategies[0]] / seconds[0].sum())
+    assert rows[ORACLE]["over_oracle"] == pytest.approx(1.0)
+    assert rows[ADAPTIVE]["ratio_low"] <= rows[ADAPTIVE]["ratio"] <= rows[ADAPTIVE]["ratio_high"]
+
+
+@pytest.mark.parametrize(("ratios", "words"), [((0.9, 1.01), "it clears"), ((0.9, 1.03), "does not clear")])
+def test_the_verdict_goes_by_the_worst_regime_and_names_who_is_better(ratios: tuple[float, float], words: str):
+    rows = [
+        {"regime": f"r{i}", "policy": name, "ratio": ratio - less, "over_oracle": 1.01}
+        for i, ratio in enumerate(ratios)
+        for name, less in ((ADAPTIVE, 0.0), ("goodput", 0.05))
+    ]
+    text = verdict(pd.DataFrame(rows))
+    assert words in text
+    assert "(r1)" in text
+    assert "goodput" in text
+
+
+def test_no_policy_is_better_than_itself_however_sums_are_rounded():
+    for ratios in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):
+        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in ratios]
+        assert "no other is better on average" in verdict(pd.DataFrame(rows))
+
+
+def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):
+    tiny = found["tiny"]
+    rows = by_part(tiny, [ADAPTIVE, "none"], 0)
+    assert set(rows["part"]) == set(PARTS)
+    decoding = {name: part["seconds"].sum() for name, part in rows.groupby("policy")}
+    took = tiny.seconds(load_policy("none"), 0).sum()
+    assert 0.5 * took < decoding["none"] <= took, "one worker decodes but while it prefills"
+    oracle = sum(tiny.seconds_by_part(None, 0).values())
+    for name, part in rows.groupby("policy"):
+        assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """What `tltlab bench runtime` finds of four modes, of which the adaptive one takes least."""
+    took = {
+        "stock": ("stock", 2.0),
+        "suffix 4": ("static", 1.0),
+        "suffix 8": ("static", 1.25),
+        ADAPTIVE: (ADAPTIVE, 0.9),
+    }
+    rollouts = [
+        ModeRollout(
+            mode=mode, kind=kind, epoch=1, round=n, num_responses=4, seconds=seconds * (1 + n / 50), num_tokens=100,
+            plain_s=2.0, tail_seconds=0.5, tail_tokens=20, tail_plain_s=1.0, num_pairs=0, num_accepted=0,
+            recorder_s=0.0, policy_s=0.0, drafting_s=0.0, processor_s=seconds**2,
+        )
+        for mode, (kind, seconds) in took.items()
+        for n in range(1, 4)
+    ]  # fmt: skip
+    return {"": summarise(rollouts), "uncounted": summarise([replace(r, processor_s=0.0) for r in rollouts])}
+
+
+def test_what_was_measured_is_held_against_the_best_fixed_depth(measured):
+    rows = pd.DataFrame(measured_rows("small", measured[""])).set_index("policy")
+    assert set(rows["best_fixed"]) == {"suffix 4"}
+    assert rows["ratio"].to_dict() == pytest.approx({"stock": 2.0, "suffix 4": 1.0, "suffix 8": 1.25, ADAPTIVE: 0.9})
+    assert rows["ratio_low"][ADAPTIVE] == pytest.approx(0.9)
+    counted = pd.DataFrame(measured_rows("small", measured[""], "processor")).set_index("policy")
+    assert counted["ratio"][ADAPTIVE] == pytest.approx(0.81)
+    assert not measured_rows("small", measured["uncounted"], "processor"), "no time was counted by that clock"
+
+
+@pytest.mark.parametrize("models", [(), ("models/small",)])
+def test_a_whole_run_has_every_policy_in_each_regime_and_model(found, of_tiny, measured, monkeypatch, models):
+    said: list[str] = []
+    monkeypatch.setattr(policies, "regimes", lambda *asked: tuple(found.values()))
+    monkeypatch.setattr(
+        policies, "judged", lambda regime, seeds: [r | {"regime": regime.name} for r in of_tiny.values()]
+    )
+    monkeypatch.setattr(policies, "own_model", lambda model, *_, **__: model)
+    monkeypatch.setattr(policies, "bench_on", lambda *_, **__: measured[""])
+    result = under_way("policies", "only=tiny,gcd-small", f"models={','.join(models)}" if models else "jobs=1",
+                       said=said.append).run()  # fmt: skip
+    predicted = result.rows[result.rows["kind"] == "predicted"]
+    assert set(zip(predicted["regime"], predicted["policy"], strict=True)) == {
+        (regime, policy) for regime in ("tiny", "gcd-small") for policy in SOURCES
+    }
+    assert result.prediction == (not models)
+    assert ("0.900 [0.900, 0.900]" in result.verdict) == bool(models)
+    assert "over 2 regimes" in result.verdict
+    assert [line.split(":")[0] for line in said] == ["gcd-small", "tiny", *models]
+
+
+# batch-size: DEEP and SHALLOW drafts, and a bandit
+
+PLAIN, SHALLOW, DEEP, BANDIT = "none", "ngram:2", "ngram:8", "bandit"
+ARMS = [PLAIN, SHALLOW, DEEP]
+
+
+def visits(batch: int, pace: dict[str, float], picked: str, rounds: int = 8) -> list[dict[str, Any]]:
+    """Rounds in which each arm generates so many tokens per second, give or take one in a hundred."""
+    rng = np.random.default_rng(batch)
+    return [
+        {"batch": batch, "arm": arm, "round": n, "seconds": 1.0, "num_tokens": each, "drafts": 10, "accepted": 20,
+         "pace": np.log(each * rng.normal(1, 0.01)), "ran": Counter({picked if arm == BANDIT else arm: 10})}
+        for n in range(rounds)
+        for arm, each in pace.items()
+    ]  # fmt: skip
+
+
+def test_the_verdict_says_where_drafts_pay_and_what_the_bandit_loses():
+    made = pd.DataFrame(
+        [
+            *visits(1, {PLAIN: 100, SHALLOW: 150, DEEP: 200, BANDIT: 190}, DEEP),
+            *visits(8, {PLAIN: 500, SHALLOW: 600, DEEP: 400, BANDIT: 400}, DEEP),
+            *visits(64, {PLAIN: 900, SHALLOW: 700, DEEP: 500, BANDIT: 900}, PLAIN),
+        ]
+    )
+    rows = table(made, ARMS, BANDIT)
+    of_best = overall(made, BANDIT)
+    assert of_best[0] == pytest.approx((0.95 * 400 / 600) ** (1 / 3), rel=0.01)
+    by_arm = {(row["batch"], row["arm"]): row for row in rows}
+    assert by_arm[1, DEEP]["speedup"] == pytest.approx(2, rel=0.02)
+    assert by_arm[1, DEEP]["low"] < 2 < by_arm[1, DEEP]["high"] * 1.02
+    assert by_arm[8, SHALLOW]["best"]
+    assert not by_arm[8, DEEP]["level"]
+    assert by_arm[8, BANDIT]["of_best"] == pytest.approx(400 / 600, rel=0.02)
+    said = batch_verdict(pd.DataFrame(rows), BANDIT, of_best)
+    for fact in ("batch sizes 1, 8 (ngram:8 at 1: ", "2 of 3 batch sizes", "not at 8 (ngram:8)"):
+        assert fact in said
+    few = pd.DataFrame(visits(1, {PLAIN: 100, SHALLOW: 150, DEEP: 200, BANDIT: 190}, DEEP, rounds=2))
+    said = batch_verdict(pd.DataFrame(table(few, ARMS, BANDIT)), BANDIT, overall(few, BANDIT))
+    assert "too few rounds" in said
+    slow = pd.DataFrame(visits(1, {PLAIN: 100, SHALLOW: 50, DEEP: 20, BANDIT: 19}, DEEP))
+    assert "no draft" in batch_verdict(pd.DataFrame(table(slow, ARMS, BANDIT)), BANDIT, overall(slow, BANDIT))
+
+
+def test_the_best_arm_of_a_round_is_the_one_that_the_other_rounds_name():
+    # By chance each arm wins its own round; chosen in hindsight the bandit would look behind, yet all are alike.
+    lucky = pd.DataFrame(
+        [[1.1 if arm == own else 1.0 for arm in (PLAIN, DEEP, BANDIT)] for own in (PLAIN, DEEP)],
+        columns=[PLAIN, DEEP, BANDIT],
+    )
+    assert of_best_by_round(lucky, BANDIT).tolist() == [0.0, 0.0]
+
+
+def test_an_iteration_that_waited_for_the_machine_counts_little():
+    row = {"drafter": "ngram", "draft_depth": 2, "top_k": 1, "tokens_to_verify": 3}
+    rows = [row | {"duration": 1.0}] * 9 + [row | {"duration": 50.0}, {"draft_depth": 0, "duration": 10.0}]
+    assert seconds_of(rows) == pytest.approx(9 + 3 + 10)
+
+
+# staleness
+
+
+def live(run: str, lengths: Any) -> list[dict[str, Any]]:
+    return [{"run": run, "seed": 0, "rl_step": step, "accept_length": length} for step, length in enumerate(lengths)]
+
+
+def test_what_a_drafter_that_was_left_alone_keeps_is_told_over_the_rl_steps_after_that():
+    noise = np.random.default_rng(0).normal(0, 0.005, (3, 12))
+    rising = 2.0 + 0.1 * np.arange(12)
+    runs = {FROZEN: np.full(12, 2.0), STOPPED: np.minimum(rising, 2.4), "adaptive": rising}
+    rows = pd.DataFrame(
+        [row for each, (run, lengths) in zip(noise, runs.items(), strict=True) for row in live(run, lengths + each)]
+    )
+    late = rows[rows["rl_step"] > 4]
+    assert kept(late, STOPPED).startswith(f"{runs[STOPPED][5:].sum() / rising[5:].sum():.2f} [0.")
+    assert kept(late, FROZEN).startswith(f"{2.0 * 7 / rising[5:].sum():.2f} [0.")
+    assert kept(late.iloc[:0], FROZEN) == "an unknown number of"
+    said = Staleness.verdict(under_way("staleness", "steps=12", "stop_after=4"), rows)
+    assert "first 4 RL steps" in said
+    assert "over 7 RL steps" in said
+    assert "tell little" not in said
+    said = Staleness.verdict(under_way("staleness", "stop_after=1"), rows[rows["rl_step"] < 3])
+    assert "tell little" in said
+
+
+# lossless
+
+
+def test_a_reward_differs_where_its_interval_leaves_out_0():
+    runs = [{"with": {"held_out": 0.5}, "without": {"held_out": each}} for each in (0.4, 0.42, 0.44)]
+    for low, high, said in ((-0.02, 0.18, "no difference"), (0.02, 0.14, "different"), (None, None, "unknown")):
+        row = reward_row("held_out", {"estimate": 0.08, "low": low, "high": high}, runs)
+        assert (row["verdict"], row["samples"], row["with"]) == (said, 3, 0.5)
+        assert row["without"] == pytest.approx(0.42)
+
+
+def test_without_rewards_the_picture_has_the_audited_cases_p_values():
+    rows = pd.DataFrame(
+        [case("no difference", name) | {"p_value": p} for name, p in (("a", 0.4), ("b", None), ("c", 0.01))]
+    )
+    alone = under_way("lossless")
+    alone.rewards = []
+    axes = Lossless.picture(alone, rows).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [0.4, 0.01]
+
+
+def reward(low: float, high: float, verdict: str) -> dict[str, Any]:
+    return {"kind": "reward", "case": "held-out reward at the end", "verdict": verdict, "difference": (low + high) / 2,
+            "low": low, "high": high, "samples": 3}  # fmt: skip
+
+
+def case(verdict: str, name: str = "ngram, depth 1") -> dict[str, Any]:
+    return {"kind": "tokens", "case": name, "verdict": verdict, "detectable": 0.04}
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts"),
+    [
+        ([reward(-0.02, 0.03, "no difference"), case("no difference")], ["no difference was found: held-out", "0.04"]),
+        ([reward(0.01, 0.03, "different"), case("no difference")], ["a difference was found (1 of 2 rows)"]),
+        ([reward(-0.02, 0.03, "no difference"), case("different")], ["0 of 1", "ngram, depth 1 (different)"]),
+        ([reward(-0.02, 0.03, "no difference"), case("not tested")], ["0 of 1", "ngram, depth 1 (not tested)"]),
+        ([reward(-0.02, 0.03, "no difference")], ["+0.005 [-0.020, +0.030] over 3 seeds"]),
+        ([case("not tested")], ["nothing could be told"]),
+    ],
+)
+def test_the_verdict_says_what_differs_or_how_much_would_have_been_seen(rows, facts):
+    assert all(fact in lossless_verdict(rows) for fact in facts)
+
+
+# systems
+
+
+def test_every_system_runs_or_says_why_not():
+    assert not CHANGES.keys() & WHY_NOT.keys()
+    assert CHANGES.keys() | WHY_NOT.keys() == {*SYSTEMS, ONE_STEP_OFF}
+
+
+def test_each_that_runs_is_a_recipe_and_no_two_are_the_same(tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "report.json").write_text(json.dumps({"reward": "a:b"}))
+    (model / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(60)))
+    settings = SystemsSettings(prompts=4, group_size=4, cap=64)
+    recipes = {
+        name: recipe_for(settings, name, model, tmp_path / "head", tmp_path / "runs" / name, 0) for name in CHANGES
+    }
+    assert len((tmp_path / "runs" / "prompts.jsonl").read_text().splitlines()) == 8
+    assert recipes["copris"].rollout.partial.concurrency == 24
+    assert (recipes["areal"].rollout.staleness, recipes[ONE_STEP_OFF].rollout.one_step_off) == (1, True)
+    assert recipes["spec-rl-exact"].rollout.reuse.residual == "exact"
+    drafting = {name for name in CHANGES if policy_of(name) is not None}
+    assert drafting == {"tlt", "tlt-base", "vllm-dynamic", "vllm-static", "das", "seer-drafts", "histospec"}
+    kinds = {name: recipe.drafter.schedule.kind for name, recipe in recipes.items() if recipe.drafter is not None}
+    assert kinds == {"tlt": "always", "vllm-dynamic": "never", "vllm-static": "never"}
+    for name in drafting:
+        assert recipes[name].rollout.policy == str(tmp_path / "runs" / f"{name}.json")
+        policy = recipes[name].read_policy()
+        assert max(s.draft_depth for s in policy.strategies) == recipes[name].rollout.max_draft_depth
+    assert len({recipe.rollout.model_dump_json() for recipe in recipes.values()}) == len(CHANGES)

@@ -1,1 +1,0 @@
-"""Experiments that train on real engines."""
