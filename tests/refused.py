@@ -13,7 +13,7 @@ import pytest
 def refused(
     error: type[BaseException] | tuple[type[BaseException], ...], naming: tuple[object, ...] = ()
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """Expect `error` within, and each of `naming`, as whole words, somewhere in its message; the sentence is free.
+    """Expect `error` within, and each of `naming` somewhere in its message, whole numbers whole; the sentence is free.
 
     >>> with refused(ValueError, naming=("--depth", 9)):
     ...     raise ValueError("--depth is 9: give 1 to 8")
@@ -26,7 +26,7 @@ def refused(
 
 
 def _names(message: str, fact: str) -> bool:
-    """True where `fact` stands in the message and is no piece of a longer word or number."""
+    """True where `fact` begins a word of the message, and ends it where it ends in a digit."""
     before = r"(?<!\w)" if fact[:1].isalnum() else ""
-    after = r"(?!\w)" if fact[-1:].isalnum() else ""
+    after = r"(?!\w)" if fact[-1:].isdigit() else ""
     return re.search(before + re.escape(fact) + after, message) is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refused import refused
 from tltlab.console import made_by, marked_folder, running, sigterm_interrupts, table
 from tltlab.errors import ConfigError, InputError, RunError
 
@@ -72,7 +73,7 @@ def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
     assert (out / "mark.json").read_text() == "second"
     (out / "mark.json").unlink()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"exists and has no mark\.json of ours"), marked_folder(out, "mark.json"):
+    with refused(ConfigError, naming=("mark.json",)), marked_folder(out, "mark.json"):
         pass
     assert (out / "thesis.tex").read_text() == "years of work"
 
@@ -83,7 +84,7 @@ def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Pa
 
     for refusal, known in ((OSError(28, "No space left"), ()), (LibraryError("No space left"), (LibraryError,))):
         with (
-            pytest.raises(RunError, match=r"was not written: .*No space left"),
+            refused(RunError),
             marked_folder(tmp_path / "o", "m", *known),
         ):
             raise refusal
@@ -92,5 +93,5 @@ def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Pa
 
 def test_a_file_in_place_of_a_parent_is_said_before_the_work(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write"), marked_folder(tmp_path / "file" / "out", "mark.json"):
+    with refused(InputError, naming=("cannot",)), marked_folder(tmp_path / "file" / "out", "mark.json"):
         raise AssertionError("the block must not begin")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refused import refused
 from tltlab import files
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import (
@@ -50,14 +51,14 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path):
     path = tmp_path / "new" / "a.json"
     write_json(path, {"rows": 1})
-    with full_disk(), pytest.raises(InputError, match=r"cannot write .*a\.json: File too large"):
+    with full_disk(), refused(InputError, naming=("a.json",)):
         write_json(path, {"rows": list(range(100))})
     assert read_json(path) == {"rows": 1}
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
 def test_what_json_does_not_know_is_not_half_written_and_others_may_read_what_it_knows(tmp_path: Path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with refused(ValueError, naming=("JSON",)):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
     write_json(tmp_path / "a.json", [1])
@@ -81,7 +82,7 @@ def test_a_folder_takes_its_place_whole_and_a_failure_leaves_the_old_one(tmp_pat
 def test_a_folder_that_must_be_new_leaves_what_is_there(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "a").write_text("theirs")
-    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "out", replace=False) as folder:
+    with refused(OSError, naming=("empty",)), new_folder(tmp_path / "out", replace=False) as folder:
         (folder / "a").write_text("ours")
     assert (tmp_path / "out" / "a").read_text() == "theirs"
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
@@ -130,7 +131,7 @@ def test_what_a_killed_writer_left_beside_goes_with_the_next_one_and_the_old_com
 
 def test_a_durable_file_is_whole_and_leaves_nothing_where_the_disk_is_full(tmp_path: Path):
     replace_durably(tmp_path / "cuts.json", b"[1]")
-    with full_disk(), pytest.raises(OSError, match="too large"):
+    with full_disk(), refused(OSError, naming=("large",)):
         replace_durably(tmp_path / "cuts.json", b"[1, 2, 3, 4]")
     assert (tmp_path / "cuts.json").read_bytes() == b"[1]"
     assert [file.name for file in tmp_path.iterdir()] == ["cuts.json"]
@@ -149,16 +150,16 @@ def test_what_is_sealed_is_what_was_written(tmp_path: Path):
     assert read_json(tmp_path / "a.json") == content
     text = (tmp_path / "a.json").read_text()
     (tmp_path / "a.json").write_text(text.replace("2.5", "2.4"))
-    with pytest.raises(ConfigError, match=r"a\.json is not JSON: its sha256 is that of another content"):
+    with refused(ConfigError, naming=("a.json", "JSON", "sha256")):
         read_json(tmp_path / "a.json")
     (tmp_path / "a.json").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="nested too deeply"):
+    with refused(ConfigError):
         read_json(tmp_path / "a.json")
 
 
 def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 1 << 20)
-    with pytest.raises(ConfigError, match=r"cannot read /dev/full: it has more than 1 MiB, the most that is read"):
+    with refused(ConfigError, naming=("/dev/full", "1", "MiB")):
         read_json(Path("/dev/full"))
 
 
@@ -168,9 +169,9 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for_and_another_is_read(
     monkeypatch.setattr(files, "PIPE_S", 0.0)
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match=r"pipe.json: it is a pipe that nobody wrote to within 0 s"):
+    with refused(ConfigError, naming=("0",)):
         read_json(pipe)
-    with pytest.raises(OSError, match="nobody wrote"):
+    with refused(OSError, naming=("nobody",)):
         sha256_of(pipe)
     writer = os.open(pipe, os.O_RDWR)
     os.write(writer, b"[1]")
@@ -182,7 +183,7 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for_and_another_is_read(
 def test_a_text_is_read_up_to_a_size_that_the_message_names(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbf1\n2")
     assert read_text(tmp_path / "a", encoding="utf-8-sig") == "1\n2"
-    with pytest.raises(OSError, match="it has more than 1 MiB, the most that is read"):
+    with refused(OSError, naming=("1", "MiB")):
         read_text(Path("/dev/zero"), 1 << 20)
 
 

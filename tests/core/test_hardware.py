@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
 
@@ -69,30 +70,30 @@ def test_names_are_found_without_case_organisation_or_instruct():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown GPU 'H900'.*H100, H200, A100"):
+    with refused(ConfigError, naming=("H900", "GPU", "H100", "H200", "A100")):
         gpu("H900")
-    with pytest.raises(ConfigError, match=r"unknown model 'gpt-2'.*Qwen2.5-7B"):
+    with refused(ConfigError, naming=("gpt-2", "Qwen2", "5-7B")):
         model("gpt-2")
 
 
 @pytest.mark.parametrize(
     ("name", "tp", "fraction", "message"),
     [
-        ("Llama-3.3-70B", 1, 0.9, r"Llama-3.3-70B needs 131 GiB .* 1 x H100 give 68 GiB"),
-        ("Qwen2.5-7B", 0, 0.9, "memory_fraction"),
-        ("Qwen2.5-7B", 1, 0.0, "memory_fraction"),
-        ("Qwen2.5-7B", 1, 1.1, "memory_fraction"),
+        ("Llama-3.3-70B", 1, 0.9, ("Llama-3", "3-70B", "131", "GiB", "1", "H100", "68")),
+        ("Qwen2.5-7B", 0, 0.9, ("memory_fraction",)),
+        ("Qwen2.5-7B", 1, 0.0, ("memory_fraction",)),
+        ("Qwen2.5-7B", 1, 1.1, ("memory_fraction",)),
     ],
 )
-def test_what_does_not_fit_or_is_no_share_is_refused(name: str, tp: int, fraction: float, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_fit_or_is_no_share_is_refused(name: str, tp: int, fraction: float, message: tuple):
+    with refused(ConfigError, naming=message):
         kv_capacity_tokens(gpu("H100"), model(name), tp, fraction)
 
 
 def test_records_of_ones_own_are_checked():
-    with pytest.raises(ValidationError, match="hbm_bytes_per_s"):
+    with refused(ValidationError, naming=("hbm_bytes_per_s",)):
         Gpu(name="mine", hbm_bytes_per_s=0, peak_flops=1e12, memory_bytes=1e9, link_bytes_per_s=1e9)
-    with pytest.raises(ValidationError, match="multiple of kv_heads"):
+    with refused(ValidationError, naming=("kv_heads",)):
         ModelShape(name="mine", hidden=8, intermediate=8, layers=1, heads=3, kv_heads=2, head_dim=4, vocab=8)
 
 
@@ -143,9 +144,9 @@ def test_the_type_of_a_checkpoint_is_read_off_its_config(quantization: dict[str,
 
 
 def test_a_config_without_what_it_takes_is_refused():
-    with pytest.raises(ConfigError, match="no num_hidden_layers"):
+    with refused(ConfigError, naming=("num_hidden_layers",)):
         ModelShape.from_config({"hidden_size": 8})
-    with pytest.raises(ConfigError, match="quantization 'hqq' is not known"):
+    with refused(ConfigError, naming=("hqq",)):
         ModelShape.from_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}})
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kendalltau, t
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.stats import (
     Interval,
@@ -131,18 +132,18 @@ def test_the_same_seed_gives_the_same_interval():
 @pytest.mark.parametrize(
     ("a", "b", "options", "message"),
     [
-        ([], [], {}, "no pair"),
-        ([1.0], [1.0, 2.0], {}, "one length"),
-        ([[1.0]], [[1.0]], {}, "flat"),
-        ([1.0, math.nan], [1.0, 2.0], {}, "not finite"),
-        ([1.0, 2.0], [1.0, 0.0], {}, "ratio of sums needs"),
-        ([-1.0, 2.0], [1.0, 2.0], {}, "ratio of sums needs"),
-        ([1.0, 2.0], [1.0, 2.0], {"level": 1.0}, "level"),
-        ([1.0, 2.0], [1.0, 2.0], {"num_resamples": 0}, "num_resamples"),
+        ([], [], {}, ("pair",)),
+        ([1.0], [1.0, 2.0], {}, ("length",)),
+        ([[1.0]], [[1.0]], {}, ("flat",)),
+        ([1.0, math.nan], [1.0, 2.0], {}, ("finite",)),
+        ([1.0, 2.0], [1.0, 0.0], {}, ()),
+        ([-1.0, 2.0], [1.0, 2.0], {}, ()),
+        ([1.0, 2.0], [1.0, 2.0], {"level": 1.0}, ("level",)),
+        ([1.0, 2.0], [1.0, 2.0], {"num_resamples": 0}, ("num_resamples",)),
     ],
 )
-def test_bad_input_is_a_sentence(a: object, b: object, options: dict[str, object], message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_input_is_a_sentence(a: object, b: object, options: dict[str, object], message: tuple):
+    with refused(ConfigError, naming=message):
         interval(a, b, **options)
 
 
@@ -161,7 +162,7 @@ def test_one_measurement_has_no_interval_and_is_apart_from_nothing():
 
 def test_an_interval_needs_finite_measurements():
     for values in ([], [1.0, math.nan]):
-        with pytest.raises(ConfigError, match="finite"):
+        with refused(ConfigError, naming=("finite",)):
             mean_interval(values)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tltlab
+from tests.refused import refused
 from tltlab.traces.recorder import Recorder
 
 from . import checker
@@ -19,7 +20,7 @@ def test_a_trace_of_ours_passes_and_one_with_another_bit_does_not(tmp_path: Path
     rows = checker.trace(TINY)
     assert checker.rl_steps(rows) == set(tltlab.read(TINY).rl_steps)
     checker.same(rows, rows, {"tokens": ("token_ids",)})
-    with pytest.raises(checker.Fault, match="tokens is not that of the run"):
+    with refused(checker.Fault):
         checker.same(rows | {"tokens": rows["tokens"][1:]}, rows, {"tokens": ("token_ids",)})
     for name in ("outcomes.parquet", "manifest.json"):
         damaged = Path(shutil.copytree(TINY, tmp_path / name))
@@ -37,18 +38,18 @@ def test_a_recording_that_lost_a_chunk_or_has_one_twice_is_found(tmp_path: Path)
             recorder.append(table, rows)
         recorder.flush()
     checker.killed(tmp_path, 3)
-    with pytest.raises(checker.Fault, match="lost RL steps"):
+    with refused(checker.Fault):
         checker.killed(tmp_path, 4)
     recorder.rewind(2)
-    with pytest.raises(checker.Fault, match="lost RL steps"):
+    with refused(checker.Fault):
         checker.killed(tmp_path, 3)
     folder = tmp_path / "trace.recording"
     first = min(folder.glob("*.arrow"))
     shutil.copy(first, first.with_name(first.name.replace("000000", "000009")))
-    with pytest.raises(checker.Fault, match="twice"):
+    with refused(checker.Fault, naming=("twice",)):
         checker.killed(tmp_path, 2)
     first.write_bytes(first.read_bytes()[:-1])
-    with pytest.raises(checker.Fault, match="not what its name says"):
+    with refused(checker.Fault):
         checker.killed(tmp_path, 2)
 
 
@@ -56,7 +57,7 @@ def test_a_checkpoint_that_is_not_what_was_written_is_found(tmp_path: Path):
     drive(tmp_path, lambda what, value: None)
     assert checker.checkpoints(tmp_path / "checkpoints") == [STEPS - 1, STEPS]
     (tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "state.json").write_bytes(b"1")
-    with pytest.raises(checker.Fault, match="not what was written"):
+    with refused(checker.Fault):
         checker.checkpoints(tmp_path / "checkpoints")
 
 
@@ -70,5 +71,5 @@ def test_requests_without_outcomes_and_tokens_of_another_number_are_found():
         with pytest.raises(checker.Fault, match=said):
             checker.responses(Path("here"), rows | {table: rows[table][1:]})
     rows["tokens"][0]["token_ids"].append(1)
-    with pytest.raises(checker.Fault, match="not as many"):
+    with refused(checker.Fault):
         checker.responses(Path("here"), rows)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.placement import PLACEMENTS, place
@@ -35,9 +36,9 @@ def test_each_placement_splits_the_workload_in_its_way(placement, lengths, promp
 
 def test_recorded_needs_a_worker_for_each_response():
     assert place(requests([1] * 3), 2, "recorded") == [[0, 2], [1]]
-    with pytest.raises(ConfigError, match="no worker for"):
+    with refused(ConfigError):
         place(requests([1] * 4), 2, "recorded")
-    with pytest.raises(ConfigError, match="worker 1 of 1"):
+    with refused(ConfigError, naming=("1",)):
         place(requests([1] * 2), 1, "recorded")
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 import tltlab
+from tests.refused import refused
 from tltlab import NO_SPECULATION, ConfigError, Selector, Strategy
 from tltlab.testing import check_selector
 
@@ -102,19 +103,19 @@ def test_the_package_says_its_version_and_its_names():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: tltlab.simulate(LENGTHS, worker=2), "simulate has no keyword 'worker' (did you mean 'workers'?)"),
-        (lambda: tltlab.simulate(LENGTHS, record_iteration=True), "did you mean 'record_iterations'"),
+        (lambda: tltlab.simulate(LENGTHS, worker=2), ("worker",)),
+        (lambda: tltlab.simulate(LENGTHS, record_iteration=True), ("record_iterations",)),
         (
             lambda: tltlab.compare(LENGTHS, "none", repeat=2),
-            "compare has no keyword 'repeat' (did you mean 'repeats'?)",
+            ("repeat",),
         ),
-        (lambda: tltlab.compare(LENGTHS, "none", cost="cpu-small"), "did you mean 'costs'"),
-        (lambda: tltlab.tune(LENGTHS, trails=3), "tune has no keyword 'trails' (did you mean 'trials'?)"),
-        (lambda: tltlab.what_if(LENGTHS, gpu="8xH100"), "what_if has no keyword 'gpu' (did you mean 'gpus'?)"),
+        (lambda: tltlab.compare(LENGTHS, "none", cost="cpu-small"), ("costs",)),
+        (lambda: tltlab.tune(LENGTHS, trails=3), ("trails",)),
+        (lambda: tltlab.what_if(LENGTHS, gpu="8xH100"), ("gpu", "what_if")),
     ],
 )
-def test_a_misspelt_keyword_is_answered_with_the_nearest(call: Callable[[], object], said: str):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_a_misspelt_keyword_is_answered_with_the_nearest(call: Callable[[], object], said: tuple):
+    with refused(ConfigError, naming=said):
         call()
 
 
@@ -126,13 +127,13 @@ def test_the_contract_takes_a_class_an_instance_or_what_builds_one(source):
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (Misspelt, r"Misspelt raised AttributeError: .*'batsh'; did you mean 'batch'\? \(test_python.py, line \d+\)"),
-        (Late, r"Late raised ValueError: cannot reshape .* \(test_python.py, line \d+\)"),
-        (LateName, r"LateName raised NameError: .*; did you mean 'batch'\? \(test_python.py, line \d+\)"),
+        (Misspelt, ('AttributeError', 'batsh', 'batch', 'test_python')),
+        (Late, ('ValueError', 'test_python')),
+        (LateName, ('LateName', 'NameError', 'batch', 'test_python')),
     ],
 )  # fmt: skip
-def test_what_a_policy_raises_is_one_line_with_its_place(policy: type[Selector], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_what_a_policy_raises_is_one_line_with_its_place(policy: type[Selector], said: tuple):
+    with refused(ConfigError, naming=said):
         tltlab.simulate(LENGTHS, policy, **SETTINGS)
 
 

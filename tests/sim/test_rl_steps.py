@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.costs.stages import STAGES, InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.sim import SimResult, simulate
@@ -325,38 +326,38 @@ def without_responses() -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("simulated", "stages", "options", "message"),
     [
-        (rollouts(), STAGES_OF_TWO, {}, "no rollout"),
-        (rollouts([]), STAGES_OF_TWO, {}, "no workers"),
-        (without_responses(), STAGES_OF_TWO, {}, "without responses"),
-        (rollouts([1.0]), STAGES_OF_TWO.model_copy(update={"reward": None}), {}, "do not know reward"),
-        (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Colocated(gpus_per_worker=3)}, "for 8 GPUs"),
-        (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Separate(train_gpus=4)}, "for 8 GPUs"),
+        (rollouts(), STAGES_OF_TWO, {}, ("rollout",)),
+        (rollouts([]), STAGES_OF_TWO, {}, ("workers",)),
+        (without_responses(), STAGES_OF_TWO, {}, ("responses",)),
+        (rollouts([1.0]), STAGES_OF_TWO.model_copy(update={"reward": None}), {}, ()),
+        (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Colocated(gpus_per_worker=3)}, ("8",)),
+        (rollouts([1.0]), StageCosts(num_gpus=8), {"topology": Separate(train_gpus=4)}, ("8",)),
         # GPUs that all generate cannot train meanwhile.
-        (rollouts([1.0]), STREAM, {"streamed": True}, "take the topology separate"),
+        (rollouts([1.0]), STREAM, {"streamed": True}, ()),
     ],
 )
 def test_what_cannot_be_run_is_refused(simulated, stages, options, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         run_steps(simulated, stages, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("separate", {"max_staleness": -1}, "max_staleness -1"),
-        ("separate", {"gpus_per_worker": 0}, "gpus_per_worker"),
-        ("colocated", {"gpus_per_worker": 0}, "gpus_per_worker"),
-        ("colocated", {"max_staleness": 1}, "separate"),
-        ("hybrid", {}, "hybrid"),
+        ("separate", {"max_staleness": -1}, ("max_staleness", "-1")),
+        ("separate", {"gpus_per_worker": 0}, ("gpus_per_worker",)),
+        ("colocated", {"gpus_per_worker": 0}, ("gpus_per_worker",)),
+        ("colocated", {"max_staleness": 1}, ("separate",)),
+        ("hybrid", {}, ("hybrid",)),
     ],
 )
 def test_impossible_topologies_are_refused(name, wrong, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         load_topology(name, **wrong)
 
 
 def test_topologies_by_name():
     assert load_topology("colocated", gpus_per_worker=2) == Colocated(gpus_per_worker=2)
     assert load_topology("separate", max_staleness=1) == Separate(max_staleness=1)
-    with pytest.raises(ConfigError, match="train_gpus"):
+    with refused(ConfigError, naming=("train_gpus",)):
         Separate(train_gpus=0)

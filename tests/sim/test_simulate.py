@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.refused import refused
 from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.calibration.api import calibrate
 from tltlab.costs.base import CalibratedRange
@@ -77,7 +78,7 @@ def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
     again = simulate(trace, fixed(), acceptance_spread=0.8, workers=1, **how).rollouts[0]
     alone = apart.rollouts[0]
     assert again.finish_s == pytest.approx(alone.finish_s)
-    with pytest.raises(ConfigError, match="acceptance_spread is in logits"):
+    with refused(ConfigError, naming=("acceptance_spread",)):
         SimulationConfig(acceptance_spread=-1.0)
 
 
@@ -294,28 +295,28 @@ def test_plain_decoding_ignores_acceptance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": 0}, "workers"),
-        ({"mode": "exact"}, "mode"),
-        ({"placement": "nearest"}, "no placement named 'nearest'"),
-        ({"rl_steps": [7]}, "rl_step"),
-        ({"acceptance": "trace"}, r"acceptance\.parquet"),
-        ({"decision_block": 0}, "decision_block"),
-        ({"costs": {"kind": "linear", "base_s": 1e-3}}, "per_request_s"),
+        ({"workers": 0}, ("workers",)),
+        ({"mode": "exact"}, ("mode",)),
+        ({"placement": "nearest"}, ("nearest",)),
+        ({"rl_steps": [7]}, ("rl_step",)),
+        ({"acceptance": "trace"}, ("acceptance.parquet",)),
+        ({"decision_block": 0}, ("decision_block",)),
+        ({"costs": {"kind": "linear", "base_s": 1e-3}}, ("per_request_s",)),
         (
             {"trace": lengths(21), "costs": ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30})},
-            r"kv_capacity_tokens = 30 .* alone needs 31",
+            ("kv_capacity_tokens", "30", "31"),
         ),
-        ({"max_response_tokens": 0}, "max_response_tokens"),
-        ({"policy": Rogue()}, "not among its strategies"),
-        ({"trace": log_normal(prompts=1, rl_steps=1)}, "num_workers"),
+        ({"max_response_tokens": 0}, ("max_response_tokens",)),
+        ({"policy": Rogue()}, ()),
+        ({"trace": log_normal(prompts=1, rl_steps=1)}, ("num_workers",)),
         (
             {"trace": TRACE.replace(outcomes=TRACE.outcomes[TRACE.outcomes["rl_step"] == 0])},
-            "rl_step 1 has no outcomes",
+            ("rl_step", "1"),
         ),
     ],
 )
-def test_bad_input_is_a_sentence(options: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_input_is_a_sentence(options: dict[str, Any], message: tuple):
+    with refused(ConfigError, naming=message):
         simulate(**{"trace": TRACE} | options)
 
 
@@ -344,21 +345,21 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "4,1"}, "three whole numbers"),
-        ({"strategy": "4,1,9", "acceptance": "constant:2"}, "has 5 tokens to verify"),
-        ({"strategy": "4,1,5", "policy": "fixed"}, "exclude each other"),
-        ({"sd_threshold": 4, "policy": "beg-mab"}, "its own activation"),
-        ({"sd_threshold": -1}, "counts requests"),
-        ({"policy": "no-such-policy"}, "no-such-policy"),
-        ({"rl_steps": "5:9"}, "none of these"),
-        ({"topology": "separate"}, "give --stages"),
-        ({"gpus_per_worker": 4}, "give --stages"),
-        ({"max_staleness": 1}, "give --stages"),
+        ({"strategy": "4,1"}, ()),
+        ({"strategy": "4,1,9", "acceptance": "constant:2"}, ("5",)),
+        ({"strategy": "4,1,5", "policy": "fixed"}, ()),
+        ({"sd_threshold": 4, "policy": "beg-mab"}, ()),
+        ({"sd_threshold": -1}, ("requests",)),
+        ({"policy": "no-such-policy"}, ("no-such-policy",)),
+        ({"rl_steps": "5:9"}, ()),
+        ({"topology": "separate"}, ("--stages",)),
+        ({"gpus_per_worker": 4}, ("--stages",)),
+        ({"max_staleness": 1}, ("--stages",)),
     ],
 )
-def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any], message: str):
+def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any], message: tuple):
     folder = TRACE.write(tmp_path / "trace")
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         command(trace=folder, **options)
 
 
@@ -383,7 +384,7 @@ def test_the_command_simulates_whole_rl_steps(tmp_path: Path, capsys: pytest.Cap
     options = {"topology": "separate", "max_staleness": 1, "as_json": True}
     command(tmp_path / "t", costs="cpu-small", stages="cpu-small", **options)
     assert json.loads(capsys.readouterr().out)["step_s"] < whole["step_s"]
-    with pytest.raises(ConfigError, match="no topology named 'moon'"):
+    with refused(ConfigError, naming=("moon",)):
         command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="moon")
 
 
@@ -397,7 +398,7 @@ def test_a_lower_cap_cuts_what_is_longer():
 
 def test_a_simulation_never_replaces_a_recording(tmp_path: Path):
     folder = TRACE.write(tmp_path / "trace")
-    with pytest.raises(ConfigError, match="must not replace"):
+    with refused(ConfigError):
         command(folder, costs="cpu-small", out=folder)
     assert read(folder).manifest.kind == TRACE.manifest.kind
     command(folder, costs="cpu-small", out=tmp_path / "out")
@@ -442,7 +443,7 @@ def test_what_a_run_accepted_is_what_its_simulation_takes_and_says(tmp_path: Pat
     assert "cpu-small; measured in the trace's iterations (ngram)" in capsys.readouterr().out
     tuned = tune(run, TuneConfig(costs=COSTS, trials=0, repeats=1))
     assert {s.drafter for s in tuned.policy.strategies if s.speculates} <= {"ngram"}
-    with pytest.raises(ConfigError, match=r"no acceptance is known: .* nor iterations that speculated"):
+    with refused(ConfigError):
         simulate(TRACE, fixed(), costs=COSTS)
 
 

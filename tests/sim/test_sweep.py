@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from bench.simulator import COSTS, example_bandit, random_tables
+from tests.refused import refused
 from tltlab.calibration.api import calibrate
 from tltlab.errors import ConfigError, InputError
 from tltlab.lengths.generate import log_normal
@@ -58,7 +59,7 @@ def test_a_local_cluster_is_one_of_its_own_whoever_elses_runs_on_the_machine(
         raise ConnectionError("it does not start")
 
     monkeypatch.setattr("ray.init", init)
-    with pytest.raises(ConfigError, match="it does not start"):
+    with refused(ConfigError):
         sweep(scenario, random_tables(1), ray_address="local")
     assert asked == ["local"], "Ray takes None for any cluster that it finds"
 
@@ -95,7 +96,7 @@ def test_a_list_goes_by_the_names_of_what_is_in_it(scenario: Scenario):
         "Halving", "none", "ngram:2",
     }  # fmt: skip
     assert set(compare(scenario, "none, beg-mab")["policy"]) == {"none", "beg-mab"}
-    with pytest.raises(ConfigError, match="policy Halving is given twice"):
+    with refused(ConfigError):
         compare(scenario, [Halving, Halving(2)])
 
 
@@ -116,33 +117,33 @@ def test_a_trace_is_given_by_its_path_too():
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: simulate(TINY, 7), "7 is no policy: give a name, a file"),
-        (lambda: simulate(TINY, int), "int is no policy: it is not a subclass"),
-        (lambda: simulate(TINY, {"kind": "beg-map"}), "selector: kind is 'beg-map', there are"),
-        (lambda: simulate(TINY, Halving("8")), r"policy Halving raised TypeError: .* \(test_sweep.py, line"),
-        (lambda: simulate(None, "none"), "got None for a trace"),
-        (lambda: compare(TINY, 3), "3 are no policies"),
-        (lambda: tune(3), "got 3 for a trace"),
-        (lambda: tune([]), "no trace to tune on"),
+        (lambda: simulate(TINY, 7), ("7",)),
+        (lambda: simulate(TINY, int), ()),
+        (lambda: simulate(TINY, {"kind": "beg-map"}), ("beg-map",)),
+        (lambda: simulate(TINY, Halving("8")), ("TypeError", "test_sweep")),
+        (lambda: simulate(None, "none"), ()),
+        (lambda: compare(TINY, 3), ("3",)),
+        (lambda: tune(3), ("3",)),
+        (lambda: tune([]), ()),
     ],
 )
-def test_what_is_no_policy_or_no_trace_is_a_sentence(call: Callable[[], object], complaint: str):
-    with pytest.raises(InputError, match=complaint):
+def test_what_is_no_policy_or_no_trace_is_a_sentence(call: Callable[[], object], complaint: tuple):
+    with refused(InputError, naming=complaint):
         call()
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [({"jobs": 0}, "jobs"), ({"repeats": 0}, "repeats"), ({"baseline": "tlt"}, "baseline 'tlt'")],
+    [({"jobs": 0}, ("jobs",)), ({"repeats": 0}, ("repeats",)), ({"baseline": "tlt"}, ("tlt",))],
 )
-def test_bad_input_is_a_sentence(scenario: Scenario, options: dict, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+def test_bad_input_is_a_sentence(scenario: Scenario, options: dict, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         compare(scenario, random_tables(2), **options)
-    with pytest.raises(ConfigError, match="no policy"):
+    with refused(ConfigError, naming=("policy",)):
         sweep(scenario, {})
 
 
 @pytest.mark.engine
 def test_an_unknown_cluster_is_a_sentence(scenario: Scenario):
-    with pytest.raises(ConfigError, match="no Ray cluster at 'nonsense://x'"):
+    with refused(ConfigError, naming=("nonsense://x",)):
         sweep(scenario, random_tables(2), jobs=2, ray_address="nonsense://x")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from bench.app import app
 from bench.vllm import own_tests
 from bench.vllm.own_tests import ExpectedDifference, Outcome, differences, outcomes_of, run_vllm_tests, text
+from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 
 
@@ -67,16 +68,16 @@ def test_an_explanation_is_of_one_outcome_and_one_side():
 @pytest.mark.parametrize(
     ("there", "sentence"),
     [
-        ((), "has no tests/conftest.py: give the folder that vLLM's sdist unpacks to"),
-        (("tests/conftest.py", "pyproject.toml", "tests/v1"), "has the tests of vLLM 0.1.0, and vLLM"),
+        ((), ("tests/conftest",)),
+        (("tests/conftest.py", "pyproject.toml", "tests/v1"), ("0", "1")),
     ],
 )
-def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[str, ...], sentence: str):
+def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[str, ...], sentence: tuple):
     for name in there:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "PKG-INFO").write_text("Name: vllm\nVersion: 0.1.0\n")
-    with pytest.raises(ConfigError, match=sentence):
+    with refused(ConfigError, naming=sentence):
         run_vllm_tests(tmp_path, tests=["tests/v1"], progress=print)
 
 
@@ -110,7 +111,7 @@ def test_tests_that_cannot_be_collected_are_an_error(tmp_path: Path, monkeypatch
         (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "vllm" / f"{name}.py").write_text(source_text)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
-    with pytest.raises(RunError, match=r"vLLM as it is: pytest could not run .*: .*no_such_module_anywhere"):
+    with refused(RunError, naming=("no_such_module_anywhere",)):
         run_vllm_tests(source, tests=["tests/v1"], progress=print)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tltlab
+from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.by_request import (
     CurveAcceptance,
@@ -105,12 +106,12 @@ def test_a_model_without_differences_answers_request_by_request():
 @pytest.mark.parametrize("model", [CURVES, load_acceptance("seer-siblings")], ids=["curves", "siblings"])
 def test_it_reads_back_from_its_file_and_knows_chains_only(model, tmp_path: Path):
     assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
-    with pytest.raises(ConfigError, match="tree"):
+    with refused(ConfigError, naming=("tree",)):
         survival(model, Strategy("ngram", 4, 2, 8))
 
 
 def test_an_unknown_drafter_is_refused():
-    with pytest.raises(ConfigError, match="no drafter 'other', only learned, ngram"):
+    with refused(ConfigError, naming=("other",)):
         survival(CURVES, Strategy.chain("other", 2))
 
 
@@ -126,7 +127,7 @@ def test_an_unknown_drafter_is_refused():
     ],
 )
 def test_nonsense_is_refused(value):
-    with pytest.raises(ConfigError, match="acceptance: "):
+    with refused(ConfigError, naming=("acceptance",)):
         load_acceptance(value)
 
 
@@ -143,11 +144,11 @@ def test_a_walk_goes_from_draft_to_draft():
 
 
 def test_a_walk_refuses_what_was_not_recorded():
-    with pytest.raises(ConfigError, match="goes to depth 8"):
+    with refused(ConfigError, naming=("8",)):
         walked_drafts(table([[1]]), depth=9)
-    with pytest.raises(ConfigError, match="at least 1"):
+    with refused(ConfigError, naming=("1",)):
         walked_drafts(table([[1]]), depth=0)
-    with pytest.raises(TraceError, match=r"got 9, outside \[0, max_depth = 8\]"):
+    with refused(TraceError, naming=("9", "[0", "max_depth", "8]")):
         walked_drafts(table([[1, 9]]), depth=4)
 
 
@@ -198,7 +199,7 @@ def test_a_recording_whose_batches_do_not_follow_from_its_lengths_is_left_out():
 
 
 def test_a_recording_that_accepted_more_than_was_drafted_is_refused():
-    with pytest.raises(TraceError, match=r"holds 4, outside \[0, 3\]"):
+    with refused(TraceError, naming=("4", "[0", "3]")):
         recorded_drafts(recording([None, [0, 4, 0]], [3, 3], [3, 9, 9]))
 
 
@@ -237,13 +238,13 @@ def test_a_fit_finds_the_siblings_that_made_the_drafts():
 
 def test_fits_refuse_too_little_and_the_impossible():
     drafts = drawn(CurveAcceptance(curves={"ngram": CURVE}), 4, 20)
-    with pytest.raises(ConfigError, match=r"10 drafts .* at least 32"):
+    with refused(ConfigError, naming=("10", "32")):
         fit_siblings(drafts.head(10), "ngram")
-    with pytest.raises(ConfigError, match="finished siblings"):
+    with refused(ConfigError, naming=("finished",)):
         fit_siblings(drafts.drop(columns="num_siblings"), "ngram")
     for wrong in (5, -1):
         drafts.loc[3, "accepted"] = wrong
-        with pytest.raises(ConfigError, match=rf"accepted {wrong} .* outside \[0, 4\]"):
+        with refused(ConfigError, naming=("accepted", wrong)):
             fit_siblings(drafts, "ngram")
 
 
@@ -298,5 +299,5 @@ def test_a_spread_over_batch_sizes_is_one_of_each_band():
 
 
 def test_requests_that_differ_already_are_not_spread_again():
-    with pytest.raises(ConfigError, match="'siblings' tells requests apart already"):
+    with refused(ConfigError, naming=("siblings",)):
         spread_over_requests(load_acceptance("seer-siblings"), 0.5)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.acceptance.base import AcceptanceModel, GeometricAcceptance, RequestAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import load_acceptance
@@ -113,13 +114,13 @@ def test_the_assumption_gives_the_published_step_from_base_to_adaptive():
     [{"untrained": 0.4, "floor": 0.5}, {"untrained": 1.5}, {"age_steps": 0}, {"updates_to_train": -1}, {"floor": -0.1}],
 )
 def test_nonsense_is_refused(settings: dict[str, float]):
-    with pytest.raises(ConfigError, match="freshness"):
+    with refused(ConfigError, naming=("freshness",)):
         load_acceptance({"kind": "fresh", "base": {"kind": "geometric", "alpha": 0.5}, "freshness": settings})
 
 
 def test_nothing_scales_from_a_level_of_zero():
     model = wrapped(freshness=Freshness(untrained=0, floor=0), measured={"age": 0, "updates": 0})
-    with pytest.raises(ConfigError, match="is 0"):
+    with refused(ConfigError, naming=("0",)):
         model.at_freshness(DrafterState())
 
 
@@ -154,16 +155,16 @@ def test_what_did_not_vary_has_no_effect_and_is_said():
 
 
 def test_a_trace_with_one_age_cannot_be_fitted():
-    with pytest.raises(ConfigError, match="needs several"):
+    with refused(ConfigError, naming=("several",)):
         fit_freshness(recorded([3], [7]), "learned")
-    with pytest.raises(ConfigError, match="needs several"):
+    with refused(ConfigError, naming=("several",)):
         fit_freshness(recorded([0, 1], [7]), "other")
 
 
 def test_acceptance_outside_the_draft_is_refused():
     table = recorded([0, 1], [7], tokens=3)
     table.at[1, "accept_if_drafted"] = [0, 7, 1]
-    with pytest.raises(TraceError, match=r"7 is outside \[0, max_depth = 6\]"):
+    with refused(TraceError, naming=("7", "[0", "max_depth", "6]")):
         fit_freshness(table, "learned")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import Freshness
@@ -272,7 +273,7 @@ def test_one_batch_size_leaves_terms_unknown():
     assert found.cross_validation.empty
     assert found.held_out_error is None
     assert any("per_request_s is not identified" in note for note in found.costs.notes)
-    with pytest.raises(ConfigError, match="per_request_s"):
+    with refused(ConfigError, naming=("per_request_s",)):
         found.costs.iteration(NO_SPECULATION)
 
 
@@ -300,26 +301,26 @@ def test_verification_without_drafting_leaves_drafting_unknown():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"seconds": 0.0}, "row 0: seconds is 0.0"),
-        ({"batch": 1.5}, "row 0: batch is 1.5"),
-        ({"tokens_to_verify": 0}, "row 0: tokens_to_verify is 0"),
-        ({"context_tokens": "many"}, "row 0: context_tokens is 'many'"),
-        ({"draft_depth": -1}, "row 0: draft_depth is -1"),
+        ({"seconds": 0.0}, ("0",)),
+        ({"batch": 1.5}, ("0", "1", "5")),
+        ({"tokens_to_verify": 0}, ("0", "tokens_to_verify")),
+        ({"context_tokens": "many"}, ("many", "0", "context_tokens")),
+        ({"draft_depth": -1}, ("0", "draft_depth", "-1")),
     ],
 )
-def test_values_that_are_no_measurements_are_refused(change: dict[str, object], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_values_that_are_no_measurements_are_refused(change: dict[str, object], said: tuple):
+    with refused(ConfigError, naming=said):
         checked(grid(LINEAR).assign(**change))
 
 
 def test_a_table_without_a_column_or_a_row_is_refused(tmp_path: Path):
     grid(LINEAR).drop(columns="seconds").to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(ConfigError, match=r"t.csv: no column seconds among batch, tokens_to_verify"):
+    with refused(ConfigError, naming=("tokens_to_verify",)):
         read_step_times(tmp_path / "t.csv")
-    with pytest.raises(ConfigError, match="no rows"):
+    with refused(ConfigError, naming=("rows",)):
         checked(grid(LINEAR).iloc[:0])
     (tmp_path / "t.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"t\.parquet"):
+    with refused(ConfigError, naming=("t.parquet",)):
         read_step_times(tmp_path / "t.parquet")
 
 
@@ -348,7 +349,7 @@ def test_the_command_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture
     assert shown["cross_validation"][-1]["num_sums"] is None
     same_times(load_costs(tmp_path / "costs.json"), ROOFLINE, rel=0.02, at=MEASURED)
     grid(ROOFLINE).to_csv(tmp_path / "no-steps.csv", index=False)
-    with pytest.raises(ConfigError, match="no column rl_step"):
+    with refused(ConfigError, naming=("rl_step",)):
         command(tmp_path / "no-steps.csv", tmp_path / "again.json", rl_steps="0")
     for options in ({"acceptance_out": tmp_path / "a.json"}, {"stages_out": tmp_path / "s.json"}, {"rl_steps": "7"}):
         with pytest.raises(ConfigError):
@@ -388,7 +389,7 @@ def test_acceptance_that_grows_with_siblings_is_found():
 
 def test_acceptance_parquet_alone_tells_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     annotated().write(tmp_path / "trace")
-    with pytest.raises(ConfigError, match="leave --out away"):
+    with refused(ConfigError, naming=("--out",)):
         command(tmp_path / "trace", tmp_path / "costs.json")
     shown = written(tmp_path, capsys, tmp_path / "trace", out=None, acceptance_out=tmp_path / "a.json")
     assert (shown["costs"], shown["out"]) == (None, None)
@@ -419,9 +420,9 @@ def test_what_a_trace_does_not_tell_about_acceptance_is_refused(tmp_path: Path, 
         with pytest.raises(ConfigError, match=said):
             fit_kind(trace, kind)
     log_normal(prompts=2).write(tmp_path / "lengths")
-    with pytest.raises(ConfigError, match="nothing was speculated"):
+    with refused(ConfigError):
         command(tmp_path / "lengths", None, acceptance_out=tmp_path / "a.json")
-    with pytest.raises(ConfigError, match="nothing to fit"):
+    with refused(ConfigError):
         command(tmp_path / "lengths")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tests.refused import refused
 from tltlab.calibration.api import calibrate
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise, fit_noise
@@ -46,13 +47,13 @@ def test_too_little_data_says_nothing():
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"ratios": (1.5, 0.5)}, "ascend"),
-        ({"ratios": (1.0, 1.5)}, "mean 1"),
-        ({"ratios": (1.0,), "blocks": (Block(iterations=4, share=0.7), Block(iterations=16, share=0.7))}, "more than"),
+        ({"ratios": (1.5, 0.5)}, ("ascend",)),
+        ({"ratios": (1.0, 1.5)}, ("1",)),
+        ({"ratios": (1.0,), "blocks": (Block(iterations=4, share=0.7), Block(iterations=16, share=0.7))}, ("more",)),
     ],
 )
-def test_what_is_no_noise_is_refused(fields: dict[str, object], what: str):
-    with pytest.raises(ValidationError, match=what):
+def test_what_is_no_noise_is_refused(fields: dict[str, object], what: tuple):
+    with refused(ValidationError, naming=what):
         IterationNoise.model_validate(fields)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refused import refused
 from tltlab.cli.calibrate import hardware
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import profile_costs, profiles
@@ -113,21 +114,21 @@ def test_calibration_takes_the_same_files_and_keeps_known_names(tmp_path: Path):
     assert own.model.experts == 128
     assert hardware("H100", "Qwen/Qwen2.5-7B-Instruct", 1).model == "Qwen2.5-7B"
     config.write_text("{}")
-    with pytest.raises(ConfigError, match="no hidden_size"):
+    with refused(ConfigError, naming=("hidden_size",)):
         hardware("H100", str(config), 1)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vllm:H100", "give ENGINE:GPUS:MODEL"),
-        ("vllm:H900:Llama-3.1-8B", "unknown GPU 'H900'"),
-        ("vllm:H100:gpt-2", "unknown model 'gpt-2'"),
-        ("vllm:H100:Llama-3.1-8B:fp3", "no type 'fp3'.*bf16, fp8"),
-        ("vllm:H100:Llama-3.3-70B", "needs 131 GiB"),
-        ("vlm:H100:Llama-3.1-8B", "ENGINE:GPUS:MODEL with one of vllm"),
+        ("vllm:H100", ("ENGINE:GPUS:MODEL",)),
+        ("vllm:H900:Llama-3.1-8B", ("H900", "GPU")),
+        ("vllm:H100:gpt-2", ("gpt-2",)),
+        ("vllm:H100:Llama-3.1-8B:fp3", ("fp3", "bf16", "fp8")),
+        ("vllm:H100:Llama-3.3-70B", ("131", "GiB")),
+        ("vlm:H100:Llama-3.1-8B", ("ENGINE:GPUS:MODEL",)),
     ],
 )
-def test_what_is_not_known_is_refused(name: str, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_not_known_is_refused(name: str, message: tuple):
+    with refused(ConfigError, naming=message):
         load_costs(name)

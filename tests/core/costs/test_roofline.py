@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.roofline import Constants, RooflineCosts
@@ -117,20 +118,20 @@ def test_an_iteration_with_prompts_is_no_slower_than_both_apart_and_no_faster_th
 def test_speculation_that_was_not_identified_is_refused():
     plain_only = COSTS.model_copy(update={"constants": TRUE.model_copy(update={"sd_base_s": None, "sd_idle_s": None})})
     plain_only.iteration(NO_SPECULATION)
-    with pytest.raises(ConfigError, match="sd_base_s"):
+    with refused(ConfigError, naming=("sd_base_s",)):
         plain_only.iteration(TREE)
-    with pytest.raises(ConfigError, match="sd_idle_s"):
+    with refused(ConfigError, naming=("sd_idle_s",)):
         plain_only.iteration(NO_SPECULATION, drafter_loaded=True)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"gpu": "H900"}, "unknown GPU 'H900'"), ({"model": "gpt-2"}, "unknown model 'gpt-2'"), ({"tp": 0}, "tp"),
-     ({"constants": TRUE.model_dump() | {"memory_efficiency": 1.2}}, "memory_efficiency"),
-     ({"constants": TRUE.model_dump() | {"step_s": -1e-3}}, "step_s")],
+    [({"gpu": "H900"}, ('H900', 'GPU')), ({"model": "gpt-2"}, ('gpt-2',)), ({"tp": 0}, ('tp',)),
+     ({"constants": TRUE.model_dump() | {"memory_efficiency": 1.2}}, ('memory_efficiency',)),
+     ({"constants": TRUE.model_dump() | {"step_s": -1e-3}}, ('step_s',))],
 )  # fmt: skip
-def test_a_file_that_makes_no_sense_is_refused(change: dict[str, object], named: str):
-    with pytest.raises(ConfigError, match=named):
+def test_a_file_that_makes_no_sense_is_refused(change: dict[str, object], named: tuple):
+    with refused(ConfigError, naming=named):
         load_costs(COSTS.model_dump() | change)
 
 

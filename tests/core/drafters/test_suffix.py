@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.drafters.base import Draft
 from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError
@@ -490,20 +491,20 @@ def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"scopes": ()}, "each once, got \\[\\]"),
-        ({"scopes": ("group", "group")}, "each once, got"),
-        ({"scopes": ("row",)}, "request, group, problem, global"),
-        ({"window": 0}, "at least 1 response, or none for all, got 0"),
-        ({"min_match": 3, "max_match": 2}, "got 3 and 2"),
-        ({"max_draft": 0}, "max_draft must be at least 1, got 0"),
-        ({"min_token_prob": 1.5}, "from 0 to 1, got 1.5"),
-        ({"length": "long"}, "depth, match, doubling, got 'long'"),
-        ({"match_factor": 0.0}, "above 0, got 0.0"),
-        ({"history_mib": 0}, "above 0 MiB, or none for no bound, got 0"),
+        ({"scopes": ()}, ("[]",)),
+        ({"scopes": ("group", "group")}, ()),
+        ({"scopes": ("row",)}, ()),
+        ({"window": 0}, ("1", "0")),
+        ({"min_match": 3, "max_match": 2}, ("3", "2")),
+        ({"max_draft": 0}, ("max_draft", "1", "0")),
+        ({"min_token_prob": 1.5}, ("0", "1", "5")),
+        ({"length": "long"}, ("long",)),
+        ({"match_factor": 0.0}, ("0",)),
+        ({"history_mib": 0}, ("0", "MiB")),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, complaint):
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(ConfigError, naming=complaint):
         SuffixDrafter(**wrong)
 
 

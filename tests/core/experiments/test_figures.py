@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from tltlab.bench.published.graph_readings import validation
-from tltlab.bench.runtime.figures import ModeRollout, summarise
 
+from bench.runtime.figures import ModeRollout, summarise
+from tests.core.planning.graph_readings import validation
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.experiments import find, policies
 from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
@@ -110,7 +111,7 @@ def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside
     found = [(row["measured_gib"], row["over_single"], row["graphs"]) for row in gpu_rows(file)]
     assert found == [(gib, gib, 3) for gib in plans.values()]
     file.write_text("{}")
-    with pytest.raises(ConfigError, match=r"graphs\.json"):
+    with refused(ConfigError, naming=("graphs.json",)):
         gpu_rows(file)
 
 
@@ -165,7 +166,7 @@ def test_a_measurement_is_told_by_its_rollouts_and_a_file_that_is_none_is_refuse
     for fact in ("measured here", "1.50 [1.40, 1.60]", "1.00 (no interval)", "(suffix 8)", "12 rounds"):
         assert fact in found.verdict
     for text in ("{}", "[1]", '{"modes": [], "speedups": [], "goals": [], "policies": {}}'):
-        with pytest.raises(ConfigError, match=r"bench\.json"):
+        with refused(ConfigError, naming=("bench.json",)):
             measured_from(tmp_path / "bench.json", text)
 
 

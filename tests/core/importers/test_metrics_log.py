@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.max_entropy import max_entropy_lengths
@@ -104,7 +105,7 @@ def test_commands_read_a_log_as_a_trace(verl_log, capsys):
     assert trace.rl_steps == [1, 2, 3, 4]
     assert "maximum-entropy" in trace.manifest.notes
     assert "maximum-entropy" in capsys.readouterr().err
-    with pytest.raises(TraceError, match="not JSON"):
+    with refused(TraceError, naming=("JSON",)):
         read(write(verl_log.parent / "x.log", "nothing"))
 
 
@@ -340,20 +341,20 @@ def test_event_files_of_tensorboard_are_read(tmp_path):
 def test_event_files_without_their_reader_are_refused_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "tensorboard.backend.event_processing.event_file_loader", None)
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
+    with refused(ConfigError):
         import_dump(tmp_path, form="metrics")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("no metrics here", "not JSON"),
-        ("step:1 - timing_s/gen:3.0", "no RL step says how long its responses were"),
-        ("step:1 - response_length/mean:950.0 - response_length/max:900.0", "RL step 1 is left out"),
+        ("no metrics here", ("JSON",)),
+        ("step:1 - timing_s/gen:3.0", ()),
+        ("step:1 - response_length/mean:950.0 - response_length/max:900.0", ("1",)),
     ],
 )
 def test_a_log_that_tells_nothing_is_refused(tmp_path, text, says):
-    with pytest.raises(TraceError, match=says):
+    with refused(TraceError, naming=says):
         import_dump(write(tmp_path / "x.log", text))
 
 
@@ -378,7 +379,7 @@ def test_without_a_longest_lengths_are_exponential():
 
 def test_figures_that_contradict_each_other_have_no_lengths():
     for options in ({"mean": 5.0, "least": 6, "most": 9}, {"mean": 10.0, "most": 9}, {"mean": 1.0, "most": 9}):
-        with pytest.raises(ValueError, match="mean of"):
+        with refused(ValueError, naming=("mean",)):
             max_entropy_lengths(4, **options)
 
 

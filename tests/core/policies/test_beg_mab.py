@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.state import StepOutcome, StepState
@@ -158,7 +159,7 @@ def test_a_restored_bandit_decides_identically(story, reward):
 
 
 def test_the_state_of_other_arms_is_refused():
-    with pytest.raises(ConfigError, match="ngram:4"):
+    with refused(ConfigError, naming=("ngram:4",)):
         bandit([(1, [D8, D4])]).load_state_dict(bandit([(1, [D8, D2])]).state_dict())
 
 
@@ -186,7 +187,7 @@ def test_with_a_learned_plain_rate_no_speculation_is_tried_first_in_each_bucket(
 
 
 def test_a_learned_plain_rate_needs_a_plain_arm_where_there_is_a_choice():
-    with pytest.raises(ConfigError, match="bucket from batch 9 has no such arm"):
+    with refused(ConfigError, naming=("9",)):
         bandit([(1, [D8, NO_SPECULATION]), (9, [D2, D1])], reward="relative")
     bandit([(1, [D8, NO_SPECULATION]), (9, [D2])], reward="relative")
     bandit([(1, [D8, D4])], reward="relative", plain_rate={1: 100.0})
@@ -208,25 +209,25 @@ def test_the_papers_grouping_keeps_strategies_with_equal_tokens_together():
 
 
 def test_the_papers_grouping_needs_a_threshold_per_group_and_says_what_it_got():
-    with pytest.raises(ConfigError, match=r"got 4 of the former \(48, 32, 16, 8\) and 2 of the latter \(1, 5\)"):
+    with refused(ConfigError, naming=("4", "48", "32", "16", "8", "2", "1", "5")):
         paper_buckets(TREES, [1, 5])
 
 
 @pytest.mark.parametrize(
     ("buckets", "settings", "message"),
     [
-        ([], {}, "either buckets"),
-        ([(1, [])], {}, "no strategies"),
-        ([(5, [D8]), (5, [D4])], {}, "ascend strictly, got 5, 5"),
-        ([(1, [D8, D8])], {}, "given twice"),
-        ([(1, [D8])], {"epsilon": 1.5}, "between 0 and 1, got 1.5"),
-        ([(1, [D8])], {"window": 0}, "window must be at least 1, got 0"),
-        ([(1, [D8])], {"tries": 0}, "tries must be at least 1 and at most the window, 300, got 0"),
-        ([(1, [D8])], {"tries": 301}, "got 301"),
+        ([], {}, ("buckets",)),
+        ([(1, [])], {}, ("strategies",)),
+        ([(5, [D8]), (5, [D4])], {}, ("5",)),
+        ([(1, [D8, D8])], {}, ("given",)),
+        ([(1, [D8])], {"epsilon": 1.5}, ("0", "1", "5")),
+        ([(1, [D8])], {"window": 0}, ("1", "0")),
+        ([(1, [D8])], {"tries": 0}, ("1", "300", "0")),
+        ([(1, [D8])], {"tries": 301}, ("301",)),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(buckets, settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         bandit(buckets, **settings)
 
 

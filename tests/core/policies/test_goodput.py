@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
@@ -135,25 +136,25 @@ def test_what_it_learned_survives_json_and_belongs_to_its_drafters():
     keep(policy, CHAINS[3], 0.3, times=20)
     again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert [again.tokens(s) for s in CHAINS] == [policy.tokens(s) for s in CHAINS]
-    with pytest.raises(ConfigError, match="'ngram': 8"):
+    with refused(ConfigError, naming=("ngram", "8")):
         goodput(CHAINS[0]).load_state_dict(policy.state_dict())
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 0}, "window must be at least 1"),
-        ({"epsilon": 1.5}, "are probabilities"),
-        ({"prior": float("nan")}, "are probabilities"),
+        ({"window": 0}, ("1",)),
+        ({"epsilon": 1.5}, ("probabilities",)),
+        ({"prior": float("nan")}, ("probabilities",)),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         goodput(**settings)
 
 
 def test_what_it_cannot_judge_is_refused():
-    with pytest.raises(ConfigError, match="is a tree"):
+    with refused(ConfigError):
         goodput(Strategy("eagle", 4, 2, 8))
-    with pytest.raises(ConfigError, match="no per_token_s"):
+    with refused(ConfigError, naming=("per_token_s",)):
         Goodput(CHAINS, COSTS.model_copy(update={"per_token_s": None}), rng=np.random.default_rng(0))

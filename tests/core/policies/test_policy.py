@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
@@ -257,9 +258,9 @@ def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
 
 
 def test_settings_are_checked_in_python_too_and_a_policy_is_frozen():
-    with pytest.raises(ValidationError, match="ascend strictly"):
+    with refused(ValidationError, naming=("strictly",)):
         TableSpec(rows=(TableRow(min_batch=4, strategy=D4), TableRow(min_batch=4, strategy=D2)))
-    with pytest.raises(ValidationError, match="given twice"):
+    with refused(ValidationError, naming=("given",)):
         ExploreSpec(strategies=(D4, D4))
     with pytest.raises(ValidationError):
         SHIPPED["fixed"].version = 2
@@ -432,7 +433,7 @@ def test_parts_left_out_of_a_tree_are_every_node():
     assert Strategy.parse("learned:2x2") == Strategy("learned", 2, 2, 7)
     assert Strategy.parse("learned:2x4/21").tokens_to_verify == 21
     for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8,4,48", "learned:2x4/22"):
-        with pytest.raises(ConfigError, match=r"is no strategy|21 nodes at most"):
+        with refused(ConfigError):
             Strategy.parse(text)
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.report.page import POLICY, render
@@ -185,7 +186,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_not_there_end_with_two(tmp_pa
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="another --port"):
+        with refused(ConfigError, naming=("--port",)):
             Server(Runs(tmp_path), taken.getsockname()[1])
     code, _, err = command("ui", tmp_path / "nowhere")
     assert code == 2

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.lengths.generate import log_normal
 from tltlab.report.perfetto import to_perfetto, write_perfetto
@@ -116,9 +117,9 @@ def test_all_rl_steps_lie_one_after_the_other():
 
 
 def test_a_trace_without_times_cannot_be_drawn():
-    with pytest.raises(TraceError, match="simulate it first"):
+    with refused(TraceError):
         timeline(log_normal(prompts=2, rl_steps=1))
-    with pytest.raises(TraceError, match="simulate the trace first"):
+    with refused(TraceError):
         timeline(log_normal(prompts=2, rl_steps=1), rl_step=0)
 
 
@@ -166,9 +167,9 @@ def test_the_default_is_the_rl_step_of_median_rollout_time_that_both_traces_have
     longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
     assert (median_step(longer), median_step(longer, shorter)) == (1, 0)
     assert "RL step 1" in timeline(longer).axes[0].get_title(loc="left")
-    with pytest.raises(TraceError, match=r"no RL step 2: it has 0\.\.0"):
+    with refused(TraceError, naming=("2", "0..0")):
         timeline(longer, compare=shorter, rl_step=2)
-    with pytest.raises(TraceError, match="no RL step in common"):
+    with refused(TraceError):
         timeline(longer.select([1]), compare=shorter)
 
 
@@ -221,7 +222,7 @@ def test_kinds_that_meet_on_a_lane_keep_apart_in_grey(meet):
 
 
 def test_another_format_is_refused():
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+    with refused(ConfigError):
         timeline(recorded(), out="picture.gif")
 
 

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.refused import refused
 from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
@@ -385,10 +386,10 @@ def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
         save_figure(make(), tmp_path / f"{name}.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert data_uri(make(), most_svg_bytes=0).startswith("data:image/png;base64,")
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+    with refused(ConfigError):
         save_figure(figures[0](), tmp_path / "one.pdf")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write"):
+    with refused(InputError, naming=("cannot",)):
         save_figure(figures[0](), tmp_path / "file" / "one.png")
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recovery import repair
@@ -131,10 +132,10 @@ def test_a_live_recorder_takes_rl_steps_back(tmp_path):
 @pytest.mark.parametrize("how", ["killed", "closed"])
 def test_rl_steps_that_are_missing_are_named(tmp_path, how):
     left(tmp_path / "t", 3, how=how)
-    with pytest.raises(RunError, match="lacks RL step 3"):
+    with refused(RunError, naming=("3",)):
         Recorder.reopen(tmp_path / "t", MANIFEST, 5)
     assert Recorder.reopen(tmp_path / "t", MANIFEST, 3).snapshot().rl_steps == [0, 1, 2]
-    with pytest.raises(RunError, match="nothing is recorded there"):
+    with refused(RunError):
         Recorder.reopen(tmp_path / "none", MANIFEST, 1)
 
 
@@ -142,7 +143,7 @@ def test_a_damaged_chunk_counts_as_not_there(tmp_path):
     left(tmp_path / "t", 4, how="killed")
     (chunk,) = (tmp_path / "t.recording").glob("000002-*.arrow")
     chunk.write_bytes(chunk.read_bytes()[:50])
-    with pytest.raises(RunError, match="lacks RL step 2"):
+    with refused(RunError, naming=("2",)):
         Recorder.reopen(tmp_path / "t", MANIFEST, 4)
     with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
         record(recorder, [2])
@@ -178,7 +179,7 @@ def test_a_recording_whose_manifest_is_damaged_goes_on_under_the_runs_own_and_sa
 def test_the_trace_of_another_run_is_refused(tmp_path):
     for how in ("killed", "closed"):
         left(tmp_path / how, 2, how=how)
-        with pytest.raises(ConfigError, match="its seed is 3, this run's 4"):
+        with refused(ConfigError, naming=("3", "4")):
             Recorder.reopen(tmp_path / how, MANIFEST.model_copy(update={"seed": 4}), 1)
 
 
@@ -302,7 +303,7 @@ def test_what_engines_of_a_run_recorded_at_once_is_one_trace(tmp_path, capsys):
     # The others stand for themselves: a later run, and the second engine.
     assert read(tmp_path / "x-3").rl_steps == [0]
     assert read(tmp_path / "x-1").manifest.num_workers == 1
-    with pytest.raises(TraceError, match=r"holds several traces: name one, such as .*/x$"):
+    with refused(TraceError, naming=("/x",)):
         read(tmp_path)
 
 
@@ -314,7 +315,7 @@ def test_a_folder_of_nothing_else_is_the_trace_of_its_engines(tmp_path):
     assert trace.path is None
     (tmp_path / "other").mkdir()
     assert read(tmp_path).rl_steps == [0, 1]
-    with pytest.raises(TraceError, match=r"no manifest\.json"):
+    with refused(TraceError, naming=("manifest.json",)):
         read(tmp_path / "other")
 
 
@@ -338,5 +339,5 @@ def test_traces_of_other_models_are_not_put_together(tmp_path):
     engine(tmp_path / "x", (0, 0.0, [5]))
     engine(tmp_path / "x-1", (0, 0.0, [5]), model="another")
     assert read(tmp_path / "x").manifest.num_workers == 1
-    with pytest.raises(TraceError, match=r"is of another, .* of m: two runs"):
+    with refused(TraceError):
         together([read(tmp_path / "x"), read(tmp_path / "x-1")])

@@ -12,6 +12,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
@@ -153,7 +154,7 @@ def test_the_default_cases_bring_every_two_values_together():
 
 @pytest.mark.parametrize("given", ["max_num_seqs", "=3", "speculative_config=ngram"])
 def test_engine_settings_that_are_none_are_refused(given: str):
-    with pytest.raises(ConfigError, match=r"--vllm"):
+    with refused(ConfigError, naming=("--vllm",)):
         vllm_settings([given])
 
 

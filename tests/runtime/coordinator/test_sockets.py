@@ -12,6 +12,7 @@ import time
 import pytest
 import zmq
 
+from tests.refused import refused
 from tltlab.coordination.agent import Hold
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.messages import Kill, StopTraining, Train, WorkerReport
@@ -250,7 +251,7 @@ def test_a_device_is_not_given_to_a_trainer_whose_order_has_changed(cluster):
     assert client.order == Hold()
     assert client.trainer(None)
     client.close()
-    with pytest.raises(RunError, match="was closed"):
+    with refused(RunError, naming=("closed",)):
         client.requests(0, True)
 
 
@@ -262,7 +263,7 @@ def test_a_server_that_takes_over_stops_everybody_and_goes_on_under_a_higher_ter
     begin(first, workers, 0)
     train(workers, 1, 2, rl_step=0)
     first.close()
-    with pytest.raises(RunError, match="was closed"):
+    with refused(RunError, naming=("closed",)):
         first.rollout_ended(0)
     assert workers[1].training, "the trainers do not notice"
     second = CoordinatorServer(first.config, first.endpoint, 4, killed.append, take_over=True)
@@ -284,9 +285,9 @@ def test_a_server_whose_thread_failed_says_so_at_the_next_call_and_another_one_r
     begin(server, workers, 0)
     workers[1].step_s = 60.0
     train(workers, 1, rl_step=0)
-    with pytest.raises(RunError, match=r"worker coordinator failed.*no such process"):
+    with refused(RunError):
         server.rollout_ended(0)
-    with pytest.raises(RunError, match="no such process"):
+    with refused(RunError):
         server.rollout_started(1)
     killed = []
     config = server.config.model_copy(update={"yield_timeout_s": 30.0})
@@ -437,17 +438,17 @@ def test_only_workers_with_their_own_key_are_heard_also_on_this_machine(endpoint
 @pytest.mark.parametrize(
     ("endpoint", "message"),
     [
-        ("tcp://*:5555", "other machines can reach the coordinator"),
-        ("tcp://10.0.0.1:5555", "other machines can reach the coordinator"),
-        ("tcp://node7:5555", "or CURVE keys"),
-        ("inproc://here", "give ipc://PATH or tcp://HOST:PORT"),
-        ("127.0.0.1:5555", "give ipc://PATH or tcp://HOST:PORT"),
+        ("tcp://*:5555", ()),
+        ("tcp://10.0.0.1:5555", ()),
+        ("tcp://node7:5555", ("CURVE",)),
+        ("inproc://here", ("ipc://PATH", "tcp://HOST:PORT")),
+        ("127.0.0.1:5555", ("ipc://PATH", "tcp://HOST:PORT")),
     ],
 )
 def test_an_address_that_other_machines_can_reach_needs_keys(endpoint, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         CoordinatorServer(CoordinatorConfig(), endpoint, 2, lambda worker: None)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, naming=message):
         CoordinatorClient(endpoint, 0)
 
 
@@ -458,10 +459,10 @@ def test_an_address_on_this_machine_needs_none(endpoint):
 
 def test_an_address_in_use_and_keys_for_other_workers_are_refused():
     server = CoordinatorServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 2, lambda worker: None)
-    with pytest.raises(RunError, match=r"cannot listen at tcp://127\.0\.0\.1"):
+    with refused(RunError, naming=("tcp://127.0.0.1",)):
         CoordinatorServer(CoordinatorConfig(), server.endpoint, 2, lambda worker: None)
     server.close()
-    with pytest.raises(ConfigError, match="3 workers' keys for 2 workers"):
+    with refused(ConfigError, naming=("3", "2")):
         CoordinatorServer(CoordinatorConfig(), None, 2, lambda worker: None, make_keys(3)[0])
 
 
@@ -479,7 +480,7 @@ def test_a_server_that_hangs_while_it_ends_a_process_is_left_behind(monkeypatch,
     begin = time.perf_counter()
     server.close()
     assert time.perf_counter() - begin < 120.0
-    with pytest.raises(RunError, match="was closed"):
+    with refused(RunError, naming=("closed",)):
         server.rollout_ended(0)
     second = CoordinatorServer(config, server.endpoint, 1, lambda worker: None, take_over=True)
     assert second.rollout_ended(0) < 30.0

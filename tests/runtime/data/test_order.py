@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder, prompt_batch
 
@@ -73,7 +74,7 @@ def test_an_excluded_prompt_keeps_its_turn_in_the_epoch():
     assert (0, first) not in held_up
 
 
-@pytest.mark.parametrize(("num_prompts", "seed", "complaint"), [(9, 0, "num_prompts 8"), (8, 1, "seed 0")])
-def test_an_order_does_not_go_on_over_other_data_or_with_another_seed(num_prompts: int, seed: int, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+@pytest.mark.parametrize(("num_prompts", "seed", "complaint"), [(9, 0, ("num_prompts", "8")), (8, 1, ("0",))])
+def test_an_order_does_not_go_on_over_other_data_or_with_another_seed(num_prompts: int, seed: int, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         DataOrder(num_prompts, seed).load_state_dict(DataOrder(8, seed=0).state_dict())

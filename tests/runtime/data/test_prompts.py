@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.data import prompts
 from tltlab.runtime.data.prompts import load_prompts, read_prompts, rows_of_file
@@ -94,14 +95,14 @@ def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path):
     for folder in (str(tmp_path / "files"), str(tmp_path / "saved")):
         assert [p.answer for p in load_prompts(folder, config, Words())] == ["1"]
         assert [p.answer for p in load_prompts(folder, config, Words(), split="test")] == ["2"]
-        with pytest.raises(ConfigError, match=r"train.*test"):
+        with refused(ConfigError, naming=("train",)):
             load_prompts(folder, config, Words(), split="validation")
 
 
 def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="nobody/nothing is not in the cache, and HF_HUB_OFFLINE forbids"):
+    with refused(ConfigError, naming=("nobody/nothing", "HF_HUB_OFFLINE")):
         load_prompts("nobody/nothing", DataConfig(train="x", subset="main"), Words())
 
 
@@ -112,7 +113,7 @@ def test_a_dotted_column_is_a_field_of_a_struct(tmp_path: Path, kind: str):
     names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
     (prompt,) = load_prompts(source, DataConfig(train="x", **names), Words())
     assert (prompt.text, prompt.answer) == ("a bb", "7")
-    with pytest.raises(ConfigError, match=r"'reward_model.truth'.*extra.q.text, reward_model.ground_truth"):
+    with refused(ConfigError, naming=("reward_model", "ground_truth")):
         load_prompts(source, DataConfig(train="x", **names | {"answer_column": "reward_model.truth"}), Words())
 
 
@@ -153,29 +154,29 @@ def test_a_list_of_messages_is_a_chat_whose_last_question_is_the_text(tmp_path: 
         == "system : be kind ; user : hello ; assistant : bb ; user : a ; assistant :"
     )
     assert prompt.text == "a"
-    with pytest.raises(ConfigError, match=r"list of messages: set data\.chat = true"):
+    with refused(ConfigError, naming=("data.chat",)):
         load_prompts(source, DataConfig(train="x"), chat_tokenizer)
 
 
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [
-        (["hello"], "message that is not"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "message that is not"),
-        ([{"role": "system", "content": "be kind"}], "no message of the user"),
-        ([{"role": "tool", "content": "a"}, {"role": "user", "content": "a"}], "no tools here"),
-        ({"role": "user"}, "has a dict where"),
+        (["hello"], ()),
+        ([{"role": "user", "content": [{"type": "text"}]}], ()),
+        ([{"role": "system", "content": "be kind"}], ()),
+        ([{"role": "tool", "content": "a"}, {"role": "user", "content": "a"}], ()),
+        ({"role": "user"}, ()),
     ],
 )
-def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any, complaint: str):
-    with pytest.raises(ConfigError, match=f"line 1: .*{complaint}"):
+def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         loaded(tmp_path, [{"prompt": prompt, "answer": "1"}], chat_tokenizer, chat=True)
 
 
 def test_a_chat_needs_a_template_and_a_system_needs_a_chat(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no chat template: set data\.chat = false"):
+    with refused(ConfigError, naming=("data.chat",)):
         loaded(tmp_path, ROWS, chat=True)
-    with pytest.raises(ConfigError, match=r"set data\.chat = true"):
+    with refused(ConfigError, naming=("data.chat",)):
         loaded(tmp_path, ROWS, system="be kind")
 
 
@@ -183,14 +184,14 @@ def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(
     tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ messages[0]['content'] + 1 }}")
-    with pytest.raises(ConfigError, match="the model's chat template refuses the prompt"):
+    with refused(ConfigError):
         loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
 
 
 @pytest.mark.parametrize("column", ["prompt", "prompt_id"])
 def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
     row = {"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}
-    with pytest.raises(ConfigError, match=f"line 1: column '{column}' has half a surrogate pair"):
+    with refused(ConfigError, naming=(column,)):
         loaded(tmp_path, [row])
 
 
@@ -199,30 +200,30 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
     found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
     assert ([p.prompt_id for p in found.prompts], found.num_dropped) == (["1"], 1)
     assert read_prompts(source, DataConfig(train="x"), Words()).num_dropped == 0
-    with pytest.raises(ConfigError, match="all 1 prompts have more than 1 tokens, the shortest 2"):
+    with refused(ConfigError, naming=("1", "2")):
         loaded(tmp_path, ROWS[:1], max_prompt_tokens=1)
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"prompt": "a"}\n', "line 1 has no column 'answer'; it has prompt"),
+        ('{"prompt": "a"}\n', ("answer", "1")),
         (
             '{"prompt": "a", "answer": "1"}\n\n{"prompt": "a", "answer": null}\n',
-            "line 3 has nothing in column 'answer'",
+            ("answer", "3"),
         ),
-        ('{"prompt": "a", "answer": "1"}\n{\n', "line 2 is not JSON"),
-        ("[1]\n", "line 1 is not a JSON object"),
-        ("", "no rows"),
-        ('{"prompt": " ", "answer": "1"}\n', "line 1: the prompt .* is empty"),
-        ('{"prompt": 3, "answer": "1"}\n', "has a int where a text"),
-        ('{"prompt": "a", "answer": "1", "prompt_id": "x"}\n' * 2, "'x' is not unique: line 1 and line 2"),
+        ('{"prompt": "a", "answer": "1"}\n{\n', ("2", "JSON")),
+        ("[1]\n", ("1", "JSON")),
+        ("", ("rows",)),
+        ('{"prompt": " ", "answer": "1"}\n', ("1",)),
+        ('{"prompt": 3, "answer": "1"}\n', ()),
+        ('{"prompt": "a", "answer": "1", "prompt_id": "x"}\n' * 2, ("x", "1", "2")),
     ],
 )
-def test_a_broken_data_file_is_refused_with_its_fault(tmp_path: Path, text: str, complaint: str):
+def test_a_broken_data_file_is_refused_with_its_fault(tmp_path: Path, text: str, complaint: tuple):
     path = tmp_path / "data.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(ConfigError, naming=complaint):
         load_prompts(str(path), DataConfig(train="x"), Words())
 
 
@@ -242,5 +243,5 @@ def test_a_missing_data_file_is_named(tmp_path: Path, name: str):
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompts, "MOST_JSON_BYTES", 2 << 20)
     (tmp_path / "a.jsonl").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="a line has more than 2 MiB, the most that is read"):
+    with refused(ConfigError, naming=("2", "MiB")):
         list(rows_of_file(tmp_path / "a.jsonl"))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, write_data
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
@@ -196,10 +197,10 @@ def test_a_file_that_is_damaged_or_has_no_room_is_one_sentence(tmp_path: Path):
     data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
     write_data(path, data)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"data-0.safetensors does not hold what the drafter's trainer learns from"):
+    with refused(ConfigError, naming=("data-0",)):
         read_data(path)
     before = path.read_bytes()
-    with largest_file(100), pytest.raises(RunError, match="cannot write what it trains on"):
+    with largest_file(100), refused(RunError):
         write_data(path, data)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
@@ -151,7 +152,7 @@ def test_training_goes_on_from_its_state_bit_by_bit(tmp_path: Path):
 def test_the_state_of_another_head_is_refused(tmp_path: Path):
     state = training(tmp_path).state_dict()
     state.pop("exp_avg.fc.weight")
-    with pytest.raises(ConfigError, match=r"exp_avg\.fc\.weight"):
+    with refused(ConfigError, naming=("exp_avg.fc.weight",)):
         training(tmp_path).load_state_dict(state)
 
 
@@ -217,7 +218,7 @@ def test_three_bad_updates_in_a_row_end_training_with_a_sentence_and_the_last_go
         made.update([sequence(50 + n)])
     for n in range(MAX_BAD - 1):
         assert made.update([broken(sequence(n))]).skipped
-    with pytest.raises(RunError, match="the drafter is back at update 5"):
+    with refused(RunError, naming=("5",)):
         made.update([broken(sequence(9))])
     after = made.state_dict()
     assert made.skipped == MAX_BAD

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
@@ -104,7 +105,7 @@ def test_where_told_to_stop_it_stops_with_a_sentence_and_the_engine_is_none_the_
         generate(engine)
     assert not engine.llm.llm_engine.has_unfinished_requests()
     assert engine.control.live == {}
-    with pytest.raises(RunError, match="has collapsed"):
+    with refused(RunError, naming=("collapsed",)):
         generate(engine)
     engine.update_draft_weights(good.items(), [0.9] * 4)
     assert texts(generate(engine)) == plain
@@ -134,7 +135,7 @@ def test_weights_are_swapped_between_iterations_and_nothing_is_lost(
 
 def test_a_broken_prediction_swaps_nothing(engine: Engine, bad: Weights, plain: list[list[int]]):
     updates = engine.drafter_report().updates
-    with pytest.raises(ConfigError, match="must be chances"):
+    with refused(ConfigError):
         engine.update_draft_weights(bad.items(), [float("nan")])
     generate(engine)
     report = engine.drafter_report()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.refused import refused
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
@@ -84,22 +85,22 @@ def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engi
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        (requests(1, 5, prompt_tokens=CONTEXT), "does not fit the engine's context of 96"),
-        ([*requests(1, 5), *requests(1, 5)], "the same key"),
+        (requests(1, 5, prompt_tokens=CONTEXT), ("96",)),
+        ([*requests(1, 5), *requests(1, 5)], ()),
     ],
 )
-def test_requests_that_cannot_be_told_apart_or_have_no_room_are_refused(engine: Engine, asked: list, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+def test_requests_that_cannot_be_told_apart_or_have_no_room_are_refused(engine: Engine, asked: list, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         engine.generate(asked, rl_step=0, temperature=0.9)
 
 
 @pytest.mark.parametrize(
     ("bad", "complaint"),
-    [({"prompt_token_ids": [1, 999]}, "out of vocabulary"), ({"max_response_tokens": 0}, "at least 1")],
+    [({"prompt_token_ids": [1, 999]}, ()), ({"max_response_tokens": 0}, ("1",))],
 )
-def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad: dict, complaint: str):
+def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad: dict, complaint: tuple):
     fine = request("fine", 0, [1, 5], 30)
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(ConfigError, naming=complaint):
         engine.generate([fine, replace(fine, key=(0, "bad", 0, 0), **bad)], rl_step=0, temperature=0.9)
     (other,) = engine.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
     assert len(other.token_ids) == 4
@@ -117,7 +118,7 @@ def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine)
 
 
 def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: Engine):
-    with pytest.raises(ConfigError, match="no learned drafter"):
+    with refused(ConfigError):
         engine.update_draft_weights([])
 
 
@@ -148,9 +149,9 @@ def test_a_transfer_that_is_cut_off_leaves_an_engine_that_says_so_until_all_has_
             if number == 0:
                 narrow.weights.start()
             narrow.weights.load(bucket=asdict(bucket))
-            with pytest.raises(EngineDied, match="in part only: their transfer was cut off"):
+            with refused(EngineDied):
                 texts()
-            with pytest.raises(EngineDied, match="in part only"):
+            with refused(EngineDied):
                 narrow.update_weights(good.items(), 2)
         assert number > 3, "the test needs several buckets"
         narrow.weights.finish("1")
@@ -164,10 +165,10 @@ def test_a_transfer_that_is_cut_off_leaves_an_engine_that_says_so_until_all_has_
         buckets = slots.filled(good.items())
         narrow.weights.start()
         narrow.weights.load(bucket=asdict(next(buckets)))
-        with pytest.raises(RunError, match="ended before bucket 1"):
+        with refused(RunError, naming=("1",)):
             narrow.weights.finish("4")
         # Layers of which nothing came would be what they were.
-        with pytest.raises(EngineDied, match="ended before bucket 1"):
+        with refused(EngineDied, naming=("1",)):
             texts()
         for bucket in buckets:
             narrow.weights.load(bucket=asdict(bucket))
@@ -186,7 +187,7 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
 
     monkeypatch.setattr(scheduler, "update_from_output", dies)
     narrow.set_policy(None)
-    with pytest.raises(EngineDied, match=r"lost 2 of 5 responses.*MemoryError") as caught:
+    with refused(EngineDied, naming=("2", "5", "MemoryError")) as caught:
         narrow.generate([*requests(3, 5), *requests(2, 60, rl_step=1)], rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in caught.value.responses] == [5, 5, 5]
     assert caught.value.lost == [(1, "p0", 0, 0), (1, "p0", 1, 0)]
@@ -195,19 +196,19 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
 @pytest.mark.parametrize(
     ("name", "rows", "why"),
     [
-        ("no.such.weight", 64, "no module or parameter named"),
-        ("model.layers.1.mlp.down_proj.weight", 5, "exceeds dimension size"),
-        ("model.layers.0.self_attn.k_proj.weight", 64, "got 4096 of its"),
+        ("no.such.weight", 64, ()),
+        ("model.layers.1.mlp.down_proj.weight", 5, ()),
+        ("model.layers.0.self_attn.k_proj.weight", 64, ("4096",)),
     ],
 )
-def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engine, name: str, rows: int, why: str):
+def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engine, name: str, rows: int, why: tuple):
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
     narrow._death = narrow.weights.unusable = ""
-    with pytest.raises(ConfigError, match="got none"):
+    with refused(ConfigError, naming=("none",)):
         narrow.update_weights([], 1)
-    with pytest.raises(RunError, match=f"left with half of them .*{why}"):
+    with refused(RunError, naming=why):
         narrow.update_weights([(name, torch.zeros(rows, 64))], 1)
-    with pytest.raises(EngineDied, match="start another"):
+    with refused(EngineDied, naming=("another",)):
         narrow.generate(requests(1, 2), rl_step=0, temperature=0.9)
 
 
@@ -222,15 +223,15 @@ class Settled:
 
 
 def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+    with refused(ConfigError, naming=("pipeline_parallel_size=2",)):
         Engine(str(random_model), vllm_args={"pipeline_parallel_size": 2})
-    with pytest.raises(ConfigError, match="data_parallel_size=2"):
+    with refused(ConfigError, naming=("data_parallel_size=2",)):
         Engine(str(random_model), vllm_args={"data_parallel_size": 2})
     monkeypatch.setattr("vllm.LLM", Settled)
-    with pytest.raises(ConfigError, match="turns asynchronous scheduling off"):
+    with refused(ConfigError):
         Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot start"):
+    with refused(ConfigError, naming=("cannot",)):
         Engine(str(tmp_path / "nothing"), max_draft_depth=0)

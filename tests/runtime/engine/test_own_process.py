@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
@@ -94,7 +95,7 @@ def test_its_learned_drafter_is_watched_as_well(engine: Engine, good: Weights, b
     assert asdict(report)["positions"]["suffix"]["drafted"][0] > 0
     engine.guard_drafter(watch.model_copy(update={"on_collapse": "stop"}))
     engine.update_draft_weights(bad.items(), [0.8] * 4)
-    with pytest.raises(RunError, match="has collapsed"):
+    with refused(RunError, naming=("collapsed",)):
         generate(engine)
     engine.update_draft_weights(good.items())
     assert texts(generate(engine)) == expected
@@ -122,13 +123,13 @@ def test_its_hidden_states_are_taken_there(engine: Engine, random_model: Path, t
 
 
 def test_what_cannot_travel_is_refused(engine: Engine):
-    with pytest.raises(ConfigError, match="the sink, which must go there, cannot"):
+    with refused(ConfigError):
         engine.capture(lambda sequence: None)
-    with pytest.raises(ConfigError, match="takes a Policy"):
+    with refused(ConfigError):
         engine.set_policy(NoSpeculation())
-    with pytest.raises(ConfigError, match="no snapshots"):
+    with refused(ConfigError, naming=("snapshots",)):
         engine.snapshot()
-    with pytest.raises(ConfigError, match="in another process"):
+    with refused(ConfigError):
         _ = engine.control
 
 
@@ -163,7 +164,7 @@ def test_a_killed_engine_core_hands_over_what_had_come_back(engine: Engine):
             os.kill(process.pid, signal.SIGKILL)
         return False
 
-    with pytest.raises(EngineDied, match="lost 1 of 2 responses") as caught:
+    with refused(EngineDied, naming=("1", "2")) as caught:
         engine.generate([short, long], rl_step=5, temperature=0.9, until=killed)
     assert [len(r.token_ids) for r in caught.value.responses] == [3]
     assert caught.value.lost == [long.key]

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.refused import refused
 from tltlab.calibration.costs import fit_points
 from tltlab.calibration.iterations import read_step_times
 from tltlab.drafters.specs import LearnedSpec
@@ -55,14 +56,14 @@ def test_no_response_ends_before_the_last_timed_iteration():
 @pytest.mark.parametrize(
     ("grid", "complaint"),
     [
-        ({"batches": (0, 1)}, r"batches are \[0, 1\]: give whole numbers from 1 up"),
-        ({"depths": (1, 1)}, "depths are"),
-        ({"contexts": ()}, "contexts are"),
-        ({"iterations": 1}, r"iterations are \[1\]: give whole numbers from 2 up"),
+        ({"batches": (0, 1)}, ("[0", "1]", "1")),
+        ({"depths": (1, 1)}, ("depths",)),
+        ({"contexts": ()}, ("contexts",)),
+        ({"iterations": 1}, ("[1]", "2")),
     ],
 )
-def test_a_grid_of_nothing_is_refused(grid: dict, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+def test_a_grid_of_nothing_is_refused(grid: dict, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         ProfileGrid(**({"batches": (1,), "depths": (0,), "contexts": (8,)} | grid))
 
 
@@ -96,7 +97,7 @@ def test_options_are_vllms_own_and_a_drafter_has_a_method():
     for text, complaint in (("learned", "give NAME=METHOD:PATH"), ("learned=medusa:x", "should be 'eagle'")):
         with pytest.raises(ConfigError, match=complaint):
             _learned(text)
-    with pytest.raises(ConfigError, match="give KEY=VALUE"):
+    with refused(ConfigError, naming=("KEY=VALUE",)):
         _setting("load_format")
 
 
@@ -109,7 +110,7 @@ def test_a_table_is_written_whole_and_reads_back(tmp_path: Path, name: str):
 
 
 def test_an_output_of_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"ends in \.csv or \.parquet"):
+    with refused(ConfigError):
         profile("no-such-model", out=tmp_path / "table.txt")
 
 
@@ -160,7 +161,7 @@ def test_cells_that_do_not_fit_are_left_out_and_say_why(engine: Engine, measured
     why = {(c["batch"], c["context"], c["prefill"]): c["why"] for c in found.skipped}
     assert "max_num_seqs is 4" in why[8, 16, False]
     assert "max_model_len is" in why[1, 4000, False]
-    with pytest.raises(ConfigError, match="no cell of the grid fits this engine"):
+    with refused(ConfigError):
         measure(engine, ProfileGrid(batches=(8,), depths=(0,), contexts=(16,), iterations=4))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.dry_run import plan_of
@@ -62,5 +62,5 @@ def test_a_file_goes_before_a_name_and_what_is_neither_names_those_there_are(
         "asynchronous, calculator, cpu, gpu_smoke, qwen2.5-0.5b-gsm8k, qwen2.5-1.5b-gsm8k, qwen2.5-32b-tlt, "
         "qwen2.5-7b-tlt (did you mean"
     )
-    with pytest.raises(ConfigError, match=re.escape(f"no recipe of tltlab's: {names}")):
+    with refused(ConfigError, naming=(names,)):
         find_recipe("qwen2.5-0.5b")

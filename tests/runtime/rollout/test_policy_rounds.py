@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import tltlab
+from tests.refused import refused
 from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -177,17 +178,17 @@ def test_policies_have_short_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("policies", "complaint"),
     [
-        ("none", "at least two"),
-        ("none,table,none", "'none' is there twice"),
-        ("none,explore", "always runs"),
-        ("none,tabel", "no policy named 'tabel'"),
-        ("none,ngram:0", "no policy named 'ngram:0'"),
-        ("none,ngram:4@0", "no policy named 'ngram:4@0'"),
-        ("default,none", "'none' is there twice"),
+        ("none", ()),
+        ("none,table,none", ("none",)),
+        ("none,explore", ("always",)),
+        ("none,tabel", ("tabel",)),
+        ("none,ngram:0", ("ngram:0",)),
+        ("none,ngram:4@0", ("ngram:4@0",)),
+        ("default,none", ("none",)),
     ],
 )
-def test_a_list_of_policies_that_makes_no_sense_is_a_sentence(policies: str, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+def test_a_list_of_policies_that_makes_no_sense_is_a_sentence(policies: str, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         named_policies(policies)
 
 
@@ -195,17 +196,17 @@ def test_what_cannot_run_is_refused_before_an_engine_starts(run: Path, tmp_path:
     told = run_to_verify(run)
     assert told.num_rl_steps == 2
     tree = {"kind": "fixed", "strategy": {"drafter": "ngram", "draft_depth": 3, "top_k": 2, "tokens_to_verify": 6}}
-    with pytest.raises(ConfigError, match=r"policy tree: .*chains only"):
+    with refused(ConfigError):
         all_drafters(told, {"tree": Policy.model_validate({"selector": tree})})
-    with pytest.raises(ConfigError, match="'suffix' has other settings"):
+    with refused(ConfigError, naming=("suffix",)):
         all_drafters(told, named_policies("das,suffix:4"))
-    with pytest.raises(ConfigError, match="longer than the run's longest response"):
+    with refused(ConfigError):
         all_drafters(told, named_policies("none,ngram:99999999999999999999"))
-    with pytest.raises(ConfigError, match="there already"):
+    with refused(ConfigError, naming=("already",)):
         command(run, policies="none,table", out=run)
-    with pytest.raises(ConfigError, match=r"run\.json"):
+    with refused(ConfigError, naming=("run.json",)):
         command(tmp_path, policies="none,table")
-    with pytest.raises(ConfigError, match="say of which --policies"):
+    with refused(ConfigError, naming=("--policies",)):
         command(run, repeats=2)
-    with pytest.raises(ConfigError, match="--window"):
+    with refused(ConfigError, naming=("--window",)):
         command(run, policies="none,table", window=4)

@@ -23,6 +23,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from safetensors.torch import load_file
 
+from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
@@ -312,7 +313,7 @@ def test_who_dies_while_engines_sleep_is_back_when_they_wake(pool: WorkerPool):
 
 def test_a_mistake_of_the_user_restarts_nobody(pool: WorkerPool):
     pids = list(pool.pids)
-    with pytest.raises(ConfigError, match="depths up to 8"):
+    with refused(ConfigError, naming=("8",)):
         pool.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))), 9)
     assert pool.pids == pids
     pool.set_policy(Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,))), 9)
@@ -322,7 +323,7 @@ def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file
     patient, pool.recipe = pool.recipe, load_recipe(recipe_file, ["faults.max_restarts=0"])
     try:
         kill(pool, 0)
-        with pytest.raises(RunError, match=r"rollout worker 0 died \d+ times, and faults\.max_restarts is 0"):
+        with refused(RunError, naming=("0", "faults.max_restarts")):
             pool.evaluate(requests(0, 1))
     finally:
         pool.recipe = patient
@@ -340,7 +341,7 @@ def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
     said: list[str] = []
     with closing(pool_of(recipe, tmp_path)) as pool:
         pool.events.watch = said.append
-        with pytest.raises(RunError, match=r"no engine can start: .* first batch failed: RuntimeError: .*head_dim=20"):
+        with refused(RunError, naming=("RuntimeError", "head_dim=20")):
             pool.start()
     assert said == events(pool)
     assert sorted(line.split(" (")[0] for line in said) == [f"rollout worker {n} died at its start" for n in range(2)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.rollout.rewards import (
     NotANumberError,
@@ -115,36 +116,34 @@ def test_boxes_are_found_in_time_that_grows_with_the_text():
     assert boxed(r"\boxed{" * 100_000 + "}" * 100_000) == [r"\boxed{" * 99_999 + "}" * 99_999]
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("infinite", "returned inf"), ("text", "returned a str"), ("nothing", "returned a NoneType")]
-)
-def test_a_reward_is_a_finite_number(name: str, what: str):
-    with pytest.raises(NotANumberError, match=what):
+@pytest.mark.parametrize(("name", "what"), [("infinite", ("returned",)), ("text", ()), ("nothing", ("NoneType",))])
+def test_a_reward_is_a_finite_number(name: str, what: tuple):
+    with refused(NotANumberError, naming=what):
         load_rewards([("some_rewards:two", 1.0), (f"some_rewards:{name}", 1.0)])("", "", "")
 
 
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
-        ("json", "package.module:function"),
-        (":f", "package.module:function"),
-        ("no_such_module_here:f", "does not import"),
-        ("some_rewards.py:of_one", "names a file: give its module, some_rewards:of_one"),
-        ("broken_rewards:f", "does not import: ZeroDivisionError"),
-        ("json:no_such_function", "has no 'no_such_function'"),
-        ("json:__name__", "not a function"),
-        ("some_rewards:of_one", "cannot be called as reward"),
+        ("json", ("module:function",)),
+        (":f", ("module:function",)),
+        ("no_such_module_here:f", ()),
+        ("some_rewards.py:of_one", ("some_rewards:of_one",)),
+        ("broken_rewards:f", ("ZeroDivisionError",)),
+        ("json:no_such_function", ("no_such_function",)),
+        ("json:__name__", ()),
+        ("some_rewards:of_one", ()),
     ],
 )
-def test_a_reward_that_cannot_be_called_is_refused(path: str, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+def test_a_reward_that_cannot_be_called_is_refused(path: str, complaint: tuple):
+    with refused(ConfigError, naming=complaint):
         load_reward(path)
 
 
 def test_a_sum_of_no_rewards_or_of_a_weight_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="names no function"):
+    with refused(ConfigError):
         load_rewards([])
-    with pytest.raises(ConfigError, match="has weight nan"):
+    with refused(ConfigError):
         load_rewards([("some_rewards:two", float("nan"))])
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
@@ -52,7 +51,7 @@ def test_the_next_rl_step_is_rolled_out_ahead_but_not_across_a_checkpoint_nor_af
         assert began == [1, 2, 2, 4, 4]
         assert came == [0, 1, 2, 3, 4]
         ahead.begin(1)
-        with pytest.raises(ConfigError, match="already: wait"):
+        with refused(ConfigError, naming=("already",)):
             ahead.refuse("wait")
         ahead.forget()
         assert ahead.take(0) == 0

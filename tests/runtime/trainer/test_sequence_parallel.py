@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.attention import ALONE, SequenceGroup
@@ -152,11 +153,11 @@ def test_ranks_have_equal_parts_of_all_tokens_and_each_row_is_one_ranks(lengths:
 def test_what_cannot_be_shared_is_refused(tied_model: Path):
     config = AutoConfig.from_pretrained(tied_model)
     check_trainable(config, "it", 2)
-    with pytest.raises(ConfigError, match="sequence_parallel = 4 does not divide the 4 heads and 2 KV heads of it"):
+    with refused(ConfigError, naming=("sequence_parallel", "4", "2")):
         check_trainable(config, "it", 4)
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     check_trainable(config, "it", 1)
-    with pytest.raises(ConfigError, match="longest position"):
+    with refused(ConfigError, naming=("position",)):
         check_trainable(config, "it", 2)
-    with pytest.raises(ConfigError, match="3 trainer ranks cannot share"):
+    with refused(ConfigError, naming=("3",)):
         sequence_groups(0, 3, 2, 1.0)

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import REGIMES
@@ -142,19 +143,19 @@ def test_all_turns_run_where_the_first_did_and_count_together():
 @pytest.mark.parametrize(
     ("trace", "message"),
     [
-        (trace_of(CALL, turn=[0, 2]), "turn 2 of prompt 'p0', sample 0, RL step 0: there is no turn 1 before it"),
+        (trace_of(CALL, turn=[0, 2]), ("p0", "2", "0", "1")),
         (
             trace_of([(20, 10, 0.0), (35, 5, None)]),
-            "how long its tool took is not known: fill in tool_s, or give --tool",
+            ("tool_s", "--tool"),
         ),
         (
             trace_of([(20, 10, None), (35, 5, None)], t_submit=[0.0, 3.0], t_finish=[5.0, 9.0]),
-            "it began at 3 s, before the turn before it ended, at 5 s",
+            ("3", "5"),
         ),
     ],
 )
-def test_turns_that_do_not_follow_each_other_are_a_sentence(trace: Trace, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_turns_that_do_not_follow_each_other_are_a_sentence(trace: Trace, message: tuple):
+    with refused(ConfigError, naming=message):
         simulate(trace, costs=SECOND)
 
 

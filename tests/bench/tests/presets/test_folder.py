@@ -8,6 +8,7 @@ import pytest
 from bench.presets.kernels import Kernels
 from bench.presets.measurements import fits_kv_cache, measured_table, tlt_cells
 from bench.presets.roofline import rows
+from tests.refused import refused
 from tltlab.errors import ConfigError
 
 
@@ -22,20 +23,20 @@ def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", None, r"no a\.csv in"),
-        ("a.csv", b"", r"a\.csv is empty"),
-        ("a.csv", b"ms,gpu\n", r"a\.csv has no rows"),
-        ("a.csv", b"ms\n1\n", r"a\.csv: no column gpu; there are ms"),
-        ("a.csv", b"ms,gpu\nfast,H100\n", r"a\.csv: column ms holds no numbers: it begins with 'fast'"),
-        ("a.csv", b"\xff\xfe\x00\x01", r"a\.csv cannot be read"),
-        ("a.csv", b'ms,gpu\n1,"H100\n', r"a\.csv cannot be read"),
-        ("a.parquet", b"junk", r"a\.parquet cannot be read"),
+        ("a.csv", None, ("a.csv",)),
+        ("a.csv", b"", ("a.csv",)),
+        ("a.csv", b"ms,gpu\n", ("a.csv",)),
+        ("a.csv", b"ms\n1\n", ("a.csv",)),
+        ("a.csv", b"ms,gpu\nfast,H100\n", ("fast", "a.csv")),
+        ("a.csv", b"\xff\xfe\x00\x01", ("a.csv",)),
+        ("a.csv", b'ms,gpu\n1,"H100\n', ("a.csv",)),
+        ("a.parquet", b"junk", ("a.parquet",)),
     ],
 )
-def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: bytes | None, says: str):
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: bytes | None, says: tuple):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=says):
+    with refused(ConfigError, naming=says):
         measured_table(tmp_path / name, ("ms",), ("gpu",))
 
 

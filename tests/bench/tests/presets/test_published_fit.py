@@ -6,6 +6,7 @@ import pytest
 
 from bench.presets.fit import fit, predict
 from bench.presets.measurements import COLUMNS, from_speedups, from_tpot, from_waves
+from tests.refused import refused
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -66,7 +67,7 @@ def test_a_fit_of_plain_decoding_leaves_speculation_unknown():
     rows = iterations(np.random.default_rng(1), num=60)
     found = fit(rows[rows["draft_depth"] == 0])
     assert found.constants.sd_base_s is None
-    with pytest.raises(ConfigError, match="sd_base_s"):
+    with refused(ConfigError, naming=("sd_base_s",)):
         COSTS.model_copy(update={"constants": found.constants}).iteration(TREE)
 
 
@@ -108,7 +109,7 @@ def test_speedups_without_context_get_a_fitted_one():
     found = fit(pd.concat([rows, iterations(np.random.default_rng(3), num=60)], ignore_index=True))
     assert found.context_tokens == pytest.approx(6000, rel=0.3)
     assert found.predictions.query("source == 'table'")["error"].abs().mean() < 0.01
-    with pytest.raises(ConfigError, match="context_tokens"):
+    with refused(ConfigError, naming=("context_tokens",)):
         predict(TRUE, rows)
 
 
@@ -145,14 +146,14 @@ def test_requests_that_come_at_once_wait_for_the_prefills_after_their_own():
 
 def test_measurements_that_make_no_sense_are_refused():
     table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": 8, "isl": 100, "osl": 100})
-    with pytest.raises(ConfigError, match="no column tpot_s"):
+    with refused(ConfigError, naming=("tpot_s",)):
         from_tpot(table, "server")
-    with pytest.raises(ConfigError, match="row 0 has no positive"):
+    with refused(ConfigError, naming=("0",)):
         from_tpot(table.assign(tpot_s=0.0), "server")
     rows = from_tpot(table.assign(tpot_s=0.01), "server")
-    with pytest.raises(ConfigError, match="nothing to fit"):
+    with refused(ConfigError):
         fit(rows.iloc[:0])
-    with pytest.raises(ConfigError, match="one value only"):
+    with refused(ConfigError):
         fit(rows.assign(fold="all"), ["fold"])
-    with pytest.raises(ConfigError, match="unknown GPU"):
+    with refused(ConfigError, naming=("GPU",)):
         fit(rows.assign(gpu="H900"))

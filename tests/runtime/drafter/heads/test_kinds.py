@@ -29,6 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.refused import refused
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
@@ -128,9 +129,9 @@ def test_a_target_in_several_files_is_read_and_one_without_an_lm_head_is_refused
     weights = load_file(tmp_path / "less" / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, tmp_path / "less" / "model.safetensors")
-    with pytest.raises(ConfigError, match="no lm_head"):
+    with refused(ConfigError, naming=("lm_head",)):
         FrozenTarget.from_folder(tmp_path / "less")
-    with pytest.raises(ConfigError, match="none: no such folder"):
+    with refused(ConfigError):
         FrozenTarget.from_folder(tmp_path / "none")
 
 
@@ -196,9 +197,9 @@ def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path)
         (tmp_path / "head" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=complaint):
             load_head(tmp_path / "head")
-    with pytest.raises(ConfigError, match="no readable config"):
+    with refused(ConfigError):
         load_head(tmp_path)
-    with pytest.raises(ConfigError, match="an EAGLE head here has one layer"):
+    with refused(ConfigError, naming=("EAGLE",)):
         load_head(targets["llama"])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head
 from tltlab.runtime.drafter.heads.head import DrafterHead
@@ -213,7 +214,7 @@ def test_a_head_of_the_hub_is_found_in_its_cache(target: Path, tmp_path: Path, m
     assert torch.equal(
         states_of(found, target), states_of(load_head(repository / "snapshots" / "a1b2", target=target), target)
     )
-    with pytest.raises(ConfigError, match="the Hugging Face Hub's is not to be had"):
+    with refused(ConfigError):
         load_head("nobody/nothing")
 
 
@@ -241,9 +242,9 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(target: Path, tmp_pat
         assert "\n" not in str(caught.value)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="name the target"):
+    with refused(ConfigError):
         load_head(folder)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(ConfigError, match="no readable model"):
+    with refused(ConfigError):
         load_head(folder, target=target)

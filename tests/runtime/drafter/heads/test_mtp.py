@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
@@ -65,14 +66,14 @@ def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model
     assert same(head, other)
     assert all(name.startswith("model.mtp_layers.0.") for name in head.serving_weights())
     source = ExportSource(head=tmp_path / "head", target=mimo, prompts=mimo / "heldout.jsonl")
-    with pytest.raises(ConfigError, match="which vLLM reads with its model"):
+    with refused(ConfigError):
         export_drafter(source, tmp_path / "exported", ExportConfig(), lambda message: None)
     assert not (tmp_path / "exported").exists()
-    with pytest.raises(ConfigError, match="no MiMo with an MTP layer"):
+    with refused(ConfigError, naming=("MiMo", "MTP")):
         new_head(random_model, "mtp", 0)
-    with pytest.raises(ConfigError, match="an EAGLE head reads those after"):
+    with refused(ConfigError, naming=("EAGLE",)):
         new_head(mimo, "eagle", 0)
-    with pytest.raises(ConfigError, match="brings no MTP layers along"):
+    with refused(ConfigError, naming=("MTP",)):
         Engine(str(random_model), drafters={"mtp": LearnedSpec(method="mtp")})
 
 
