@@ -55,7 +55,8 @@ def words(text: str | None) -> tuple[str, ...]:
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:
     """Iterations between decisions: of systems that get long responses some hundred decisions each, else 1."""
-    cap = int(trace.workload["max_response_tokens"].max())
-    if block is not None or systems is None or cap < 4096:
+    if block is not None or systems is None:
         return 1 if block is None else block
-    return cap // 256
+    cap = trace.workload["max_response_tokens"].max()
+    # That of a trace without responses is not a number, and not above anything.
+    return int(cap) // 256 if cap >= 4096 else 1
