@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tltlab
+from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun
@@ -62,9 +63,9 @@ def test_one_step_off_learns_from_responses_of_the_weights_before(recipe_file: P
                 "rollout.num_workers=1")  # fmt: skip
     with GrpoRun(load_recipe(recipe_file, settings), tmp_path / "run") as run:
         reports = [run.step()]
-        for refused in (run.checkpoint, lambda: run.set_policy("none")):
+        for attempt in (run.checkpoint, lambda: run.set_policy("none")):
             with refused(ConfigError):
-                refused()
+                attempt()
         reports += [run.step(), run.step()]
         run.checkpoint()
         on_policy, off_policy = reports[0].metrics, reports[2].metrics
