@@ -125,7 +125,7 @@ class BatchSize(Experiment[BatchSizeSettings]):
         requests = [request for prompt in prompts for request in requests_of(prompt, 0, 1, cap)]
         texts = engine.generate(requests, rl_step=0, temperature=TEMPERATURE).responses
         longest = sorted(zip(prompts, texts, strict=True), key=lambda pair: -len(pair[1].token_ids))
-        starts = [prompt.token_ids + text.token_ids[: len(text.token_ids) // 2] for prompt, text in longest]
+        starts = [[*prompt.token_ids, *text.token_ids[: len(text.token_ids) // 2]] for prompt, text in longest]
         self.starts: list[list[int]] = starts[: max(widest, self.settings.requests)]
 
     def measure(self, case: Case) -> Iterator[Row]:
@@ -135,9 +135,7 @@ class BatchSize(Experiment[BatchSizeSettings]):
             for at in self.rng.permutation(len(arms)):
                 yield self._visit(batch, arms[at], case.given, order)
 
-    def _visit(
-        self, batch: int, arm: Strategy | None, number: int, order: Sequence[int] | np.ndarray, iterations: int = 0
-    ) -> Row:
+    def _visit(self, batch: int, arm: Strategy | None, number: int, order: np.ndarray, iterations: int = 0) -> Row:
         """Generate at one batch size: for at least so many `iterations`, or where they are 0 for the visit's tokens.
 
         `pace` is the log of tokens per second: one slow round moves its mean less than the mean of paces. `drafts` were
@@ -186,20 +184,20 @@ class BatchSize(Experiment[BatchSizeSettings]):
             return bool(ended) or generated >= len(starts) * self.settings.tokens
 
         rollout = self.engine.generate(requests, rl_step=self.number, temperature=TEMPERATURE, until=enough)
-        rows = [row for row in rollout.iterations if row["batch"] == len(starts) and not row["prefill_tokens"]]
+        rows = [dict(row) for row in rollout.iterations if row["batch"] == len(starts) and not row["prefill_tokens"]]
         if len(rows) <= _UNSETTLED:
             raise RunError(f"no iteration ran all {len(starts)} requests: take fewer tokens or smaller batches")
         return rows[_UNSETTLED:]
 
     def table(self, readings: Sequence[Row]) -> list[Row]:
-        self.visits = pd.DataFrame(readings)
+        self.visits = pd.DataFrame(list(readings))
         return table(self.visits, [str(arm) for arm in self.arms], self.settings.policy)
 
     def verdict(self, rows: pd.DataFrame) -> str:
         return verdict(rows, self.settings.policy, overall(self.visits, self.settings.policy))
 
     def picture(self, rows: pd.DataFrame) -> Figure:
-        by_arm = {name: of for name, of in rows.groupby("arm", sort=False) if name != PLAIN}
+        by_arm = {str(name): of for name, of in rows.groupby("arm", sort=False) if name != PLAIN}
         return lines(
             {name: (of["batch"], of["speedup"]) for name, of in by_arm.items()},
             bands={name: (of["low"], of["high"]) for name, of in by_arm.items()},
@@ -254,17 +252,18 @@ def table(visits: pd.DataFrame, arms: Sequence[str], policy: str) -> list[Row]:
 
 def of_best_by_round(logs: pd.DataFrame, policy: str) -> pd.Series:
     """The log of the policy's pace over that of the arm that is fastest in the other rounds, round by round."""
-    fixed = logs.drop(columns=policy)
-    best = (fixed.sum() - fixed if len(fixed) > 1 else fixed).idxmax(axis=1)
-    return logs[policy] - pd.Series({number: fixed.loc[number, arm] for number, arm in best.items()})
+    fixed = logs.drop(columns=policy).to_numpy()
+    best = (fixed.sum(axis=0) - fixed if len(fixed) > 1 else fixed).argmax(axis=1)
+    return pd.Series(logs[policy].to_numpy() - fixed[np.arange(len(fixed)), best], index=logs.index)
 
 
 def overall(visits: pd.DataFrame, policy: str) -> Ratio:
     """The policy's pace over the best arm's, the geometric mean over batch sizes, with its interval over rounds."""
-    logs = visits.pivot(index="round", columns=["batch", "arm"], values="pace")
-    return _ratio(
-        pd.concat([of_best_by_round(logs[batch], policy) for batch in logs.columns.levels[0]], axis=1).mean(1)
-    )
+    by_batch = {
+        batch: of_best_by_round(at_batch.pivot(index="round", columns="arm", values="pace"), policy)
+        for batch, at_batch in visits.groupby("batch")
+    }
+    return _ratio(pd.DataFrame(by_batch).mean(axis=1))
 
 
 def _ratio(logs: pd.Series) -> Ratio:
