@@ -36,7 +36,7 @@ from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
 from tltlab.runtime.run.placement import Placement
-from tltlab.runtime.run.rows import StepReport, repeat_row, run_manifest, step_rows
+from tltlab.runtime.run.rows import StepReport, repeat_row, rollout_alone, run_manifest, step_rows
 from tltlab.runtime.run.state import RunEvents
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
@@ -255,12 +255,9 @@ class PolicyRounds:
             metrics={"drift_kl": 0.0},
         )
         rewards = [math.nan] * len(requests)
-        rows = step_rows(report, requests, parts, rewards, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
-        # Nothing but the rollout took place: no reward, no stage after it.
-        unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
-        for table in ("outcomes", "steps"):
-            rows[table] = [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows[table]]
-        rows["spans"] = [row for row in rows["spans"] if row["lane"] != "trainer"]
+        rows = rollout_alone(
+            step_rows(report, requests, parts, rewards, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
+        )
         for table, new in rows.items():
             self._recorder.append(table, new)
         if again_s is not None:

@@ -143,6 +143,16 @@ def step_rows(
     return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
 
 
+def rollout_alone(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """The rows of `step_rows` of an RL step that is but a rollout: no reward, and no stage after it."""
+    unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
+    known = {
+        table: [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows[table]]
+        for table in ("outcomes", "steps")
+    }
+    return {**rows, **known, "spans": [row for row in rows["spans"] if row["lane"] != "trainer"]}
+
+
 def repeat_row(
     rl_step: int, parts: Sequence[Rollout], again: Sequence[Rollout], *, rollout_s: float, repeat_s: float
 ) -> Row:

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.acceptance.base import Acceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import json_rows, made_by, table
+from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
@@ -117,7 +119,7 @@ class PolicyVerification:
         }
 
 
-def named_policies(text: str) -> dict[str, Policy]:
+def named_policies(text: str, fewest: int = 2) -> dict[str, Policy]:
     """Policies by name from a list, each as `load_policy` takes it. "default" is a set that is spread
     out, with the suffix drafter where its library is installed. A policy file is called as without its folder, or as it
     was given where another policy has that name.
@@ -140,8 +142,8 @@ def named_policies(text: str) -> dict[str, Policy]:
                 + ("is there twice" if name in policies else "always runs beside the others, to calibrate on")
             )
         policies[name] = load_policy(part)
-    if len(policies) < 2:
-        raise ConfigError(f"--policies {text!r}: name at least two policies to put in order, or 'default'")
+    if len(policies) < fewest:
+        raise ConfigError(f"--policies {text!r}: name at least {fewest} policies to put in order, or 'default'")
     return policies
 
 
@@ -179,13 +181,8 @@ def judge(
     forces = policies_in_force(trace, allow_code)
     assert trace.steps is not None
     measured = trace.steps.set_index("rl_step")["rollout_s"]
-    names = pd.Series({step: force.name for step, force in forces.items()})
-    number = names.groupby(names).cumcount()
-    rows = [
-        row
-        for name in names[names != EXPLORE].unique()
-        for row in _rows(trace, forces, number, [int(s) for s in names.index[names == name]], samples, seed)
-    ]
+    names = dict.fromkeys(force.name for force in forces.values() if force.name != EXPLORE)
+    rows = [row for name in names for row in predicted_from_others(trace, forces, name, samples=samples, seed=seed)]
     rollouts = pd.DataFrame(rows)
     rollouts.insert(3, "measured_s", rollouts["rl_step"].map(measured))
     rollouts["error"] = rollouts["predicted_s"] / rollouts["measured_s"] - 1
@@ -224,27 +221,46 @@ def compared(
     )
 
 
-def _rows(
-    trace: Trace, forces: Mapping[int, InForce], number: pd.Series, steps: Sequence[int], samples: int, seed: int
+def predicted_from_others(
+    trace: Trace,
+    forces: Mapping[int, InForce],
+    name: str,
+    *,
+    acceptance: Acceptance | None = None,
+    never: Container[str] = (),
+    samples: int = SAMPLES,
+    seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """One policy's rollouts, predicted from all of the others."""
+    """One policy's rollouts, predicted from all of the others but those of policies that must `never` count.
+
+    A row each: `rl_step`, `round`, `policy`, `predicted_s`, `speed`. `acceptance` is that of its drafts where it is
+    known beforehand. Raises ConfigError where the others do not tell what is needed.
+    """
+    steps = [step for step, force in forces.items() if force.name == name]
     force = forces[steps[0]]
+    names = pd.Series({step: entry.name for step, entry in forces.items()})
+    number = names.groupby(names).cumcount()
     # Drafts that a budget cut short say little about whole ones.
-    other_steps = [s for s, entry in forces.items() if entry.name != force.name and entry.policy.budget is None]
-    fitted = _fitted(trace.select(other_steps), force)
+    other_steps = [s for s, e in forces.items() if e.name != name and e.name not in never and e.policy.budget is None]
+    fitted = _fitted(trace.select(other_steps), force, acceptance)
     beside_s = overhead_s(trace, other_steps)
     rows = []
     for step in steps:
         together = [s for s in trace.rl_steps if number[s] == number[step]]
-        speed = _speed(trace.select([s for s in together if s in other_steps]), fitted)
-        predicted_s = beside_s + _makespan_s(trace.select([step]), forces[step], fitted, samples, seed)
-        row = {"rl_step": step, "round": int(number[step]), "policy": force.name}
+        beside = [s for s in together if s in other_steps]
+        speed = _speed(trace.select(beside), fitted) if beside else math.nan
+        predicted_s = beside_s + _makespan_s(
+            trace.select([step]), forces[step], fitted.costs, acceptance or fitted.acceptance, samples, seed
+        )
+        row = {"rl_step": step, "round": int(number[step]), "policy": name}
         rows.append({**row, "predicted_s": predicted_s, "speed": speed})
     return rows
 
 
-def _fitted(rollouts: Trace, force: InForce) -> Calibration:
+def _fitted(rollouts: Trace, force: InForce, acceptance: Acceptance | None = None) -> Calibration:
     fitted = calibrate(rollouts).without_noise()
+    if acceptance is not None:
+        return fitted
     drafters = set() if fitted.acceptance is None else set(fitted.acceptance.bands[0].drafters_by_depth)
     missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - drafters)
     if missing:
@@ -255,11 +271,11 @@ def _fitted(rollouts: Trace, force: InForce) -> Calibration:
     return fitted
 
 
-def _makespan_s(step: Trace, force: InForce, fitted: Calibration, samples: int, seed: int) -> float:
+def _makespan_s(
+    step: Trace, force: InForce, costs: LinearCosts, acceptance: Acceptance | None, samples: int, seed: int
+) -> float:
     """Mean of sampled simulations of a rollout's lengths; a policy that learns starts as it did on the engines."""
-    scenario = Scenario.of(
-        step, costs=fitted.costs, acceptance=fitted.acceptance, placement="recorded", mode="sampled", seed=seed
-    )
+    scenario = Scenario.of(step, costs=costs, acceptance=acceptance, placement="recorded", mode="sampled", seed=seed)
     entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
     makespans = [
         replace(scenario, seed=seed + k).rollouts(force.policy, entropy=entropy)[-1].makespan_s for k in range(samples)

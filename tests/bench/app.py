@@ -13,7 +13,7 @@ from typer import Argument, Option
 from bench.harness import Text, shown
 from tltlab.console import Json, command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
+from tltlab.files import read_json, write_json
 
 MODEL_FREE = "model-free"
 DRAFTER_PARTS = (MODEL_FREE, "adaptive", "coordination")
@@ -241,22 +241,28 @@ def driver(
 
 @app.command()
 def gpu(
-    part: Annotated[str, Argument(help="graphs, seam, sync or update.")],
-    model: Annotated[Path, Argument(help="A model's folder; its config.json is enough.")],
+    part: Annotated[str, Argument(help="quick, show, graphs, seam, sync or update.")],
+    model: Annotated[
+        Path | None,
+        Argument(help="A model's folder, with a config.json; of quick a shape, of show a quick.json."),
+    ] = None,
     shape: Annotated[str | None, Option(help="Make MODEL first: the shape of Qwen2.5-7B, ..., no weights.")] = None,
     batches: Batches = "1,8,32,64",
     rounds: Annotated[int, Option(min=1, help="Times that each is measured in an engine.")] = 3,
     tokens: Annotated[int, Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
     kv_gib: Annotated[float, Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
+    minutes: Annotated[float, Option(min=0.1, help="Of quick: plan what fits into so many.")] = 6,
     out: Annotated[Path | None, Option(help="File to write after each engine, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
 
-    graphs: what adaptivity costs plain steps on the V1 runner, then one strategy, every one apart and buckets on V2;
-    memory, what iterations ran in and the step, by batch and depth (for experiment graph-memory). seam: stock vLLM and
-    policies that draft nothing. sync: new weights by three ways. update: a trainer's update of a model that
-    has weights, on as many responses as the first batch size, with deterministic algorithms and without.
+    quick: one rollout at the shapes of a 1.5B and a 7B model under stock vLLM and three policies, and plain steps of
+    both engines, most worth first. show: a quick.json in words. graphs: what adaptivity costs plain steps on the V1
+    runner, then one strategy, every one apart and buckets on V2; memory, what iterations ran in and the step, by batch
+    and depth (for experiment graph-memory). seam: stock vLLM and policies that draft nothing. sync: new weights by
+    three ways. update: a trainer's update of a model that has weights, on as many responses as the first batch size,
+    with deterministic algorithms and without.
 
     Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
     """
@@ -264,6 +270,19 @@ def gpu(
 
     _check(out)
     sizes = whole_numbers("--batches", batches, least=1)
+    if part == "show" and model is not None:
+        found = model / "quick.json" if model.is_dir() else model
+        _tell(read_json(found), as_json, module.show)
+        return
+    if part == "quick":
+        shapes = module.QUICK_SHAPES if model is None else (str(model),)
+        quick = module.bench_quick(
+            shapes, batches=sizes, rounds=rounds, minutes=minutes, out=out or Path("quick.json"), progress=progress
+        )
+        _tell(quick, as_json, module.show)
+        return
+    if model is None:
+        raise ConfigError(f"bench gpu {part}: give the MODEL's folder")
     if shape is not None:
         module.shape(shape, model)
     result = module.bench_gpu(

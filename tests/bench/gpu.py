@@ -16,19 +16,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import tltlab
 from bench.harness import Progress, Table, Text, in_turn, shown
-from tltlab import hardware
-from tltlab.errors import ConfigError
+from tltlab.console import table as table_text
+from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
 from tltlab.stats import interval_json, paired_interval
 
 PARTS = ("graphs", "seam", "sync", "update")
+QUICK_SHAPES, QUICK = ("Qwen2.5-1.5B", "Qwen2.5-7B"), "stock,none,ngram:4,adaptive"
+TRACE = Path(__file__).parents[2] / "traces" / "base-rl-16k"
 SEAM_MODES = (
     "stock, synchronous, one process",
     "policy none",
@@ -51,16 +55,77 @@ _TAIL = 1500
 
 def shape(name: str, folder: Path, layers: int | None = None) -> Path:
     """Write the config.json of a model of `tltlab.hardware`, such as Qwen2.5-7B, without weights; the folder."""
-    m = hardware.model(name)
-    config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "hidden_size": m.hidden, "intermediate_size": m.intermediate, "num_hidden_layers": layers or m.layers,
-        "num_attention_heads": m.heads, "num_key_value_heads": m.kv_heads, "vocab_size": m.vocab, "rope_theta": 1e6,
-        "tie_word_embeddings": m.tied_embeddings, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    write_json(folder / "config.json", config)
+    from tltlab.rehearsal.plan import shape_of
+
+    config = shape_of(name)[1]
+    write_json(folder / "config.json", config | {"num_hidden_layers": layers or config["num_hidden_layers"]})
     return folder
+
+
+def bench_quick(
+    shapes: Sequence[str], *, batches: Sequence[int], rounds: int, minutes: float, out: Path, progress: Progress
+) -> dict[str, Any]:
+    """Play one rollout of `TRACE` at each shape under `QUICK` policies, and time plain steps of stock vLLM and ours.
+
+    A row is in a folder beside `out` as soon as it is measured, and in `out` once its shape is over; what does not fit
+    into the minutes is left out.
+    """
+    from tltlab.rehearsal.plan import plan_of
+    from tltlab.rehearsal.result import judged
+    from tltlab.rehearsal.run import rehearse
+    from tltlab.runtime.engine.environment import hardware as machine
+    from tltlab.runtime.engine.environment import versions
+    from tltlab.runtime.rollout.played import played
+
+    begun, rows, sentences = time.monotonic(), list[dict[str, Any]](), list[str]()
+    result: dict[str, Any] = {
+        "part": "quick", "hardware": machine(), "driver": _driver(), "versions": versions(), "minutes": minutes,
+        "rows": rows, "sentences": sentences,
+    }  # fmt: skip
+    for name in shapes:
+        size = (64, 2048) if result["driver"] else (8, 128)
+        plan = plan_of(
+            tltlab.read(TRACE), name, policies=QUICK, acceptance="all=geometric:0.7", responses=size[0], cap=size[1],
+            rounds=rounds, plain_batches=batches,
+        )  # fmt: skip
+        folder = out.with_suffix("") / plan.model
+        rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, say=progress)
+        engine = {"graphs": "planned" if plan.gpus else "none", "scheduling": "synchronous"}
+        stock = {"graphs": "vLLM's own" if plan.gpus else "none", "scheduling": "vLLM's own"}
+        rows += [
+            {k: v for k, v in row.items() if k not in ("responses", "iterations", "decisions")}
+            | {"model": name}
+            | (stock if row["engine"] == "stock" else engine)
+            for row in played(folder)
+        ]
+        with suppress(RunError):
+            sentences.append(f"{name}: {judged(plan, folder).sentence}")
+        write_json(out, result)
+    return result
+
+
+def _driver() -> str | None:
+    """What nvidia-smi says, None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def show(quick: Mapping[str, Any]) -> str:
+    """A `quick.json` for people: by engine, plain steps' median milliseconds by batch, and each rollout's seconds."""
+    names, table = ("model", "engine", "scheduling", "graphs"), []
+    rows = quick["rows"]
+    for engine in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in names) == engine]
+        steps = [f"{row['median_s'] * 1e3:.2f} at {row['batch']}" for row in mine if row["row"] == "plain step"]
+        table.append((*engine, "plain step, ms by batch", ", ".join(steps)))
+        for policy in dict.fromkeys(row["policy"] for row in mine if row["row"] == "rollout"):
+            seconds = [f"{row['seconds']:.2f} s" for row in mine if row.get("policy") == policy]
+            table.append((*engine, f"rollout, {policy}", ", ".join(seconds)))
+    lines = table_text([*names, "what", "measured"], table, left=6)
+    return "\n".join([lines, *quick.get("sentences", ())])
 
 
 def bench_gpu(
@@ -76,7 +141,7 @@ def bench_gpu(
 ) -> dict[str, Any]:
     """Run one of PARTS on the model in a folder; `about` and one row per engine, failed ones with what they said."""
     if part not in PARTS:
-        raise ConfigError(f"no part {part!r} of bench gpu; there are: {', '.join(PARTS)}")
+        raise ConfigError(f"no part {part!r} of bench gpu; there are: quick, show, {', '.join(PARTS)}")
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} holds no config.json: give a model's folder, or make one with --shape NAME")
     from tltlab.runtime.engine.environment import hardware as machine

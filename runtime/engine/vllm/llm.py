@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import wait
@@ -24,6 +24,7 @@ from . import capture, on_cpu, starting, uncompiled
 from .capabilities import missing
 from .capture import Sink
 from .options import missing_plugin, scheduler_cls
+from .sampling import set_rates
 from .transfer import LOCAL_BACKEND
 
 
@@ -174,6 +175,11 @@ def _worker(llm: Any) -> Any:
 def scheduler_of(llm: Any) -> Any:
     """The engine's scheduler where the engine core runs in this process, else None."""
     return getattr(_core(llm), "scheduler", None)
+
+
+def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:
+    """Keep drafts at these rates from now on, in an engine of this process that `synthetic_rejection` started."""
+    set_rates(_worker(llm).model_runner.rejection_sampler, rates)
 
 
 def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:

@@ -1,7 +1,8 @@
-"""Repairs of sampling in vLLM's CPU build, and whether they are in place."""
+"""Repairs of sampling in vLLM's CPU build, whether they are in place, and drafts that are kept at given rates."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -63,3 +64,58 @@ def mend_top_k_of_nothing() -> None:
     @in_place_of(topk_topp_sampler, "apply_top_k_only")
     def apply_top_k_only(stock: Any, logits: torch.Tensor, k: torch.Tensor) -> Any:
         return logits if logits.shape[0] == 0 else stock(logits, k)
+
+
+def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
+    """Return what vLLM's `speculative_config` needs to keep draft token i with the chance `rates[i]`, counted from 0.
+
+    The chance is that the whole draft up to this token is kept, so rates never rise; the text is of no account. On a
+    CPU, whose sampler has no such mode, this puts one there.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if current_platform.is_cpu():
+        in_place_of(rejection_sampler, "rejection_sample")(_rejection_sample)
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
+
+
+def set_rates(sampler: Any, rates: Sequence[float]) -> None:
+    """Let a rejection sampler that `synthetic_rejection` started keep drafts at other rates, 0 behind them."""
+    conditional = [rate / before if before else 0.0 for rate, before in zip(rates, (1.0, *rates), strict=False)]
+    held = sampler.synthetic_conditional_rates
+    held.zero_()
+    held[: len(conditional)] = torch.tensor(conditional, dtype=held.dtype)
+
+
+def _rejection_sample(
+    stock: Any,
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: Any,
+    synthetic_mode: bool = False,
+    synthetic_conditional_rates: torch.Tensor | None = None,
+    **more: Any,
+) -> torch.Tensor:
+    """vLLM's `rejection_sample` with a synthetic mode: [B, max_spec_len + 1] tokens, in no less time than without."""
+    arguments = (draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits)
+    tokens: torch.Tensor = stock(*arguments, bonus_token_ids, sampling_metadata, **more)
+    if synthetic_conditional_rates is None:
+        return tokens
+    counts = torch.tensor(num_draft_tokens)
+    drafted = torch.arange(max_spec_len) < counts[:, None]
+    drafts = torch.full(drafted.shape, -1, dtype=tokens.dtype)
+    drafts[drafted] = draft_token_ids.to(tokens.dtype)
+    lucky = torch.rand(drafted.shape) < synthetic_conditional_rates[:max_spec_len]
+    kept = (lucky & (drafts >= 0)).cumprod(1).sum(1)
+    places = torch.arange(max_spec_len + 1)
+    # The target's own token follows: the bonus behind a whole draft, else whatever stock sampled first.
+    last = torch.where(kept == counts, bonus_token_ids.flatten().to(tokens.dtype), tokens[:, 0])
+    drafts = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
+    out = torch.where(places < kept[:, None], drafts, torch.full_like(drafts, -1))
+    return torch.where(places == kept[:, None], last[:, None], out)

@@ -1,0 +1,261 @@
+"""One engine plays a rollout of given lengths under each policy, with a model's shape and no weights.
+
+    python -m tltlab.runtime.rollout.played OUT WORKER stock|ours [DEADLINE]
+
+plays what `OUT/rehearsal.json` plans and is not in OUT yet: a process of its own gives all of a device's memory back.
+Text is of no account: responses run to their lengths, vLLM keeps drafts at given rates (`synthetic_rejection`), a
+model-free drafter drafts as deep as it is asked to at no cost, a learned one is an untrained EAGLE head. A line of JSON
+is on disk as soon as its rollout is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tltlab.config import FrozenModel
+from tltlab.drafters.base import Drafter
+from tltlab.drafters.specs import DrafterSpec, LearnedSpec
+from tltlab.files import parse_json, read_json
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec, code_allowed
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+PLAN, STOCK = "rehearsal.json", "stock"
+"""The plan's file, and what vLLM with its own scheduler and no speculation is called beside policies."""
+_SETTLING_TOKENS, _PLAIN_TOKENS = 16, 96
+_KV_BLOCK, _LEAST_KV_BYTES = 128, 64 << 20
+
+
+class Visit(FrozenModel):
+    """One rollout: its RL step in the trace, its round and its policy's name."""
+
+    rl_step: int
+    round: int
+    policy: str
+
+
+class Play(FrozenModel):
+    """What is played. `lengths` are tokens by worker and response, `about` says where they are from.
+
+    `rates[i]` of a policy is the chance that its drafts are kept up to token i, counted from 0, () where it never
+    drafts; `granted` has what that was read from, by drafter. `learned` drafters are heads, `forced` ones draft at no
+    cost. `modules` hold classes that policies name. Plain steps are timed at `plain_batches`. `config` is the model's
+    config.json, `kv_token_bytes` what a token keeps in bf16.
+    """
+
+    model: str
+    config: dict[str, Any]
+    kv_token_bytes: int
+    lengths: tuple[tuple[int, ...], ...]
+    prompt_tokens: int
+    group_size: int
+    about: str
+    policies: dict[str, Policy]
+    modules: tuple[str, ...]
+    rates: dict[str, tuple[float, ...]]
+    granted: dict[str, str]
+    learned: tuple[str, ...]
+    forced: tuple[str, ...]
+    plain_batches: tuple[int, ...] = ()
+    rounds: int
+    gpus: int
+    seed: int
+
+    @property
+    def visits(self) -> list[Visit]:
+        """Every rollout, round by round in an order of its own; the number of each is its RL step in the trace."""
+        names = list(self.policies)
+        return [
+            Visit(rl_step=number * len(names) + place, round=number, policy=names[at])
+            for number in range(self.rounds)
+            for place, at in enumerate(np.random.default_rng([self.seed, number]).permutation(len(names)))
+        ]
+
+    def of_engine(self, stock: bool) -> list[str]:
+        """The policies that stock vLLM, or ours, plays."""
+        return [name for name in self.policies if (name == STOCK) == stock]
+
+    def kv_bytes(self, worker: int) -> int:
+        """Bytes of keys and values, in fp32, that all requests of a worker take at once, in whole blocks."""
+        tokens = np.array(self.lengths[worker]) + self.prompt_tokens + _SETTLING_TOKENS
+        blocks = max(int((-(-tokens // _KV_BLOCK)).sum()), sum(self.plain_batches[-1:])) + 1
+        return max(_LEAST_KV_BYTES, 2 * self.kv_token_bytes * blocks * _KV_BLOCK)
+
+
+def read_plan(out: Path) -> Play:
+    """The plan in a folder; the modules of classes that it names were allowed when it was made."""
+    value = read_json(out / PLAN)
+    with code_allowed(value["modules"]):
+        return Play.model_validate(value)
+
+
+def played(out: Path) -> list[dict[str, Any]]:
+    """The rows on disk by engine; the last one of each may be torn."""
+    rows = []
+    for path in sorted(out.glob("engine-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                rows.append(parse_json(line))
+    return rows
+
+
+def to_play(plan: Play, out: Path, worker: int, stock: bool) -> list[Visit]:
+    """Rollouts that an engine has not played yet."""
+    done = {row["rl_step"] for row in played(out) if row["row"] == "rollout" and row["worker"] == worker}
+    return [v for v in plan.visits if v.policy in plan.of_engine(stock) and v.rl_step not in done]
+
+
+def requests_of(plan: Play, worker: int, visit: Visit, lengths: list[int]) -> list[GenerationRequest]:
+    """One request per length, in an order and with prompts of token ids that hang on seed, worker and round alone."""
+    rng = np.random.default_rng([plan.seed, worker, visit.round])
+    prompts = rng.integers(3, plan.config["vocab_size"], (len(lengths), plan.prompt_tokens)).tolist()
+    return [
+        GenerationRequest(
+            key=(visit.rl_step, f"p{worker}-{n // plan.group_size}", n % plan.group_size, 0),
+            prompt_token_ids=prompts[n],
+            max_response_tokens=lengths[at],
+            ignore_eos=True,
+        )
+        for n, at in enumerate(rng.permutation(len(lengths)))
+    ]
+
+
+def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | None = None) -> Iterator[dict[str, Any]]:
+    """Start the engine and yield a row for the start, per plain batch and per rollout. Raises what the engine raises.
+
+    No rollout begins after `deadline`, in seconds of `time.time`, or where the last one under its policy would not have
+    ended by then.
+    """
+    from tltlab.runtime.engine.vllm.llm import keep_drafts_at
+
+    visits, begun, lengths = to_play(plan, out, worker, stock), time.perf_counter(), list(plan.lengths[worker])
+    said = {"worker": worker, "engine": STOCK if stock else "ours"}
+    with closing(_engine(plan, out, worker, stock)) as engine:
+
+        def generate(visit: Visit, lengths: list[int]) -> Rollout:
+            engine.llm.reset_prefix_cache()
+            requests = requests_of(plan, worker, visit, lengths)
+            rollout: Rollout = engine.generate(requests, rl_step=visit.rl_step, temperature=1.0)
+            return rollout
+
+        settling = Visit(rl_step=-1, round=0, policy="")
+        if not stock:
+            engine.warm_up(1.0)
+        # What happens only once, such as compiling, is over then.
+        for name in plan.of_engine(stock):
+            if not stock:
+                engine.set_policy(plan.policies[name])
+            generate(settling, [_SETTLING_TOKENS] * len(lengths))
+        yield {"row": "started", **said, "seconds": time.perf_counter() - begun}
+        for batch in plan.plain_batches:
+            if not stock:
+                engine.set_policy(None)
+            steps = generate(settling, [_PLAIN_TOKENS] * batch).iterations
+            seconds = [row["duration"] for row in steps if row["batch"] == batch and not row["prefill_tokens"]]
+            yield {"row": "plain step", **said, "batch": batch, "steps": len(seconds), "median_s": median(seconds)}
+        took: dict[str, float] = {}
+        for visit in visits:
+            if deadline is not None and time.time() + took.get(visit.policy, 0.0) > deadline:
+                continue
+            if not stock:
+                engine.forget()
+                engine.set_policy(plan.policies[visit.policy], [plan.seed, worker, visit.rl_step])
+                if plan.rates[visit.policy]:
+                    keep_drafts_at(engine.llm, plan.rates[visit.policy])
+            rollout = generate(visit, lengths)
+            took[visit.policy] = rollout.duration_s
+            yield {"row": "rollout", **said, **visit.model_dump(), **_told(rollout, stock)}
+
+
+def _told(rollout: Rollout, stock: bool) -> dict[str, Any]:
+    """A rollout as JSON; stock vLLM tells no more of its iterations than how long they took."""
+    fields = ("key", "finish_reason", "t_first_token", "t_finish")
+    return {
+        "seconds": rollout.duration_s,
+        "recorder_s": rollout.recorder_s,
+        "policy_s": rollout.policy_s,
+        "responses": [
+            {name: getattr(response, name) for name in fields} | {"tokens": len(response.token_ids)}
+            for response in rollout.responses
+        ],
+        "iterations": [] if stock else list(rollout.iterations),
+        "decisions": list(rollout.decisions),
+    }
+
+
+def _strategies(plan: Play) -> list[Strategy]:
+    """Everything that a policy may choose, the deepest last."""
+    chosen = {strategy for policy in plan.policies.values() for strategy in policy.strategies}
+    return sorted({NO_SPECULATION, *chosen}, key=lambda strategy: (strategy.draft_depth, strategy.drafter))
+
+
+def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
+    """Stock vLLM, or ours with graphs for whatever the policies may choose; the same arguments otherwise."""
+    import torch
+
+    from tltlab.runtime.drafter.heads.kinds import new_head
+    from tltlab.runtime.engine.engine import Engine
+    from tltlab.runtime.engine.graphs import plan_graphs
+    from tltlab.runtime.engine.profile import ForcedDrafter
+    from tltlab.runtime.engine.vllm import starting
+    from tltlab.runtime.engine.vllm.options import speculative_config
+    from tltlab.runtime.engine.vllm.sampling import synthetic_rejection
+    from tltlab.runtime.engine.vllm.stock import PlainStock
+
+    strategies, model = _strategies(plan), str(out / "model")
+    depth, most = strategies[-1].draft_depth, max(len(plan.lengths[worker]), *plan.plain_batches, 1)
+    longest = max(*plan.lengths[worker], _PLAIN_TOKENS if plan.plain_batches else _SETTLING_TOKENS)
+    arguments: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": most,
+        "max_model_len": plan.prompt_tokens + longest + depth + 1,
+    }  # fmt: skip
+    if not plan.gpus:
+        arguments["kv_cache_memory_bytes"] = plan.kv_bytes(worker)
+    if stock:
+        return PlainStock(model, seed=plan.seed, vllm_args=arguments)
+    drafters: dict[str, DrafterSpec | Drafter] = {name: ForcedDrafter() for name in plan.forced}
+    for name in plan.learned:
+        head = out / f"head-{worker}"
+        new_head(model, "eagle", plan.seed).to(torch.bfloat16).save(head)
+        drafters[name] = LearnedSpec(method="eagle", model=str(head))
+    if depth:
+        rates = max(plan.rates.values(), key=len)
+        with starting():
+            synthetic = synthetic_rejection([*rates, *(0.0,) * (depth - len(rates))])
+        arguments["speculative_config"] = {**(speculative_config(drafters, depth) or {}), **synthetic}
+    graphs = None
+    if plan.gpus:
+        everything = Policy(selector=ExploreSpec(strategies=tuple(strategies)))
+        graphs = plan_graphs(everything, most, runner="V1" if plan.forced else "V2", any_lengths=True, plain=True)
+    return Engine(
+        model, worker=worker, drafters=drafters, max_draft_depth=depth, seed=plan.seed, graphs=graphs,
+        vllm_args=arguments,
+    )  # fmt: skip
+
+
+def main(out: Path, worker: int, stock: bool, deadline: float | None) -> None:
+    """Play and append a line for each row."""
+    engine = STOCK if stock else "ours"
+    with (out / f"engine-{engine}-{worker}.jsonl").open("a", encoding="utf-8") as file:
+        # A line that was torn ends here.
+        file.write("\n" if file.tell() else "")
+        for row in play(read_plan(out), out, worker, stock=stock, deadline=deadline):
+            file.write(json.dumps(row, default=lambda value: value.item()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    folder, number, kind, *until = sys.argv[1:]
+    main(Path(folder), int(number), kind == STOCK, float(until[0]) if until else None)

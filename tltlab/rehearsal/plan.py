@@ -1,0 +1,218 @@
+"""What a rehearsal plays: lengths from a trace, a model's shape, policies and how their drafts are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.load import load_acceptance
+from tltlab.costs.profiles import find_model
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import CustomSpec, FixedSpec
+from tltlab.runtime.rollout.played import STOCK, Play
+from tltlab.sim.verification.policies import named_policies
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.metrics import num_workers
+from tltlab.traces.trace import Trace
+
+TINY = ModelShape(
+    name="tiny-shape", hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1024
+)
+_MEMORY_SHARE = 0.9
+_FP32_OVER_BF16 = 2
+
+
+def plan_of(
+    trace: Trace,
+    model: str,
+    *,
+    policies: str,
+    acceptance: str,
+    rl_step: int | None = None,
+    responses: int | None = None,
+    cap: int | None = None,
+    workers: int = 1,
+    rounds: int = 3,
+    gpus: int | None = None,
+    seed: int = 0,
+    plain_batches: Sequence[int] = (),
+) -> Play:
+    """Check everything and return what would be played; the arguments are the options of `tltlab rehearse`.
+
+    Plain steps are timed at `plain_batches` besides. Raises ConfigError; nothing has been started then.
+    """
+    names = [part.strip() for part in policies.split(",") if part.strip()]
+    ours = named_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
+    if names.count(STOCK) > 1:
+        raise ConfigError(f"--policies {policies}: {STOCK} is there twice")
+    stock = {STOCK: Policy(selector=FixedSpec(strategy=NO_SPECULATION))} if STOCK in names else {}
+    shape, config = shape_of(model)
+    lengths, prompt_tokens, about = shares(trace, rl_step=rl_step, workers=workers, responses=responses, cap=cap)
+    used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
+    granted = acceptance_by_drafter(acceptance, used)
+    learned = learned_drafters(ours, used)
+    modules = sorted({p.selector.module for p in ours.values() if isinstance(p.selector, CustomSpec)})
+    plan = Play(
+        model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
+        prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
+        modules=tuple(modules), rates={STOCK: ()} | {name: _rates_of(p, name, granted) for name, p in ours.items()},
+        granted=granted, learned=learned, forced=tuple(name for name in used if name not in learned),
+        plain_batches=tuple(sorted(plain_batches)), rounds=rounds, gpus=_gpus(gpus), seed=seed,
+    )  # fmt: skip
+    _check_memory(plan, shape)
+    return plan
+
+
+def shares(
+    trace: Trace, *, rl_step: int | None, workers: int, responses: int | None, cap: int | None
+) -> tuple[tuple[tuple[int, ...], ...], int, str]:
+    """Return response lengths by worker, prompt tokens, and a sentence on both.
+
+    Lengths are evenly spaced quantiles of an RL step's, times cap / the longest, dealt to workers at random: the shape
+    of the tail stays. By default a worker has as many as in the trace, and the cap is the longest. Prompts have the
+    median length, times the same factor where it is below 1. Raises ConfigError for an RL step that the trace lacks.
+    """
+    if not trace.rl_steps or (rl_step is not None and rl_step not in trace.rl_steps):
+        known = f"{trace.rl_steps[0]} to {trace.rl_steps[-1]}" if trace.rl_steps else "none"
+        raise ConfigError(f"--rl-step {rl_step}: the RL steps of this trace are {known}")
+    chosen = trace.rl_steps[0] if rl_step is None else rl_step
+    step = trace.select([chosen])
+    recorded = step.outcomes.groupby(["prompt_id", "sample"])["response_tokens"].sum().to_numpy()
+    if recorded.max() < 1:
+        raise ConfigError(f"no response of RL step {chosen} has a token: there is nothing to play")
+    each = responses or max(1, math.ceil(len(recorded) / num_workers(trace)))
+    quantiles = np.quantile(recorded, (np.arange(each * workers) + 0.5) / (each * workers))
+    factor = float((cap or recorded.max()) / quantiles.max())
+    lengths = np.maximum(1, np.rint(quantiles * factor).astype(int))
+    dealt = np.random.default_rng(0).permutation(lengths).reshape(workers, each)
+    prompt_tokens = max(8, round(float(step.workload["prompt_tokens"].median()) * min(1.0, factor)))
+    about = (
+        f"{each} responses{f' for each of {workers} workers' if workers > 1 else ''} at evenly spaced quantiles of the "
+        f"{len(recorded)} lengths of RL step {chosen} times {factor:.3g}: the longest has {lengths.max()} tokens, the "
+        f"median {np.median(lengths):.0f}, prompts {prompt_tokens}"
+    )
+    return tuple(tuple(sorted(map(int, share))) for share in dealt), prompt_tokens, about
+
+
+def acceptance_by_drafter(text: str, drafters: Sequence[str]) -> dict[str, str]:
+    """What is said of each drafter in `learned=geometric:0.7,ngram=geometric:0.42`; `all=` is of those not named.
+
+    ConfigError for a drafter that no policy uses, for one of which nothing is said, and for a value without a name
+    where there are several drafters.
+
+    >>> acceptance_by_drafter("all=geometric:0.7", ["ngram"])
+    {'ngram': 'geometric:0.7'}
+    """
+    parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    given = {name if equals else "": value if equals else name for name, equals, value in parts}
+    known = ", ".join(drafters) or "none"
+    if "" in given and len(drafters) > 1:
+        raise ConfigError(f"--acceptance {text}: {known} draft; name each, or write all={given['']}")
+    if unknown := given.keys() - {"", "all", *drafters}:
+        raise ConfigError(f"--acceptance {text}: no policy drafts with {min(unknown)}; drafters: {known}")
+    granted = {name: given.get(name, given.get("all", given.get("", ""))) for name in drafters}
+    if missing := [name for name, source in granted.items() if not source]:
+        raise ConfigError(f"--acceptance {text}: nothing is said of {', '.join(missing)}")
+    return granted
+
+
+def rates(acceptance: Acceptance, drafter: str, depth: int) -> tuple[float, ...]:
+    """Chances that the draft of a chain is kept up to each of its tokens. ConfigError where requests differ."""
+    if acceptance.varies_by != "nothing":
+        raise ConfigError(
+            f"acceptance of {drafter} that differs by {acceptance.varies_by} cannot be played: an engine keeps drafts "
+            "at one chance for each place in the draft; give geometric:ALPHA"
+        )
+    cdf = acceptance.in_state({}).at(1).cdf(Strategy.chain(drafter, depth))
+    if cdf is None:
+        raise ConfigError(f"acceptance of {drafter} has no chances by place in the draft; give geometric:ALPHA")
+    return tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
+
+
+def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:
+    """Drafters with a network, at most one. ConfigError for trees, for hybrids and for a drafter that is nowhere."""
+    specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle", model="untrained")}
+    for policy in policies.values():
+        specs |= policy.drafters
+    for name in used:
+        if name not in specs:
+            raise ConfigError(f"no drafter named {name!r} here; there are: {', '.join(sorted(specs))}")
+        if isinstance(specs[name], HybridSpec):
+            raise ConfigError(
+                f"drafter {name} joins two others, whose drafts an engine cannot keep at rates of their own"
+            )
+    for name, policy in policies.items():
+        if trees := [s for s in policy.strategies if s.speculates and s.tokens_to_verify != s.draft_depth + 1]:
+            raise ConfigError(f"policy {name} asks for {trees[0]}: engines verify whole chains")
+    learned = tuple(name for name in used if isinstance(specs[name], LearnedSpec))
+    if len(learned) > 1:
+        raise ConfigError(f"{' and '.join(learned)} are learned drafters: an engine has at most one")
+    return learned
+
+
+def _rates_of(policy: Policy, name: str, granted: Mapping[str, str]) -> tuple[float, ...]:
+    """What a policy's drafts are kept at. ConfigError where its drafters differ: an engine has one set of chances."""
+    deepest: dict[str, int] = {}
+    for strategy in policy.strategies:
+        if strategy.speculates:
+            deepest[strategy.drafter] = max(deepest.get(strategy.drafter, 0), strategy.draft_depth)
+    if len({granted[drafter] for drafter in deepest}) > 1:
+        raise ConfigError(
+            f"policy {name} drafts with {' and '.join(deepest)}, which are to be accepted differently: an engine keeps "
+            "all drafts of a rollout at one set of chances"
+        )
+    by_drafter = [rates(load_acceptance(granted[drafter]), drafter, depth) for drafter, depth in deepest.items()]
+    return max(by_drafter, key=len, default=())
+
+
+def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:
+    """A model's shape and config.json, by a name of `tltlab.hardware`, "tiny-shape", a config.json or its folder."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if path.is_file():
+        return find_model(model), read_json(path)
+    shape = TINY if model == TINY.name else find_model(model)
+    if shape.experts or shape.latent or shape.window_layers or shape.state_layers:
+        raise ConfigError(f"--model {model}: give its config.json, since it is more than layers that are all alike")
+    architecture, kind = ("Qwen3ForCausalLM", "qwen3") if shape.qk_norm else ("Qwen2ForCausalLM", "qwen2")
+    return shape, {
+        "architectures": [architecture], "model_type": kind, "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab, "tie_word_embeddings": shape.tied_embeddings, "rope_theta": 1e6,
+        "max_position_embeddings": 1 << 17, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+def _gpus(asked: int | None) -> int:
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked is not None and asked > there:
+        raise ConfigError(f"--gpus {asked}: torch finds {there} here")
+    return there if asked is None else asked
+
+
+def _check_memory(plan: Play, shape: ModelShape) -> None:
+    """ConfigError, with what is missing, where weights and cache do not fit, before anything is started."""
+    where, room = "free memory here", available_memory()
+    need = _FP32_OVER_BF16 * shape.stored_bytes() + max(map(plan.kv_bytes, range(len(plan.lengths))))
+    if plan.gpus:
+        import torch
+
+        where, room = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        longest = max(map(max, plan.lengths)) + plan.prompt_tokens
+        need = (shape.stored_bytes() + RUNTIME_BYTES + shape.kv_bytes_per_token * longest) / _MEMORY_SHARE
+    if room is not None and need > room:
+        raise ConfigError(
+            f"{shape.name} needs {need / GIB:.1f} GiB for weights and cache, {where}: {room / GIB:.1f} GiB; "
+            f"{(need - room) / GIB:.1f} GiB are missing"
+        )
