@@ -8,17 +8,15 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.stats import Interval, mean_of_few, student_margin
-from tltlab.strategy import MODEL_FREE
+from tltlab.stats import Interval, student_margin
 
 from .check import Facts, NotChecked, rl_steps
-from .decoding import UNSURE, timed_steps
+from .decoding import UNSURE
 from .evidence import ENOUGH_STEPS, RunEvidence, accepted_pairs, ratio
 
 ACCEPT_FLOOR = 1.2  # TLT's Fig 13 has its cheapest step at 1.71 plain ones; verification alone takes some 20 % more
 SMALL_BATCH = 4  # batches up to here verify almost for free: a drafter that loses there loses everywhere
-FALL = 0.1  # relative fall of acceptance over a run that counts: three times `DROP`
-DROP = 0.03  # relative fall of acceptance per update that counts, as in `training_schedule`
+FALL = 0.1  # relative fall of acceptance over a run that counts
 ENOUGH_FOR_TREND = 6  # RL steps from which a slope has an interval worth the name
 ENOUGH_DRAFTS = 200  # drafts below which a rollout's acceptance is noise: its standard error is then some 5 %
 FLIPS_PER_100 = 10  # on-off switches per 100 iterations: as many as a hold of 10, TLT's default, allows
@@ -59,56 +57,6 @@ def acceptance_falling(run: RunEvidence) -> Facts | None:
         if slope.high < 0 and total <= -FALL:
             return {"drafter": drafter, "slope": slope, "total": total, "where": rl_steps(level.index)}
     return None
-
-
-def target_too_fast(run: RunEvidence) -> Facts | None:
-    """The larger the policy update before a rollout, the lower a learned drafter's acceptance in it.
-
-    From one RL step to the next the change of acceptance is regressed on the change of the distance, in KL of the
-    updates, between the policy and the one that the drafter was trained for; whether new weights came is accounted for.
-    """
-    steps = run.steps.set_index("rl_step")
-    kl, version, age = steps["drift_kl"], steps["drafter_version"], steps["drafter_age"]
-    if kl.notna().sum() < ENOUGH_FOR_TREND:
-        raise NotChecked(
-            f"how far updates move the policy (steps.drift_kl) is known of fewer than {ENOUGH_FOR_TREND} RL steps"
-        )
-    rows = run.speculating[~run.speculating["drafter"].isin(MODEL_FREE)]
-    if rows.empty:
-        raise NotChecked("no learned drafter drafted: model-free ones draft from what was just generated")
-    level, first = _acceptance_by_step(rows), int(steps.index.min())
-    # Trained on the rollout before it was published, it has missed the update after that one and all later ones.
-    since = {s: first if pd.isna(age.get(s)) else max(first, s - 1 - int(age[s])) for s in level.index}
-    moved = {s: sum(kl.get(k, np.nan) for k in range(since[s], s)) for s in level.index}
-    pairs = [(s - 1, s) for s in level.index if s - 1 in moved]
-    change = [(level[b] - level[a], moved[b] - moved[a], float(version.get(a) != version.get(b))) for a, b in pairs]
-    samples = np.array([row for row in change if np.isfinite(row).all()])
-    if len(samples) < ENOUGH_FOR_TREND or not np.ptp(samples[:, 1]):
-        raise NotChecked(
-            f"{len(samples)} pairs of RL steps in a row tell both acceptance and update KL; it takes {ENOUGH_FOR_TREND}"
-        )
-    usual = float(kl.median())
-    slope = _slope(samples[:, 0], samples[:, 1], samples[:, 2], unit=usual)
-    if slope.high >= 0 or slope.estimate > -DROP:
-        return None
-    return {"slope": slope, "usual": usual, "pairs": len(samples), "where": rl_steps(level.index)}
-
-
-def worse_when_trained(run: RunEvidence) -> Facts | None:
-    """Acceptance falls on the RL steps that follow a training of the drafter."""
-    rows = timed_steps(run)
-    if "drafter_age" not in rows or rows["drafter_age"].isna().all():
-        raise NotChecked("the RL steps do not say when the drafter was trained")
-    just = rows["drafter_age"] == 0
-    # Against the RL steps around it, so that a trend over the run is none of it.
-    usual = rows["accept_length"].where(~just).interpolate(limit_area="inside")
-    change = (rows["accept_length"] / usual - 1)[just].dropna()
-    if len(change) < ENOUGH_STEPS:
-        raise NotChecked(f"fewer than {ENOUGH_STEPS} RL steps after a training lie between others")
-    fall = mean_of_few(change.to_numpy(np.float64))
-    if not fall.high < 0 or fall.estimate > -DROP:
-        return None
-    return {"times": len(change), "fall": fall, "where": rl_steps(rows.loc[change.index, "rl_step"])}
 
 
 def switching_time(run: RunEvidence) -> Facts | None:
@@ -205,11 +153,11 @@ def _drafts(rows: pd.DataFrame) -> pd.DataFrame:
     return drafts.assign(pairs=accepted_pairs(drafts))
 
 
-def _slope(y: Floats, x: Floats, *others: Floats, unit: float = 1.0) -> Interval:
-    """Least-squares slope of y per `unit` of x, accounting for `others`, with Student's interval."""
-    design = np.column_stack([x, *others, np.ones(len(x))])
+def _slope(y: Floats, x: Floats) -> Interval:
+    """Least-squares slope of y over x, with Student's interval."""
+    design = np.column_stack([x, np.ones(len(x))])
     coefficients, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
     freedom = max(len(x) - int(rank), 1)
     variance = np.sum((y - design @ coefficients) ** 2) / freedom * np.linalg.pinv(design.T @ design)[0, 0]
-    slope, margin = unit * float(coefficients[0]), unit * student_margin(float(np.sqrt(variance)), freedom)
+    slope, margin = float(coefficients[0]), student_margin(float(np.sqrt(variance)), freedom)
     return Interval(estimate=slope, low=slope - margin, high=slope + margin, level=0.95, method="t")

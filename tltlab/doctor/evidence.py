@@ -16,10 +16,10 @@ from tltlab.calibration.iterations import recorded_rows
 from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
-from tltlab.errors import TltlabError, TraceError
+from tltlab.errors import TraceError
 from tltlab.files import parse_json, read_object
 from tltlab.importers.sources import read
-from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import recording_of
@@ -39,7 +39,7 @@ class RunEvidence:
     """A run as its checks see it. Properties raise NotChecked where the run does not have what they return.
 
     `complaint` says why there is no trace. `events` are the lines of events.jsonl, `logs` the ends of log files
-    by name, `recipe` what run.json resolved, `policies` what was in force from which RL step on.
+    by name, `recipe` what run.json resolved, `policies` (first RL step, name, kind of selector) what was in force.
     """
 
     trace: Trace | None = None
@@ -48,7 +48,7 @@ class RunEvidence:
     events: tuple[Mapping[str, Any], ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    policies: tuple[tuple[int, str, Policy], ...] = ()
+    policies: tuple[tuple[int, str, str], ...] = ()
     costs: CostModel | None = None
 
     @classmethod
@@ -116,7 +116,7 @@ class RunEvidence:
     def decoding(self) -> pd.DataFrame:
         """Iterations without prefill, in RL steps whose policy was not there to explore."""
         table = self.iterations
-        explored = [s for s, (name, kind, _) in self.policy_of_step.items() if "explore" in (name, kind)]
+        explored = [s for s, policy in self.policy_of_step.items() if "explore" in policy]
         table = table[(table["prefill_tokens"] == 0) & ~table["rl_step"].isin(explored)]
         if table.empty:
             raise NotChecked("all RL steps ran under policy explore, which tries everything on purpose")
@@ -131,16 +131,15 @@ class RunEvidence:
         return table
 
     @cached_property
-    def policy_of_step(self) -> dict[int, tuple[str, str | None, Policy | None]]:
-        """Name and, where known, selector and settings of the policy in force in each RL step."""
+    def policy_of_step(self) -> dict[int, tuple[str, str | None]]:
+        """Name and, where known, kind of selector of the policy in force in each RL step."""
         steps = self.known.steps
         names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
-        policies: dict[int, tuple[str, str | None, Policy | None]] = {}
+        policies: dict[int, tuple[str, str | None]] = {}
         for rl_step in self.known.rl_steps:
             in_force = [entry for entry in self.policies if entry[0] <= rl_step]
             name = str(names.get(rl_step) or (in_force[-1][1] if in_force else "unknown"))
-            policy = in_force[-1][2] if in_force else _named(name)
-            policies[rl_step] = (name, policy.selector.kind if policy else None, policy)
+            policies[rl_step] = (name, in_force[-1][2] if in_force else _kind_of(name))
         return policies
 
     @cached_property
@@ -233,24 +232,27 @@ def _logs(run: Path) -> dict[str, str]:
     return tails
 
 
-def _named(name: str) -> Policy | None:
-    """A shipped policy, or the file that a simulation was given, where it is still there."""
-    if name in SHIPPED or not name.endswith(".json"):
-        return SHIPPED.get(name)
-    with suppress(ValueError, TltlabError):
-        return Policy.model_validate(read_object(Path(name)), context={"folder": Path(name).parent})
-    return None
+def _kind_of(name: str) -> str | None:
+    """The selector's kind of a shipped policy, or of the file that a simulation was given, where it is still there."""
+    if name in SHIPPED:
+        return SHIPPED[name].selector.kind
+    return _selector_kind(read_object(Path(name))) if name.endswith(".json") else None
 
 
-def _policies(folder: Path) -> tuple[tuple[int, str, Policy], ...]:
-    """(first RL step, name, policy) of policies.json, else policy.json from RL step 0 on."""
+def _selector_kind(policy: Any) -> str | None:
+    selector = policy.get("selector") if isinstance(policy, dict) else None
+    return selector.get("kind") if isinstance(selector, dict) else None
+
+
+def _policies(folder: Path) -> tuple[tuple[int, str, str], ...]:
+    """(first RL step, name, kind of selector) of policies.json, else policy.json from RL step 0 on."""
     entries = read_object(folder / "policies.json").get("policies") or []
     if not entries and (single := read_object(folder / "policy.json")):
         entries = [{"rl_step": 0, "name": None, "policy": single}]
     policies = []
     for entry in entries:
-        # Written by another version, or naming a class that is not installed here: then it is not known.
-        with suppress(KeyError, TypeError, ValueError, TltlabError):
-            policy = Policy.model_validate(entry["policy"], context={"folder": folder})
-            policies.append((int(entry["rl_step"]), str(entry.get("name") or policy.selector.kind), policy))
-    return tuple(sorted(policies, key=lambda entry: entry[0]))
+        # Written by another version: then it is not known.
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            kind = str(_selector_kind(entry["policy"]) or "unknown")
+            policies.append((int(entry["rl_step"]), str(entry.get("name") or kind), kind))
+    return tuple(sorted(policies))

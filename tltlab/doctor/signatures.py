@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tltlab.traces.trace import Trace
 
-from . import bandit, decoding, drafting, log
+from . import decoding, drafting, log
 from .check import Check, Diagnosis, Facts, look
 from .evidence import RunEvidence
 
@@ -66,17 +66,6 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
         TRAIN_OR_REPLACE,
     ),
-    _check("worse-when-just-trained", drafting.worse_when_trained, good="drafter training costs no acceptance").problem(
-        "Acceptance falls on RL steps right after the drafter was trained",
-        "{times} times the accept length is {fall:+.1%} off that of the RL steps around.",
-        "Compare the drafter's loss on the next rollout; check its learning rate and which weights the engine loads.",
-    ),
-    _check("target-too-fast", drafting.target_too_fast, good="the drafter keeps up with the policy").problem(
-        "The policy moves faster than the drafter follows",
-        "Acceptance changes by {slope:+.1%} per update of usual size (KL {usual:.2g}; {pairs} pairs of RL steps).",
-        "Train the drafter each RL step and more (drafter.schedule.kind = always, drafter.max_updates), or update the "
-        "policy less (train.lr, train.minibatches, train.kl_coef).",
-    ),
     _check("large-batches", decoding.large_batches, good="no speculation at too large batches").problem(
         "Speculation goes on at batches too large for it",
         "Time against plain decoding of the same tokens ({source}): {by_batch}; {share:.0%} of the decoding time goes "
@@ -92,18 +81,6 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "Speculation goes on and off again and again",
         "{flips} switches in {iterations} iterations, {rate:.0f} per 100.",
         "Use a longer activation.hold_iterations, a smaller epsilon, or no speculation as an arm only where it wins.",
-    ),
-    _check("explores-too-much", bandit.explores_too_much, good="bandits find more than they spend").problem(
-        "Bandit {bandit} explores more than it finds",
-        "{off:.0%} of its {decisions} decisions went to other arms than the best of their bucket; that cost {lost:.1%} "
-        "of the reward, while choosing gained {gained:+.1%} over arms picked blindly.",
-        "Lower epsilon (ucb1: exploration), give it fewer arms or a longer window, use reward = relative; or take the "
-        'best arm per batch (rollout.policy = "table", tltlab tune).',
-    ),
-    _check("one-arm-per-bucket", bandit.one_arm_per_bucket, good="buckets have arms to choose from").problem(
-        "Bandit {bandit} never chooses",
-        "Each of its {buckets} buckets has one strategy, so epsilon and rewards change nothing.",
-        "List several depths or drafters in each of selector.buckets; grouping chains by tokens_to_verify leaves one.",
     ),
     _check("canary", partial(log.canary, kind="collapsed"), good="the drafter's canary is content").problem(
         "The learned drafter collapsed",
