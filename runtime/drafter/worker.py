@@ -134,6 +134,8 @@ class SpotTrainer:
         saved = self.training.state_dict()
         if self.checkpoint.load(saved) is not None and int(saved["counters"][0]) >= self.training.updates:
             self.training.load_state_dict(saved)
+        # Not while a rollout waits.
+        self.training.warm_up()
         # On another machine than the driver's it is not there yet.
         Path(place.feed.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._client = CoordinatorClient(place.coordinator, place.worker, keys=place.keys)
