@@ -87,10 +87,11 @@ class Play(FrozenModel):
         return [name for name in self.policies if (name == STOCK) == stock]
 
     def kv_bytes(self, worker: int) -> int:
-        """Bytes of keys and values, in fp32, that all requests of a worker take at once, in whole blocks."""
-        tokens = np.array(self.lengths[worker]) + self.prompt_tokens + _SETTLING_TOKENS
-        blocks = max(int((-(-tokens // _KV_BLOCK)).sum()), sum(self.plain_batches[-1:])) + 1
-        return max(_LEAST_KV_BYTES, 2 * self.kv_token_bytes * blocks * _KV_BLOCK)
+        """Bytes of keys and values, in fp32, that the largest batch of a worker takes, in whole blocks and one more."""
+        plain = [_PLAIN_TOKENS] * max(self.plain_batches, default=0)
+        batches = [np.array(tokens) + self.prompt_tokens for tokens in (self.lengths[worker], plain)]
+        blocks = max(int((-(-(tokens + _SETTLING_TOKENS) // _KV_BLOCK)).sum()) for tokens in batches)
+        return max(_LEAST_KV_BYTES, 2 * self.kv_token_bytes * (blocks + 1) * _KV_BLOCK)
 
 
 def read_plan(out: Path) -> Play:

@@ -28,6 +28,7 @@ TINY = ModelShape(
     name="tiny-shape", hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1024
 )
 _MEMORY_SHARE = 0.9
+_LARGE_BATCH = 1 << 20
 _FP32_OVER_BF16 = 2
 
 
@@ -126,15 +127,18 @@ def acceptance_by_drafter(text: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def rates(acceptance: Acceptance, drafter: str, depth: int) -> tuple[float, ...]:
-    """Chances that the draft of a chain is kept up to each of its tokens. ConfigError where requests differ."""
-    if acceptance.varies_by != "nothing":
+    """Chances that the draft of a chain is kept up to each of its tokens.
+
+    ConfigError where they differ by request, by what was generated or by batch size.
+    """
+    settled, chain = acceptance.in_state({}), Strategy.chain(drafter, depth)
+    cdf, at_most = (settled.at(batch).cdf(chain) for batch in (1, _LARGE_BATCH))
+    if acceptance.varies_by != "nothing" or cdf is None or at_most is None or not np.allclose(cdf, at_most):
+        by = "batch size" if acceptance.varies_by == "nothing" else acceptance.varies_by
         raise ConfigError(
-            f"acceptance of {drafter} that differs by {acceptance.varies_by} cannot be played: an engine keeps drafts "
-            "at one chance for each place in the draft; give geometric:ALPHA"
+            f"acceptance of {drafter} that differs by {by} cannot be played: an engine keeps drafts at one chance for "
+            "each place in the draft; give geometric:ALPHA"
         )
-    cdf = acceptance.in_state({}).at(1).cdf(Strategy.chain(drafter, depth))
-    if cdf is None:
-        raise ConfigError(f"acceptance of {drafter} has no chances by place in the draft; give geometric:ALPHA")
     return tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
 
 

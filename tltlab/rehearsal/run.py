@@ -61,7 +61,8 @@ def _run(plan: Play, out: Path, workers: Sequence[int], stock: bool, deadline: f
     running: list[tuple[Path, subprocess.Popen[bytes]]] = []
     try:
         for device, worker in enumerate(workers):
-            own = {"CUDA_VISIBLE_DEVICES": str(device)} if len(workers) > 1 else {}
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(workers))))).split(",")
+            own = {"CUDA_VISIBLE_DEVICES": visible[device]} if len(workers) > 1 else {}
             command = [sys.executable, "-m", "tltlab.runtime.rollout.played", str(out), str(worker), engine]
             log_file = out / f"engine-{engine}-{worker}.log"
             with ExitStack() as files:

@@ -199,7 +199,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -> Page:
     """What was measured, or found by an experiment: the verdict, the picture beside the file, and the rows."""
     rows = result[key]
-    keys = list(dict.fromkeys(name for row in rows for name in row))
+    keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
     text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
     columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
     tau, median, worst = (
@@ -208,16 +208,17 @@ def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -
     )
     verdict = str(
         result.get("verdict")
+        or result.get("sentence")
         or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
     )
     blocks: list[Block] = [Paragraph(text=SIMULATED)] if result.get("prediction") else []
     caption = "What the table below has in figures."
     picture = Picture.of_png(path.with_name("picture.png"), alt=verdict, caption=caption)
-    if picture is not None and path.name == "result.json":
+    if picture is not None and path.name in ("result.json", "summary.json"):
         blocks.append(picture)
     blocks.append(records(rows, columns, caption=str(result.get("question", "Result")), text=text))
     blocks += [Paragraph(text=str(note)) for note in result.get("notes") or ()]
-    above = {key, "name", "question", "verdict", "prediction", "settings", "notes", "rounds"}
+    above = {key, "name", "question", "verdict", "sentence", "prediction", "settings", "notes", "rounds"}
     facts = {name: value for name, value in result.items() if name not in above} | (result.get("settings") or {})
     parts = (Section(title="Result", blocks=tuple(blocks)), _origin(facts, set()))
     question = str(result.get("question", path.name))
