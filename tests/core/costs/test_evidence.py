@@ -44,8 +44,8 @@ def test_measured_together_has_the_error_of_those_measurements_as_far_as_they_go
     assert near.error(extrapolated=True) == 0.2
     assert near.beyond([0, 2, 5]) == []
     assert near.beyond([3, 8]) == ["draft depth"]
-    assert near.says() == "measured together with mine; nine in ten are off by less than 3%"
-    assert near.says(beyond=["draft depth"]).startswith("never measured with mine (draft depth); nine in ten")
+    assert all(fact in near.says() for fact in ("measured together", "mine", "3%"))
+    assert all(fact in near.says(beyond=["draft depth"]) for fact in ("never measured", "draft depth", "20%"))
     assert evidence(speculation=False).beyond([3]) == ["speculation"]
 
 
@@ -66,7 +66,6 @@ def test_an_interval_is_of_what_was_measured_relative_to_its_error():
     assert interval(10.0, 3.0) == (2.5, 40.0)
     assert interval(10.0, None) is None
     assert Evidence(engine="mine").interval(10.0) is None
-    assert "how far off is not known" in Evidence(engine="mine").says()
 
 
 def test_most_errors_are_exceeded_as_often_as_said():
