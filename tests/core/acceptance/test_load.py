@@ -1,5 +1,6 @@
 """Acceptance models: means, distributions, files and their limits."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance, from_survival, scaled
+from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
+from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import SHIPPED, load_acceptance
-from tltlab.acceptance.measured import FittedAcceptance, FittedDepth, copied_runs
+from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth, copied_runs
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -21,6 +24,15 @@ MEASURED = {
     4: FittedDepth(accepted=(0.5, 0.2, 0.1, 0.1, 0.1), drafted=2.0, num_samples=10),
 }
 FITTED = FittedAcceptance(drafters_by_depth={"ngram": MEASURED, "learned": MEASURED})
+
+
+BANDS = {
+    "kind": "by-batch",
+    "bands": [
+        {"max_batch": end, "drafters": {"ngram": {1: {"accepted": (1 - kept, kept), "drafted": drafted}}}}
+        for end, kept, drafted in ((4, 0.8, 1.0), (None, 0.3, 0.5))
+    ],
+}
 
 
 def chain(depth: int) -> Strategy:
@@ -45,28 +57,38 @@ def test_geometric_mean_is_leviathans(alpha: float, depth: int):
     assert GeometricAcceptance(alpha=alpha).tokens_per_iteration(chain(depth)) == pytest.approx(expected)
 
 
-def test_a_measured_depth_is_returned_as_measured():
-    assert FITTED.distribution(chain(2)).tolist() == [0.6, 0.1, 0.3]
-    assert FITTED.num_drafted(chain(4)) == 2.0
-
-
 def test_a_depth_between_is_the_next_larger_one_cut_short():
+    assert FITTED.distribution(chain(2)).tolist() == [0.6, 0.1, 0.3]
     assert FITTED.distribution(Strategy.chain("learned", 3)) == pytest.approx([0.5, 0.2, 0.1, 0.2])
-    assert FITTED.num_drafted(chain(3)) == 1.5
     assert FITTED.distribution(Strategy("learned", 4, 1, 2)) == pytest.approx([0.6, 0.4])
+    assert [FITTED.num_drafted(chain(depth)) for depth in (3, 4)] == [1.5, 2.0]
 
 
 def test_beyond_the_fit_nothing_is_known():
-    with refused(ConfigError, naming=("4",)):
-        FITTED.tokens_per_iteration(Strategy.chain("learned", 5))
-    with refused(ConfigError, naming=("eagle",)):
-        FITTED.tokens_per_iteration(Strategy.chain("eagle", 2))
-    with refused(ConfigError, naming=("tree",)):
-        FITTED.tokens_per_iteration(Strategy("ngram", 2, 4, 8))
+    for strategy, fact in (
+        (Strategy.chain("learned", 5), 4),
+        (Strategy.chain("ngram", 17), 4),
+        (Strategy.chain("eagle", 2), "eagle"),
+        (Strategy("ngram", 2, 4, 8), "tree"),
+    ):
+        with refused(ConfigError, naming=(fact,)):
+            FITTED.tokens_per_iteration(strategy)
 
 
-def test_a_fitted_file_reads_back(tmp_path: Path):
-    assert load_acceptance(FITTED.write(tmp_path / "acceptance.json")) == FITTED
+@pytest.mark.parametrize(
+    "model",
+    [
+        FITTED,
+        BatchAcceptance.model_validate(BANDS),
+        CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)}),
+        spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
+        FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
+        *SHIPPED.values(),
+    ],
+    ids=lambda model: model.kind,
+)
+def test_a_file_gives_back_what_was_written(model, tmp_path: Path):
+    assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
 
 
 def test_models_by_name():
@@ -75,14 +97,7 @@ def test_models_by_name():
     assert list(SHIPPED) == ["tlt-qwen2.5-32b", "tlt-qwen2.5-32b-fresh", "seer-siblings"]
     for name, model in SHIPPED.items():
         assert load_acceptance(name) is model
-        assert load_acceptance(model.model_dump(mode="json")) == model
         assert any("arXiv" in note for note in model.notes)
-
-
-def test_an_unknown_name_hears_which_there_are():
-    names = r"constant:A, geometric:ALPHA, 'trace', tlt-qwen2.5-32b, tlt-qwen2.5-32b-fresh, seer-siblings "
-    with pytest.raises(ConfigError, match=names + r"\(-fresh: with an assumed effect of the drafter's age"):
-        load_acceptance("tlt")
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
@@ -100,17 +115,36 @@ def test_scaling_multiplies_every_chance_up_to_one(alpha: float, ratio: float, d
     assert kept == pytest.approx(min(1.0, alpha * ratio) ** np.arange(1, depth + 1))
 
 
-@pytest.mark.parametrize("source", ["constant:0.5", "geometric:1.5", "geometric:often", "constant:nan", "golden", {}])
-def test_nonsense_is_refused(source: str):
-    with pytest.raises(ConfigError):
+GEOMETRIC = {"kind": "geometric", "alpha": 0.5}
+SIBLINGS = {"kind": "siblings", "alone": 0.5, "most": 0.6, "exponent": 1}
+AGES = ({"untrained": 0.4, "floor": 0.5}, {"untrained": 2}, {"age_steps": 0}, {"updates_to_train": -1}, {"floor": -1})
+
+
+@pytest.mark.parametrize(
+    ("source", "facts"),
+    [
+        *((name, (name,)) for name in ("constant:0.5", "geometric:1.5", "geometric:often", "constant:nan", "golden")),
+        ("tlt", ("constant:A", "geometric:ALPHA", "'trace'", *SHIPPED)),
+        ({}, ("kind",)),
+        *(
+            ({"kind": "per-request", "drafters": {"ngram": wrong}}, ("acceptance",))
+            for wrong in ({"keep_logits": []}, {"keep_logits": [0.1], "spread": -1}, {"keep_logits": [math.nan]})
+        ),
+        *((SIBLINGS | wrong, ("acceptance",)) for wrong in ({"most": 0.4}, {"most": 1.4}, {"exponent": 0})),
+        *(({"kind": "fresh", "base": GEOMETRIC, "freshness": wrong}, ("freshness",)) for wrong in AGES),
+        *(
+            ({"kind": "fitted", "drafters": {"ngram": {"2": {"accepted": wrong, "drafted": 1}}}}, ("drafters",))
+            for wrong in ((0.5, 0.4), (0.5, 0.5, 0.0, 0.0))
+        ),
+        *(
+            ({"kind": "by-batch", "bands": [{"max_batch": end, "drafters": {}} for end in ends]}, ("max_batch",))
+            for ends in ((), (4,), (8, 4, None), (None, 4))
+        ),
+    ],
+)
+def test_nonsense_is_refused(source: object, facts: tuple[str, ...]):
+    with refused(ConfigError, naming=facts):
         load_acceptance(source)
-
-
-@pytest.mark.parametrize("accepted", [(0.5, 0.4), (0.5, 0.5, 0.0, 0.0)])
-def test_a_distribution_must_fit_its_depth(accepted: tuple[float, ...]):
-    value = {"kind": "fitted", "drafters": {"ngram": {"2": {"accepted": accepted, "drafted": 1}}}}
-    with refused(ConfigError, naming=("drafters",)):
-        load_acceptance(value)
 
 
 @given(st.floats(0, 1), st.integers(1, 12))
@@ -121,25 +155,9 @@ def test_a_mean_alone_gives_the_chain_that_has_it(share: float, depth: int):
 
 
 def test_batch_sizes_have_bands_of_their_own():
-    few, many = FittedDepth(accepted=(0.2, 0.8), drafted=1.0), FittedDepth(accepted=(0.7, 0.3), drafted=0.5)
-    value = {
-        "kind": "by-batch",
-        "bands": [
-            {"max_batch": 4, "drafters": {"ngram": {1: few.model_dump()}}},
-            {"max_batch": None, "drafters": {"ngram": {1: many.model_dump()}}},
-        ],
-    }
-    model = load_acceptance(value)
+    model = load_acceptance(BANDS)
     assert [model.at(batch).tokens_per_iteration(chain(1)) for batch in (1, 4, 5, 500)] == [1.8, 1.8, 1.3, 1.3]
     assert model.drafters == ("ngram",)
-    assert load_acceptance(model.model_dump(mode="json")) == model
-
-
-@pytest.mark.parametrize("ends", [(), (4,), (8, 4, None), (None, 4)])
-def test_bands_that_do_not_cover_every_batch_are_refused(ends: tuple[int | None, ...]):
-    bands = [{"max_batch": end, "drafters": {}} for end in ends]
-    with refused(ConfigError, naming=("max_batch",)):
-        load_acceptance({"kind": "by-batch", "bands": bands})
 
 
 # Drafters that copy text, at depths that were not measured
@@ -201,16 +219,11 @@ def test_real_copies_at_another_depth_are_met_within_a_percent(shared_data):
             assert tokens[0] == pytest.approx(tokens[1], rel=0.006)
 
 
-def test_a_learned_drafter_is_cut_short_and_copies_are_marked_as_not_measured():
+def test_copies_at_other_depths_are_not_measured():
     cell = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
     model = FittedAcceptance(drafters_by_depth={name: {4: cell} for name in ("ngram", "learned")})
-    one, eight = (Strategy.chain("ngram", depth) for depth in (1, 8))
     assert model.distribution(Strategy.chain("learned", 1)).tolist() == [0.6, 0.4]
-    assert model.distribution(one).round(2).tolist() == [0.37, 0.63]
-    assert model.tokens_per_iteration(eight) > model.tokens_per_iteration(Strategy.chain("ngram", 4))
-    assert [model.outside(s) for s in (one, eight, Strategy.chain("ngram", 4), Strategy.chain("learned", 1))] == [
-        ["draft_depth"], ["draft_depth"], [], [],
-    ]  # fmt: skip
-    for strategy in (Strategy.chain("learned", 5), Strategy.chain("ngram", 17)):
-        with refused(ConfigError, naming=("4",)):
-            model.distribution(strategy)
+    assert model.outside(Strategy.chain("learned", 1)) == []
+    assert model.distribution(chain(1)).round(2).tolist() == [0.37, 0.63]
+    assert model.tokens_per_iteration(chain(8)) > model.tokens_per_iteration(chain(4))
+    assert [model.outside(chain(depth)) for depth in (1, 8, 4)] == [["draft_depth"], ["draft_depth"], []]

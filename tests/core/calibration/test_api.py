@@ -134,13 +134,6 @@ def test_outliers_do_not_bend_the_shape():
     assert max(ratio.values()) / min(ratio.values()) < 1.1
 
 
-def test_the_fit_holds_on_rl_steps_that_it_has_not_seen():
-    trace = rollout(steps=4, noise="usual")
-    first, unseen = (calibrate(trace.select(steps)) for steps in ([0, 1], [2, 3]))
-    assert first.costs.base_s == pytest.approx(unseen.costs.base_s, rel=0.05)
-    assert len(unseen.sums) == 2
-
-
 def test_a_plain_trace_leaves_the_terms_of_speculation_unknown():
     found = calibrate(rollout((0,)))
     assert found.acceptance is None
@@ -148,16 +141,6 @@ def test_a_plain_trace_leaves_the_terms_of_speculation_unknown():
     for term in ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s"):
         assert getattr(found.costs, term) is None
     assert any("per_token_s is inside per_request_s" in note for note in found.notes)
-
-
-def test_a_constant_batch_leaves_per_request_unknown():
-    trace = rollout((0,))
-    table = trace.iterations.query("batch == 1").assign(context_tokens=100, duration=0.004)
-    found = calibrate(trace.replace(iterations=table.query("prefill_tokens == 0")))
-    assert found.costs.base_s == pytest.approx(0.004)
-    assert found.costs.per_request_s is None
-    assert found.costs.prefill_per_token_s is None
-    assert any("per_request_s is not identified" in note for note in found.notes)
 
 
 def test_drafting_time_not_recorded_apart_stays_in_the_other_terms():
