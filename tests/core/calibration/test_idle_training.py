@@ -65,17 +65,19 @@ def test_a_run_gives_back_what_it_was_made_with(seed: int):
     assert model.packed, "the table knows packed training only"
 
 
-def test_a_killed_trainer_whose_row_tells_only_when_it_held_its_device_changes_no_rate():
-    trace, truth = run(), fitted().model
-    table = trace.spot_training
+NOTHING = ["setup_s", "train_s", "wait_s", "blocked_s", "updates", "tokens", "sequences", "checkpoints"]
+
+
+def test_workers_that_never_trained_change_no_rate():
+    table = run().spot_training
     opener = table.sort_values(["t_start", "worker"]).groupby("rl_step").head(1)
-    beside = opener.assign(worker=99, ended="killed", accept=None, yield_s=None, loss=None)
-    nothing = ["setup_s", "train_s", "wait_s", "blocked_s", "updates", "tokens", "sequences", "checkpoints"]
-    beside[nothing] = 0
+    killed = opener.assign(worker=99, ended="killed", accept=None, yield_s=None, loss=None)
     # It came first by a little, and its death ended the period.
-    beside = beside.assign(t_start=beside["t_start"] - 0.01, duration=beside["duration"] + 0.01)
-    found = fit_spot(trace.replace(spot_training=pd.concat([beside, table], ignore_index=True)))
-    assert found.model == truth
+    killed = killed.assign(t_start=killed["t_start"] - 0.01, duration=killed["duration"] + 0.01)
+    declined = table.iloc[:3].assign(term=999, duration=0.0, ended="declined")
+    for idle in (killed, declined):
+        rows = pd.concat([idle.assign(**dict.fromkeys(NOTHING, 0)), table], ignore_index=True)
+        assert fit_spot(run().replace(spot_training=rows)).model == fitted().model
 
 
 def test_updates_follow_from_training_seconds():
@@ -85,16 +87,16 @@ def test_updates_follow_from_training_seconds():
     assert "RL step" in found.table()
 
 
-def test_a_group_that_trains_more_tokens_and_not_more_updates_has_no_efficiency():
+def test_more_tokens_without_more_updates_are_no_efficiency():
     slow = TRUTH.model_copy(update={"scaling_efficiency": 0.0})
     assert fit_spot(run(slow)).model.scaling_efficiency == pytest.approx(0.0, abs=0.02)
 
 
-def test_what_the_rows_do_not_tell_keeps_its_default_with_a_note():
+def test_what_the_rows_do_not_tell_keeps_its_default():
     default = SpotTraining()
     alone = fit_spot(run(workers=2))
     assert alone.model.scaling_efficiency == default.scaling_efficiency
-    assert any("scaling_efficiency keeps its default" in note for note in alone.notes)
+    assert any("scaling_efficiency" in note for note in alone.notes)
     assert alone.model.join_s == default.join_s
     never = TRUTH.model_copy(update={"checkpoint_every": None})
     unsaved = fit_spot(run(never, workers=2, saves=False))
@@ -111,22 +113,12 @@ def test_waiting_for_data_is_said():
     assert any("waiting for data" in note for note in fit_spot(run().replace(spot_training=waited)).notes)
 
 
-def test_workers_that_never_trained_are_no_evidence():
-    table = run().spot_training
-    idle = table.iloc[:3].assign(
-        term=999, duration=0.0, setup_s=0.0, train_s=0.0, blocked_s=0.0, updates=0, tokens=0, ended="declined"
-    )
-    with_idle = run().replace(spot_training=pd.concat([table, idle], ignore_index=True))
-    assert fit_spot(with_idle).model == fitted().model
-
-
-def test_a_run_without_training_is_a_sentence():
-    bare = log_normal(rl_steps=2, workers=2)
-    with refused(ConfigError, naming=("spot_training",)):
-        fit_spot(bare)
-    table = run().spot_training
-    with refused(ConfigError):
-        fit_spot(run().replace(spot_training=table.assign(updates=0, train_s=0.0)))
+def test_a_run_without_training_is_refused():
+    idle = run().spot_training.assign(updates=0, train_s=0.0)
+    without = log_normal(rl_steps=2, workers=2)
+    for trace, fact in ((without, "spot_training.parquet"), (run().replace(spot_training=idle), "update")):
+        with refused(ConfigError, naming=(fact,)):
+            fit_spot(trace)
 
 
 def test_a_recording_carries_the_rows_through_a_crash(tmp_path: Path):
