@@ -2,7 +2,7 @@
 
 import json
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from tltlab.calibration.costs import CostFit, fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
 from tltlab.calibration.roofline import Hardware, RooflineEstimator
-from tltlab.calibration.table import RecordedTableEstimator
+from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -160,6 +160,17 @@ def test_a_table_of_costs_is_found_in_a_table():
     assert found.costs.prefill_per_token_s == pytest.approx(LINEAR.prefill_per_token_s, rel=0.01)
     assert list(found.cross_validation["fold"]) == [*(f"batch {b}" for b in BATCHES), "overall"]
     assert found.cross_validation["num"].iloc[-1] == len(grid(LINEAR, prefill=True))
+    assert found.held_out_error < 0.02
+
+
+def test_noise_that_falls_is_smoothed_in_a_table():
+    points = grid(LINEAR)
+    points = points.assign(noisy=points["seconds"] * np.random.default_rng(0).lognormal(0.0, 0.05, len(points)))
+    rows = measured_rows(checked(points.assign(seconds=points["noisy"])))
+    found = MeasuredTableEstimator().fit(rows)
+    assert all(a.seconds <= b.seconds for a, b in pairwise(found.costs_.forward))
+    smooth, raw = ((times / points["seconds"] - 1).abs().mean() for times in (found.predictions_, points["noisy"]))
+    assert smooth < 0.7 * raw
 
 
 @pytest.mark.parametrize(("costs", "rel"), [(LINEAR, 1e-6), (ROOFLINE, 0.03)])
@@ -260,14 +271,15 @@ def test_held_out_errors_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("points", "unknown"),
+    ("points", "kind", "unknown"),
     [
-        (grid(LINEAR).query("batch == 8"), ("per_request_s", "prefill_per_token_s")),
-        (grid(LINEAR).drop(columns="draft_depth"), ("sd_base_s", "draft_level_s")),
+        (grid(LINEAR).query("batch == 8"), "linear", ("per_request_s", "prefill_per_token_s")),
+        (grid(LINEAR).drop(columns="draft_depth"), "linear", ("sd_base_s", "draft_level_s")),
+        (grid(LINEAR, (0,)).drop(columns="draft_depth"), "table", ("sd_base_s", "draft_level_s")),
     ],
 )
-def test_what_rows_do_not_tell_stays_unknown(points: pd.DataFrame, unknown: tuple[str, ...]):
-    found = fit_points(checked(points))
+def test_what_rows_do_not_tell_stays_unknown(points: pd.DataFrame, kind: str, unknown: tuple[str, ...]):
+    found = fit_points(checked(points), kind)
     assert [getattr(found.costs, term) for term in unknown] == [None, None]
     alone = points["batch"].nunique() == 1
     assert any(unknown[0] in note for note in found.costs.notes) == alone
@@ -313,6 +325,8 @@ def test_a_table_without_a_column_or_a_row_is_refused(tmp_path: Path):
         read_step_times(tmp_path / "t.csv")
     with refused(ConfigError, naming=("rows",)):
         checked(grid(LINEAR).iloc[:0])
+    with refused(ConfigError, naming=("context_tokens",)):
+        fit_points(checked(grid(LINEAR).query("context_tokens == batch * 200")), "table")
     (tmp_path / "t.parquet").write_text("no parquet")
     with refused(ConfigError, naming=("t.parquet",)):
         read_step_times(tmp_path / "t.parquet")

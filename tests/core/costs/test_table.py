@@ -1,7 +1,7 @@
 """Cost tables: what lies between and beyond the knots, what a file may say, and the fits that make one."""
 
 import math
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from tests.core.costs.models import CHAIN, SHAPED, TABLE
 from tests.core.costs.models import TABLED as COSTS
-from tests.refused import refused
-from tltlab.calibration.costs import fit_points
-from tltlab.calibration.iterations import checked, iterations_of, measured_rows, recorded_rows
+from tltlab.calibration.iterations import iterations_of, recorded_rows
 from tltlab.calibration.linear import LinearEstimator
-from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator, predict_iterations
+from tltlab.calibration.table import RecordedTableEstimator, predict_iterations
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
-from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
@@ -121,57 +118,8 @@ def test_a_dip_within_noise_is_lifted():
     assert [k.seconds for k in lifted.forward] == [1.0, 1.0]
 
 
-def from_measurements(points: pd.DataFrame) -> MeasuredTableEstimator:
-    return MeasuredTableEstimator().fit(measured_rows(checked(points)))
-
-
 def from_trace(trace: Trace) -> TableCosts:
     return RecordedTableEstimator().fit(recorded_rows(iterations_of(trace), trace.steps)).costs_
-
-
-def measured(noise: float = 0.0, depths: tuple[int, ...] = (0,)) -> pd.DataFrame:
-    """Times of a device that is known: 5 ms, 20 us a token, 30 us a request, 10 ns a token of context."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for batch, verify, each, depth in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (100, 1000, 5000), depths):
-        seconds = 5e-3 + 2e-5 * batch * verify + 3e-5 * batch + 1e-8 * batch * each
-        seconds += (1e-3 + depth * (4e-4 + 2e-6 * batch)) if depth else 0.0
-        rows.append((batch, verify, batch * each, seconds * rng.lognormal(0.0, noise), depth))
-    frame = pd.DataFrame(rows, columns=["batch", "tokens_to_verify", "context_tokens", "seconds", "draft_depth"])
-    return frame if depths != (0,) else frame.drop(columns="draft_depth")
-
-
-def test_measurements_of_a_known_device_are_reproduced_and_left_out_batches_predicted():
-    points = measured()
-    found = from_measurements(points)
-    assert found.predictions_ == pytest.approx(points["seconds"].to_numpy(), rel=1e-3)
-    # Leaving out the largest batch leaves its attention to be extended, exactly here: the device is linear.
-    assert fit_points(checked(points), "table").held_out_error < 0.02
-    cost = found.costs_.iteration(NO_SPECULATION, tokens_to_verify=3.0)
-    assert cost.seconds(12, 12 * 700) == pytest.approx(5e-3 + 2e-5 * 36 + 3e-5 * 12 + 1e-8 * 12 * 700, rel=0.01)
-    assert found.costs_.calibrated is not None
-    assert found.costs_.calibrated.batch == (1, 32)
-
-
-def test_noise_that_falls_is_smoothed():
-    points, truth = measured(noise=0.05), measured()["seconds"].to_numpy()
-    noisy = from_measurements(points)
-    assert all(a.seconds <= b.seconds for a, b in pairwise(noisy.costs_.forward))
-    smooth = np.abs(noisy.predictions_ / truth - 1).mean()
-    raw = np.abs(points["seconds"].to_numpy() / truth - 1).mean()
-    assert smooth < 0.7 * raw
-
-
-def test_drafting_is_told_from_verifying():
-    costs = from_measurements(measured(depths=(0, 2, 6))).costs_
-    cost = costs.iteration(Strategy("learned", 4, 2, 4))
-    assert cost.draft_s(8) == pytest.approx(4 * (4e-4 + 1.6e-5), rel=0.01)
-    assert from_measurements(measured()).costs_.sd_base_s is None
-
-
-def test_one_context_per_batch_is_refused():
-    with refused(ConfigError, naming=("context_tokens",)):
-        from_measurements(measured().query("context_tokens == batch * 100"))
 
 
 def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trace:
