@@ -51,14 +51,14 @@ def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewar
     return trace.replace(steps=pd.DataFrame(steps))
 
 
-def test_a_workload_counts_prompts_and_responses_and_what_they_attend_to():
+def test_a_workload_counts_tokens_and_attended_pairs():
     work = StepWorkload.of([2, 4], [8, 16])
     assert (work.num_responses, work.num_response_tokens, work.num_tokens) == (2, 24, 30)
     assert work.num_pairs == (10**2 + 20**2) / 2
 
 
 @pytest.mark.parametrize(("rewards", "informative"), [([1, 1, 0, 1], [4, 8]), ([1, None, 1, 1], [1, 2])])
-def test_groups_with_equal_rewards_teach_nothing_and_an_unknown_one_may_differ(rewards, informative):
+def test_groups_with_equal_rewards_teach_nothing(rewards, informative):
     work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=rewards)
     assert work.num_tokens == 15
     assert work.informative_tokens == sum(informative)
@@ -70,13 +70,7 @@ def test_stages_are_linear_in_their_work():
     assert InferenceCosts(base_s=1, per_token_s=0.1, per_pair_s=0.01).seconds(work) == pytest.approx(1 + 3 + 2.5)
     assert TrainCosts(base_s=1, per_token_s=1, per_update_s=10).seconds(work) == 1 + 30 + 30
     assert SyncCosts(base_s=0.5, num_bytes=14e9, bytes_per_s=7e9).seconds() == 2.5
-
-
-def test_grading_may_overlap_the_rollout():
-    finish, tokens = np.array([10.0, 1.0]), np.array([100, 100])
-    assert RewardCosts(per_response_s=4).seconds(finish, tokens) == 8
-    assert RewardCosts(per_response_s=4, when="overlapped").seconds(finish, tokens) == 4
-    assert RewardCosts(per_token_s=0.2, when="overlapped").seconds(finish, tokens) == 20 + 20 - 9
+    assert RewardCosts(per_response_s=4, per_token_s=0.1).seconds(np.array([10.0, 1.0]), np.array([10, 20])) == 8 + 3
 
 
 @given(
@@ -139,11 +133,6 @@ def test_wrong_costs_are_named(costs, named):
         load_stages(costs)
 
 
-def test_an_rl_step_without_responses_is_refused():
-    with refused(ConfigError, naming=("responses",)):
-        StepWorkload.of([], [])
-
-
 def test_a_fit_finds_the_costs_that_made_the_times(tmp_path):
     truth = StageCosts(
         inference=InferenceCosts(per_token_s=1e-3, base_s=2.0),
@@ -161,10 +150,8 @@ def test_a_fit_finds_the_costs_that_made_the_times(tmp_path):
 
 
 def test_pairs_are_fitted_where_they_show():
-    truth = StageCosts(
-        inference=InferenceCosts(per_token_s=1e-3, base_s=1.0, per_pair_s=1e-5), train=TrainCosts(base_s=1)
-    )
-    found = fit_stages(recorded(truth, rl_steps=10)).costs
+    inference = InferenceCosts(per_token_s=1e-3, base_s=1.0, per_pair_s=1e-5)
+    found = fit_stages(recorded(StageCosts(inference=inference, train=TrainCosts(base_s=1)), rl_steps=10)).costs
     assert found.inference.per_pair_s == pytest.approx(1e-5, rel=0.02)
     assert found.train.per_pair_s == 0
 
@@ -187,13 +174,14 @@ def test_one_rl_step_gives_costs_in_proportion_to_tokens_and_no_error():
     assert found.residuals["mean_error"].isna().all()
 
 
-def test_a_trace_without_stage_times_cannot_be_fitted():
+def test_what_tells_no_stage_is_refused():
     trace = recorded(StageCosts(), rl_steps=2)
-    with refused(TraceError, naming=("steps.parquet",)):
-        fit_stages(trace.replace(steps=None))
     untimed = trace.steps.assign(inference_s=None, train_s=None, sync_s=None)
-    with refused(TraceError, naming=("stage",)):
-        fit_stages(trace.replace(steps=untimed))
+    for steps, fact in ((None, "steps.parquet"), (untimed, "stage")):
+        with refused(TraceError, naming=(fact,)):
+            fit_stages(trace.replace(steps=steps))
+    with refused(ConfigError, naming=("responses",)):
+        StepWorkload.of([], [])
 
 
 @cache
