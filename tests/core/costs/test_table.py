@@ -55,9 +55,8 @@ def test_at_one_utilisation_a_roofline_table_is_that_roofline(used: float, power
     ideal = roofline.shape()
     knots = [{"tokens": 2**p, "seconds": ideal.at(2**p) / used} for p in sorted(powers)]
     table = TableCosts.model_validate({"forward": knots, "attention": [{"batch": 1}], "roofline": roofline})
-    assert table.iteration(NO_SPECULATION, tokens_to_verify=tokens).seconds(1, 0) == pytest.approx(
-        ideal.at(tokens) / used
-    )
+    cost = table.iteration(NO_SPECULATION, tokens_to_verify=tokens)
+    assert cost.seconds(1, 0) == pytest.approx(ideal.at(tokens) / used)
 
 
 def test_where_utilisation_rises_towards_the_ridge_times_do_not_dip():
@@ -83,9 +82,8 @@ growing = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5).map(lambda steps
 def tables(draw: st.DrawFn) -> TableCosts:
     seconds, fixed, context = (draw(growing) for _ in range(3))
     at = sorted(draw(st.lists(st.integers(1, 2000), min_size=len(seconds), max_size=len(seconds), unique=True)))
-    batches = sorted(
-        draw(st.lists(st.integers(1, 300), min_size=1, max_size=min(len(fixed), len(context)), unique=True))
-    )
+    few = {"min_size": 1, "max_size": min(len(fixed), len(context)), "unique": True}
+    batches = sorted(draw(st.lists(st.integers(1, 300), **few)))
     terms = {
         "forward": [{"tokens": m, "seconds": s} for m, s in zip(at, seconds, strict=False)],
         "attention": [
@@ -103,8 +101,7 @@ def test_times_grow_with_everything(costs: TableCosts, batch: int, verify: int, 
         return costs.iteration(Strategy("learned", d, 64, v)).seconds(b, b * context)
 
     here = took(batch, verify, depth, each)
-    assert math.isfinite(here)
-    assert here > 0
+    assert 0 < here < math.inf
     slack = 1e-9 * here
     for more in ((batch + 1, verify, depth, each), (batch, verify + 1, depth, each),
                  (batch, verify, depth + 1, each), (batch, verify, depth, each + 100.0)):  # fmt: skip
@@ -124,42 +121,35 @@ def from_trace(trace: Trace) -> TableCosts:
 
 def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trace:
     """A trace whose iterations took what `costs` says; one in a hundred took ten times as long."""
-    rng = np.random.default_rng(0)
-    whole = read(TRACES / "tiny")
-    rows = []
+    rng, whole, rows = np.random.default_rng(0), read(TRACES / "tiny"), []
     for i in range(num):
-        batch, depth = int(rng.integers(1, 64)), int(rng.choice([0, 4]))
-        strategy = CHAIN if depth else NO_SPECULATION
+        batch, strategy = int(rng.integers(1, 64)), (NO_SPECULATION, CHAIN)[rng.integers(2)]
         cost, context, prefill = costs.iteration(strategy), batch * int(rng.integers(50, 4000)), 500 * (i % 50 == 0)
         slow = 10.0 if outliers and i % 100 == 7 else 1.0
-        rows.append(
-            {
-                "rl_step": whole.rl_steps[0], "worker": i % 2, "iteration": i, "t_start": float(i),
-                "duration": slow * (cost.seconds(batch, context) + costs.prefill_s(prefill)),
-                "draft_duration": slow * cost.draft_s(batch), "batch": batch, "context_tokens": context,
-                "prefill_tokens": prefill, "drafter": strategy.drafter, "draft_depth": depth, "top_k": strategy.top_k,
-                "tokens_to_verify": depth + 1, "num_drafted": batch * depth, "num_accepted": 0, "num_generated": batch,
-                "next_draft_depth": depth,
-            }
-        )  # fmt: skip
-    return whole.replace(iterations=pd.DataFrame(rows))
+        took = slow * (cost.seconds(batch, context) + costs.prefill_s(prefill))
+        shape = strategy.drafter, strategy.draft_depth, strategy.draft_depth, strategy.top_k, strategy.draft_depth + 1
+        rows.append((i % 2, i, float(i), took, slow * cost.draft_s(batch), batch, context, prefill, *shape, batch))
+    names = "worker iteration t_start duration draft_duration batch context_tokens prefill_tokens drafter draft_depth"
+    names += " next_draft_depth top_k tokens_to_verify num_generated"
+    table = pd.DataFrame(rows, columns=names.split()).assign(rl_step=whole.rl_steps[0], num_accepted=0)
+    return whole.replace(iterations=table.assign(num_drafted=table["batch"] * table["draft_depth"]))
+
+
+def ratios(found: TableCosts, truth: TableCosts, *batches: int) -> list[float]:
+    """Times under both costs, of plain iterations and of chains."""
+    pairs = [[costs.iteration(s) for costs in (found, truth)] for s in (NO_SPECULATION, CHAIN)]
+    return [own.seconds(batch, 4e4) / true.seconds(batch, 4e4) for own, true in pairs for batch in batches]
 
 
 def test_a_trace_of_known_times_gives_them_back():
-    knee = {
-        **TABLE,
-        "forward": [{"tokens": m, "seconds": s} for m, s in ((1, 4e-3), (64, 4e-3), (256, 9e-3), (315, 12e-3))],
-        "attention": [{"batch": 1, "per_context_s": 2e-8}],
-        "per_request_s": 0.0, "sd_idle_s": 0.0,
-    }  # fmt: skip
-    truth = TableCosts.model_validate(knee)
+    knee = [{"tokens": m, "seconds": s} for m, s in ((1, 4e-3), (64, 4e-3), (256, 9e-3), (315, 12e-3))]
+    flat = {"attention": [{"batch": 1, "per_context_s": 2e-8}], "per_request_s": 0.0, "sd_idle_s": 0.0}
+    truth = TableCosts.model_validate({**TABLE, "forward": knee, **flat})
     trace = recorded(truth)
     found = from_trace(trace)
-    plain, chain = (found.iteration(s) for s in (NO_SPECULATION, CHAIN))
+    assert ratios(found, truth, 4, 16, 50) == pytest.approx([1.0] * 6, rel=0.03)
     for batch in (4, 16, 50):
-        assert plain.seconds(batch, 4e4) == pytest.approx(truth.iteration(NO_SPECULATION).seconds(batch, 4e4), rel=0.03)
-        assert chain.seconds(batch, 4e4) == pytest.approx(truth.iteration(CHAIN).seconds(batch, 4e4), rel=0.03)
-        assert chain.draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
+        assert found.iteration(CHAIN).draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
     assert found.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
     rows = recorded_rows(trace.iterations)
     sums = rows.sums(predict_iterations(found, rows))
@@ -168,22 +158,18 @@ def test_a_trace_of_known_times_gives_them_back():
 
 
 def test_outliers_move_the_level_and_not_the_shape():
-    found = from_trace(recorded(COSTS, outliers=True))
-    shares = [found.iteration(s).seconds(b, 4e4) / COSTS.iteration(s).seconds(b, 4e4)
-              for s in (NO_SPECULATION, CHAIN) for b in (8, 16, 32)]  # fmt: skip
+    shares = ratios(from_trace(recorded(COSTS, outliers=True)), COSTS, 8, 16, 32)
     assert max(shares) / min(shares) < 1.06
     assert np.mean(shares) == pytest.approx(1.09, abs=0.04)
 
 
 def test_predictions_of_iterations_are_the_models_own():
     table = recorded(COSTS, num=200).iterations
-    assert table is not None
-    assert predict_iterations(COSTS, recorded_rows(table)) == pytest.approx(
-        table["duration"] + np.where(table["draft_depth"] > 0, 0.0, 2e-4)
-    )
+    idle_s = np.where(table["draft_depth"] > 0, 0.0, 2e-4)
+    assert predict_iterations(COSTS, recorded_rows(table)) == pytest.approx(table["duration"] + idle_s)
 
 
-def test_on_recorded_rollouts_a_table_predicts_others_about_as_well_as_the_linear_model():
+def test_a_table_predicts_rollouts_as_well_as_lines():
     trace, errors = read(TRACES / "subset-sum-small"), {"table": [], "linear": []}
     halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
     for fit_on, others in (halves, halves[::-1]):
