@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.core.costs.models import CONSTANTS, ROOFLINE
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, presets
+from tltlab.costs.profiles import profiles
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.table import TableCosts
@@ -15,6 +16,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 TREE = Strategy("learned", 8, 4, 48)
 ROOFLINES = [name for name in presets() if load_costs(name).kind == "roofline"]
+ROOFLINES += [f"{name}:2xH100:Qwen3-32B" for name in profiles().engines]
 
 
 def by_hand(batch: int, context: float, v: int, depth: int, top_k: int, tp: int) -> float:
@@ -46,7 +48,7 @@ def test_an_iteration_is_the_sum_of_its_terms(batch: int, tp: int):
     assert tree.seconds(batch, 1e5) == pytest.approx(by_hand(batch, 1e5, 48, 8, 4, tp))
 
 
-def test_verification_is_nearly_free_before_the_knee_and_proportional_after():
+def test_verification_is_nearly_free_before_the_knee():
     constants = CONSTANTS.model_copy(update={"knee": 20.0, "link_efficiency": 1.0})
     sharp = ROOFLINE.model_copy(update={"constants": constants})
     took = [sharp.iteration(TREE, tokens_to_verify=v).without_context_s(1) for v in (2, 64, 2048, 4096)]
@@ -85,7 +87,7 @@ def test_prompts_beside_decoding_are_nearly_free_up_to_the_knee():
     st.sampled_from([*presets(), "vllm:4xH100:MiniMax-M2.5:fp8", "cpu-small"]), st.integers(1, 512),
     st.floats(1.0, 20_000.0), st.sampled_from([NO_SPECULATION, TREE]), st.floats(0.5, 2.0),
 )  # fmt: skip
-def test_an_iteration_with_prompts_is_no_slower_than_both_apart_and_no_faster_than_either(
+def test_prompts_beside_decoding_take_no_longer_than_apart(
     name: str, batch: int, prompt: float, strategy: Strategy, level: float
 ):
     shape = load_costs(name)
@@ -101,7 +103,7 @@ def test_an_iteration_with_prompts_is_no_slower_than_both_apart_and_no_faster_th
     name=st.sampled_from(ROOFLINES), batch=st.integers(1, 512), more=st.integers(1, 512), context=st.floats(0, 1e7),
     depth=st.integers(1, 16), verify=st.integers(2, 128), top_k=st.integers(2, 16),
 )  # fmt: skip
-def test_presets_are_positive_and_grow_with_batch_verification_context_and_depth(
+def test_times_are_positive_and_grow_with_work(
     name: str, batch: int, more: int, context: float, depth: int, verify: int, top_k: int
 ):
     costs = load_costs(name)
