@@ -114,29 +114,43 @@ def same_times(found: CostModel, truth: CostModel, rel: float, at: tuple[tuple[i
         assert times[0] == pytest.approx(times[1], rel=rel), (batch, depth)
 
 
-@pytest.mark.parametrize(("kind", "rel", "error"), [("linear", 1e-3, 1e-3), ("table", 0.02, 0.05)])
-def test_costs_are_found_in_a_recording(run: Trace, kind: str, rel: float, error: float):
-    found = fit_trace(run, kind)
-    same_times(found.costs, LINEAR, rel=rel)
+@pytest.mark.parametrize(
+    ("truth", "kind", "rel", "error"),
+    [(LINEAR, "linear", 1e-3, 1e-3), (LINEAR, "table", 0.02, 0.05), (ROOFLINE, "roofline", 0.03, 0.03)],
+)
+def test_costs_are_found_in_a_recording(truth: CostModel, kind: str, rel: float, error: float):
+    found = fit_trace(recording(truth), kind, H100 if kind == "roofline" else None, most_folds=2)
+    same_times(found.costs, truth, rel=rel)
     assert found.costs.calibrated.batch == (1, 24)
     assert found.sums["bias"].abs().max() < 0.01
     assert found.held_out_error < error
 
 
-def test_a_roofline_is_found_in_a_recording():
-    found = fit_trace(recording(ROOFLINE), "roofline", H100, most_folds=2)
-    same_times(found.costs, ROOFLINE, rel=0.03)
-    assert found.held_out_error < 0.03
-    assert found.costs.constants.sd_idle_s == 0.0
+@pytest.mark.parametrize(
+    ("truth", "kind", "rel", "error"),
+    [(LINEAR, "linear", 1e-5, 1e-6), (LINEAR, "table", 0.01, 0.02), (ROOFLINE, "roofline", 0.01, 0.05)],
+)
+def test_costs_are_found_in_a_table(truth: CostModel, kind: str, rel: float, error: float):
+    points = grid(truth, prefill=kind != "roofline")
+    found = fit_points(checked(points), kind, H100 if kind == "roofline" else None)
+    same_times(found.costs, truth, rel=rel, at=MEASURED)
+    assert found.held_out_error < error
+    assert found.sums.empty
+    assert list(found.cross_validation["fold"]) == [*(f"batch {b}" for b in BATCHES), "overall"]
+    assert found.cross_validation["num"].iloc[-1] == len(points)
 
 
-def test_linear_costs_are_found_in_a_table():
+def test_terms_and_hardware_are_those_of_the_truth():
     found = fit_points(checked(grid(LINEAR, prefill=True)))
     for term, value in LINEAR.model_dump(exclude_none=True).items():
         if term.endswith("_s"):
             assert getattr(found.costs, term) == pytest.approx(value, rel=1e-5, abs=1e-9), term
-    assert found.held_out_error < 1e-6
-    assert found.sums.empty
+    table = fit_points(checked(grid(LINEAR, prefill=True)), "table").costs
+    assert table.prefill_per_token_s == pytest.approx(LINEAR.prefill_per_token_s, rel=0.01)
+    fitted = roofline_fit()
+    assert (fitted.costs.gpu, fitted.costs.tp, fitted.costs.max_num_batched_tokens) == ("H100", 1, None)
+    line = fit_points(checked(grid(ROOFLINE)))
+    assert line.held_out_error > 2 * fitted.held_out_error, "a straight line errs where a roofline bends"
 
 
 def test_chains_leave_drafting_per_request_inside_verification():
@@ -152,15 +166,6 @@ def test_a_table_says_where_drafting_is_that_was_not_recorded_apart(run: Trace):
         rows = recorded_rows(run.iterations.assign(**dict.fromkeys(columns, np.nan)))
         notes = RecordedTableEstimator().fit(rows).costs_.notes
         assert any("forward, levels" in note for note in notes) == blind
-
-
-def test_a_table_of_costs_is_found_in_a_table():
-    found = fit_points(checked(grid(LINEAR, prefill=True)), "table")
-    same_times(found.costs, LINEAR, rel=0.01, at=MEASURED)
-    assert found.costs.prefill_per_token_s == pytest.approx(LINEAR.prefill_per_token_s, rel=0.01)
-    assert list(found.cross_validation["fold"]) == [*(f"batch {b}" for b in BATCHES), "overall"]
-    assert found.cross_validation["num"].iloc[-1] == len(grid(LINEAR, prefill=True))
-    assert found.held_out_error < 0.02
 
 
 def test_noise_that_falls_is_smoothed_in_a_table():
@@ -186,15 +191,6 @@ def test_a_table_of_one_depth_has_no_levels():
     found = fit_points(checked(grid(LINEAR, (0, 3))), "table").costs
     assert found.sd_base_s == pytest.approx(LINEAR.sd_base_s + 3 * LINEAR.draft_level_s, rel=0.01)
     assert any("draft_level_s, draft_level_per_request_s" in note for note in found.notes)
-
-
-def test_a_roofline_is_found_in_a_table():
-    found = roofline_fit()
-    same_times(found.costs, ROOFLINE, rel=0.01, at=MEASURED)
-    assert found.held_out_error < 0.05
-    assert (found.costs.gpu, found.costs.tp, found.costs.max_num_batched_tokens) == ("H100", 1, None)
-    line = fit_points(checked(grid(ROOFLINE)))
-    assert line.held_out_error > 2 * found.held_out_error, "a straight line errs where a roofline bends"
 
 
 def test_prompts_that_ride_are_priced_as_the_simulator_prices_them():
@@ -223,11 +219,9 @@ def test_what_rows_leave_open_is_how_predictions_scatter():
     for _ in range(4):
         noisy = exact.assign(seconds=exact["seconds"] * (1 + 0.03 * rng.standard_normal(len(exact))))
         found = RooflineEstimator(H100, recorded=False).fit(measured_rows(noisy))
-        assert found.open_ is not None
         z.append((found.predictions_ / exact["seconds"].to_numpy() - 1) / found.open_)
     assert 0.6 < np.sqrt(np.mean(np.square(z))) < 1.4
     alone = fit_points(noisy.query("batch == 8"), "roofline", H100).costs.evidence
-    assert alone is not None
     assert alone.left_out == {}
     assert alone.fitted["all"][1] < 0.02 < alone.parameter["all"] < alone.error()
 

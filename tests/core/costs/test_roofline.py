@@ -6,12 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.costs.models import CONSTANTS, ROOFLINE
-from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import profiles
-from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.scaled import ScaledCosts
-from tltlab.costs.table import TableCosts
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 TREE = Strategy("learned", 8, 4, 48)
@@ -91,7 +88,6 @@ def test_prompts_beside_decoding_take_no_longer_than_apart(
     name: str, batch: int, prompt: float, strategy: Strategy, level: float
 ):
     shape = load_costs(name)
-    assert isinstance(shape, LinearCosts | RooflineCosts | TableCosts)
     for costs in (shape, ScaledCosts.around(shape, level=level), ScaledCosts.around(shape, overhead=level)):
         cost, apart = costs.iteration(strategy), costs.prefill_s(prompt)
         alone = cost.without_context_s(batch)

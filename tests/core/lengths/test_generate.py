@@ -323,7 +323,6 @@ def test_peaks_over_a_threshold_tell_the_tail(shape):
     for cap in (math.inf, float(np.quantile(tokens, 0.9))):
         everything = np.concatenate([body, np.minimum(tokens, cap)])
         found = pareto_tail(everything, everything >= cap, 2000.0)
-        assert found is not None
         assert found.shape == pytest.approx(shape, abs=3 * found.shape_error + 0.02)
         # The mean excess is what says how far a rollout's last response goes.
         assert found.beyond(0.0).scale / (1 - found.shape) == pytest.approx(scale / (1 - shape), rel=0.2)

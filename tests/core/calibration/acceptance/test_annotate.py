@@ -195,7 +195,6 @@ def test_rows_are_those_of_the_trace_format():
     trace = trace_of([[5, 6, 5, 6, 5, 6], [7, 8]])
     ((step, rows),) = annotate(trace, {DraftedBy("ngram"): ReplayedDrafter(NgramDrafter)}, 4)
     annotated = step.replace(acceptance=rows).acceptance
-    assert annotated is not None
     assert annotated["accept_if_drafted"].map(list).tolist() == [[0, 0, 0, 0, 2, 1], [0, 0]]
     assert annotated[["drafter_age", "max_depth"]].drop_duplicates().values.tolist() == [[0, 4]]
     assert annotated["drafter_updates"].isna().all()
