@@ -88,14 +88,11 @@ def test_siblings_help_and_so_does_own_text():
     assert survival(deaf, generated=1e5)[0] == pytest.approx(0.3)
 
 
-def test_no_state_of_a_request_beats_the_most_it_can_get():
-    rng = np.random.default_rng(0)
-    for model in (CURVES, CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": -0.4})})):
-        levels, lengths, group = rng.normal(size=50), rng.integers(1, 5000, 50).astype(float), np.full(50, 7.0)
-        most = model.most_tokens(CHAIN, levels, lengths, group)
-        for share in (0.0, 0.3, 1.0):
-            kept = model.survival(CHAIN, levels, lengths * share, group * share)
-            assert (1 + kept.sum(axis=1) <= most + 1e-12).all()
+@given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1), st.floats(-0.5, 0.5))
+def test_no_state_beats_the_most_a_request_can_get(level: float, length: float, share: float, drift: float):
+    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": drift})})
+    (most,) = model.most_tokens(CHAIN, *(np.array([x]) for x in (level, length, 7.0)))
+    assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
 
 
 @pytest.mark.parametrize(

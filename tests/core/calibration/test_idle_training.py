@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
@@ -125,12 +126,10 @@ def test_a_recording_carries_the_rows_through_a_crash(tmp_path: Path):
     source = run(steps=2)
     recorder = Recorder(tmp_path / "trace", Manifest(kind="recorded", num_workers=4))
     for name in ("workload", "outcomes", "spot_training"):
-        table = source.arrow(name)
-        recorder.append(name, table.to_pylist())
+        recorder.append(name, source.arrow(name).to_pylist())
     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "policy_version": 0, "drafter_age": 1, "drift_kl": 0.02}])
     recorder.flush()
-    again = source.arrow("spot_training")
-    recorder.append("spot_training", again.to_pylist()[:1])
+    recorder.append("spot_training", source.arrow("spot_training").to_pylist()[:1])
     recorder.flush()
     recorder._lock.close()
     saved = repair(tmp_path / "trace")
@@ -156,8 +155,7 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
     assert isinstance(load_acceptance(fresh), FreshAcceptance)
     command(tmp_path / "trace", spot_out=spot, freshness_out=fresh)
     text = capsys.readouterr().out
-    assert "samples_per_s" in text
-    assert "age_steps" in text
+    assert [fact for fact in ("samples_per_s", "age_steps") if fact not in text] == []
     files = {"acceptance": str(fresh), "spot_training": str(spot)}
     simulate(tmp_path / "trace", strategy="3,1,4", costs="cpu-small", as_json=True, **files)
     summary = json.loads(capsys.readouterr().out)
@@ -167,14 +165,9 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
 
 def annotated(trace: Trace) -> Trace:
     """With rows of acceptance.parquet for a drafter in service and one a training older, the older one worse."""
-    rng = np.random.default_rng(0)
-    rows = [
-        {
-            "rl_step": r.rl_step, "prompt_id": r.prompt_id, "sample": r.sample, "turn": r.turn, "drafter": "learned",
-            "drafter_age": age, "drafter_updates": 50 * (1 + int(r.rl_step) - age), "max_depth": 4,
-            "accept_if_drafted": np.minimum(rng.geometric(0.35 + 0.1 * age, int(r.response_tokens)) - 1, 4).tolist(),
-        }
-        for r in trace.outcomes.itertuples()
-        for age in range(min(2, 1 + int(r.rl_step)))
-    ]  # fmt: skip
-    return trace.replace(acceptance=pd.DataFrame(rows))
+    rng, rows = np.random.default_rng(0), []
+    for row in trace.outcomes.itertuples():
+        for age in range(min(2, 1 + row.rl_step)):
+            accepted = np.minimum(rng.geometric(0.35 + 0.1 * age, row.response_tokens) - 1, 4)
+            rows.append((*row[1:5], "learned", age, 50 * (1 + row.rl_step - age), 4, accepted))
+    return trace.replace(acceptance=counterfactuals(rows))
