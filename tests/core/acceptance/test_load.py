@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance, from_survival, scaled
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
@@ -18,6 +19,7 @@ from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, Fitted
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.drafts import walked_drafts
 
 MEASURED = {
     2: FittedDepth(accepted=(0.6, 0.1, 0.3), drafted=1.0),
@@ -44,7 +46,7 @@ def test_reach_is_what_an_iteration_can_accept():
     assert [strategy.reach for strategy in (*shapes, NO_SPECULATION)] == [4, 2, 4, 2, 0]
 
 
-def test_constant_yields_the_same_every_time_but_no_more_than_was_drafted():
+def test_constant_yields_no_more_than_was_drafted():
     model = ConstantAcceptance(tokens=3.25)
     assert model.tokens_per_iteration(chain(4)) == 3.25
     assert model.distribution(chain(4)).tolist() == [0, 0, 0.75, 0.25, 0]
@@ -57,7 +59,7 @@ def test_geometric_mean_is_leviathans(alpha: float, depth: int):
     assert GeometricAcceptance(alpha=alpha).tokens_per_iteration(chain(depth)) == pytest.approx(expected)
 
 
-def test_a_depth_between_is_the_next_larger_one_cut_short():
+def test_a_depth_between_is_a_larger_one_cut_short():
     assert FITTED.distribution(chain(2)).tolist() == [0.6, 0.1, 0.3]
     assert FITTED.distribution(Strategy.chain("learned", 3)) == pytest.approx([0.5, 0.2, 0.1, 0.2])
     assert FITTED.distribution(Strategy("learned", 4, 1, 2)) == pytest.approx([0.6, 0.4])
@@ -101,7 +103,7 @@ def test_models_by_name():
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
-def test_survival_says_the_same_as_the_distribution_which_sums_to_one(alpha: float, depth: int):
+def test_survival_says_the_same_as_the_distribution(alpha: float, depth: int):
     model = GeometricAcceptance(alpha=alpha)
     p = model.distribution(chain(depth))
     assert (len(p), p.sum()) == (depth + 1, pytest.approx(1))
@@ -173,7 +175,7 @@ def walked(runs: np.ndarray, depth: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("measured", "asked"), [(8, 1), (8, 3), (4, 2), (5, 4), (2, 8), (3, 7)])
-def test_copies_at_another_depth_are_those_of_the_same_runs(measured: int, asked: int):
+def test_copies_at_another_depth_are_of_the_same_runs(measured: int, asked: int):
     # Most runs never begin; one that does goes on with chance .8, so two tokens of it tell the rest.
     rng = np.random.default_rng(0)
     runs = np.where(rng.random(60_000) < 0.7, 0, rng.geometric(0.2, 60_000))
@@ -181,10 +183,8 @@ def test_copies_at_another_depth_are_those_of_the_same_runs(measured: int, asked
     found = copied_runs(walked(runs, measured).tolist(), asked)
     assert found == pytest.approx(true, abs=0.006)
     if measured > asked:
-        p = walked(runs, measured)
-        cut = np.append(p[:asked], p[asked:].sum())
-        tokens = [1 + float(q @ np.arange(asked + 1)) for q in (cut, true)]
-        assert tokens[0] < 0.98 * tokens[1]
+        cut = np.minimum(np.arange(measured + 1), asked)
+        assert 1 + walked(runs, measured) @ cut < 0.98 * (1 + true @ np.arange(asked + 1))
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=9), st.integers(1, 16))
@@ -198,24 +198,16 @@ def test_copies_have_a_distribution_whatever_was_measured(counts: list[int], dep
     assert same.shape == (len(counts),)
 
 
-def test_real_copies_at_another_depth_are_met_within_a_percent(shared_data):
-    rows = pd.read_parquet(shared_data / "accept_traces_llama31_8b.parquet")
-    for _, texts in rows.groupby("dataset"):
-        kept = [(np.asarray(positions) - 1).tolist() for positions in texts["acc_ngram"]]
-
-        def drafts(depth: int, kept: list[list[int]] = kept) -> np.ndarray:
-            counts = [0] * (depth + 1)
-            for positions in kept:
-                at = 0
-                while at < len(positions):
-                    accepted = min(positions[at], depth)
-                    counts[accepted] += 1
-                    at += accepted + 1
-            return np.array(counts) / sum(counts)
-
-        true = {depth: drafts(depth) for depth in (1, 2, 4, 8)}
+def test_real_copies_are_met_within_a_percent(shared_data):
+    texts = pd.read_parquet(shared_data / "accept_traces_llama31_8b.parquet")
+    for _, of in texts.groupby("dataset"):
+        rows = [(0, "p", i, 0, "ngram", 0, None, 255, np.subtract(a, 1)) for i, a in enumerate(of["acc_ngram"])]
+        true = {}
+        for depth in (1, 2, 4, 8):
+            accepted = walked_drafts(counterfactuals(rows), depth)["accepted"]
+            true[depth] = np.bincount(accepted, minlength=depth + 1) / len(accepted)
         for measured, asked in ((8, 4), (8, 1), (4, 2), (2, 8), (4, 8)):
-            tokens = [1 + float(p @ np.arange(asked + 1)) for p in (copied_runs(true[measured], asked), true[asked])]
+            tokens = [1 + p @ np.arange(asked + 1) for p in (copied_runs(true[measured].tolist(), asked), true[asked])]
             assert tokens[0] == pytest.approx(tokens[1], rel=0.006)
 
 
