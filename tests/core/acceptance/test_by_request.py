@@ -49,7 +49,7 @@ def test_chances_fall_along_the_draft(level: float, generated: float, depth: int
     assert (np.diff(kept) <= 0).all()
 
 
-def test_a_request_is_kept_by_its_level_and_its_progress():
+def test_requests_are_kept_by_level_and_progress():
     assert survival(CURVES)[0] == 0.5
     assert survival(CURVES, level=1.0)[0] > 0.5 > survival(CURVES, level=-1.0)[0]
     assert survival(CURVES, generated=5000.0)[0] > survival(CURVES, generated=50.0)[0]
@@ -254,7 +254,7 @@ def test_a_spread_stands_inside_freshness():
     assert kept[0].std() > 0.3
 
 
-def test_a_spread_over_batch_sizes_is_one_of_each_band():
+def test_a_spread_over_batches_is_one_each_band():
     bands = [{"max_batch": end, "drafters": {"ngram": {"1": {"accepted": [1 - p, p], "drafted": 1.0}}}}
              for end, p in ((4, 0.9), (None, 0.3))]  # fmt: skip
     model = spread_over_requests(load_acceptance({"kind": "by-batch", "bands": bands}), 0.7)

@@ -49,7 +49,7 @@ def test_the_level_multiplies_the_chance_of_every_token():
 
 
 @pytest.mark.parametrize(("alpha", "trained"), [(0.3, 0.6), (0.9, 1.0)])
-def test_a_base_that_was_measured_stale_improves_with_training_up_to_certainty(alpha: float, trained: float):
+def test_a_base_measured_stale_improves_with_training(alpha: float, trained: float):
     model = wrapped(alpha=alpha, measured={"age": 0, "updates": 0})
     for updates, chance in ((0, alpha), (1000, trained)):
         curve = model.at_freshness(DrafterState(updates=updates)).curve(CHAIN)
@@ -81,7 +81,7 @@ def test_batch_bands_keep_their_identity():
     assert model.at(1).tokens_per_iteration(Strategy.chain("learned", 1)) == pytest.approx(1.4)
 
 
-def test_the_assumption_gives_the_published_step_from_base_to_adaptive():
+def test_the_assumption_gives_the_published_step():
     # arXiv 2511.16665, table 6: 4.59 with the drafter that RL began with, 6.53 with the adaptive one.
     tree = Strategy("learned", 8, 4, 48)
     curve = load_acceptance("tlt-qwen2.5-32b")
@@ -119,7 +119,7 @@ def test_a_fit_finds_what_made_the_data():
     assert found.notes == ()
 
 
-def test_what_did_not_vary_has_no_effect_and_is_said():
+def test_what_did_not_vary_has_no_effect():
     by_age = fit_freshness(recorded([0, 2, 8], [5]), "learned")
     assert by_age.freshness.level(0, 0) == by_age.freshness.level(0, 99)
     assert by_age.freshness.level(8, 0) < 0.8 * by_age.freshness.level(0, 0)
@@ -172,7 +172,7 @@ def effects(model: Freshness) -> tuple[float, float]:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("truth", [AGES, FROZEN_TARGET])
-def test_a_fit_to_what_a_run_writes_tells_ageing_from_training(truth: Freshness, every: int):
+def test_a_fit_to_a_run_tells_ageing_from_training(truth: Freshness, every: int):
     fits = [fit_freshness(run_like(truth, every=every, seed=seed), "learned").freshness for seed in range(4)]
     ages, trainings = zip(*map(effects, fits), strict=True)
     of_age, of_training = effects(truth)
@@ -208,7 +208,7 @@ def test_easy_rl_steps_are_not_taken_for_training():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6))
-def test_one_state_stands_for_several_of_the_same_mean_level(states: list[tuple[int, int, float]]):
+def test_one_state_stands_for_several_of_its_level(states: list[tuple[int, int, float]]):
     age, updates, weight = (pd.Series(column, dtype=float) for column in zip(*states, strict=True))
     fresh = Freshness(untrained=0.5, updates_to_train=50.0, floor=0.5, age_steps=1e6)
     found = measured_state(fresh, age, updates, weight)

@@ -78,7 +78,7 @@ def test_without_noise_the_costs_are_found():
     same_terms(fitted().costs, TRUTH)
 
 
-def test_a_search_per_request_is_told_from_what_each_level_takes():
+def test_a_search_per_request_is_told_from_levels():
     truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
     costs = calibrate(rollout(truth=truth)).costs
     same_terms(costs, truth, rel=1e-4)
@@ -104,7 +104,7 @@ def test_many_tokens_at_once_may_take_less_each():
     assert fitted().costs.far_token_s is None, "too few iterations of many tokens tell nothing of them"
 
 
-def test_drafts_of_one_depth_leave_the_search_in_the_levels():
+def test_drafts_of_one_depth_hide_the_search():
     truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
     found = calibrate(rollout((0, 2), truth=truth))
     costs = found.costs
@@ -138,7 +138,7 @@ def test_a_plain_trace_leaves_the_terms_of_speculation_unknown():
     assert any("per_token_s is inside per_request_s" in note for note in found.notes)
 
 
-def test_drafting_time_not_recorded_apart_stays_in_the_other_terms():
+def test_drafting_time_not_recorded_stays_in_other_terms():
     trace = rollout((0, 2))
     found = calibrate(trace.replace(iterations=trace.iterations.assign(draft_duration=None)))
     assert (found.costs.draft_level_s, found.costs.draft_level_per_request_s) == (0.0, 0.0)
@@ -172,7 +172,7 @@ def test_acceptance_is_counted_per_drafter_and_depth():
     assert cell.drafted == pytest.approx(3.2, abs=0.1)
 
 
-def test_acceptance_of_a_large_batch_is_not_that_of_a_small_one():
+def test_acceptance_of_large_and_small_batches_differs():
     trace = rollout((0, 4))
     table = trace.iterations
     small = table["batch"] <= 4

@@ -161,7 +161,7 @@ def test_chains_leave_drafting_per_request_inside_verification():
     same_times(found, truth, rel=1e-5, at=MEASURED)
 
 
-def test_a_table_says_where_drafting_is_that_was_not_recorded_apart(run: Trace):
+def test_a_table_says_where_unrecorded_drafting_is(run: Trace):
     for blind, columns in ((False, []), (True, ["draft_duration", "next_draft_depth"])):
         rows = recorded_rows(run.iterations.assign(**dict.fromkeys(columns, np.nan)))
         notes = RecordedTableEstimator().fit(rows).costs_.notes
@@ -193,7 +193,7 @@ def test_a_table_of_one_depth_has_no_levels():
     assert any("draft_level_s, draft_level_per_request_s" in note for note in found.notes)
 
 
-def test_prompts_that_ride_are_priced_as_the_simulator_prices_them():
+def test_prompts_that_ride_cost_as_in_the_simulator():
     rows = measured_rows(checked(grid(ROOFLINE, prefill=True)))
     found = RooflineEstimator(H100, recorded=False).fit(rows).costs_
     same_times(found, ROOFLINE, rel=0.01, at=MEASURED)
@@ -206,7 +206,7 @@ def test_prompts_that_ride_are_priced_as_the_simulator_prices_them():
     assert found.prefill_s(512) == pytest.approx(ROOFLINE.prefill_s(512), rel=0.05)
 
 
-def test_the_tokens_of_the_largest_iteration_with_prompts_are_whole(run: Trace):
+def test_tokens_of_the_largest_iteration_are_whole(run: Trace):
     table = run.iterations.assign(prefill_tokens=0)
     table.loc[0, ["batch", "num_drafted", "prefill_tokens"]] = 15, 115, 100
     found = RooflineEstimator(H100, recorded=True).fit(recorded_rows(table)).costs_
@@ -226,13 +226,13 @@ def test_what_rows_leave_open_is_how_predictions_scatter():
     assert alone.fitted["all"][1] < 0.02 < alone.parameter["all"] < alone.error()
 
 
-def test_folds_are_runs_of_neighbours_and_at_most_so_many():
+def test_folds_are_runs_of_neighbours():
     assert list(step_folds(range(16)).values()) == [[2 * i, 2 * i + 1] for i in range(8)]
     assert step_folds([3, 5]) == {"RL step 3": [3], "RL step 5": [5]}
     assert step_folds([3]) == {}
 
 
-def test_a_fold_is_predicted_by_a_fit_that_has_not_seen_it(run: Trace):
+def test_a_fold_is_predicted_by_fits_without_it(run: Trace):
     table = run.iterations
     slow = table["rl_step"] == 2
     changed = table.assign(duration=table["duration"] * np.where(slow, 2.0, 1.0))
@@ -310,7 +310,7 @@ def test_values_that_are_no_measurements_are_refused(change: dict[str, object], 
         checked(grid(LINEAR).assign(**change))
 
 
-def test_a_table_without_a_column_or_a_row_is_refused(tmp_path: Path):
+def test_a_table_that_lacks_something_is_refused(tmp_path: Path):
     grid(LINEAR).drop(columns="seconds").to_csv(tmp_path / "t.csv", index=False)
     with refused(ConfigError, naming=("tokens_to_verify",)):
         read_step_times(tmp_path / "t.csv")

@@ -36,7 +36,7 @@ def test_weights_of_fewer_bits_are_faster_and_smaller():
     assert halved.kv_capacity_tokens == pytest.approx(2 * bf16.kv_capacity_tokens, abs=2)
 
 
-def test_only_what_the_tokens_touch_of_the_experts_is_read():
+def test_only_touched_experts_are_read():
     assert expected_experts(8 / 128, 1) == pytest.approx(8 / 128)
     assert expected_experts(8 / 128, 1000) == pytest.approx(1.0)
     costs = load_costs("vllm:H200:Qwen3-30B-A3B")

@@ -101,7 +101,7 @@ def test_at_32k_tokens_attention_costs_half_the_weights():
     assert 0.4 < costs.per_pair_s * 32768**2 / 2 / (costs.per_token_s * 32768) < 0.55
 
 
-def test_recomputed_activations_and_a_reference_model_cost_a_forward_each():
+def test_recomputation_and_a_reference_cost_a_forward_each():
     plain = roofline(recompute=False)
     twice = roofline(inference_passes=2)
     assert twice.train.per_token_s / plain.train.per_token_s == pytest.approx(4 / 3)
@@ -166,7 +166,7 @@ def test_the_residuals_are_those_of_left_out_steps():
     assert "train_s" in found.table()
 
 
-def test_one_rl_step_gives_costs_in_proportion_to_tokens_and_no_error():
+def test_one_rl_step_gives_costs_without_error():
     truth = StageCosts(inference=InferenceCosts(base_s=1.0), train=TrainCosts(base_s=1.0))
     found = fit_stages(recorded(truth, rl_steps=1))
     assert found.costs.inference.base_s == 0

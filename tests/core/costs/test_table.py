@@ -37,13 +37,13 @@ def test_speculation_verifies_more_tokens_and_adds_drafting():
     assert cost.without_context_s(8) == pytest.approx(6e-3 + 2e-3 + 1e-4 + 8e-5 + 1e-3 + cost.draft_s(8))
 
 
-def test_without_a_roofline_times_are_linear_between_and_beyond_the_knots():
+def test_without_a_roofline_times_are_linear():
     forward = COSTS.model_copy(update={"attention": COSTS.attention[:1], "base_s": 0.0, "per_request_s": 0.0})
     at = [forward.iteration(NO_SPECULATION, tokens_to_verify=m).without_context_s(1) - 1e-3 for m in (1, 20, 64, 128)]
     assert at == pytest.approx([4e-3, 5.5e-3, 9e-3, 9e-3 + 64 * 3e-3 / 32])
 
 
-def test_context_costs_a_request_alike_where_the_slope_is_one():
+def test_context_costs_follow_the_slope():
     slopes = {**TABLE, "attention": [{"batch": b, "per_context_s": 3e-8} for b in (2, 8, 64)]}
     cost = load_costs(slopes).iteration(NO_SPECULATION)
     assert [cost.context_slope_s(b) for b in (1, 2, 5, 64, 500)] == pytest.approx([3e-8] * 5)
@@ -59,7 +59,7 @@ def test_at_one_utilisation_a_roofline_table_is_that_roofline(used: float, power
     assert cost.seconds(1, 0) == pytest.approx(ideal.at(tokens) / used)
 
 
-def test_where_utilisation_rises_towards_the_ridge_times_do_not_dip():
+def test_times_do_not_dip_where_utilisation_rises():
     ideal = Roofline(gpu="H100", model="Qwen2.5-7B").shape()
     knots = [{"tokens": 64, "seconds": ideal.at(64) / 0.5}, {"tokens": 512, "seconds": ideal.at(512) / 0.9}]
     cost = load_costs({**SHAPED, "forward": knots}).iteration

@@ -113,7 +113,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("model", [HEAVY, *REGIMES.values()], ids=["heavy", *REGIMES])
-def test_drawn_lengths_have_the_quantiles_and_cap_mass_of_the_model(model):
+def test_drawn_lengths_have_the_models_quantiles(model):
     model = model.with_changes(max_response_tokens=int(model.quantile(0.93)))
     lengths = draw(model, prompts=20_000, group=2).outcomes
     for p in (0.1, 0.5, 0.9):
@@ -134,7 +134,7 @@ def test_same_arguments_same_trace_and_another_seed_another():
 
 
 @pytest.mark.parametrize("num_prompts", [None, 12])
-def test_a_longer_trace_begins_with_the_rows_of_a_shorter_one(num_prompts):
+def test_a_longer_trace_begins_with_a_shorter_one(num_prompts):
     short, long = (draw(HEAVY, steps=n, prompts=5, num_prompts=num_prompts) for n in (4, 7))
     assert long.select(range(4)).outcomes.equals(short.outcomes)
 
@@ -161,7 +161,7 @@ def test_every_draw_is_a_valid_trace(steps, prompts, group, cap, growth, tail, s
     assert (outcomes["response_tokens"][outcomes["finish_reason"] == "length"] == cap).all()
 
 
-def test_prompts_come_back_once_an_epoch_in_a_new_order():
+def test_prompts_come_back_once_an_epoch():
     workload = draw(HEAVY.with_changes(prompt_tokens_sigma=0.5), steps=6, prompts=4, group=2, num_prompts=9).workload
     per_epoch = workload[workload["sample"] == 0].groupby("epoch")["prompt_id"].agg(list)
     assert [len(ids) for ids in per_epoch] == [8, 8, 8]
@@ -240,7 +240,7 @@ def test_a_fit_returns_the_drift():
     assert found.cap_mass(59) == pytest.approx(model.cap_mass(59), rel=0.25)
 
 
-def test_drift_that_may_be_chance_is_left_out_and_noted():
+def test_drift_that_may_be_chance_is_noted():
     found = fit_lengths(draw(HEAVY, steps=8, prompts=20))
     assert found.median_growth == 0
     assert any("growth of the median" in note for note in found.notes)
@@ -271,7 +271,7 @@ def test_an_aborted_response_is_a_lower_bound():
     assert found.quantile(0.75) == pytest.approx(model.quantile(0.75), rel=0.08)
 
 
-def test_one_sample_per_prompt_does_not_tell_the_prompt_share():
+def test_one_sample_per_prompt_tells_no_share():
     trace = draw(HEAVY, group=1)
     with refused(ConfigError):
         fit_lengths(trace)
@@ -361,7 +361,7 @@ def measured(shared_data):
     yield "production", imported(lengths, 32768, prompt_id=np.arange(20_000).astype(str), sample=0)
 
 
-def test_the_longest_of_unseen_rl_steps_lie_where_the_tail_has_them(shared_data):
+def test_the_longest_unseen_lie_within_the_tail(shared_data):
     rows = pd.read_parquet(shared_data / "rl_rollout_lengths.parquet").query("workload == 'dapo_qwen2.5_32b_math_A'")
     steps = sorted(rows["step"].unique())
     seen, unseen = rows[rows["step"].isin(steps[::2])], rows[rows["step"].isin(steps[1::2])]
@@ -426,7 +426,7 @@ def test_like_a_trace_takes_its_lengths_and_shape(run, tmp_path):
     assert read(tmp_path / "t").manifest.num_workers == 5
 
 
-def test_like_the_model_of_a_trace_draws_from_it_again(run, tmp_path):
+def test_a_traces_model_draws_it_again(run, tmp_path):
     args = ["--rl-steps", 2, "--prompts", 5, "--median", 300, "--seed", 4]
     assert run(*args, "--out", tmp_path / "one")[0] == 0
     again = ["--like", tmp_path / "one" / "lengths.json", "--rl-steps", 2, "--prompts", 5, "--seed", 4]
@@ -477,7 +477,7 @@ def test_a_shipped_trace_is_what_its_command_makes(run, tmp_path, name):
     assert made.manifest == shipped.manifest
 
 
-def test_the_shipped_traces_are_of_the_two_regimes_and_reach_their_caps():
+def test_shipped_traces_are_of_the_two_regimes():
     base, reasoning = (statistics(read(TRACES / name)) for name in SHIPPED)
     assert base["prompt_share"] < 0.1
     assert reasoning["prompt_share"] > 0.85

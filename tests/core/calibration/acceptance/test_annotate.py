@@ -269,7 +269,7 @@ def test_a_trace_without_tokens_is_refused(tltlab, tiny):
     assert (code, out, err.count("\n"), "tokens.parquet" in err) == (2, "", 1, True)
 
 
-def test_an_annotation_that_fails_leaves_the_trace_as_it_was(tltlab, tiny, monkeypatch):
+def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
     tltlab("annotate", tiny, "--drafter", "ngram")
     before = {p.name: p.read_bytes() for p in tiny.iterdir()}
 
