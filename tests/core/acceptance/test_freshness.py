@@ -11,7 +11,6 @@ from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, RequestAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.freshness import fit_freshness, levels, measured_state
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
@@ -222,11 +221,6 @@ def test_the_state_of_the_drafters_settles_any_model():
     assert plain.in_state(states) is plain
     model = wrapped().in_state(states)
     assert model.curve(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
-    table = recorded([0, 3], [2], tokens=5).assign(sample=0)
-    trace = TraceAcceptance(table)
-    replayed = trace.in_state(states)
-    assert replayed.drafter_age == 3
-    assert trace.in_state({}) is trace
 
 
 def test_the_shipped_trees_come_with_an_assumed_freshness_too():

@@ -35,7 +35,8 @@ def test_the_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: 
 
 def test_a_state_of_the_drafter_chooses_the_age():
     model = TraceAcceptance(TABLE)
-    older = model.at_freshness(DrafterState(age=2, updates=7))
+    assert model.in_state({}) is model
+    older = model.in_state({"learned": DrafterState(age=2, updates=7)})
     assert older.positions("learned", KEY_A, 3).tolist() == [3, 1, 0]
     assert model.positions("learned", KEY_A, 3).tolist() == [4, 2, 0]
     assert older.drafters == ("learned",)

@@ -18,9 +18,6 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.lengths.generate import log_normal
-from tltlab.traces.recorder import Recorder
-from tltlab.traces.recovery import repair
-from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
 from ...spot_rows import frame, spot_rows
@@ -120,22 +117,6 @@ def test_a_run_without_training_is_refused():
     for trace, fact in ((without, "spot_training.parquet"), (run().replace(spot_training=idle), "update")):
         with refused(ConfigError, naming=(fact,)):
             fit_spot(trace)
-
-
-def test_a_recording_carries_the_rows_through_a_crash(tmp_path: Path):
-    source = run(steps=2)
-    recorder = Recorder(tmp_path / "trace", Manifest(kind="recorded", num_workers=4))
-    for name in ("workload", "outcomes", "spot_training"):
-        recorder.append(name, source.arrow(name).to_pylist())
-    recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "policy_version": 0, "drafter_age": 1, "drift_kl": 0.02}])
-    recorder.flush()
-    recorder.append("spot_training", source.arrow("spot_training").to_pylist()[:1])
-    recorder.flush()
-    recorder._lock.close()
-    saved = repair(tmp_path / "trace")
-    assert "1 rows of spot_training recorded twice" in (saved.manifest.notes or "")
-    assert saved.arrow("spot_training") == source.arrow("spot_training")
-    assert saved.steps["drift_kl"].tolist() == [pytest.approx(0.02)]
 
 
 def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

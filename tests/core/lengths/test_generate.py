@@ -127,16 +127,11 @@ def test_drawn_log_lengths_have_the_prompt_share(share):
     assert metrics.prompt_share(draw(lognormal(2000, 0.8, share), prompts=1500)) == pytest.approx(share, abs=0.03)
 
 
-def test_same_arguments_same_trace_and_another_seed_another():
-    one, same, other = (draw(HEAVY, prompts=5, seed=seed).outcomes for seed in (1, 1, 2))
-    assert one.equals(same)
-    assert not one.equals(other)
-
-
 @pytest.mark.parametrize("num_prompts", [None, 12])
 def test_a_longer_trace_begins_with_a_shorter_one(num_prompts):
     short, long = (draw(HEAVY, steps=n, prompts=5, num_prompts=num_prompts) for n in (4, 7))
     assert long.select(range(4)).outcomes.equals(short.outcomes)
+    assert not draw(HEAVY, steps=4, prompts=5, num_prompts=num_prompts, seed=1).outcomes.equals(short.outcomes)
 
 
 def test_rl_steps_come_one_by_one():
@@ -164,8 +159,7 @@ def test_every_draw_is_a_valid_trace(steps, prompts, group, cap, growth, tail, s
 def test_prompts_come_back_once_an_epoch():
     workload = draw(HEAVY.with_changes(prompt_tokens_sigma=0.5), steps=6, prompts=4, group=2, num_prompts=9).workload
     per_epoch = workload[workload["sample"] == 0].groupby("epoch")["prompt_id"].agg(list)
-    assert [len(ids) for ids in per_epoch] == [8, 8, 8]
-    assert all(len(set(ids)) == 8 for ids in per_epoch)
+    assert [(len(ids), len(set(ids))) for ids in per_epoch] == [(8, 8)] * 3
     assert per_epoch[0] != per_epoch[1]
     assert (workload.groupby("prompt_id")["prompt_tokens"].nunique() == 1).all()
     assert workload["prompt_tokens"].nunique() > 5
