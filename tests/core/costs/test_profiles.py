@@ -70,34 +70,35 @@ def test_predictions_say_how_near_a_measurement_is(name: str, distance: str, unm
     assert ("speculation" in str(evidence)) == (not evidence.speculation)
 
 
-def test_a_model_is_read_off_its_config_json(tmp_path: Path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
-    by_folder, by_file = (load_costs(f"sglang:H200:{path}") for path in (folder, folder / "config.json"))
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, Path]:
+    """Files of a GPU with a slow memory and of a model."""
+    device, config = tmp_path / "mine.json", tmp_path / "mine" / "config.json"
+    config.parent.mkdir()
+    device.write_text(gpu("H100").model_copy(update={"name": "mine", "hbm_bytes_per_s": 1e12}).model_dump_json())
+    config.write_text(json.dumps(QWEN3_MOE))
+    return device, config
+
+
+def test_a_model_is_read_off_its_config_json(own: tuple[Path, Path]):
+    by_folder, by_file = (load_costs(f"sglang:H200:{path}") for path in (own[1].parent, own[1]))
     assert by_folder == by_file
-    assert by_folder.weights == "fp8"
-    assert by_folder.model.name == "mine"
+    assert (by_folder.weights, by_folder.model.name) == ("fp8", "mine")
     known = profile_costs("sglang", "H200", "Qwen3-30B-A3B", weights="fp8")
     # Its drafter has the dense layers' width.
     assert plain_s(by_folder, 8, 1000) == pytest.approx(plain_s(known, 8, 1000))
 
 
-def test_a_gpu_is_read_off_a_file(tmp_path: Path):
-    path = tmp_path / "mine.json"
-    path.write_text(gpu("H100").model_copy(update={"name": "mine", "hbm_bytes_per_s": 1e12}).model_dump_json())
-    costs = load_costs(f"vllm:{path}:Llama-3.1-8B")
+def test_a_gpu_is_read_off_a_file(own: tuple[Path, Path]):
+    costs = load_costs(f"vllm:{own[0]}:Llama-3.1-8B")
     assert plain_s(costs) > 2 * plain_s(load_costs("vllm:H100:Llama-3.1-8B"))
     assert costs.evidence.unmeasured == ("gpu",)
 
 
-def test_calibration_takes_the_same_files_and_keeps_known_names(tmp_path: Path):
-    gpu_file, config = tmp_path / "mine.json", tmp_path / "config.json"
-    gpu_file.write_text(gpu("H100").model_copy(update={"name": "mine"}).model_dump_json())
-    config.write_text(json.dumps(QWEN3_MOE))
-    own = hardware(str(gpu_file), str(config), 1)
-    assert own.gpu == gpu("H100").model_copy(update={"name": "mine"})
-    assert own.model.experts == 128
+def test_calibration_takes_files_and_known_names(own: tuple[Path, Path]):
+    device, config = own
+    found = hardware(str(device), str(config), 1)
+    assert (found.gpu.name, found.gpu.hbm_bytes_per_s, found.model.experts) == ("mine", 1e12, 128)
     assert hardware("H100", "Qwen/Qwen2.5-7B-Instruct", 1).model == "Qwen2.5-7B"
     config.write_text("{}")
     with refused(ConfigError, naming=("hidden_size",)):
