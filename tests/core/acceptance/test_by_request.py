@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tltlab
+from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.by_request import (
@@ -48,7 +49,7 @@ def test_chances_fall_along_the_draft(level: float, generated: float, depth: int
     assert (np.diff(kept) <= 0).all()
 
 
-def test_a_request_is_kept_by_its_level_and_its_progress():
+def test_requests_are_kept_by_level_and_progress():
     assert survival(CURVES)[0] == 0.5
     assert survival(CURVES, level=1.0)[0] > 0.5 > survival(CURVES, level=-1.0)[0]
     assert survival(CURVES, generated=5000.0)[0] > survival(CURVES, generated=50.0)[0]
@@ -87,69 +88,45 @@ def test_siblings_help_and_so_does_own_text():
     assert survival(deaf, generated=1e5)[0] == pytest.approx(0.3)
 
 
-def test_no_state_of_a_request_beats_the_most_it_can_get():
-    rng = np.random.default_rng(0)
-    for model in (CURVES, CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": -0.4})})):
-        levels, lengths, group = rng.normal(size=50), rng.integers(1, 5000, 50).astype(float), np.full(50, 7.0)
-        most = model.most_tokens(CHAIN, levels, lengths, group)
-        for share in (0.0, 0.3, 1.0):
-            kept = model.survival(CHAIN, levels, lengths * share, group * share)
-            assert (1 + kept.sum(axis=1) <= most + 1e-12).all()
-
-
-def test_a_model_without_differences_answers_request_by_request():
-    model = GeometricAcceptance(alpha=0.5).by_request()
-    kept = model.survival(CHAIN, np.zeros(3), np.zeros(3), np.zeros(3))
-    assert kept == pytest.approx(np.tile([0.5, 0.25, 0.125, 0.0625], (3, 1)))
-
-
-@pytest.mark.parametrize("model", [CURVES, load_acceptance("seer-siblings")], ids=["curves", "siblings"])
-def test_it_reads_back_from_its_file_and_knows_chains_only(model, tmp_path: Path):
-    assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
-    with refused(ConfigError, naming=("tree",)):
-        survival(model, Strategy("ngram", 4, 2, 8))
-
-
-def test_an_unknown_drafter_is_refused():
-    with refused(ConfigError, naming=("other",)):
-        survival(CURVES, Strategy.chain("other", 2))
+@given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1), st.floats(-0.5, 0.5))
+def test_no_state_beats_the_most_a_request_can_get(level: float, length: float, share: float, drift: float):
+    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": drift})})
+    (most,) = model.most_tokens(CHAIN, *(np.array([x]) for x in (level, length, 7.0)))
+    assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("model", "strategy", "fact"),
     [
-        {"kind": "per-request", "drafters": {"ngram": {"keep_logits": []}}},
-        {"kind": "per-request", "drafters": {"ngram": {"keep_logits": [0.1], "spread": -1}}},
-        {"kind": "per-request", "drafters": {"ngram": {"keep_logits": [float("nan")]}}},
-        {"kind": "siblings", "alone": 0.5, "most": 0.4, "exponent": 1},
-        {"kind": "siblings", "alone": 0.5, "most": 1.4, "exponent": 1},
-        {"kind": "siblings", "alone": 0.5, "most": 0.6, "exponent": 0},
+        (CURVES, Strategy("ngram", 4, 2, 8), "tree"),
+        (load_acceptance("seer-siblings"), Strategy("ngram", 4, 2, 8), "tree"),
+        (CURVES, Strategy.chain("other", 2), "other"),
     ],
 )
-def test_nonsense_is_refused(value):
-    with refused(ConfigError, naming=("acceptance",)):
-        load_acceptance(value)
+def test_chains_of_known_drafters_alone_are_accepted(model, strategy: Strategy, fact: str):
+    with refused(ConfigError, naming=(fact,)):
+        survival(model, strategy)
 
 
-def table(rows: list[list[int]], max_depth: int = 8) -> pd.DataFrame:
-    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
-    return pd.DataFrame([(0, "p", i, 0, "ngram", 0, max_depth, row) for i, row in enumerate(rows)], columns=names)
+def recorded(row: list[int]) -> pd.DataFrame:
+    return counterfactuals([(0, "p", 0, 0, "ngram", 0, None, 8, row)])
 
 
 def test_a_walk_goes_from_draft_to_draft():
-    drafts = walked_drafts(table([[2, 1, 0, 5, 0, 0, 0, 0, 0, 1]]), depth=4)
+    drafts = walked_drafts(recorded([2, 1, 0, 5, 0, 0, 0, 0, 0, 1]), depth=4)
     assert drafts["generated_tokens"].tolist() == [0, 3, 8, 9]
     assert drafts["accepted"].tolist() == [2, 4, 0, 1]
     assert drafts["reach"].unique().tolist() == [4]
 
 
 def test_a_walk_refuses_what_was_not_recorded():
-    with refused(ConfigError, naming=("8",)):
-        walked_drafts(table([[1]]), depth=9)
-    with refused(ConfigError, naming=("1",)):
-        walked_drafts(table([[1]]), depth=0)
-    with refused(TraceError, naming=("9", "[0", "max_depth", "8]")):
-        walked_drafts(table([[1, 9]]), depth=4)
+    for depth, most, accepted, error in (
+        (9, 8, [1], ConfigError),
+        (0, 1, [1], ConfigError),
+        (4, 9, [1, 9], TraceError),
+    ):
+        with refused(error, naming=(most,)):
+            walked_drafts(recorded(accepted), depth)
 
 
 def recording(accepted: list[list[int] | None], batch: list[int], lengths: list[int]) -> Trace:
@@ -157,13 +134,9 @@ def recording(accepted: list[list[int] | None], batch: list[int], lengths: list[
     ends = [float(sum(b > len(lengths) - 1 - rank for b in batch)) for rank in range(len(lengths))]
     order = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
     tables = {
-        "workload": pd.DataFrame(
-            key | {"epoch": 0, "prompt_tokens": 5, "max_response_tokens": 99, "policy_version": 0}
-        ),
-        "outcomes": pd.DataFrame(
-            key
-            | {"response_tokens": lengths, "finish_reason": "stop", "worker": 0, "t_submit": 0.0}
-            | {"t_finish": [ends[rank] for rank in order]}
+        "workload": pd.DataFrame(key).assign(epoch=0, prompt_tokens=5, max_response_tokens=99, policy_version=0),
+        "outcomes": pd.DataFrame(key | {"response_tokens": lengths, "t_finish": [ends[rank] for rank in order]}).assign(
+            finish_reason="stop", worker=0, t_submit=0.0
         ),
         "iterations": pd.DataFrame(
             {
@@ -192,13 +165,11 @@ def test_a_recording_tells_whose_draft_was_whose():
     assert drafts["num_siblings"].tolist() == [0, 0, 0, 1, 1]
 
 
-def test_a_recording_whose_batches_do_not_follow_from_its_lengths_is_left_out():
+def test_a_recording_that_contradicts_itself_tells_nothing():
+    # Its batches do not follow from its lengths; then it accepts more than was drafted.
     drafts, notes = recorded_drafts(recording([None, [0, 1]], [3, 2], [2, 4, 9]))
     assert len(drafts) == 0
     assert "1 of 1 workers" in notes[0]
-
-
-def test_a_recording_that_accepted_more_than_was_drafted_is_refused():
     with refused(TraceError, naming=("4", "[0", "3]")):
         recorded_drafts(recording([None, [0, 4, 0]], [3, 3], [3, 9, 9]))
 
@@ -231,9 +202,8 @@ def test_a_fit_finds_the_siblings_that_made_the_drafts():
     truth = SiblingAcceptance(alone=0.25, most=0.8, exponent=0.8)
     fitted = fit_siblings(drawn(truth, 300, 40), "ngram")
     for n in (0.0, 1.0, 3.0, 7.0):
-        assert fitted.alpha(np.array([n]), np.zeros(1)) == pytest.approx(
-            truth.alpha(np.array([n]), np.zeros(1)), abs=0.04
-        )
+        found, true = (model.alpha(np.array([n]), np.zeros(1)) for model in (fitted, truth))
+        assert found == pytest.approx(true, abs=0.04)
 
 
 def test_fits_refuse_too_little_and_the_impossible():
@@ -267,15 +237,14 @@ def test_a_spread_keeps_the_mean_over_drafts(base: str, strategy: Strategy):
     assert model.num_drafted(strategy) == alike.num_drafted(strategy)
 
 
-def test_without_a_spread_all_requests_are_as_the_base_has_them():
+def test_without_a_spread_requests_are_as_in_the_base():
     model = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=0.0)
-    assert survival(model) == pytest.approx(0.7 ** np.arange(1, 5), rel=1e-6)
     assert spread_over_requests(model.base, 0.0) is model.base
+    for each in (model, model.base.by_request()):
+        assert survival(each) == pytest.approx(0.7 ** np.arange(1, 5), rel=1e-6)
 
 
-def test_a_spread_survives_its_file_and_stands_inside_freshness(tmp_path: Path):
-    model = spread_over_requests(load_acceptance("geometric:0.7"), 0.5)
-    assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
+def test_a_spread_stands_inside_freshness():
     fresh = spread_over_requests(load_acceptance("tlt-qwen2.5-32b-fresh"), 0.5)
     tree = Strategy("learned", 8, 8, 32)
     new, old = (fresh.in_state({"learned": DrafterState(age=age, updates=50)}).by_request() for age in (0, 30))
@@ -285,7 +254,7 @@ def test_a_spread_survives_its_file_and_stands_inside_freshness(tmp_path: Path):
     assert kept[0].std() > 0.3
 
 
-def test_a_spread_over_batch_sizes_is_one_of_each_band():
+def test_a_spread_over_batches_is_one_each_band():
     bands = [{"max_batch": end, "drafters": {"ngram": {"1": {"accepted": [1 - p, p], "drafted": 1.0}}}}
              for end, p in ((4, 0.9), (None, 0.3))]  # fmt: skip
     model = spread_over_requests(load_acceptance({"kind": "by-batch", "bands": bands}), 0.7)

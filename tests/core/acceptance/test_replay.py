@@ -1,8 +1,8 @@
 """Replay per position: which rows count at which drafter age, and what is refused."""
 
-import pandas as pd
 import pytest
 
+from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.errors import ConfigError, TraceError
@@ -12,15 +12,14 @@ from tltlab.strategy import Strategy
 KEY_A, KEY_B = (0, "a", 0, 0), (0, "b", 0, 0)
 
 
-def counterfactuals() -> pd.DataFrame:
-    rows = [
-        (*KEY_A, "learned", 5, 4, [0, 0, 0]),
-        (*KEY_A, "learned", 1, 4, [4, 2, 0]),
-        (*KEY_A, "learned", 2, 3, [3, 1, 0]),
-        (*KEY_B, "learned", 2, 4, [1]),
+TABLE = counterfactuals(
+    [
+        (*KEY_A, "learned", 5, None, 4, [0, 0, 0]),
+        (*KEY_A, "learned", 1, None, 4, [4, 2, 0]),
+        (*KEY_A, "learned", 2, None, 3, [3, 1, 0]),
+        (*KEY_B, "learned", 2, None, 4, [1]),
     ]
-    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
-    return pd.DataFrame(rows, columns=names)
+)
 
 
 @pytest.mark.parametrize(
@@ -28,43 +27,42 @@ def counterfactuals() -> pd.DataFrame:
     [(None, [4, 2, 0]), (0, [4, 2, 0]), (1, [4, 2, 0]), (2, [3, 1, 0]), (3, [0, 0, 0]), (99, [0, 0, 0])],
 )
 def test_the_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: list[int]):
-    for table in (counterfactuals(), counterfactuals().iloc[::-1]):
+    for table in (TABLE, TABLE.iloc[::-1]):
         model = TraceAcceptance(table, drafter_age=age)
         assert model.positions("learned", KEY_A, 3).tolist() == kept
         assert model.positions("learned", KEY_B, 1).tolist() == [1], "each response has its own ages"
 
 
 def test_a_state_of_the_drafter_chooses_the_age():
-    model = TraceAcceptance(counterfactuals())
-    older = model.at_freshness(DrafterState(age=2, updates=7))
+    model = TraceAcceptance(TABLE)
+    assert model.in_state({}) is model
+    older = model.in_state({"learned": DrafterState(age=2, updates=7)})
     assert older.positions("learned", KEY_A, 3).tolist() == [3, 1, 0]
     assert model.positions("learned", KEY_A, 3).tolist() == [4, 2, 0]
     assert older.drafters == ("learned",)
 
 
-def test_the_depth_is_that_of_the_rows_that_count():
-    TraceAcceptance(counterfactuals()).check(Strategy.chain("learned", 4))
-    with refused(ConfigError, naming=("3",)):
-        TraceAcceptance(counterfactuals(), drafter_age=2).check(Strategy.chain("learned", 4))
-
-
 @pytest.mark.parametrize("accepted", [[0, 5, 0], [0, -1, 0]])
 def test_acceptance_outside_the_draft_is_refused(accepted: list[int]):
-    table = counterfactuals()
+    table = TABLE.copy()
     table.at[1, "accept_if_drafted"] = accepted
     with refused(TraceError, naming=("got", accepted[1], "max_depth")):
         TraceAcceptance(table)
 
 
 def test_a_trace_says_what_it_lacks():
-    model = TraceAcceptance(counterfactuals())
-    for shape, says in (
-        (("learned", 5, 1, 6), "depth 4"), (("ngram", 2, 1, 3), "only learned"), (("learned", 3, 2, 6), "chain drafts"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=says):
-            model.check(Strategy(*shape))
-    for key, num_tokens, says in (((0, "c", 0, 0), 1, "no row"), (KEY_B, 2, "1 positions")):
-        with pytest.raises(ConfigError, match=says):
+    model, old = TraceAcceptance(TABLE), TraceAcceptance(TABLE, drafter_age=2)
+    model.check(Strategy.chain("learned", 4))
+    for of, shape, fact in (
+        (old, ("learned", 4, 1, 5), 3),
+        (model, ("learned", 5, 1, 6), 4),
+        (model, ("ngram", 2, 1, 3), "learned"),
+        (model, ("learned", 3, 2, 6), "chain"),
+    ):
+        with refused(ConfigError, naming=(fact,)):
+            of.check(Strategy(*shape))
+    for key, num_tokens, fact in (((0, "c", 0, 0), 1, "c"), (KEY_B, 2, "1 positions")):
+        with refused(ConfigError, naming=(fact,)):
             model.positions("learned", key, num_tokens)
     with refused(ConfigError):
         model.by_request()

@@ -47,7 +47,7 @@ def test_more_levels_or_more_nodes_never_accept_less(model: TreeAcceptance, dept
 
 
 @given(MODELS, st.integers(1, 12))
-def test_a_chain_is_the_tree_with_one_branch_and_its_beginning_is_the_shorter_chain(model: TreeAcceptance, depth: int):
+def test_a_chain_is_the_tree_with_one_branch(model: TreeAcceptance, depth: int):
     whole = model.curve(Strategy.chain("eagle", 13))
     assert model.curve(Strategy.chain("eagle", depth)) == pytest.approx(whole[:depth])
     assert model.curve(Strategy("eagle", 13, 1, depth + 1)) == pytest.approx(whole[:depth])

@@ -21,7 +21,7 @@ def evidence(*unmeasured: str, **change) -> Evidence:
     return Evidence(engine="mine", unmeasured=unmeasured, left_out=LEFT_OUT, draft_depth=(2, 5), **change)
 
 
-def test_the_error_to_expect_grows_with_what_was_not_measured():
+def test_errors_grow_with_what_was_not_measured():
     assert evidence("model").error() == 0.1
     assert evidence("together").error() == 0.2
     assert evidence("gpu", "model").error() == pytest.approx(hypot(0.1, 0.2))
@@ -37,19 +37,19 @@ def test_what_is_open_of_the_parameters_widens_every_error():
     assert one.model_copy(update={"unmeasured": (), "fitted": {"all": (0.01, 0.07)}}).error() == pytest.approx(0.25)
 
 
-def test_measured_together_has_the_error_of_those_measurements_as_far_as_they_go():
+def test_measured_together_has_the_error_measured():
     near = evidence(fitted={"all": (0.01, 0.03), "all, speculating": (0.02, 0.04)})
     assert near.error() == 0.03
     assert near.error(speculates=True) == pytest.approx(0.05)
     assert near.error(extrapolated=True) == 0.2
     assert near.beyond([0, 2, 5]) == []
     assert near.beyond([3, 8]) == ["draft depth"]
-    assert near.says() == "measured together with mine; nine in ten are off by less than 3%"
-    assert near.says(beyond=["draft depth"]).startswith("never measured with mine (draft depth); nine in ten")
+    assert all(fact in near.says() for fact in ("measured together", "mine", "3%"))
+    assert all(fact in near.says(beyond=["draft depth"]) for fact in ("never measured", "draft depth", "20%"))
     assert evidence(speculation=False).beyond([3]) == ["speculation"]
 
 
-def test_a_measurement_that_a_fit_meets_by_luck_does_not_make_it_exact():
+def test_a_measurement_met_by_chance_is_not_exact():
     (one,) = [m for m in profiles().engines["sglang-0.4"].measured if m.of("H100", "Qwen2.5-7B", "bf16")]
     _, most = one.fitted
     assert most < 0.01 < one.parameter
@@ -61,12 +61,11 @@ def test_a_measurement_that_a_fit_meets_by_luck_does_not_make_it_exact():
     assert old.parameter == 0.0
 
 
-def test_an_interval_is_of_what_was_measured_relative_to_its_error():
+def test_an_interval_follows_from_the_error():
     assert interval(10.0, 0.25) == (8.0, pytest.approx(40 / 3))
     assert interval(10.0, 3.0) == (2.5, 40.0)
     assert interval(10.0, None) is None
     assert Evidence(engine="mine").interval(10.0) is None
-    assert "how far off is not known" in Evidence(engine="mine").says()
 
 
 def test_most_errors_are_exceeded_as_often_as_said():

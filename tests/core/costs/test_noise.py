@@ -12,24 +12,25 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise, fit_noise
 from tltlab.traces.trace import read
 
-RNG = np.random.default_rng(0)
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
-def test_the_fit_finds_the_distribution_that_made_the_data():
-    model = RNG.uniform(2e-3, 9e-3, 40_000)
-    ratio = np.exp(0.3 * RNG.standard_normal(len(model)) - 0.045)
+def test_the_fit_finds_the_distribution_that_made_the_data(rng: np.random.Generator):
+    model = rng.uniform(2e-3, 9e-3, 40_000)
+    ratio = np.exp(0.3 * rng.standard_normal(len(model)) - 0.045)
     noise = fit_noise(model * ratio, model)
-    assert noise is not None
     assert np.mean(noise.ratios) == pytest.approx(1.0)
     assert noise.ratios == pytest.approx(_parts(ratio), rel=0.02)
     assert sum(block.share for block in noise.blocks) < 0.05
 
 
-def test_the_fit_finds_how_long_an_excess_lasts():
-    lasting = np.repeat(RNG.standard_normal(5_000), 16)
-    scores = np.sqrt(0.7) * lasting + np.sqrt(0.3) * RNG.standard_normal(len(lasting))
+def test_the_fit_finds_how_long_an_excess_lasts(rng: np.random.Generator):
+    lasting = np.repeat(rng.standard_normal(5_000), 16)
+    scores = np.sqrt(0.7) * lasting + np.sqrt(0.3) * rng.standard_normal(len(lasting))
     noise = fit_noise(np.exp(0.2 * scores), np.ones(len(scores)), series=np.arange(len(scores)) // 800)
-    assert noise is not None
     assert dict(noise.components)[16] == pytest.approx(0.7, abs=0.08)
     assert sum(share for _, share in noise.components) == pytest.approx(1.0)
 
@@ -40,8 +41,8 @@ def test_a_rollout_that_ran_slow_throughout_is_no_noise():
     assert fit_noise(slow, np.ones(800)) is not None
 
 
-def test_too_little_data_says_nothing():
-    assert fit_noise(RNG.uniform(1, 2, 150), np.ones(150)) is None
+def test_too_little_data_says_nothing(rng: np.random.Generator):
+    assert fit_noise(rng.uniform(1, 2, 150), np.ones(150)) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,6 @@ def test_what_is_no_noise_is_refused(fields: dict[str, object], what: tuple):
 
 def test_calibration_measures_it_and_costs_carry_it(tmp_path):
     costs = calibrate(read("traces/subset-sum-small").select(range(4))).costs
-    assert costs.noise is not None
     assert 0.1 < costs.noise.spread < 0.5
     assert load_costs(costs.write(tmp_path / "costs.json")) == costs
 

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tltlab.calibration.stages import StageFit, fit_stages, workloads
 from tltlab.costs.load import load_stages, stage_presets
-from tltlab.costs.stages import (
-    InferenceCosts,
-    RewardCosts,
-    StageCosts,
-    StepWorkload,
-    SyncCosts,
-    TrainCosts,
-)  # fmt: skip
+from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, StepWorkload, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
@@ -27,8 +20,11 @@ from tltlab.traces.trace import Trace, read
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 
 
+H100 = {"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}
+
+
 def roofline(**fields: object) -> StageCosts:
-    return load_stages({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8} | fields)
+    return load_stages(H100 | fields)
 
 
 H100_7B = roofline()
@@ -37,40 +33,32 @@ H100_7B = roofline()
 def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewards: bool = True) -> Trace:
     """A run whose stages took what `costs` say, times lognormal noise; half of the groups have equal rewards."""
     rng = np.random.default_rng(0)
-    n, parts = 16, []
+    n, rows = 16, []
     for step in range(rl_steps):
-        key = pd.DataFrame(
-            {"rl_step": step, "prompt_id": [f"p{i // 4}" for i in range(n)], "sample": np.arange(n) % 4, "turn": 0}
-        )
         length = rng.integers(10, 100 * (1 + step % 5), n)
         differ = rng.random(4).repeat(4) < 0.5
         reward = np.where(differ, np.arange(n) % 2, 1.0) if rewards else np.full(n, np.nan)
-        parts.append(key.assign(response_tokens=length, reward=reward))
-    rows = pd.concat(parts, ignore_index=True)
-    work = rows[["rl_step", "prompt_id", "sample", "turn"]].assign(
-        epoch=0, prompt_tokens=20, max_response_tokens=1000, policy_version=0
-    )
-    trace = Trace.from_tables(
-        Manifest(kind="recorded", num_workers=1), {"workload": work, "outcomes": rows.assign(finish_reason="stop")}
-    )
+        rows += [(step, f"p{i // 4}", i % 4, 0, length[i], reward[i]) for i in range(n)]
+    keys = ["rl_step", "prompt_id", "sample", "turn"]
+    outcomes = pd.DataFrame(rows, columns=[*keys, "response_tokens", "reward"]).assign(finish_reason="stop")
+    work = outcomes[keys].assign(epoch=0, prompt_tokens=20, max_response_tokens=1000, policy_version=0)
+    trace = Trace.from_tables(Manifest(kind="recorded", num_workers=1), {"workload": work, "outcomes": outcomes})
     steps = []
     for step, w in workloads(trace).items():
-        assert costs.inference is not None
-        assert costs.train is not None
         seconds = {"inference_s": costs.inference.seconds(w), "train_s": costs.train.seconds(w), "sync_s": 0.25}
         noisy = {name: s * np.exp(noise * rng.standard_normal()) for name, s in seconds.items()}
         steps.append({"rl_step": step, "t_start": 0.0, "policy_version": step, "rollout_s": 1.0, **noisy})
     return trace.replace(steps=pd.DataFrame(steps))
 
 
-def test_a_workload_counts_prompts_and_responses_and_what_they_attend_to():
+def test_a_workload_counts_tokens_and_attended_pairs():
     work = StepWorkload.of([2, 4], [8, 16])
     assert (work.num_responses, work.num_response_tokens, work.num_tokens) == (2, 24, 30)
     assert work.num_pairs == (10**2 + 20**2) / 2
 
 
 @pytest.mark.parametrize(("rewards", "informative"), [([1, 1, 0, 1], [4, 8]), ([1, None, 1, 1], [1, 2])])
-def test_groups_with_equal_rewards_teach_nothing_and_an_unknown_one_may_differ(rewards, informative):
+def test_groups_with_equal_rewards_teach_nothing(rewards, informative):
     work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=rewards)
     assert work.num_tokens == 15
     assert work.informative_tokens == sum(informative)
@@ -82,13 +70,7 @@ def test_stages_are_linear_in_their_work():
     assert InferenceCosts(base_s=1, per_token_s=0.1, per_pair_s=0.01).seconds(work) == pytest.approx(1 + 3 + 2.5)
     assert TrainCosts(base_s=1, per_token_s=1, per_update_s=10).seconds(work) == 1 + 30 + 30
     assert SyncCosts(base_s=0.5, num_bytes=14e9, bytes_per_s=7e9).seconds() == 2.5
-
-
-def test_grading_may_overlap_the_rollout():
-    finish, tokens = np.array([10.0, 1.0]), np.array([100, 100])
-    assert RewardCosts(per_response_s=4).seconds(finish, tokens) == 8
-    assert RewardCosts(per_response_s=4, when="overlapped").seconds(finish, tokens) == 4
-    assert RewardCosts(per_token_s=0.2, when="overlapped").seconds(finish, tokens) == 20 + 20 - 9
+    assert RewardCosts(per_response_s=4, per_token_s=0.1).seconds(np.array([10.0, 1.0]), np.array([10, 20])) == 8 + 3
 
 
 @given(
@@ -110,38 +92,24 @@ def test_the_roofline_counts_two_flops_per_weight_and_token():
     work = StepWorkload.of([0], [1000])
     costs = roofline(mfu_inference=0.5, mfu_train=0.5, recompute=False)
     forward = (2 * 7.07e9 * 1000 + 4 * 28 * 3584 * 1000**2 / 2) / (8 * 989e12 * 0.5)
-    assert costs.inference is not None
-    assert costs.train is not None
     assert costs.inference.seconds(work) == pytest.approx(forward, rel=1e-3)
     assert costs.train.seconds(work) - costs.train.per_update_s == pytest.approx(3 * forward, rel=1e-3)
 
 
-def test_at_32k_tokens_attention_is_half_of_what_the_weights_cost():
+def test_at_32k_tokens_attention_costs_half_the_weights():
     costs = H100_7B.inference
-    assert costs is not None
-    pairs = costs.per_pair_s * 32768**2 / 2
-    assert 0.4 < pairs / (costs.per_token_s * 32768) < 0.55
+    assert 0.4 < costs.per_pair_s * 32768**2 / 2 / (costs.per_token_s * 32768) < 0.55
 
 
-def test_recomputed_activations_and_a_reference_model_cost_a_forward_each():
+def test_recomputation_and_a_reference_cost_a_forward_each():
     plain = roofline(recompute=False)
     twice = roofline(inference_passes=2)
     assert twice.train.per_token_s / plain.train.per_token_s == pytest.approx(4 / 3)
     assert twice.inference.per_token_s / plain.inference.per_token_s == pytest.approx(2)
 
 
-@pytest.mark.parametrize("wrong", [{"num_gpus": 0}, {"num_gpus": 8, "mfu_train": 1.5}, {"num_gpus": 8, "sleep_s": -1}])
-def test_an_impossible_roofline_is_refused(wrong):
-    with pytest.raises(ConfigError):
-        roofline(**wrong)
-
-
-def test_costs_come_back_from_their_file(tmp_path):
-    assert load_stages(H100_7B.write(tmp_path / "stages.json")) == H100_7B
-
-
 @pytest.mark.parametrize("name", stage_presets())
-def test_presets_load_and_say_where_they_are_from(name):
+def test_presets_say_where_they_are_from(name):
     assert load_stages(name).provenance
 
 
@@ -152,7 +120,10 @@ def test_presets_load_and_say_where_they_are_from(name):
         ({"sync": {"bytes_per_s": 0}}, ("bytes_per_s",)),
         ({"reward": {"when": "never"}}, ("reward",)),
         ({"traning": {}}, ("traning",)),
-        ({"kind": "roofline", "gpu": "H1", "model": "Qwen2.5-7B", "num_gpus": 8}, ("H1",)),
+        (H100 | {"gpu": "H1"}, ("H1",)),
+        (H100 | {"num_gpus": 0}, ("num_gpus",)),
+        (H100 | {"mfu_train": 1.5}, ("mfu_train",)),
+        (H100 | {"sleep_s": -1}, ("sleep_s",)),
         ({"kind": "magic"}, ("magic",)),
         ("no-such-preset", ("h100x8-qwen2", "5-7b")),
     ],
@@ -162,32 +133,25 @@ def test_wrong_costs_are_named(costs, named):
         load_stages(costs)
 
 
-def test_an_rl_step_without_responses_is_refused():
-    with refused(ConfigError, naming=("responses",)):
-        StepWorkload.of([], [])
-
-
-def test_a_fit_finds_the_costs_that_made_the_times():
+def test_a_fit_finds_the_costs_that_made_the_times(tmp_path):
     truth = StageCosts(
         inference=InferenceCosts(per_token_s=1e-3, base_s=2.0),
         train=TrainCosts(per_token_s=3e-3, base_s=0.5, trains="informative"),
     )
     found = fit_stages(recorded(truth))
-    assert found.costs.inference.per_token_s == pytest.approx(1e-3, rel=1e-3)
-    assert found.costs.inference.base_s == pytest.approx(2.0, rel=1e-3)
-    assert found.costs.train.trains == "informative"
-    assert found.costs.train.per_token_s == pytest.approx(3e-3, rel=1e-3)
-    assert found.costs.sync.seconds() == pytest.approx(0.25)
+    costs = found.costs
+    assert (costs.inference.per_token_s, costs.inference.base_s) == pytest.approx((1e-3, 2.0), rel=1e-3)
+    assert (costs.train.trains, costs.train.per_token_s) == ("informative", pytest.approx(3e-3, rel=1e-3))
+    assert costs.sync.seconds() == pytest.approx(0.25)
     assert found.residuals.set_index("stage").loc["all", "worst_error"] < 1e-3
-    assert found.costs.reward is None, "a stage that was not timed is unknown"
-    assert load_stages(found.costs.model_dump()) == found.costs
+    assert costs.reward is None, "a stage that was not timed is unknown"
+    for each in (costs, H100_7B):
+        assert load_stages(each.write(tmp_path / "stages.json")) == each
 
 
 def test_pairs_are_fitted_where_they_show():
-    truth = StageCosts(
-        inference=InferenceCosts(per_token_s=1e-3, base_s=1.0, per_pair_s=1e-5), train=TrainCosts(base_s=1)
-    )
-    found = fit_stages(recorded(truth, rl_steps=10)).costs
+    inference = InferenceCosts(per_token_s=1e-3, base_s=1.0, per_pair_s=1e-5)
+    found = fit_stages(recorded(StageCosts(inference=inference, train=TrainCosts(base_s=1)), rl_steps=10)).costs
     assert found.inference.per_pair_s == pytest.approx(1e-5, rel=0.02)
     assert found.train.per_pair_s == 0
 
@@ -202,7 +166,7 @@ def test_the_residuals_are_those_of_left_out_steps():
     assert "train_s" in found.table()
 
 
-def test_one_rl_step_gives_costs_in_proportion_to_tokens_and_no_error():
+def test_one_rl_step_gives_costs_without_error():
     truth = StageCosts(inference=InferenceCosts(base_s=1.0), train=TrainCosts(base_s=1.0))
     found = fit_stages(recorded(truth, rl_steps=1))
     assert found.costs.inference.base_s == 0
@@ -210,13 +174,14 @@ def test_one_rl_step_gives_costs_in_proportion_to_tokens_and_no_error():
     assert found.residuals["mean_error"].isna().all()
 
 
-def test_a_trace_without_stage_times_cannot_be_fitted():
+def test_what_tells_no_stage_is_refused():
     trace = recorded(StageCosts(), rl_steps=2)
-    with refused(TraceError, naming=("steps.parquet",)):
-        fit_stages(trace.replace(steps=None))
     untimed = trace.steps.assign(inference_s=None, train_s=None, sync_s=None)
-    with refused(TraceError, naming=("stage",)):
-        fit_stages(trace.replace(steps=untimed))
+    for steps, fact in ((None, "steps.parquet"), (untimed, "stage")):
+        with refused(TraceError, naming=(fact,)):
+            fit_stages(trace.replace(steps=steps))
+    with refused(ConfigError, naming=("responses",)):
+        StepWorkload.of([], [])
 
 
 @cache
@@ -237,8 +202,8 @@ def test_recorded_runs_are_predicted_better_than_by_a_constant(name, limit):
 
 
 def test_the_cpu_preset_is_what_its_trace_gives():
-    fitted, preset = fit_shipped("subset-sum-small").costs, load_stages("cpu-small")
-    assert preset.train.per_token_s == pytest.approx(fitted.train.per_token_s, rel=1e-2)
-    assert preset.train.base_s == pytest.approx(fitted.train.base_s, rel=1e-2)
-    assert preset.inference.per_token_s == pytest.approx(fitted.inference.per_token_s, rel=1e-2)
-    assert preset.sync.seconds() == pytest.approx(fitted.sync.seconds(), rel=1e-2)
+    preset, fitted = (
+        (costs.train.per_token_s, costs.train.base_s, costs.inference.per_token_s, costs.sync.seconds())
+        for costs in (load_stages("cpu-small"), fit_shipped("subset-sum-small").costs)
+    )
+    assert preset == pytest.approx(fitted, rel=1e-2)

@@ -10,32 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
-from tltlab.calibration.costs import fit_points
-from tltlab.calibration.iterations import checked, iterations_of, measured_rows, recorded_rows
+from tests.core.costs.models import CHAIN, SHAPED, TABLE
+from tests.core.costs.models import TABLED as COSTS
+from tltlab.calibration.iterations import iterations_of, recorded_rows
 from tltlab.calibration.linear import LinearEstimator
-from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator, predict_iterations
+from tltlab.calibration.table import RecordedTableEstimator, predict_iterations
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
-from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
-CHAIN = Strategy.chain("learned", 4)
-TABLE = {
-    "kind": "table",
-    "forward": [{"tokens": m, "seconds": s} for m, s in ((2, 4e-3), (8, 5e-3), (32, 6e-3), (64, 9e-3))],
-    "attention": [
-        {"batch": 2, "fixed_s": 1e-3, "per_context_s": 2e-8},
-        {"batch": 8, "fixed_s": 2e-3, "per_context_s": 1e-8},
-    ],
-    "base_s": 1e-4, "per_request_s": 1e-5, "prefill_per_token_s": 1e-5, "sd_base_s": 1e-3, "sd_idle_s": 2e-4,
-    "draft_level_s": 3e-4, "draft_level_per_request_s": 1e-6,
-}  # fmt: skip
-COSTS = TableCosts.model_validate(TABLE)
-SHAPED = {**TABLE, "roofline": {"gpu": "H100", "model": "Qwen2.5-7B", "tp": 1}}
 
 
 def test_an_iteration_is_read_from_the_knots():
@@ -49,17 +35,15 @@ def test_speculation_verifies_more_tokens_and_adds_drafting():
     cost = COSTS.iteration(Strategy("learned", 3, 2, 4))
     assert cost.draft_s(8) == pytest.approx(3 * (3e-4 + 8e-6))
     assert cost.without_context_s(8) == pytest.approx(6e-3 + 2e-3 + 1e-4 + 8e-5 + 1e-3 + cost.draft_s(8))
-    idle, bare = (COSTS.iteration(NO_SPECULATION, drafter_loaded=x).seconds(2, 0) for x in (True, False))
-    assert idle - bare == pytest.approx(2e-4)
 
 
-def test_without_a_roofline_times_are_linear_between_and_beyond_the_knots():
+def test_without_a_roofline_times_are_linear():
     forward = COSTS.model_copy(update={"attention": COSTS.attention[:1], "base_s": 0.0, "per_request_s": 0.0})
     at = [forward.iteration(NO_SPECULATION, tokens_to_verify=m).without_context_s(1) - 1e-3 for m in (1, 20, 64, 128)]
     assert at == pytest.approx([4e-3, 5.5e-3, 9e-3, 9e-3 + 64 * 3e-3 / 32])
 
 
-def test_context_costs_a_request_alike_where_the_slope_is_one():
+def test_context_costs_follow_the_slope():
     slopes = {**TABLE, "attention": [{"batch": b, "per_context_s": 3e-8} for b in (2, 8, 64)]}
     cost = load_costs(slopes).iteration(NO_SPECULATION)
     assert [cost.context_slope_s(b) for b in (1, 2, 5, 64, 500)] == pytest.approx([3e-8] * 5)
@@ -71,12 +55,11 @@ def test_at_one_utilisation_a_roofline_table_is_that_roofline(used: float, power
     ideal = roofline.shape()
     knots = [{"tokens": 2**p, "seconds": ideal.at(2**p) / used} for p in sorted(powers)]
     table = TableCosts.model_validate({"forward": knots, "attention": [{"batch": 1}], "roofline": roofline})
-    assert table.iteration(NO_SPECULATION, tokens_to_verify=tokens).seconds(1, 0) == pytest.approx(
-        ideal.at(tokens) / used
-    )
+    cost = table.iteration(NO_SPECULATION, tokens_to_verify=tokens)
+    assert cost.seconds(1, 0) == pytest.approx(ideal.at(tokens) / used)
 
 
-def test_where_utilisation_rises_towards_the_ridge_times_do_not_dip():
+def test_times_do_not_dip_where_utilisation_rises():
     ideal = Roofline(gpu="H100", model="Qwen2.5-7B").shape()
     knots = [{"tokens": 64, "seconds": ideal.at(64) / 0.5}, {"tokens": 512, "seconds": ideal.at(512) / 0.9}]
     cost = load_costs({**SHAPED, "forward": knots}).iteration
@@ -92,13 +75,6 @@ def test_the_ideal_reads_the_weights_or_multiplies_by_them():
     assert ideal.at(8192) == pytest.approx(8192 * 2 * weights / 4 / device.peak_flops, rel=1e-3)
 
 
-def test_graphs_pad_the_tokens():
-    costs = COSTS.model_copy(update={"graph_sizes": (8, 32)})
-    assert costs.iteration(NO_SPECULATION, tokens_to_verify=5).without_context_s(2) == pytest.approx(
-        6e-3 + 1e-3 + 1e-4 + 2e-5
-    )
-
-
 growing = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5).map(lambda steps: np.cumsum(steps) + 1e-3)
 
 
@@ -106,9 +82,8 @@ growing = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5).map(lambda steps
 def tables(draw: st.DrawFn) -> TableCosts:
     seconds, fixed, context = (draw(growing) for _ in range(3))
     at = sorted(draw(st.lists(st.integers(1, 2000), min_size=len(seconds), max_size=len(seconds), unique=True)))
-    batches = sorted(
-        draw(st.lists(st.integers(1, 300), min_size=1, max_size=min(len(fixed), len(context)), unique=True))
-    )
+    few = {"min_size": 1, "max_size": min(len(fixed), len(context)), "unique": True}
+    batches = sorted(draw(st.lists(st.integers(1, 300), **few)))
     terms = {
         "forward": [{"tokens": m, "seconds": s} for m, s in zip(at, seconds, strict=False)],
         "attention": [
@@ -126,8 +101,7 @@ def test_times_grow_with_everything(costs: TableCosts, batch: int, verify: int, 
         return costs.iteration(Strategy("learned", d, 64, v)).seconds(b, b * context)
 
     here = took(batch, verify, depth, each)
-    assert math.isfinite(here)
-    assert here > 0
+    assert 0 < here < math.inf
     slack = 1e-9 * here
     for more in ((batch + 1, verify, depth, each), (batch, verify + 1, depth, each),
                  (batch, verify, depth + 1, each), (batch, verify, depth, each + 100.0)):  # fmt: skip
@@ -135,163 +109,46 @@ def test_times_grow_with_everything(costs: TableCosts, batch: int, verify: int, 
     assert here >= costs.iteration(NO_SPECULATION).seconds(batch, batch * each) - slack
 
 
-def test_a_dip_within_noise_is_lifted_and_a_deeper_one_is_named():
-    knots = [{"tokens": 8, "seconds": 1.0}, {"tokens": 16, "seconds": 0.97}]
-    lifted = load_costs({**TABLE, "forward": knots})
-    assert isinstance(lifted, TableCosts)
+def test_a_dip_within_noise_is_lifted():
+    lifted = load_costs({**TABLE, "forward": [{"tokens": 8, "seconds": 1.0}, {"tokens": 16, "seconds": 0.97}]})
     assert [k.seconds for k in lifted.forward] == [1.0, 1.0]
-    with refused(ConfigError, naming=("16", "0", "9", "1")):
-        load_costs({**TABLE, "forward": [knots[0], {"tokens": 16, "seconds": 0.9}]})
-    falling = [{"batch": 1, "per_context_s": 1e-8}, {"batch": 2, "per_context_s": 1e-9}]
-    with refused(ConfigError, naming=("2",)):
-        load_costs({**TABLE, "attention": falling})
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"forward": [{"tokens": 8, "seconds": -1e-3}]}, ("0",)),
-        ({"forward": [{"tokens": 0, "seconds": 1e-3}]}, ("0",)),
-        ({"forward": []}, ("forward",)),
-        ({"attention": [{"batch": 4, "fixed_s": float("nan")}]}, ("0", "fixed_s")),
-        ({"forward": [{"tokens": 8, "seconds": 1.0}, {"tokens": 8, "seconds": 1.0}]}, ("ascending",)),
-        ({"roofline": {"gpu": "H900", "model": "Qwen2.5-7B"}}, ("H900",)),
-        ({"roofline": {"gpu": "H100", "model": "GPT-9"}}, ("GPT-9",)),
-        ({"forwards": []}, ("forwards",)),
-    ],
-)
-def test_a_bad_file_is_refused_and_the_place_named(change: dict[str, object], named: tuple):
-    with refused(ConfigError, naming=named):
-        load_costs({**TABLE, **change})
-
-
-def test_what_was_not_measured_is_named_when_it_is_needed():
-    costs = COSTS.model_copy(update={"sd_base_s": None, "prefill_per_token_s": None})
-    with refused(ConfigError, naming=("sd_base_s",)):
-        costs.iteration(CHAIN)
-    with refused(ConfigError, naming=("prefill_per_token_s",)):
-        costs.prefill_s(10)
-
-
-def test_a_file_reads_back_as_it_was_written(tmp_path: Path):
-    dipping = TableCosts.model_validate(
-        {**SHAPED, "attention": [{"batch": b, "fixed_s": 1e-3, "per_context_s": 0.98 / b} for b in (3, 7, 11, 13)]}
-    )
-    for costs in (COSTS, dipping, TableCosts.model_validate(SHAPED)):
-        assert load_costs(costs.write(tmp_path / "costs.json")) == costs
-
-
-def test_a_question_beyond_the_knots_is_said_to_be_one():
-    assert COSTS.calibrated is not None
-    assert COSTS.calibrated.outside(batch=4, verified_tokens=20, context_tokens=1e9) == []
-    assert COSTS.calibrated.outside(batch=9, verified_tokens=100, context_tokens=0) == ["batch", "verified_tokens"]
-
-
-def from_measurements(points: pd.DataFrame) -> MeasuredTableEstimator:
-    return MeasuredTableEstimator().fit(measured_rows(checked(points)))
 
 
 def from_trace(trace: Trace) -> TableCosts:
     return RecordedTableEstimator().fit(recorded_rows(iterations_of(trace), trace.steps)).costs_
 
 
-def measured(noise: float = 0.0, drafts: bool = False) -> pd.DataFrame:
-    """Times of a device that is known: 5 ms, 20 us a token, 30 us a request, 10 ns a token of context."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for batch in (1, 2, 4, 8, 16, 32):
-        for verify in (1, 2, 4, 8):
-            for each in (100, 1000, 5000):
-                for depth in (0, 2, 6) if drafts else (0,):
-                    context = batch * each
-                    seconds = 5e-3 + 2e-5 * batch * verify + 3e-5 * batch + 1e-8 * context
-                    seconds += (1e-3 + depth * (4e-4 + 2e-6 * batch)) if depth else 0.0
-                    rows.append((batch, verify, context, seconds * rng.lognormal(0.0, noise), depth))
-    frame = pd.DataFrame(rows, columns=["batch", "tokens_to_verify", "context_tokens", "seconds", "draft_depth"])
-    return frame if drafts else frame.drop(columns="draft_depth")
-
-
-def test_measurements_of_a_known_device_are_reproduced_and_left_out_batches_predicted():
-    points = measured()
-    found = from_measurements(points)
-    assert found.predictions_ == pytest.approx(points["seconds"].to_numpy(), rel=1e-3)
-    # Leaving out the largest batch leaves its attention to be extended, exactly here: the device is linear.
-    assert fit_points(checked(points), "table").held_out_error < 0.02
-    cost = found.costs_.iteration(NO_SPECULATION, tokens_to_verify=3.0)
-    assert cost.seconds(12, 12 * 700) == pytest.approx(5e-3 + 2e-5 * 36 + 3e-5 * 12 + 1e-8 * 12 * 700, rel=0.01)
-    assert found.costs_.calibrated is not None
-    assert found.costs_.calibrated.batch == (1, 32)
-
-
-def test_noise_that_falls_is_smoothed():
-    points, truth = measured(noise=0.05), measured()["seconds"].to_numpy()
-    noisy = from_measurements(points)
-    assert all(a.seconds <= b.seconds for a, b in pairwise(noisy.costs_.forward))
-    smooth = np.abs(noisy.predictions_ / truth - 1).mean()
-    raw = np.abs(points["seconds"].to_numpy() / truth - 1).mean()
-    assert smooth < 0.7 * raw
-
-
-def test_drafting_is_told_from_verifying():
-    costs = from_measurements(measured(drafts=True)).costs_
-    cost = costs.iteration(Strategy("learned", 4, 2, 4))
-    assert cost.draft_s(8) == pytest.approx(4 * (4e-4 + 1.6e-5), rel=0.01)
-    assert from_measurements(measured()).costs_.sd_base_s is None
-
-
-@pytest.mark.parametrize(
-    ("points", "named"),
-    [
-        (measured().drop(columns="context_tokens"), ("context_tokens",)),
-        (measured().assign(seconds=-1.0), ("seconds",)),
-        (measured().assign(batch=0), ("batch",)),
-        (measured().query("context_tokens == batch * 100"), ()),
-        (measured()[:0], ("rows",)),
-    ],
-)
-def test_measurements_that_are_none_are_refused(points: pd.DataFrame, named: tuple):
-    with refused(ConfigError, naming=named):
-        from_measurements(points)
-
-
 def recorded(costs: TableCosts, outliers: bool = False, num: int = 2000) -> Trace:
     """A trace whose iterations took what `costs` says; one in a hundred took ten times as long."""
-    rng = np.random.default_rng(0)
-    whole = read(TRACES / "tiny")
-    rows = []
+    rng, whole, rows = np.random.default_rng(0), read(TRACES / "tiny"), []
     for i in range(num):
-        batch, depth = int(rng.integers(1, 64)), int(rng.choice([0, 4]))
-        strategy = CHAIN if depth else NO_SPECULATION
+        batch, strategy = int(rng.integers(1, 64)), (NO_SPECULATION, CHAIN)[rng.integers(2)]
         cost, context, prefill = costs.iteration(strategy), batch * int(rng.integers(50, 4000)), 500 * (i % 50 == 0)
         slow = 10.0 if outliers and i % 100 == 7 else 1.0
-        rows.append(
-            {
-                "rl_step": whole.rl_steps[0], "worker": i % 2, "iteration": i, "t_start": float(i),
-                "duration": slow * (cost.seconds(batch, context) + costs.prefill_s(prefill)),
-                "draft_duration": slow * cost.draft_s(batch), "batch": batch, "context_tokens": context,
-                "prefill_tokens": prefill, "drafter": strategy.drafter, "draft_depth": depth, "top_k": strategy.top_k,
-                "tokens_to_verify": depth + 1, "num_drafted": batch * depth, "num_accepted": 0, "num_generated": batch,
-                "next_draft_depth": depth,
-            }
-        )  # fmt: skip
-    return whole.replace(iterations=pd.DataFrame(rows))
+        took = slow * (cost.seconds(batch, context) + costs.prefill_s(prefill))
+        shape = strategy.drafter, strategy.draft_depth, strategy.draft_depth, strategy.top_k, strategy.draft_depth + 1
+        rows.append((i % 2, i, float(i), took, slow * cost.draft_s(batch), batch, context, prefill, *shape, batch))
+    names = "worker iteration t_start duration draft_duration batch context_tokens prefill_tokens drafter draft_depth"
+    names += " next_draft_depth top_k tokens_to_verify num_generated"
+    table = pd.DataFrame(rows, columns=names.split()).assign(rl_step=whole.rl_steps[0], num_accepted=0)
+    return whole.replace(iterations=table.assign(num_drafted=table["batch"] * table["draft_depth"]))
+
+
+def ratios(found: TableCosts, truth: TableCosts, *batches: int) -> list[float]:
+    """Times under both costs, of plain iterations and of chains."""
+    pairs = [[costs.iteration(s) for costs in (found, truth)] for s in (NO_SPECULATION, CHAIN)]
+    return [own.seconds(batch, 4e4) / true.seconds(batch, 4e4) for own, true in pairs for batch in batches]
 
 
 def test_a_trace_of_known_times_gives_them_back():
-    knee = {
-        **TABLE,
-        "forward": [{"tokens": m, "seconds": s} for m, s in ((1, 4e-3), (64, 4e-3), (256, 9e-3), (315, 12e-3))],
-        "attention": [{"batch": 1, "per_context_s": 2e-8}],
-        "per_request_s": 0.0, "sd_idle_s": 0.0,
-    }  # fmt: skip
-    truth = TableCosts.model_validate(knee)
+    knee = [{"tokens": m, "seconds": s} for m, s in ((1, 4e-3), (64, 4e-3), (256, 9e-3), (315, 12e-3))]
+    flat = {"attention": [{"batch": 1, "per_context_s": 2e-8}], "per_request_s": 0.0, "sd_idle_s": 0.0}
+    truth = TableCosts.model_validate({**TABLE, "forward": knee, **flat})
     trace = recorded(truth)
     found = from_trace(trace)
-    plain, chain = (found.iteration(s) for s in (NO_SPECULATION, CHAIN))
+    assert ratios(found, truth, 4, 16, 50) == pytest.approx([1.0] * 6, rel=0.03)
     for batch in (4, 16, 50):
-        assert plain.seconds(batch, 4e4) == pytest.approx(truth.iteration(NO_SPECULATION).seconds(batch, 4e4), rel=0.03)
-        assert chain.seconds(batch, 4e4) == pytest.approx(truth.iteration(CHAIN).seconds(batch, 4e4), rel=0.03)
-        assert chain.draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
+        assert found.iteration(CHAIN).draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
     assert found.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
     rows = recorded_rows(trace.iterations)
     sums = rows.sums(predict_iterations(found, rows))
@@ -300,27 +157,18 @@ def test_a_trace_of_known_times_gives_them_back():
 
 
 def test_outliers_move_the_level_and_not_the_shape():
-    found = from_trace(recorded(COSTS, outliers=True))
-    shares = [found.iteration(s).seconds(b, 4e4) / COSTS.iteration(s).seconds(b, 4e4)
-              for s in (NO_SPECULATION, CHAIN) for b in (8, 16, 32)]  # fmt: skip
+    shares = ratios(from_trace(recorded(COSTS, outliers=True)), COSTS, 8, 16, 32)
     assert max(shares) / min(shares) < 1.06
     assert np.mean(shares) == pytest.approx(1.09, abs=0.04)
 
 
 def test_predictions_of_iterations_are_the_models_own():
     table = recorded(COSTS, num=200).iterations
-    assert table is not None
-    assert predict_iterations(COSTS, recorded_rows(table)) == pytest.approx(
-        table["duration"] + np.where(table["draft_depth"] > 0, 0.0, 2e-4)
-    )
+    idle_s = np.where(table["draft_depth"] > 0, 0.0, 2e-4)
+    assert predict_iterations(COSTS, recorded_rows(table)) == pytest.approx(table["duration"] + idle_s)
 
 
-def test_a_trace_without_iterations_makes_no_table():
-    with refused(ConfigError, naming=("iterations.parquet",)):
-        from_trace(read(TRACES / "tiny").replace(iterations=None))
-
-
-def test_on_recorded_rollouts_a_table_predicts_others_about_as_well_as_the_linear_model():
+def test_a_table_predicts_rollouts_as_well_as_lines():
     trace, errors = read(TRACES / "subset-sum-small"), {"table": [], "linear": []}
     halves = [recorded_rows(iterations_of(trace.select(trace.rl_steps[first::2])), trace.steps) for first in (0, 1)]
     for fit_on, others in (halves, halves[::-1]):
@@ -330,29 +178,22 @@ def test_on_recorded_rollouts_a_table_predicts_others_about_as_well_as_the_linea
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 
 
-def test_the_shipped_table_says_where_it_comes_from_and_what_it_covers():
-    costs = load_costs("h100-qwen2.5-32b-tp4-table")
-    assert isinstance(costs, TableCosts)
-    assert "Apache-2.0" in " ".join(costs.notes)
-    assert costs.calibrated is not None
-    assert costs.calibrated.outside(batch=32, verified_tokens=2048, context_tokens=1e5) == []
-    assert costs.calibrated.outside(batch=600, verified_tokens=2048, context_tokens=1e7) == ["batch", "context_tokens"]
-    assert costs.iteration(CHAIN).seconds(1, 2000) > costs.iteration(NO_SPECULATION).seconds(1, 2000) > 5e-3
+def test_a_table_says_what_lies_beyond_its_knots():
+    shipped = load_costs("h100-qwen2.5-32b-tp4-table")
+    assert "Apache-2.0" in " ".join(shipped.notes)
+    assert shipped.iteration(CHAIN).seconds(1, 2000) > shipped.iteration(NO_SPECULATION).seconds(1, 2000) > 5e-3
+    for costs, batch, tokens, context, beyond in (
+        (COSTS, 4, 20, 1e9, []),
+        (COSTS, 9, 100, 0, ["batch", "verified_tokens"]),
+        (shipped, 32, 2048, 1e5, []),
+        (shipped, 600, 2048, 1e7, ["batch", "context_tokens"]),
+    ):
+        assert costs.calibrated.outside(batch=batch, verified_tokens=tokens, context_tokens=context) == beyond
 
 
-def test_where_levels_are_a_networks_a_model_free_drafter_has_none():
-    table = load_costs("h100-qwen2.5-32b-tp4-table")
-    ngram, learned = (table.iteration(Strategy.chain(name, 4)) for name in ("ngram", "learned"))
-    assert ngram.draft_s(8) == 0.0
-    assert learned.seconds(8, 1e4) == pytest.approx(ngram.seconds(8, 1e4) + learned.draft_s(8))
-    assert learned.draft_s(8) > 0
-    # A fit to a trace has the levels of the drafter that was recorded.
-    assert COSTS.iteration(Strategy.chain("ngram", 4)).draft_s(8) == COSTS.iteration(CHAIN).draft_s(8)
-
-
-def test_both_presets_of_one_server_switch_alike_and_say_their_context():
-    table, roofline = load_costs("h100-qwen2.5-32b-tp4-table"), load_costs("h100-qwen2.5-32b-tp4")
-    assert table.switch_s == roofline.switch_s == 1.4
-    for costs, context in ((table, "assume 2048 tokens"), (roofline, "assume 16384 tokens")):
+def test_presets_of_one_server_switch_alike():
+    for name, context in (("h100-qwen2.5-32b-tp4-table", "2048"), ("h100-qwen2.5-32b-tp4", "16384")):
+        costs = load_costs(name)
+        assert costs.switch_s == 1.4
         assert any(context in note for note in costs.notes)
-        assert any("switch_s lies between" in note for note in costs.notes)
+        assert any("switch_s" in note for note in costs.notes)

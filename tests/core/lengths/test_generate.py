@@ -65,60 +65,55 @@ def group_means(trace):
 # The model
 
 
-def test_quantiles_of_the_model_are_those_it_was_given():
+def test_quantiles_of_the_model_are_those_given():
     assert [round(HEAVY.quantile(p), 6) for p in (0.1, 0.5, 0.9, 0.99)] == [150, 500, 1100, 4000]
+    # Two are a log-normal.
+    two = lognormal(800, 1.2, 0.5)
+    found = [two.quantile(0.975), two.quantile(0.001)]
+    assert found == pytest.approx([800 * math.exp(1.2 * z) for z in (1.959964, -3.090232)], rel=1e-6)
 
 
-def test_two_quantiles_are_a_log_normal():
-    model = lognormal(800, 1.2, 0.5)
-    assert model.quantile(0.975) == pytest.approx(800 * math.exp(1.2 * 1.959964), rel=1e-6)
-    assert model.quantile(0.001) == pytest.approx(800 * math.exp(-1.2 * 3.090232), rel=1e-6)
-
-
-def test_growth_moves_the_median_and_a_growing_tail_cuts_more():
+def test_growth_moves_the_median_and_tail():
     model = HEAVY.with_changes(median_growth=0.02, tail_growth=0.03)
     assert model.quantile(0.5, 50) == pytest.approx(500 * 1.02**50)
-    assert model.quantile(0.9, 10) / model.quantile(0.5, 10) == pytest.approx((1100 / 500) ** (1.03**10))
-    assert model.quantile(0.1, 10) / model.quantile(0.5, 10) == pytest.approx(150 / 500)
+    spread = [model.quantile(p, 10) / model.quantile(0.5, 10) for p in (0.9, 0.1)]
+    assert spread == pytest.approx([(1100 / 500) ** (1.03**10), 150 / 500])
     masses = [model.cap_mass(step) for step in (0, 25, 50, 100)]
     assert masses == sorted(masses)
     assert masses[0] < 0.001 < 0.2 < masses[-1]
 
 
-def test_a_file_that_is_no_model_of_lengths_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        *(({"quantiles": wrong}, "") for wrong in (((0.5, 100), (0.4, 200)), ((0.5, 100), (1.0, 200)))),
+        ({"quantiles": ((0.5, 100), (0.9, 50))}, "fall"),
+        ({"quantiles": ((0.5, 0), (0.9, 50))}, "0"),
+        *(({"prompt_share": wrong}, "prompt_share") for wrong in (1.1, math.nan)),
+        ({"max_response_tokens": 0}, "max_response_tokens"),
+        ({"median_growth": -1.0}, "median_growth"),
+        ({"prompt_memory": -0.1}, "prompt_memory"),
+        *(({"median": wrong}, wrong) for wrong in (0.0, math.inf)),
+        ({"sigma": -0.1}, "-0.1"),
+    ],
+)
+def test_a_wrong_field_is_named(change, fact):
+    with refused(ConfigError, naming=(fact,)):
+        HEAVY.with_changes(**change)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"kind": "linear"}')
     with refused(ConfigError, naming=("costs.json",)):
         LengthModel.load(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"quantiles": ((0.5, 100), (0.4, 200))}, ()),
-        ({"quantiles": ((0.5, 100), (1.0, 200))}, ()),
-        ({"quantiles": ((0.5, 100), (0.9, 50))}, ("fall",)),
-        ({"quantiles": ((0.5, 0), (0.9, 50))}, ("0",)),
-        ({"prompt_share": 1.1}, ("prompt_share", "1")),
-        ({"prompt_share": math.nan}, ("prompt_share",)),
-        ({"max_response_tokens": 0}, ("max_response_tokens", "0")),
-        ({"median_growth": -1.0}, ("median_growth", "-1", "0")),
-        ({"prompt_memory": -0.1}, ("prompt_memory", "-0", "1")),
-        ({"median": 0.0}, ("0",)),
-        ({"median": math.inf}, ()),
-        ({"sigma": -0.1}, ("-0", "1")),
-    ],
-)
-def test_a_wrong_field_is_named(change, says):
-    with refused(ConfigError, naming=says):
-        HEAVY.with_changes(**change)
-
-
 # Drawing
 
 
 @pytest.mark.parametrize("model", [HEAVY, *REGIMES.values()], ids=["heavy", *REGIMES])
-def test_drawn_lengths_have_the_quantiles_and_cap_mass_of_the_model(model):
+def test_drawn_lengths_have_the_models_quantiles(model):
     model = model.with_changes(max_response_tokens=int(model.quantile(0.93)))
     lengths = draw(model, prompts=20_000, group=2).outcomes
     for p in (0.1, 0.5, 0.9):
@@ -132,16 +127,11 @@ def test_drawn_log_lengths_have_the_prompt_share(share):
     assert metrics.prompt_share(draw(lognormal(2000, 0.8, share), prompts=1500)) == pytest.approx(share, abs=0.03)
 
 
-def test_same_arguments_same_trace_and_another_seed_another():
-    one, same, other = (draw(HEAVY, prompts=5, seed=seed).outcomes for seed in (1, 1, 2))
-    assert one.equals(same)
-    assert not one.equals(other)
-
-
 @pytest.mark.parametrize("num_prompts", [None, 12])
-def test_a_longer_trace_begins_with_the_rows_of_a_shorter_one(num_prompts):
+def test_a_longer_trace_begins_with_a_shorter_one(num_prompts):
     short, long = (draw(HEAVY, steps=n, prompts=5, num_prompts=num_prompts) for n in (4, 7))
     assert long.select(range(4)).outcomes.equals(short.outcomes)
+    assert not draw(HEAVY, steps=4, prompts=5, num_prompts=num_prompts, seed=1).outcomes.equals(short.outcomes)
 
 
 def test_rl_steps_come_one_by_one():
@@ -166,40 +156,33 @@ def test_every_draw_is_a_valid_trace(steps, prompts, group, cap, growth, tail, s
     assert (outcomes["response_tokens"][outcomes["finish_reason"] == "length"] == cap).all()
 
 
-def test_prompts_come_back_once_an_epoch_in_a_new_order():
+def test_prompts_come_back_once_an_epoch():
     workload = draw(HEAVY.with_changes(prompt_tokens_sigma=0.5), steps=6, prompts=4, group=2, num_prompts=9).workload
     per_epoch = workload[workload["sample"] == 0].groupby("epoch")["prompt_id"].agg(list)
-    assert [len(ids) for ids in per_epoch] == [8, 8, 8]
-    assert all(len(set(ids)) == 8 for ids in per_epoch)
+    assert [(len(ids), len(set(ids))) for ids in per_epoch] == [(8, 8)] * 3
     assert per_epoch[0] != per_epoch[1]
     assert (workload.groupby("prompt_id")["prompt_tokens"].nunique() == 1).all()
     assert workload["prompt_tokens"].nunique() > 5
 
 
-def test_history_predicts_lengths_where_the_prompt_decides_them_and_not_where_it_is_luck():
-    found = {}
-    for name, model in REGIMES.items():
-        means = group_means(draw(model, steps=12, prompts=100, num_prompts=400))
-        found[name] = [means[0].corr(means[1]), means[0].corr(means[2])]
-    assert found["reasoning"][0] > 0.75
-    assert found["reasoning"][1] < found["reasoning"][0]
-    assert abs(found["base-rl"][0]) < 0.4
+def test_history_predicts_lengths_that_prompts_decide():
+    means = {name: group_means(draw(model, 12, 100, num_prompts=400)) for name, model in REGIMES.items()}
+    next_epoch, later = (means["reasoning"][0].corr(means["reasoning"][epoch]) for epoch in (1, 2))
+    assert next_epoch > max(0.75, later)
+    assert abs(means["base-rl"][0].corr(means["base-rl"][1])) < 0.4
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("option", "wrong"),
     [
-        ({"num_rl_steps": 0}, ("0",)),
-        ({"prompts_per_step": 0}, ("0",)),
-        ({"group_size": -1}, ("-1",)),
-        ({"seed": -1}, ("-1",)),
-        ({"num_prompts": 3}, ("4", "3")),
-        ({"num_workers": 0}, ("0",)),
+        *((option, 0) for option in ("num_rl_steps", "prompts_per_step", "num_workers")),
+        *((option, -1) for option in ("group_size", "seed")),
+        ("num_prompts", 3),
     ],
 )
-def test_a_wrong_number_is_named(change, says):
-    with refused(ConfigError, naming=says):
-        generate(HEAVY, **({"num_rl_steps": 1, "prompts_per_step": 4, "group_size": 2} | change))
+def test_a_wrong_number_is_named(option, wrong):
+    with refused(ConfigError, naming=(wrong,)):
+        generate(HEAVY, **({"num_rl_steps": 1, "prompts_per_step": 4, "group_size": 2} | {option: wrong}))
 
 
 # Fitting
@@ -236,9 +219,8 @@ def test_a_fit_returns_what_was_drawn(share):
     assert found.prompt_share == pytest.approx(share, abs=0.025)
     assert found.max_response_tokens == 1500
     assert found.cap_mass() == pytest.approx(model.cap_mass(), abs=0.01)
-    assert [found.quantile(p) for p in (0.2, 0.5, 0.8, 0.9)] == pytest.approx(
-        [model.quantile(p) for p in (0.2, 0.5, 0.8, 0.9)], rel=0.07
-    )
+    for p in (0.2, 0.5, 0.8, 0.9):
+        assert found.quantile(p) == pytest.approx(model.quantile(p), rel=0.07)
     assert found.prompt_tokens_median == pytest.approx(200, rel=0.05)
     assert found.prompt_tokens_sigma == pytest.approx(0.4, abs=0.02)
     assert found.median_growth == 0
@@ -252,25 +234,20 @@ def test_a_fit_returns_the_drift():
     assert found.cap_mass(59) == pytest.approx(model.cap_mass(59), rel=0.25)
 
 
-def test_drift_that_may_be_chance_is_left_out_and_noted():
+def test_drift_that_may_be_chance_is_noted():
     found = fit_lengths(draw(HEAVY, steps=8, prompts=20))
     assert found.median_growth == 0
-    assert any("growth of the median" in note and "too uncertain" in note for note in found.notes)
+    assert any("growth of the median" in note for note in found.notes)
 
 
-def test_a_fit_returns_the_prompt_share_where_the_cap_cuts_many():
-    model = lognormal(2000, 0.9, 0.8, cap=2500)
-    found = fit_lengths(draw(model, prompts=2000))
-    assert found.cap_mass() > 0.35
-    assert found.prompt_share == pytest.approx(0.8, abs=0.02)
-
-
-def test_lengths_beyond_the_cap_are_extrapolated_not_taken_for_short():
-    model = lognormal(2000, 0.8, 0.1, cap=4000)
-    trace = draw(model, prompts=3000)
-    found = fit_lengths(trace).with_changes(max_response_tokens=10**6)
-    assert (trace.outcomes["finish_reason"] == "length").mean() > 0.15
-    assert found.quantile(0.95) == pytest.approx(model.quantile(0.95), rel=0.12)
+@pytest.mark.parametrize(("share", "cap", "least"), [(0.8, 2500, 0.35), (0.1, 4000, 0.15)])
+def test_what_the_cap_cuts_is_extrapolated(share, cap, least):
+    model = lognormal(2000, 0.85, share, cap=cap)
+    found = fit_lengths(draw(model, prompts=3000))
+    assert found.cap_mass() > least
+    assert found.prompt_share == pytest.approx(share, abs=0.02)
+    whole = found.with_changes(max_response_tokens=10**6)
+    assert whole.quantile(0.95) == pytest.approx(model.quantile(0.95), rel=0.12)
 
 
 def test_an_aborted_response_is_a_lower_bound():
@@ -288,7 +265,7 @@ def test_an_aborted_response_is_a_lower_bound():
     assert found.quantile(0.75) == pytest.approx(model.quantile(0.75), rel=0.08)
 
 
-def test_one_sample_per_prompt_does_not_tell_the_prompt_share():
+def test_one_sample_per_prompt_tells_no_share():
     trace = draw(HEAVY, group=1)
     with refused(ConfigError):
         fit_lengths(trace)
@@ -297,49 +274,42 @@ def test_one_sample_per_prompt_does_not_tell_the_prompt_share():
 
 
 def test_lengths_that_are_all_the_same_can_be_fitted():
-    trace = imported(
-        np.full(40, 70), 100, prompt_id=np.repeat(np.arange(10).astype(str), 4), sample=list(range(4)) * 10
-    )
+    prompts = np.repeat(np.arange(10).astype(str), 4)
+    trace = imported(np.full(40, 70), 100, prompt_id=prompts, sample=list(range(4)) * 10)
     again = draw(fit_lengths(trace, prompt_share=0.5), prompts=4)
     assert (again.outcomes["response_tokens"] == 70).all()
 
 
 def test_too_little_to_fit_is_said():
-    all_cut = draw(HEAVY.with_changes(max_response_tokens=2), prompts=4)
-    with refused(ConfigError, naming=("0",)):
-        fit_lengths(all_cut)
-    frame = draw(HEAVY, prompts=1)
-    empty = Trace.from_tables(frame.manifest, {n: frame.table(n).iloc[:0] for n in ("workload", "outcomes")})
-    for use in (fit_lengths, statistics):
+    all_cut, one = draw(HEAVY.with_changes(max_response_tokens=2), prompts=4), draw(HEAVY, prompts=1)
+    empty = Trace.from_tables(one.manifest, {n: one.table(n).iloc[:0] for n in ("workload", "outcomes")})
+    for use, trace in ((fit_lengths, all_cut), (fit_lengths, empty), (statistics, empty)):
         with refused(ConfigError):
-            use(empty)
+            use(trace)
 
 
 # The longest responses
 
 
+def with_tail(scale, shape):
+    return HEAVY.model_copy(update={"tail": ParetoTail(scale=scale, shape=shape)})
+
+
 def test_beyond_the_last_quantile_lengths_follow_the_tail():
-    tail = ParetoTail(scale=1500.0, shape=0.3)
-    model = HEAVY.model_copy(update={"tail": tail})
+    model = with_tail(1500.0, 0.3)
     assert [model.quantile(p) for p in (0.1, 0.5, 0.9, 0.99)] == [HEAVY.quantile(p) for p in (0.1, 0.5, 0.9, 0.99)]
     # One in ten of those beyond .99, and one in a thousand.
     for share in (0.1, 0.001):
         assert model.quantile(1 - 0.01 * share) == pytest.approx(4000 + 1500 / 0.3 * (share**-0.3 - 1), rel=1e-6)
-    bounded = HEAVY.model_copy(update={"tail": ParetoTail(scale=500.0, shape=-0.5)})
-    assert bounded.quantile(1 - 1e-14) == pytest.approx(4000 + 500 / 0.5, rel=1e-3)
-    assert HEAVY.model_copy(update={"tail": ParetoTail(scale=500.0, shape=0.0)}).quantile(0.999) == pytest.approx(
-        4000 + 500 * math.log(10)
-    )
-
-
-def test_a_tail_scales_with_the_median_and_goes_with_another_sigma():
-    model = HEAVY.model_copy(update={"tail": ParetoTail(scale=1500.0, shape=0.3)})
+    assert with_tail(500.0, -0.5).quantile(1 - 1e-14) == pytest.approx(4000 + 500 / 0.5, rel=1e-3)
+    assert with_tail(500.0, 0.0).quantile(0.999) == pytest.approx(4000 + 500 * math.log(10))
+    # It scales with the median, and goes with another sigma.
     assert model.with_changes(median=1000).quantile(0.9999) == pytest.approx(2 * model.quantile(0.9999))
     assert model.with_changes(sigma=1.0).tail is None
 
 
 @pytest.mark.parametrize("shape", [-0.2, 0.0, 0.35])
-def test_peaks_over_a_threshold_tell_the_tail_also_where_the_cap_cuts_them(shape):
+def test_peaks_over_a_threshold_tell_the_tail(shape):
     rng, scale = np.random.default_rng(3), 900.0
     rarity = rng.exponential(size=4000)
     tokens = 2000 + (scale * rarity if shape == 0 else scale / shape * np.expm1(shape * rarity))
@@ -347,22 +317,20 @@ def test_peaks_over_a_threshold_tell_the_tail_also_where_the_cap_cuts_them(shape
     for cap in (math.inf, float(np.quantile(tokens, 0.9))):
         everything = np.concatenate([body, np.minimum(tokens, cap)])
         found = pareto_tail(everything, everything >= cap, 2000.0)
-        assert found is not None
         assert found.shape == pytest.approx(shape, abs=3 * found.shape_error + 0.02)
         # The mean excess is what says how far a rollout's last response goes.
         assert found.beyond(0.0).scale / (1 - found.shape) == pytest.approx(scale / (1 - shape), rel=0.2)
 
 
-def test_too_few_long_responses_have_no_tail_and_that_is_said():
+def test_too_few_long_responses_have_no_tail():
     tokens = np.random.default_rng(0).lognormal(6, 1, size=400)
     assert pareto_tail(tokens, np.zeros(400, bool), 2000.0) is None
     cut = np.minimum(np.random.default_rng(0).lognormal(6, 1, size=4000), 500.0)
     assert pareto_tail(cut, cut >= 500.0, 500.0) is None
-    few = fit_lengths(draw(HEAVY, prompts=30))
-    assert few.tail is None
-    assert any("too few are long for a tail" in note for note in few.notes)
-    many = fit_lengths(draw(HEAVY, prompts=700))
-    assert any("a generalised Pareto tail, shape" in note for note in many.notes)
+    for prompts, none in ((30, True), (700, False)):
+        model = fit_lengths(draw(HEAVY, prompts=prompts))
+        assert (model.tail is None) == none
+        assert any("Pareto tail" in note for note in model.notes) != none
 
 
 # Measured data
@@ -387,7 +355,7 @@ def measured(shared_data):
     yield "production", imported(lengths, 32768, prompt_id=np.arange(20_000).astype(str), sample=0)
 
 
-def test_the_longest_of_unseen_rl_steps_lie_where_the_tail_has_them(shared_data):
+def test_the_longest_unseen_lie_within_the_tail(shared_data):
     rows = pd.read_parquet(shared_data / "rl_rollout_lengths.parquet").query("workload == 'dapo_qwen2.5_32b_math_A'")
     steps = sorted(rows["step"].unique())
     seen, unseen = rows[rows["step"].isin(steps[::2])], rows[rows["step"].isin(steps[1::2])]
@@ -428,9 +396,8 @@ def test_drawn_lengths_are_like_measured_ones(shared_data):
 
 def test_the_command_writes_a_valid_trace_and_its_model(run, tmp_path):
     out = tmp_path / "t"
-    code, text, _ = run(
-        "--regime", "reasoning", "--rl-steps", 3, "--prompts", 8, "--workers", 2, "--out", out, "--json"
-    )
+    shape = ("--rl-steps", 3, "--prompts", 8, "--workers", 2)
+    code, text, _ = run("--regime", "reasoning", *shape, "--out", out, "--json")
     assert code == 0
     result = json.loads(text)
     trace = read(out)
@@ -453,50 +420,45 @@ def test_like_a_trace_takes_its_lengths_and_shape(run, tmp_path):
     assert read(tmp_path / "t").manifest.num_workers == 5
 
 
-def test_like_the_model_of_a_trace_draws_from_it_again(run, tmp_path):
+def test_a_traces_model_draws_it_again(run, tmp_path):
     args = ["--rl-steps", 2, "--prompts", 5, "--median", 300, "--seed", 4]
     assert run(*args, "--out", tmp_path / "one")[0] == 0
     again = ["--like", tmp_path / "one" / "lengths.json", "--rl-steps", 2, "--prompts", 5, "--seed", 4]
     assert run(*again, "--out", tmp_path / "two")[0] == 0
     assert read(tmp_path / "one").outcomes.equals(read(tmp_path / "two").outcomes)
-    assert "set by hand: median 300" in LengthModel.load(tmp_path / "one" / "lengths.json").notes
+    assert any("median 300" in note for note in LengthModel.load(tmp_path / "one" / "lengths.json").notes)
 
 
 def test_like_a_csv_needs_the_prompt_share(run, tmp_path):
     csv = tmp_path / "lengths.csv"
     csv.write_text("\n".join(str(20 + 7 * i) for i in range(60)))
-    code, _, err = run("--like", csv, "--out", tmp_path / "t")
-    assert code == 2
-    assert "no prompt has two samples" in err
+    assert run("--like", csv, "--out", tmp_path / "t")[0] == 2
     code, text, _ = run("--like", csv, "--prompt-share", 0.9, "--group-size", 4, "--out", tmp_path / "t", "--json")
     assert code == 0
     assert json.loads(text)["num_responses"] == 240
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "facts"),
     [
-        (["--prompts", 0], "prompts is 0"),
-        (["--prompt-share", 2], "prompt_share: "),
-        (["--regime", "chat"], "no regime 'chat'; there are: base-rl, reasoning"),
-        (["--regime", "reasoning", "--like", TRACES / "tiny"], "give one of them"),
-        (["--like", "nowhere"], "nowhere"),
-        (["--like", "nowhere.json"], "nowhere.json"),
+        (["--prompts", 0], ["prompts", "0"]),
+        (["--prompt-share", 2], ["prompt_share"]),
+        (["--regime", "chat"], ["chat", *REGIMES]),
+        (["--regime", "reasoning", "--like", TRACES / "tiny"], ["--regime", "--like"]),
+        (["--like", "nowhere"], ["nowhere"]),
+        (["--like", "nowhere.json"], ["nowhere.json"]),
     ],
 )
-def test_a_wrong_option_is_exit_code_2_and_writes_nothing(run, tmp_path, args, says):
+def test_a_wrong_option_writes_nothing(run, tmp_path, args, facts):
     code, out, err = run(*args, "--out", tmp_path / "t")
-    assert (code, out) == (2, "")
-    assert says in err
+    assert (code, out, [fact for fact in facts if fact not in err]) == (2, "", [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_exists_is_not_overwritten(run, tmp_path):
     assert run("--prompts", 2, "--out", tmp_path / "t")[0] == 0
     before = (tmp_path / "t" / "outcomes.parquet").read_bytes()
-    code, _, err = run("--prompts", 3, "--out", tmp_path / "t")
-    assert code == 2
-    assert "exists; name a new folder" in err
+    assert run("--prompts", 3, "--out", tmp_path / "t")[0] == 2
     assert (tmp_path / "t" / "outcomes.parquet").read_bytes() == before
 
 
@@ -509,7 +471,7 @@ def test_a_shipped_trace_is_what_its_command_makes(run, tmp_path, name):
     assert made.manifest == shipped.manifest
 
 
-def test_the_shipped_traces_are_of_the_two_regimes_and_reach_their_caps():
+def test_shipped_traces_are_of_the_two_regimes():
     base, reasoning = (statistics(read(TRACES / name)) for name in SHIPPED)
     assert base["prompt_share"] < 0.1
     assert reasoning["prompt_share"] > 0.85

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
 from tltlab.calibration.acceptance.annotate import AcceptedLengths, DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.base import Draft, Drafter, Key
@@ -87,18 +86,20 @@ def trace_of(texts: Sequence[Sequence[int]], **outcomes: object) -> Trace:
     return Trace.from_tables(Manifest(kind="recorded"), tables)
 
 
-def test_a_position_keeps_the_leading_drafted_tokens_that_the_text_goes_on_with():
-    first = response(0, [5, 6, 7, 8, 9], [1, 2, 3, 4, 5])
-    second = response(1, [5, 6, 0, 8, 9], [11, 12, 13, 14, 15])
-    # The first response has nothing to copy; the second differs from it at one place.
-    assert kept(Copycat, [first, second], depth=3) == [[0, 0, 0, 0, 0], [2, 1, 0, 2, 1]]
-
-
-def test_a_draft_sees_of_its_siblings_what_they_had_by_then():
-    ahead = response(0, [5, 6, 7, 8], [1, 2, 3, 4])
-    behind = response(1, [5, 6, 7, 8], [2.5, 3.5, 4.5, 5.5])
-    # A draft is made when the last token came, the one at 0 just before the first: 2, 2, 3 and 4 tokens are there.
-    assert kept(Copycat, [ahead, behind], depth=4) == [[0, 0, 0, 0], [2, 1, 1, 1]]
+@pytest.mark.parametrize(
+    ("texts", "times", "accepted"),
+    [
+        # A draft is made when the last token came, the one at 0 just before the first: 2, 2, 3 and 4 tokens are there.
+        (([5, 6, 7, 8], [5, 6, 7, 8]), ([1, 2, 3, 4], [2.5, 3.5, 4.5, 5.5]), [2, 1, 1, 1]),
+        # At its tokens 1 and 2 the second has the whole of the first beside it: told in the order of the batch.
+        (([5, 6, 7, 8], [5, 6, 7, 8]), ([1, 2, 2, 2], [1, 2, 2, 3]), [0, 0, 2, 1]),
+        (([], [5]), ([], [1]), [0]),
+    ],
+    ids=["behind", "in one iteration", "of no tokens"],
+)
+def test_a_position_keeps_what_the_text_goes_on_with(texts, times, accepted):
+    responses = [response(sample, *each) for sample, each in enumerate(zip(texts, times, strict=True))]
+    assert kept(Copycat, responses, depth=4) == [[0] * len(texts[0]), accepted]
 
 
 def test_responses_without_times_run_side_by_side():
@@ -114,15 +115,13 @@ def test_tokens_are_spread_between_the_first_and_the_last():
     assert second.opened_s == 0.0
 
 
-def test_a_later_turn_is_not_known_before_the_turn_before_it_is_over():
+def test_a_turn_is_unknown_before_the_last_is_over():
     two_turns = trace_of([[5, 6, 7], [8, 9]])
-    frames = {name: two_turns.table(name) for name in two_turns.names}
-    frames = {name: f.assign(sample=0, turn=[0, 1]) for name, f in frames.items() if f is not None}
+    frames = {name: two_turns.table(name).assign(sample=0, turn=[0, 1]) for name in two_turns.names}
     drafter = Copycat()
     ReplayedDrafter(lambda: drafter).annotate(recorded_responses(two_turns.replace(**frames)), 2)
-    assert [e[:2] for e in drafter.log if e[0] in ("open", "close")] == [
-        ("open", (0, "p", 0, 0)), ("close", (0, "p", 0, 0)), ("open", (0, "p", 0, 1)), ("close", (0, "p", 0, 1)),
-    ]  # fmt: skip
+    turns = [(what, key[-1]) for what, key, *_ in drafter.log if what in ("open", "close")]
+    assert turns == [("open", 0), ("close", 0), ("open", 1), ("close", 1)]
 
 
 def test_recorded_iterations_say_when_each_token_came():
@@ -140,23 +139,14 @@ def test_recorded_iterations_say_when_each_token_came():
     assert [r.times_s[-1] for r in recorded_responses(wrong)] == [9.0, 9.0]
 
 
-def test_tokens_of_one_iteration_are_told_before_the_next_draft_and_one_has_a_draft_before_each_of_them():
-    first = response(0, [5, 6, 7, 8], [1, 2, 2, 2])
-    second = response(1, [5, 6, 7, 8], [1, 2, 2, 3])
-    # At its tokens 1 and 2 the second has the whole of the first beside it: told in the order of the batch.
-    assert kept(Copycat, [first, second], depth=4) == [[0, 0, 0, 0], [0, 0, 2, 1]]
-
-
 def test_workers_hear_of_each_other_between_rl_steps():
-    replayed = ReplayedDrafter(Copycat)
-    text, times = [5, 6, 7], [1, 2, 3]
-    early = [response(0, text, times, worker=0), response(1, text, [11, 12, 13], worker=1)]
-    assert [row.tolist() for row in replayed.annotate(early, 3)] == [[0, 0, 0], [0, 0, 0]]
-    later = [response(n, text, times, worker=n, key=(1, "p", n, 0)) for n in (0, 1)]
-    assert [row.tolist() for row in replayed.annotate(later, 3)] == [[3, 2, 1], [3, 2, 1]]
+    replayed, text = ReplayedDrafter(Copycat), [5, 6, 7]
+    for step, accepted in ((0, [0, 0, 0]), (1, [3, 2, 1])):
+        responses = [response(n, text, [11 * n, 12, 13], worker=n, key=(step, "p", n, 0)) for n in (0, 1)]
+        assert [row.tolist() for row in replayed.annotate(responses, 3)] == [accepted] * 2
 
 
-def test_a_drafter_is_told_what_became_of_the_drafts_that_a_run_would_make():
+def test_a_drafter_is_told_what_became_of_drafts():
     drafter = Copycat()
     sibling, text = response(0, [5, 6, 0, 8, 9], range(5)), response(1, [5, 6, 7, 8, 9], range(10, 15))
     ReplayedDrafter(lambda: drafter).annotate([sibling, text], 3)
@@ -164,16 +154,11 @@ def test_a_drafter_is_told_what_became_of_the_drafts_that_a_run_would_make():
     assert [e for e in drafter.log if e[0] == "observe"] == [("observe", (0, "p", 1, 0), 3, 2)]
 
 
-def test_a_response_of_no_tokens_has_an_empty_row():
-    empty = response(0, [], [])
-    assert kept(Copycat, [empty, response(1, [5], [1.0])], depth=3) == [[], [0]]
-
-
 texts = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=25), min_size=1, max_size=4)
 
 
 @given(texts, st.integers(1, 6), st.randoms(use_true_random=False))
-def test_a_replay_is_what_fresh_drafters_told_all_that_was_there_propose(texts, depth, random):
+def test_a_replay_is_what_fresh_drafters_propose(texts, depth, random):
     clock = list(range(sum(map(len, texts))))
     random.shuffle(clock)
     responses, used = [], 0
@@ -199,7 +184,7 @@ def test_a_replay_is_what_fresh_drafters_told_all_that_was_there_propose(texts, 
 
 
 @given(texts, st.integers(1, 4))
-def test_a_shallower_annotation_is_the_deep_one_cut_and_none_reaches_past_the_end(texts, depth):
+def test_a_shallower_annotation_is_the_deep_one_cut(texts, depth):
     responses = [response(n, text, range(len(text))) for n, text in enumerate(texts)]
     for deep, shallow in zip(kept(NgramDrafter, responses, 8), kept(NgramDrafter, responses, depth), strict=True):
         assert shallow == np.minimum(deep, depth).tolist()
@@ -210,27 +195,18 @@ def test_rows_are_those_of_the_trace_format():
     trace = trace_of([[5, 6, 5, 6, 5, 6], [7, 8]])
     ((step, rows),) = annotate(trace, {DraftedBy("ngram"): ReplayedDrafter(NgramDrafter)}, 4)
     annotated = step.replace(acceptance=rows).acceptance
-    assert annotated is not None
     assert annotated["accept_if_drafted"].map(list).tolist() == [[0, 0, 0, 0, 2, 1], [0, 0]]
     assert annotated[["drafter_age", "max_depth"]].drop_duplicates().values.tolist() == [[0, 4]]
     assert annotated["drafter_updates"].isna().all()
 
 
-@pytest.mark.parametrize("depth", [0, 256])
-def test_a_depth_that_the_format_cannot_hold_is_refused(depth: int):
-    with refused(ConfigError, naming=("1", "255")):
-        list(annotate(trace_of([[5]]), {}, depth))
-
-
-def test_rows_of_the_same_drafter_and_age_are_replaced_and_others_stay():
-    def rows(drafter: str, age: int, depth: int):
-        ((_, table),) = annotate(
-            trace_of([[5, 6], [7]]), {DraftedBy(drafter, age): ReplayedDrafter(NgramDrafter)}, depth
-        )
+def test_rows_of_the_same_drafter_and_age_are_replaced():
+    def rows(age: int, depth: int):
+        drafters = {DraftedBy("learned", age): ReplayedDrafter(NgramDrafter)}
+        ((_, table),) = annotate(trace_of([[5, 6], [7]]), drafters, depth)
         return table
 
-    old = merged(rows("learned", 0, 2), rows("learned", 3, 2))
-    found = merged(old, rows("learned", 3, 7)).to_pandas()
+    found = merged(merged(rows(0, 2), rows(3, 2)), rows(3, 7)).to_pandas()
     assert found.groupby("drafter_age")["max_depth"].unique().map(list).to_dict() == {0: [2], 3: [7]}
     assert not found.duplicated([*KEY, "drafter", "drafter_age"]).any()
 
@@ -253,7 +229,7 @@ def tiny(recording: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recording, tmp_path / "tiny"))
 
 
-def test_a_recorded_trace_is_annotated_in_place_and_agrees_with_what_was_recorded(tltlab, tiny):
+def test_an_annotation_agrees_with_what_was_recorded(tltlab, tiny):
     def others() -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in tiny.iterdir() if p.name not in ("acceptance.parquet", MANIFEST_FILE)}
 
@@ -277,7 +253,7 @@ def test_a_recorded_trace_is_annotated_in_place_and_agrees_with_what_was_recorde
     assert (tiny / "acceptance.parquet").read_bytes() == first
 
 
-def test_another_place_leaves_the_trace_as_it_is_and_rows_add_up(tltlab, tiny, tmp_path):
+def test_rows_of_several_annotations_add_up(tltlab, tiny, tmp_path):
     out = tmp_path / "out"
     tltlab("annotate", tiny, "--drafter", "ngram", "--drafter", "own=ngram:scope=request", "--out", out)
     assert not (tiny / "acceptance.parquet").exists()
@@ -290,12 +266,10 @@ def test_another_place_leaves_the_trace_as_it_is_and_rows_add_up(tltlab, tiny, t
 def test_a_trace_without_tokens_is_refused(tltlab, tiny):
     (tiny / "tokens.parquet").unlink()
     code, out, err = tltlab("annotate", tiny, "--drafter", "ngram")
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert "no tokens.parquet" in err
+    assert (code, out, err.count("\n"), "tokens.parquet" in err) == (2, "", 1, True)
 
 
-def test_an_annotation_that_fails_leaves_the_trace_as_it_was(tltlab, tiny, monkeypatch):
+def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
     tltlab("annotate", tiny, "--drafter", "ngram")
     before = {p.name: p.read_bytes() for p in tiny.iterdir()}
 
@@ -315,31 +289,33 @@ def test_a_drafter_is_named_by_kind_settings_and_age():
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "fact"),
     [
-        ("ngram --drafter ngram:min_match=3", "is given twice"),
+        ("ngram --drafter ngram:min_match=3", "twice"),
         ("magic", "'magic'"),
-        ("ngram:min_match", "'min_match' is no key=value"),
-        ("ngram:min_match=9", "1 <= min_match <= max_match"),
-        ("ngram:depth=3", "depth: Extra inputs are not permitted"),
+        ("ngram:min_match", "'min_match'"),
+        ("ngram:min_match=9", "max_match"),
+        ("ngram:depth=3", "depth"),
         ("suffix:scopes=planet", "planet"),
         ("nowhere.json", "'nowhere.json'"),
         ("hybrid", "'hybrid'"),
-        ("none=ngram", "'none' stands for no speculation"),
-        ("ngram@2147483648", "at most 2147483647"),
+        ("none=ngram", "'none'"),
+        ("ngram@2147483648", "2147483647"),
+        ("ngram --max-depth 0", "255"),
+        ("ngram --max-depth 256", "255"),
     ],
 )
-def test_a_drafter_that_makes_no_sense_is_refused(text: str, complaint: str, tltlab, tiny):
+def test_what_makes_no_sense_is_refused(text: str, fact: str, tltlab, tiny):
     code, out, err = tltlab("annotate", tiny, "--drafter", *text.split(" "))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert complaint in err
+    assert fact in err
     assert not (tiny / "acceptance.parquet").exists()
 
 
-def test_a_learned_drafter_without_the_runtime_says_what_to_install(tltlab, tiny, monkeypatch):
+def test_a_learned_drafter_needs_the_runtime(tltlab, tiny, monkeypatch):
     monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.offline.annotate", raising=False)
     monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.heads.eagle", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     code, _, err = tltlab("annotate", tiny, "--drafter", "eagle:some/folder")
     assert code == 2
-    assert "pip install 'tltlab[runtime]'" in err
+    assert "tltlab[runtime]" in err
