@@ -1,8 +1,6 @@
 """Traces larger than memory: written and read RL step by RL step, in memory that does not grow with their length."""
 
-import gc
 import json
-import tracemalloc
 
 import numpy as np
 import pandas as pd
@@ -13,39 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.errors import InputError, TraceError
 from tltlab.traces import metrics, storage, stream
 from tltlab.traces import trace as trace_module
-from tltlab.traces.schema import Manifest
 from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
 
-from .streams import bench_stream, write
-
-MANIFEST = Manifest(kind="synthetic", num_workers=2)
-
-
-def rl_step(number, responses=4, *, seed=0):
-    """Workload and outcomes of one RL step in groups of two, with times."""
-    rng = np.random.default_rng([seed, number])
-    i = np.arange(responses)
-    key = pd.DataFrame({"rl_step": number, "prompt_id": [f"step{number}-p{k}" for k in i // 2], "sample": i % 2})
-    tokens = rng.integers(1, 100, responses)
-    workload = key.assign(turn=0, epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=number)
-    outcomes = key.assign(turn=0, response_tokens=tokens, finish_reason="stop", reward=rng.random(responses))
-    outcomes = outcomes.assign(worker=i % 2, t_submit=0.0, t_first_token=0.1, t_finish=tokens * 0.5)
-    return workload, outcomes
-
-
-def write_steps(path, *steps):
-    with StreamWriter(path, MANIFEST) as writer:
-        for step in steps:
-            writer.append(*step)
-    return path
+from .streams import MANIFEST, peak_bytes, rl_step, write_steps
 
 
 def written(path, num_rl_steps):
-    return write_steps(path, *map(rl_step, range(num_rl_steps)))
+    return write_steps(path, map(rl_step, range(num_rl_steps)))
 
 
 def whole(num_rl_steps):
@@ -92,7 +68,7 @@ def test_what_repeats_is_stored_once(tmp_path):
     key = pd.DataFrame({"rl_step": 0, "prompt_id": name, "sample": i})
     workload = key.assign(epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=0)
     outcomes = key.assign(response_tokens=1, finish_reason="stop")
-    write_steps(tmp_path / "t", (workload, outcomes))
+    write_steps(tmp_path / "t", [(workload, outcomes)])
     column = pq.ParquetFile(tmp_path / "t" / "outcomes.parquet").metadata.row_group(0).column(1)
     assert column.path_in_schema == "prompt_id"
     assert column.total_uncompressed_size < 1000
@@ -102,7 +78,7 @@ def test_dictionary_arrays_are_texts(tmp_path):
     workload, outcomes = (pa.Table.from_pandas(frame, preserve_index=False) for frame in rl_step(0))
     at = outcomes.column_names.index("prompt_id")
     encoded = outcomes.set_column(at, "prompt_id", outcomes["prompt_id"].dictionary_encode())
-    write_steps(tmp_path / "t", (workload, encoded))
+    write_steps(tmp_path / "t", [(workload, encoded)])
     assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
 
 
@@ -115,7 +91,7 @@ def test_optional_tables_may_come_with_some_rl_steps(tmp_path):
 
 
 def test_a_trace_without_rl_steps_is_one(tmp_path):
-    trace = read(write_steps(tmp_path / "t"))
+    trace = read(write_steps(tmp_path / "t", []))
     assert (trace.rl_steps, trace.manifest.num_rl_steps) == ([], 0)
     assert list(trace.iter_rl_steps()) == []
     assert count(trace)["num_tokens"] == 0
@@ -123,23 +99,22 @@ def test_a_trace_without_rl_steps_is_one(tmp_path):
 
 def test_several_rl_steps_at_once(tmp_path):
     trace = whole(3)
-    write_steps(tmp_path / "t", (trace.workload, trace.outcomes), rl_step(7))
+    write_steps(tmp_path / "t", [(trace.workload, trace.outcomes), rl_step(7)])
     assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
 
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_rl_steps_must_be_whole_and_ascending(tmp_path, number):
     with refused(TraceError, naming=("rl_step", number)):
-        write_steps(tmp_path / "t", rl_step(3), rl_step(number))
+        write_steps(tmp_path / "t", [rl_step(3), rl_step(number)])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_each_append_is_checked_and_a_fault_names_its_row_in_the_file(tmp_path):
     workload, outcomes = rl_step(1)
     outcomes.loc[2, "response_tokens"] = 101
-    message = r"outcomes: column response_tokens, row 6 \(rl_step 1, .*got 101, its max_response_tokens is 100"
-    with pytest.raises(TraceError, match=message):
-        write_steps(tmp_path / "t", rl_step(0), (workload, outcomes))
+    with refused(TraceError, naming=("outcomes", "response_tokens", "row 6", "rl_step 1", 101, 100)):
+        write_steps(tmp_path / "t", [rl_step(0), (workload, outcomes)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,26 +247,6 @@ def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
         read(path)
 
 
-def peak_bytes(work):
-    """Most memory in use at once: Python's and numpy's at any time, Arrow's whenever rows are checked or handed out."""
-    arrow, before = [0], pa.total_allocated_bytes()
-    plain = trace_module.check
-
-    def check(parts):
-        arrow.append(pa.total_allocated_bytes() - before)
-        plain(parts)
-
-    gc.collect()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trace_module, "check", check)
-        tracemalloc.start()
-        for _ in work():
-            arrow.append(pa.total_allocated_bytes() - before)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return peak + max(arrow)
-
-
 def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
     """28 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
     chunk, path = 1 << 19, tmp_path / "t"
@@ -300,7 +255,7 @@ def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
 
     def work():
         if way == "write":
-            yield write(path, 28, 1024, 8, 0)
+            yield write_steps(path, (rl_step(number, 1024) for number in range(28)))
         elif way == "iterate":
             for one in read(path).iter_rl_steps():
                 yield one.workload, one.outcomes
@@ -312,19 +267,3 @@ def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
     for way in ("write", "iterate", "validate", "describe", "load"):
         peak = peak_bytes(work)
         assert peak > 8 * chunk if way == "load" else peak < 4 * chunk, way
-
-
-def test_the_benchmark_measures_every_phase(tmp_path):
-    result = bench_stream(1000, step_responses=256, phases=("iterate",), folder=tmp_path)
-    assert (result["num_responses"], result["num_rl_steps"]) == (1024, 4)
-    assert list(result["phases"]) == ["write", "iterate"]
-    for phase in result["phases"].values():
-        assert phase["rows_per_s"] == 1024 / phase["wall_s"]
-        assert 2**26 < phase["peak_rss_bytes"] < 2**31
-    assert result["trace_bytes"] > 1000
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_size_of_the_benchmark_is_refused():
-    with refused(ConfigError, naming=("num_responses", "0")):
-        bench_stream(0)
