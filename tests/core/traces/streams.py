@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import strategies as st
 
 from tltlab.traces import trace as trace_module
 from tltlab.traces.schema import Manifest
@@ -36,6 +37,13 @@ def write_steps(path: Path, steps: Iterable[Frames]) -> Path:
         for step in steps:
             writer.append(*step)
     return path
+
+
+def responses(least: int) -> st.SearchStrategy[list[tuple[int, str, int, int]]]:
+    """RL step, prompt, sample and length of responses, at least so many."""
+    prompts = st.sampled_from(["a", "b", "é"])
+    row = st.tuples(st.integers(0, 4), prompts, st.integers(0, 3), st.integers(1, 64))
+    return st.lists(row, min_size=least, max_size=30, unique_by=lambda row: row[:3])
 
 
 def peak_bytes(work: Callable[[], Iterator[object]]) -> int:

@@ -17,7 +17,7 @@ from tltlab.traces import trace as trace_module
 from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
 
-from .streams import MANIFEST, peak_bytes, rl_step, write_steps
+from .streams import MANIFEST, peak_bytes, responses, rl_step, write_steps
 
 
 def written(path, num_rl_steps):
@@ -37,7 +37,7 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 700)
 
 
-def test_a_streamed_trace_is_the_trace_written_in_one_piece_also_one_by_one(tmp_path, tiny_chunks):
+def test_a_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
     trace, expected = read(written(tmp_path / "t", 5)), whole(5)
     steps = list(trace.iter_rl_steps())
     assert trace.manifest == expected.manifest
@@ -48,18 +48,12 @@ def test_a_streamed_trace_is_the_trace_written_in_one_piece_also_one_by_one(tmp_
             pd.testing.assert_frame_equal(step.table(name), expected.table(name, rl_step=number))
 
 
-def test_small_rl_steps_share_a_row_group_and_none_is_cut(tmp_path, monkeypatch):
-    def groups(path):
-        file = pq.ParquetFile(path / "outcomes.parquet")
-        return [
-            sorted(set(file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist())) for i in range(file.num_row_groups)
-        ]
-
-    assert groups(written(tmp_path / "a", 5)) == [[0, 1, 2, 3, 4]]
-    monkeypatch.setattr(stream, "GROUP_BYTES", 500)
-    assert groups(written(tmp_path / "b", 5)) == [[0, 1], [2, 3], [4]]
-    monkeypatch.setattr(stream, "GROUP_BYTES", 1)
-    assert groups(written(tmp_path / "c", 3)) == [[0], [1], [2]]
+def test_small_rl_steps_share_a_row_group(tmp_path, monkeypatch):
+    for limit, expected in ((10**6, [[0, 1, 2, 3, 4]]), (500, [[0, 1], [2, 3], [4]]), (1, [[0], [1], [2], [3], [4]])):
+        monkeypatch.setattr(stream, "GROUP_BYTES", limit)
+        file = pq.ParquetFile(written(tmp_path / "t", 5) / "outcomes.parquet")
+        groups = [file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist() for i in range(file.num_row_groups)]
+        assert [sorted(set(group)) for group in groups] == expected
 
 
 def test_what_repeats_is_stored_once(tmp_path):
@@ -82,12 +76,13 @@ def test_dictionary_arrays_are_texts(tmp_path):
     assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
 
 
-def test_optional_tables_may_come_with_some_rl_steps(tmp_path):
+def test_an_append_holds_any_number_of_rl_steps_and_tables(tmp_path):
+    trace, steps = whole(3), pd.DataFrame({"rl_step": [7], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
     with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(*rl_step(0))
-        steps = pd.DataFrame({"rl_step": [1], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
-        writer.append(*rl_step(1), steps=steps)
-    assert read(tmp_path / "t").steps["rl_step"].tolist() == [1]
+        writer.append(trace.workload, trace.outcomes)
+        writer.append(*rl_step(7), steps=steps)
+    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
+    assert read(tmp_path / "t").steps["rl_step"].tolist() == [7]
 
 
 def test_a_trace_without_rl_steps_is_one(tmp_path):
@@ -97,12 +92,6 @@ def test_a_trace_without_rl_steps_is_one(tmp_path):
     assert count(trace)["num_tokens"] == 0
 
 
-def test_several_rl_steps_at_once(tmp_path):
-    trace = whole(3)
-    write_steps(tmp_path / "t", [(trace.workload, trace.outcomes), rl_step(7)])
-    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
-
-
 @pytest.mark.parametrize("number", [2, 3])
 def test_rl_steps_must_be_whole_and_ascending(tmp_path, number):
     with refused(TraceError, naming=("rl_step", number)):
@@ -110,7 +99,7 @@ def test_rl_steps_must_be_whole_and_ascending(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_append_is_checked_and_a_fault_names_its_row_in_the_file(tmp_path):
+def test_a_fault_names_its_row_in_the_file(tmp_path):
     workload, outcomes = rl_step(1)
     outcomes.loc[2, "response_tokens"] = 101
     with refused(TraceError, naming=("outcomes", "response_tokens", "row 6", "rl_step 1", 101, 100)):
@@ -130,46 +119,29 @@ def test_a_refused_append_leaves_the_writer_usable(tmp_path):
 
 def test_a_block_that_raises_leaves_the_old_trace(tmp_path):
     written(tmp_path / "t", 2)
-
-    def fail():
-        with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-            writer.append(*rl_step(5))
-            raise FileNotFoundError("something of the caller's")
-
-    with refused(FileNotFoundError):
-        fail()
+    with refused(FileNotFoundError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(*rl_step(5))
+        raise FileNotFoundError("something of the caller's")
     assert read(tmp_path / "t").rl_steps == [0, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-def test_a_full_disk_leaves_no_trace_even_when_the_caller_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_trace(tmp_path, monkeypatch):
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    def fail():
-        with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-            monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
-            monkeypatch.setattr(stream, "GROUP_BYTES", 1)
-            with refused(InputError):
-                writer.append(*rl_step(0))
-            monkeypatch.undo()
-
-    with refused(InputError):
-        fail()
+    with refused(InputError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
+        monkeypatch.setattr(stream, "GROUP_BYTES", 1)
+        with refused(InputError):
+            writer.append(*rl_step(0))
+        monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
 
-rows = st.lists(
-    st.tuples(st.integers(0, 4), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64)),
-    min_size=1,
-    max_size=40,
-    unique_by=lambda row: row[:3],
-)
-
-
 @settings(max_examples=15, deadline=None)
-@given(rows=rows, group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
-def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_bytes, tmp_path_factory):
+@given(rows=responses(1), group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
+def test_any_order_of_rows_and_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
     outcomes = key.assign(response_tokens=[row[3] for row in rows], finish_reason="stop")
@@ -193,7 +165,7 @@ def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_by
     assert counts["num_tokens"] == outcomes["response_tokens"].sum()
 
 
-def test_neighbouring_rl_steps_are_read_together_and_only_the_tables_in_use(tmp_path, monkeypatch):
+def test_neighbouring_rl_steps_are_read_together(tmp_path, monkeypatch):
     path = written(tmp_path / "t", 6)
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 1500)
     trace = read(path)
@@ -213,7 +185,7 @@ def test_an_rl_step_of_a_stream_is_a_trace(tmp_path, tiny_chunks):
     assert read(one.write(tmp_path / "one")).outcomes.equals(one.outcomes)
 
 
-def test_numbers_of_a_trace_do_not_depend_on_how_it_is_read(tmp_path, tiny_chunks):
+def test_metrics_do_not_depend_on_how_traces_are_read(tmp_path, tiny_chunks):
     streamed, memory = read(written(tmp_path / "t", 7)), whole(7)
     assert len(list(streamed.parts())) > 3
     assert len(list(memory.parts())) == 1
@@ -225,7 +197,7 @@ def test_numbers_of_a_trace_do_not_depend_on_how_it_is_read(tmp_path, tiny_chunk
     assert metrics.num_workers(streamed) == 2
 
 
-def test_rows_of_other_tables_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
+def test_rows_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
     constant = {"worker": 0, "iteration": 0, "t_start": 0.0, "duration": 0.1, "context_tokens": 1, "prefill_tokens": 0}
     strategy = {"draft_depth": 3, "top_k": 1, "tokens_to_verify": 4, "num_drafted": 3, "num_generated": 4}
     iterations = pd.DataFrame({"rl_step": [0, 1, 9], "batch": [1, 2, 4], "num_accepted": 3, **constant, **strategy})

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.core.traces.damage import flipped
+from tests.core.traces.streams import responses
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import storage
@@ -444,15 +444,8 @@ def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-lengths = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64)),
-    max_size=30,
-    unique_by=lambda row: row[:3],
-)
-
-
 @settings(max_examples=15, deadline=None)
-@given(rows=lengths)
+@given(rows=responses(0))
 def test_any_set_of_responses_survives_the_round_trip(rows, tmp_path_factory):
     key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
     workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=64, policy_version=0)
