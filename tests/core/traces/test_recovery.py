@@ -106,7 +106,7 @@ def test_the_finished_trace_stays_readable_until_the_new_one_closes(tmp_path):
     assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1] * 9 + [3] * 3
 
 
-def test_a_recording_that_is_too_short_gives_way_to_the_finished_trace(tmp_path):
+def test_a_short_recording_gives_way_to_the_finished_trace(tmp_path):
     left(tmp_path / "t", 5, how="closed")
     recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 2)
     recorder._lock.close()
@@ -150,7 +150,7 @@ def test_a_damaged_chunk_counts_as_not_there(tmp_path):
     assert "chunk 000002" in trace.manifest.notes
 
 
-def test_what_is_recorded_in_the_place_of_a_damaged_chunk_stays(tmp_path):
+def test_what_replaces_a_damaged_chunk_stays(tmp_path):
     left(tmp_path / "t", 4, how="killed")
     Recorder.reopen(tmp_path / "t", MANIFEST, 2)._lock.close()
     (tmp_path / "t.recording" / f"000003-{'0' * 16}.arrow").write_bytes(b"")
@@ -160,13 +160,10 @@ def test_what_is_recorded_in_the_place_of_a_damaged_chunk_stays(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", [b"", b'{"format": "tltlab-trace"', None])
-def test_a_recording_whose_manifest_is_damaged_goes_on_under_the_runs_own_and_says_so(tmp_path, manifest):
+def test_a_damaged_manifest_gives_way_to_the_runs_own(tmp_path, manifest):
     left(tmp_path / "t", 3, how="killed")
     path = tmp_path / "t.recording" / "manifest.json"
-    if manifest is None:
-        path.unlink()
-    else:
-        path.write_bytes(manifest)
+    path.unlink() if manifest is None else path.write_bytes(manifest)
     with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
         record(recorder, [2, 3])
     found = read(tmp_path / "t")
@@ -183,8 +180,7 @@ def test_the_trace_of_another_run_is_refused(tmp_path):
 
 def test_a_run_that_goes_on_elsewhere_says_so(tmp_path):
     left(tmp_path / "t", 2, how="closed")
-    with Recorder.reopen(tmp_path / "t", MANIFEST.model_copy(update={"hardware": "other"}), 2):
-        pass
+    Recorder.reopen(tmp_path / "t", MANIFEST.model_copy(update={"hardware": "other"}), 2).close()
     assert read(tmp_path / "t").manifest.hardware == "h"
     assert all(fact in read(tmp_path / "t").manifest.notes for fact in ("RL step 2", "other"))
 
@@ -209,7 +205,7 @@ def reopen_and_die(path, number):
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])
-def test_an_end_between_any_two_operations_leaves_the_old_or_the_new(tmp_path, how):
+def test_an_end_between_operations_leaves_old_or_new(tmp_path, how):
     left(tmp_path / "before" / "t", 3, how=how)
     whole = unbroken(tmp_path / "u", 4)
     number, ended = 0, 9
@@ -258,7 +254,7 @@ def places(trace):
     return list(zip(rows["rl_step"], rows["sample"], rows["worker"], rows["response_tokens"], strict=True))
 
 
-def test_what_engines_of_a_run_recorded_at_once_is_one_trace(tmp_path, capsys):
+def test_what_engines_recorded_at_once_is_one_trace(tmp_path, capsys):
     # The second starts a second later and leaves out what would be RL step 1; then its numbers are behind.
     engine(tmp_path / "x", (0, 0.0, [5, 20]), (1, 30.0, [7]), (2, 60.0, [9, 3]))
     engine(tmp_path / "x-1", (0, 0.0, [4]), (1, 61.0, [8]), created_s=1, closed=False)
@@ -292,7 +288,7 @@ def test_a_folder_of_nothing_else_is_the_trace_of_its_engines(tmp_path):
         read(tmp_path / "other")
 
 
-def test_an_engine_that_fell_idle_within_a_rollout_recorded_one_rl_step(tmp_path):
+def test_an_engine_idle_within_a_rollout_recorded_one_step(tmp_path):
     engine(tmp_path / "x", (0, 0.0, [50]), (1, 60.0, [20]))
     engine(tmp_path / "x-1", (0, 0.0, [5]), (1, 30.0, [5]), (2, 60.0, [5]), version=0)
     trace = read(tmp_path / "x")
