@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,59 +20,22 @@ from tltlab.traces import recovery as recovery_module
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import chunks_of, new_recording, write_chunk
 from tltlab.traces.recovery import repair
-from tltlab.traces.schema import TABLES, Manifest
+from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import read
 
-MANIFEST = Manifest(kind="recorded", name="live", num_workers=2)
-
-
-def workload(step, num=4):
-    return [
-        {"rl_step": step, "prompt_id": f"p{i}", "sample": 0, "epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9,
-         "policy_version": step}
-        for i in range(num)
-    ]  # fmt: skip
-
-
-def outcomes(step, num=4):
-    return [
-        {"rl_step": step, "prompt_id": f"p{i}", "sample": 0, "response_tokens": i + 1, "finish_reason": "stop",
-         "worker": i % 2, "t_submit": 0.0, "t_finish": 1.0 + i}
-        for i in range(num)
-    ]  # fmt: skip
-
-
-def iterations(step):
-    row = {"rl_step": step, "worker": 0, "duration": 1.0, "batch": 4, "context_tokens": 12, "prefill_tokens": 0,
-           "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": 0, "num_accepted": 0,
-           "num_generated": 4}  # fmt: skip
-    return [row | {"iteration": i, "t_start": float(i)} for i in range(2)]
+from .recordings import FORKING, MANIFEST, add, iterations, left, record, rows
 
 
 def disk_full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def add(recorder, step, num=4):
-    recorder.append("workload", workload(step, num))
-    recorder.append("outcomes", outcomes(step, num))
-
-
-def finished(path, num_steps=1):
-    """A closed recording."""
-    with Recorder(path, MANIFEST) as recorder:
-        for step in range(num_steps):
-            add(recorder, step)
-
-
-MAKE = {"workload": workload, "outcomes": outcomes, "iterations": iterations}
-
-
 def interrupted(path, *appends, **manifest):
     """A recording whose process is gone: rows of a table, an RL step and so many responses are flushed in turn."""
     recorder = Recorder(path, MANIFEST.model_copy(update=manifest))
-    for table, *which in appends:
-        recorder.append(table, MAKE[table](*which))
+    for table, step, *num in appends:
+        made = iterations(step) if table == "iterations" else rows(step)[table]
+        recorder.append(table, made[: num[0]] if num else made)
         recorder.flush()
     recorder._lock.close()
 
@@ -96,15 +58,14 @@ for table, rows in json.loads(sys.argv[2]).items():
 
 
 def test_a_program_that_exits_can_still_close(tmp_path):
-    rows = json.dumps({"workload": workload(0), "outcomes": outcomes(0)})
-    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), rows], check=True, timeout=400)
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), json.dumps(rows(0))], check=True, timeout=400)
     assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4]
 
 
 def test_rows_are_mappings_that_may_lack_what_is_unknown(tmp_path):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", [MappingProxyType(row) for row in workload(0)])
-        recorder.append("outcomes", outcomes(0))
+        recorder.append("workload", [MappingProxyType(row) for row in rows(0)["workload"]])
+        recorder.append("outcomes", rows(0)["outcomes"])
     trace = read(tmp_path / "t")
     assert trace.workload["prompt_id"].tolist() == ["p0", "p1", "p2", "p3"]
     assert trace.outcomes["reward"].isna().all()
@@ -146,15 +107,18 @@ def test_a_recording_that_is_there_is_not_overwritten(tmp_path):
         Recorder(tmp_path / "notes", MANIFEST)
 
 
+OUTCOME = rows(0)["outcomes"][0]
+
+
 @pytest.mark.parametrize(
     ("table", "row", "says"),
     [
         ("outcome", {}, ("outcome",)),
         ("outcomes", {"tokens": 3}, ("tokens",)),
-        ("outcomes", {**outcomes(0)[0], "response_tokens": "3"}, ("response_tokens",)),
-        ("outcomes", {**outcomes(0)[0], "response_tokens": None}, ("response_tokens", "0")),
-        ("outcomes", {**outcomes(0)[0], "t_finish": float("nan")}, ("t_finish", "0")),
-        ("outcomes", {**outcomes(0)[0], "finish_reason": "eos"}, ("finish_reason", "0")),
+        ("outcomes", {**OUTCOME, "response_tokens": "3"}, ("response_tokens",)),
+        ("outcomes", {**OUTCOME, "response_tokens": None}, ("response_tokens", "0")),
+        ("outcomes", {**OUTCOME, "t_finish": float("nan")}, ("t_finish", "0")),
+        ("outcomes", {**OUTCOME, "finish_reason": "eos"}, ("finish_reason", "0")),
     ],
 )
 def test_a_wrong_row_is_refused_when_it_is_recorded(tmp_path, table, row, says):
@@ -202,8 +166,7 @@ def test_what_was_interrupted_is_read_by_any_name(tmp_path, monkeypatch, capsys,
 def test_a_recording_in_progress_is_read(tmp_path):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         for step in range(2):
-            add(recorder, step)
-            recorder.flush()
+            record(recorder, [step])
             trace = read(tmp_path / "t")
             assert trace.rl_steps == list(range(step + 1))
             assert "unfinished" in trace.manifest.notes
@@ -219,22 +182,18 @@ def test_a_recording_in_progress_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-FORKING = multiprocessing.get_context("fork")
-
-
-def record(path, steps, told):
+def record_and_tell(path, steps, told):
     """Record and close; `told` hears how many RL steps are flushed, first that none is."""
     with Recorder(path, MANIFEST) as recorder:
         told.send(0)
         for step in range(steps):
-            add(recorder, step)
-            recorder.flush()
+            record(recorder, [step])
             told.send(step + 1)
 
 
 def test_reading_what_another_process_records_is_safe(tmp_path):
     ours, theirs = FORKING.Pipe(duplex=False)
-    child = FORKING.Process(target=record, args=(tmp_path / "t", 40, theirs))
+    child = FORKING.Process(target=record_and_tell, args=(tmp_path / "t", 40, theirs))
     child.start()
     theirs.close()
     flushed = ours.recv()
@@ -251,7 +210,7 @@ def test_reading_what_another_process_records_is_safe(tmp_path):
 
 
 def test_nothing_is_written_to_where_something_is_recorded(tmp_path):
-    finished(tmp_path / "t")
+    left(tmp_path / "t", 1, how="closed")
     interrupted(tmp_path / "u", *of_rl_step(0))
     with refused(ConfigError):
         read(tmp_path / "t").write(tmp_path / "u.recording")
@@ -259,7 +218,7 @@ def test_nothing_is_written_to_where_something_is_recorded(tmp_path):
 
 def test_a_fault_between_tables_keeps_the_recording(tmp_path):
     recorder = Recorder(tmp_path / "t", MANIFEST)
-    recorder.append("outcomes", outcomes(0))
+    recorder.append("outcomes", rows(0)["outcomes"])
     with refused(TraceError):
         recorder.close()
     assert repair(tmp_path / "t").rl_steps == []
@@ -291,9 +250,7 @@ def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path, damaged):
 def test_no_single_bit_of_a_recording_flips_unseen(tmp_path):
     """It is refused, or what is read of it has a note more."""
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        for step in range(3):
-            add(recorder, step)
-            recorder.flush()
+        record(recorder, range(3))
         recorder.rewind(2)
         folder = tmp_path / "t.recording"
         whole = read(folder)
@@ -310,14 +267,14 @@ def test_a_chunk_written_again_replaces_the_first(tmp_path):
     folder = tmp_path / "t.recording"
     new_recording(folder, MANIFEST)
     for step in (0, 1):
-        rows = pa.Table.from_pylist([row | {"turn": 0} for row in workload(step)], TABLES["workload"])
-        write_chunk(folder, 0, {"workload": rows})
+        made = [row | {"turn": 0} for row in rows(step)["workload"]]
+        write_chunk(folder, 0, {"workload": pa.Table.from_pylist(made, TABLES["workload"])})
     (chunk,) = chunks_of(folder)
     assert set(chunk.tables()["workload"]["rl_step"].to_pylist()) == {1}
 
 
 def test_repair_leaves_a_finished_trace_as_it_is(tmp_path):
-    finished(tmp_path / "t")
+    left(tmp_path / "t", 1, how="closed")
     before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     assert repair(tmp_path / "t").manifest.notes is None
     assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
@@ -369,14 +326,12 @@ def test_what_a_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
 def gone_on(path, *steps):
     """The recording of a run that went on from the finished trace's first RL step, did these and was killed."""
     recorder = Recorder.reopen(path, MANIFEST, 1)
-    for step in steps:
-        add(recorder, step)
-        recorder.flush()
+    record(recorder, steps)
     recorder._lock.close()
 
 
 def test_repair_puts_a_resumed_run_in_its_place(tmp_path):
-    finished(tmp_path / "t", 2)
+    left(tmp_path / "t", 2, how="closed")
     (tmp_path / "t" / "costs.json").write_text("{}")
     gone_on(tmp_path / "t", 1, 2)
     trace = repair(tmp_path / "t")
@@ -388,7 +343,7 @@ def test_repair_puts_a_resumed_run_in_its_place(tmp_path):
 
 @pytest.mark.parametrize("steps", [(), (1,)])
 def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
-    finished(tmp_path / "t", 3)
+    left(tmp_path / "t", 3, how="closed")
     gone_on(tmp_path / "t", *steps)
     for out in (None, tmp_path / "t"):
         with refused(ConfigError, naming=(1 + len(steps), "--out")):
@@ -399,7 +354,7 @@ def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
 
 
 def test_repair_does_not_replace_the_trace_of_another_run(tmp_path):
-    finished(tmp_path / "t", 1)
+    left(tmp_path / "t", 1, how="closed")
     interrupted(tmp_path / "t", ("workload", 0), seed=7)
     with refused(ConfigError, naming=("t.recording", "--out")):
         repair(tmp_path / "t")

@@ -14,44 +14,7 @@ from tltlab.traces.recovery import repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read, together
 
-from .test_recorder import FORKING, iterations
-
-MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")
-
-
-def rows(step, attempt=0):
-    """An RL step's rows; `attempt` shows in them, so that rows of one that was given up are told apart."""
-    key = [{"rl_step": step, "prompt_id": f"p{i}", "sample": 0} for i in range(3)]
-    asked = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": step}
-    made = {"finish_reason": "stop", "worker": 0, "t_submit": 0.0, "t_finish": 1.0}
-    ids = [step] * (1 + attempt)
-    return {
-        "workload": [k | asked for k in key],
-        "outcomes": [k | made | {"response_tokens": 1 + attempt} for k in key],
-        "tokens": [k | {"prompt_token_ids": [1], "token_ids": ids, "token_versions": ids} for k in key],
-        "steps": [{"rl_step": step, "t_start": float(step), "policy_version": step}],
-    }
-
-
-def record(recorder, steps, attempt=0):
-    for step in steps:
-        for table, new in rows(step, attempt).items():
-            recorder.append(table, new)
-        if attempt == 1:
-            recorder.append("spans", [{"rl_step": step, "lane": "x", "kind": "idle", "t_start": 0.0, "duration": 1.0}])
-        recorder.flush()
-
-
-def left(path, steps, *, how, attempt=0):
-    """A trace that another process left at `path`: killed, closed, or killed and repaired."""
-    recorder = Recorder(path, MANIFEST)
-    record(recorder, range(steps), attempt)
-    if how == "closed":
-        recorder.close()
-        return
-    recorder._lock.close()
-    if how == "repaired":
-        repair(path)
+from .recordings import FORKING, MANIFEST, add, iterations, left, record
 
 
 def unbroken(path, steps):
@@ -103,7 +66,7 @@ def test_the_finished_trace_stays_readable_until_the_new_one_closes(tmp_path):
     record(recorder, [3], attempt=2)
     assert read(tmp_path / "t").rl_steps == [0, 1, 2, 3, 4]
     recorder.close()
-    assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1] * 9 + [3] * 3
+    assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 3 + [3, 4, 5, 6]
 
 
 def test_a_short_recording_gives_way_to_the_finished_trace(tmp_path):
@@ -118,7 +81,7 @@ def test_a_short_recording_gives_way_to_the_finished_trace(tmp_path):
 def test_a_live_recorder_takes_rl_steps_back(tmp_path):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         record(recorder, range(4), attempt=1)
-        recorder.append("spans", [{"rl_step": 4, "lane": "x", "kind": "idle", "t_start": 0.0, "duration": 1.0}])
+        add(recorder, 4, attempt=1)
         recorder.rewind(0)
         record(recorder, range(3))
         record(recorder, [3, 4], attempt=1)
