@@ -45,11 +45,8 @@ MEASURED = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "poli
         (metrics.makespan_s, rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1]), 5.0),
         (metrics.tokens_per_s, rollout([4.0, 8.0], tokens=[100, 300]), 50.0),
         (metrics.length_percentiles, rollout([1.0] * 3, tokens=[1, 2, 3]), pytest.approx([2.0, 2.9, 3.0])),
-        (metrics.bubble_fraction, rollout([5.0, 10.0], workers=[0, 1], num_workers=2), 0.25),
-        (metrics.bubble_fraction, rollout([5.0, 10.0], workers=[0, 1], num_workers=4), 0.625),
         (metrics.bubble_fraction, rollout([5.0, 10.0], workers=[0, 1]), 0.25),
         (metrics.bubble_fraction, rollout([5.0, 10.0]), None),
-        (metrics.tail_fraction, rollout([float(min(k, 4)) for k in range(15)] + [10.0]), 0.6),
         # Of 8, one running is not fewer than an eighth.
         (metrics.tail_fraction, rollout([1.0] * 7 + [10.0]), 0.0),
     ],
@@ -85,11 +82,8 @@ def test_accept_length_counts_bonus_tokens_of_drafted_iterations():
     assert metrics.mean_accept_length(rollout([1.0])) is None
 
 
-def test_running_requests_is_a_step_curve():
+def test_a_trace_without_times_has_no_running_requests():
     assert metrics.tail_window(rollout([4.0] * 15 + [10.0]), 0) == (4.0, 10.0)
-    times, counts = metrics.running_requests(rollout([2.0, 5.0, 5.0], submit=[0.0, 0.0, 1.0]), 0)
-    assert times.tolist() == [0, 1, 2, 5]
-    assert counts.tolist() == [2, 3, 2, 0]
     with refused(TraceError, naming=("simulate",)):
         metrics.running_requests(rollout([np.nan, np.nan]), 0)
 

@@ -60,15 +60,6 @@ def test_a_trace_that_was_reopened_is_the_unbroken_one(tmp_path_factory, attempt
     shutil.rmtree(folder)
 
 
-def test_the_finished_trace_stays_readable_until_the_new_one_closes(tmp_path):
-    left(tmp_path / "t", 5, how="closed")
-    recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 3)
-    record(recorder, [3], attempt=2)
-    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 3, 4]
-    recorder.close()
-    assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 3 + [3, 4, 5, 6]
-
-
 def test_a_short_recording_gives_way_to_the_finished_trace(tmp_path):
     left(tmp_path / "t", 5, how="closed")
     recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 2)
