@@ -5,7 +5,6 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -71,9 +70,7 @@ def verl(tmp_path):
 
 
 def trl_frame(step, prompts, completions, **columns):
-    return pd.DataFrame(
-        {"step": step, "prompt": prompts, "completion": completions, **columns, "advantage": np.zeros(len(prompts))}
-    )
+    return pd.DataFrame({"step": step, "prompt": prompts, "completion": completions, "advantage": 0.0, **columns})
 
 
 @pytest.fixture
@@ -81,12 +78,11 @@ def trl(tmp_path):
     """An output folder of a GRPOTrainer: step 2 logs the completions of step 1 again."""
     folder = tmp_path / "out" / "completions"
     folder.mkdir(parents=True)
-    first = {"accuracy_reward": [1.0, 0.0], "format_reward": [0.5, np.nan], "note": ["a", "b"]}
-    for step in (1, 2):
-        frame = trl_frame(step, ["hi there", "hi there"], ["one two three", "one"], **first)
+    first = ["hi there", "hi there"], ["one two three", "one"], [1.0, 0.0], [0.5, np.nan]
+    third = ["hi there", "bye"], ["one", "two"], [np.nan, 0.0], [np.nan, 0.5]
+    for step, (prompts, texts, accuracy, form) in enumerate((first, first, third), 1):
+        frame = trl_frame(step, prompts, texts, accuracy_reward=accuracy, format_reward=form, note=["a", "b"])
         frame.to_parquet(folder / f"completions_{step:05d}.parquet")
-    third = {"accuracy_reward": [np.nan, 0.0], "format_reward": [np.nan, 0.5], "note": ["c", "d"]}
-    trl_frame(3, ["hi there", "bye"], ["one", "two"], **third).to_parquet(folder / "completions_00003.parquet")
     return folder.parent
 
 
@@ -225,8 +221,8 @@ def test_a_csv_of_requests_keeps_their_times(tmp_path):
     )
     trace = import_dump(path)
     check(trace, prompt_tokens=[2358, 1034], response_tokens=[531, 769])
-    assert (trace.outcomes["t_finish"] - trace.outcomes["t_submit"]).tolist() == [18.0, 25.0]
-    assert (trace.outcomes["t_first_token"] - trace.outcomes["t_submit"]).tolist() == [0.75, 0.25]
+    since = trace.outcomes[["t_first_token", "t_finish"]].sub(trace.outcomes["t_submit"], axis=0)
+    assert since.to_numpy().tolist() == [[0.75, 18.0], [0.25, 25.0]]
 
 
 def test_requests_of_a_log_go_by_many_names(tmp_path):
@@ -296,21 +292,20 @@ def test_a_wrong_request_is_refused(tmp_path, row, facts):
 
 
 def test_the_content_says_the_format(tmp_path, verl, trl):
-    assert guess(verl) == "verl"
-    assert guess(trl) == guess(trl / "completions") == "trl"
-    assert guess(jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})) == "vllm"
     (tmp_path / "lengths.csv").write_text("5\n9\n")
-    assert guess(tmp_path / "lengths.csv") == "csv"
-    with refused(TraceError, naming=("--format",)):
-        guess(jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}))
+    requests = jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})
+    places = (verl, trl, trl / "completions", requests, tmp_path / "lengths.csv")
+    assert [guess(place) for place in places] == ["verl", "trl", "trl", "vllm", "csv"]
     benchmark = {"model_id": "m", "completed": 2, "total_output_tokens": 30, "output_lens": [10, 20], "ttfts": [0.5, 1]}
-    with refused(TraceError, naming=("model_id", "output_lens")):
-        guess(jsonl(tmp_path / "d.json", benchmark))
     (tmp_path / "empty").mkdir()
-    with refused(TraceError, naming=("neither",)):
-        guess(tmp_path / "empty")
-    with refused(TraceError):
-        import_dump(tmp_path / "nothing")
+    for place, facts in (
+        (jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}), ("--format",)),
+        (jsonl(tmp_path / "d.json", benchmark), ("model_id", "output_lens")),
+        (tmp_path / "empty", ("empty",)),
+        (tmp_path / "nothing", ("nothing",)),
+    ):
+        with refused(TraceError, naming=facts):
+            import_dump(place)
 
 
 @pytest.mark.parametrize(("form", "file"), [("verl", "<step>.jsonl"), ("trl", "completions_<step>.parquet")])
@@ -336,25 +331,22 @@ ROWS = list(zip(STEPS, LENGTHS, strict=True))
         ("a.json", [json.dumps([{"step": s, "tokens": n} for s, n in ROWS])]),
     ],
 )
-def test_a_table_of_lengths_is_read_whatever_it_is_written_as(tmp_path: Path, name: str, lines: list[str]):
+def test_a_table_of_lengths_has_many_shapes(tmp_path, name, lines):
     (tmp_path / name).write_text("\n".join(lines) + "\n")
-    trace = read(tmp_path / name)
-    assert trace.outcomes["response_tokens"].tolist() == LENGTHS
-    assert trace.outcomes["rl_step"].tolist() == STEPS
-    assert trace.manifest.kind == "imported"
+    check(read(tmp_path / name), response_tokens=LENGTHS, rl_step=STEPS)
 
 
-def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path: Path):
+def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path):
     frame = pd.DataFrame({"step": STEPS, "num_tokens": LENGTHS, "reward": 0.5})
     frame.to_parquet(tmp_path / "a.parquet")
     for source in (tmp_path / "a.parquet", frame, np.reshape(LENGTHS, (2, 2))):
-        by_step = read(source).outcomes.groupby("rl_step")["response_tokens"].apply(list).tolist()
-        assert by_step == [[310, 4096], [95, 120]]
+        assert read(source).outcomes["rl_step"].value_counts().tolist() == [2, 2]
+        check(read(source), response_tokens=LENGTHS)
     (tmp_path / "a.json").write_text(json.dumps(LENGTHS))
     (tmp_path / "a.txt").write_text("310\n4096\n95\n120\n")
     alone = (LENGTHS, np.array(LENGTHS), pd.Series(LENGTHS), tuple(LENGTHS))
     for source in (*alone, tmp_path / "a.json", tmp_path / "a.txt"):
-        assert read(source).outcomes["response_tokens"].tolist() == LENGTHS
+        check(read(source), response_tokens=LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -403,8 +395,7 @@ def test_any_verl_dump_keeps_every_response_and_its_length(rows, tmp_path_factor
     trace = import_dump(folder, form="verl", tokens=CharsPerToken(2.0))
     expected = [max(1, -(-len(r) // 2)) for step in sorted({row[0] for row in rows}) for s, _, r in rows if s == step]
     assert trace.outcomes["response_tokens"].tolist() == expected
-    groups = trace.workload.groupby(["rl_step", "prompt_id"]).ngroups
-    assert groups == len({(step, prompt) for step, prompt, _ in rows})
+    assert trace.workload.groupby(["rl_step", "prompt_id"]).ngroups == len({row[:2] for row in rows})
 
 
 # Token counts
@@ -415,11 +406,11 @@ def test_characters_per_token():
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with refused(ConfigError, naming=(wrong,)):
             CharsPerToken(wrong)
-    with refused(ConfigError):
+    with refused(ConfigError, naming=("tokenizer",)):
         token_counter("folder", 3.6)
 
 
-def test_a_tokenizer_of_a_folder_counts_all_tokens_of_the_text_and_no_special_ones(tmp_path):
+def test_a_folders_tokenizer_counts_no_special_tokens(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "<s>": 2}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
