@@ -62,3 +62,9 @@ def left(path: Path, steps: int, *, how: Literal["killed", "closed", "repaired"]
     recorder._lock.close()
     if how == "repaired":
         repair(path)
+
+
+def go_on(path: Path, begins_at: int, steps: Iterable[int]) -> None:
+    """What a run that resumes at an RL step records, to its end."""
+    with Recorder.reopen(path, MANIFEST, begins_at) as recorder:
+        record(recorder, steps)

@@ -14,7 +14,7 @@ from tltlab.traces.recovery import repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read, together
 
-from .recordings import FORKING, MANIFEST, add, iterations, left, record
+from .recordings import FORKING, MANIFEST, add, go_on, iterations, left, record
 
 
 def unbroken(path, steps):
@@ -53,8 +53,7 @@ def test_a_trace_that_was_reopened_is_the_unbroken_one(tmp_path_factory, attempt
             recorder._lock.close()
             if how == "repaired" and not (folder / "t").exists():
                 repair(folder / "t")
-    with Recorder.reopen(folder / "t", MANIFEST, have) as recorder:
-        record(recorder, range(have, have + 2))
+    go_on(folder / "t", have, range(have, have + 2))
     assert same(read(folder / "t"), unbroken(folder / "u", have + 2))
     assert sorted(item.name for item in folder.iterdir()) == ["t", "u"]
     shutil.rmtree(folder)
@@ -64,8 +63,7 @@ def test_a_short_recording_gives_way_to_the_finished_trace(tmp_path):
     left(tmp_path / "t", 5, how="closed")
     recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 2)
     recorder._lock.close()
-    with Recorder.reopen(tmp_path / "t", MANIFEST, 4) as recorder:
-        record(recorder, [4, 5])
+    go_on(tmp_path / "t", 4, [4, 5])
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 6))
 
 
@@ -97,8 +95,7 @@ def test_a_damaged_chunk_counts_as_not_there(tmp_path):
     chunk.write_bytes(chunk.read_bytes()[:50])
     with refused(RunError, naming=("2",)):
         Recorder.reopen(tmp_path / "t", MANIFEST, 4)
-    with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
-        record(recorder, [2])
+    go_on(tmp_path / "t", 2, [2])
     trace = read(tmp_path / "t")
     assert same(trace, unbroken(tmp_path / "u", 3))
     assert "chunk 000002" in trace.manifest.notes
@@ -108,8 +105,7 @@ def test_what_replaces_a_damaged_chunk_stays(tmp_path):
     left(tmp_path / "t", 4, how="killed")
     Recorder.reopen(tmp_path / "t", MANIFEST, 2)._lock.close()
     (tmp_path / "t.recording" / f"000003-{'0' * 16}.arrow").write_bytes(b"")
-    with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
-        record(recorder, [2])
+    go_on(tmp_path / "t", 2, [2])
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 3))
 
 
@@ -118,8 +114,7 @@ def test_a_damaged_manifest_gives_way_to_the_runs_own(tmp_path, manifest):
     left(tmp_path / "t", 3, how="killed")
     path = tmp_path / "t.recording" / "manifest.json"
     path.unlink() if manifest is None else path.write_bytes(manifest)
-    with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
-        record(recorder, [2, 3])
+    go_on(tmp_path / "t", 2, [2, 3])
     found = read(tmp_path / "t")
     assert same(found, unbroken(tmp_path / "whole", 4))
     assert "manifest" in found.manifest.notes
@@ -174,8 +169,7 @@ def test_an_end_between_operations_leaves_old_or_new(tmp_path, how):
         for rl_steps in (2, 3) if ended else (2,):
             copy = tmp_path / f"{number}-{rl_steps}"
             shutil.copytree(place, copy)
-            with Recorder.reopen(copy / "t", MANIFEST, rl_steps) as recorder:
-                record(recorder, range(rl_steps, 4))
+            go_on(copy / "t", rl_steps, range(rl_steps, 4))
             assert same(read(copy / "t"), whole)
         number += 1
     assert number >= 2
