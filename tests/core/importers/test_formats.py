@@ -474,7 +474,7 @@ def test_wrong_input_is_exit_code_2(command, verl, tmp_path, args, facts):
     assert not (tmp_path / "t").exists()
 
 
-def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MOST_JSON_BYTES", 1 << 20)
     (tmp_path / "endless.jsonl").symlink_to("/dev/full")
     with refused(TraceError, naming=("1", "MiB")):

@@ -329,7 +329,7 @@ def test_a_log_that_tells_nothing_is_refused(tmp_path, text, says):
 
 
 @given(data=st.data())
-def test_any_lengths_come_back_with_their_mean_extremes_and_cut_share(data):
+def test_any_lengths_keep_mean_extremes_and_cut_share(data):
     cap = data.draw(st.integers(1, 5000))
     truth = np.array(data.draw(st.lists(st.integers(1, cap), min_size=1, max_size=60)))
     cut = float((truth == cap).mean())

@@ -99,7 +99,7 @@ def test_prompt_share_by_hand(tokens, share):
     assert metrics.prompt_share(rollout([1.0] * 4, tokens=tokens)) is None
 
 
-def test_drift_over_rl_steps_does_not_count_as_prompt_share():
+def test_drift_is_no_prompt_share():
     tokens = [2, 8, 2, 8, 2000, 8000, 2000, 8000]
     steps, groups = [0] * 4 + [1] * 4, ["a", "a", "b", "b"] * 2
     assert metrics.prompt_share(rollout([1.0] * 8, tokens=tokens, prompts=groups, rl_step=steps)) == 0.0
@@ -127,7 +127,7 @@ def test_summary_has_null_for_unknown():
     assert unknown["makespan_s_per_step"] == [None]
 
 
-def test_per_step_rows_agree_with_the_metrics_of_one_step():
+def test_per_step_rows_agree_with_metrics():
     trace = rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1], workers=[0, 1, 0, 1])
     rows = metrics.per_step(trace)
     assert [row["rollout_s"] for row in rows] == [4.0, 6.0]

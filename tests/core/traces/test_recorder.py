@@ -283,7 +283,7 @@ def test_repair_leaves_a_finished_trace_as_it_is(tmp_path):
         repair(tmp_path / "t")
 
 
-def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
+def test_the_caller_goes_on_while_a_flush_runs(tmp_path, monkeypatch):
     written, disk = threading.Event(), threading.Event()
     write_chunk = recorder_module.write_chunk
 

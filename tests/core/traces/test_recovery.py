@@ -224,7 +224,7 @@ def test_what_engines_recorded_at_once_is_one_trace(tmp_path, capsys):
         read(tmp_path)
 
 
-def test_a_folder_of_nothing_else_is_the_trace_of_its_engines(tmp_path):
+def test_a_folder_is_the_trace_of_its_engines(tmp_path):
     for number in range(3):
         engine(tmp_path / f"x-{number}", (0, 0.0, [5 + number]), (1, 9.0, [5]), created_s=number, keys=[f"p{number}"])
     trace = read(tmp_path)
@@ -245,7 +245,7 @@ def test_an_engine_idle_within_a_rollout_recorded_one_step(tmp_path):
     assert trace.iterations.query("worker == 1 and rl_step == 0")["iteration"].tolist() == [0, 1, 2, 3]
 
 
-def test_rl_steps_that_overlap_in_turn_go_by_their_numbers(tmp_path):
+def test_overlapping_rl_steps_go_by_their_numbers(tmp_path):
     """Weights are updated while responses to the last ones still grow."""
     for name in ("x", "x-1"):
         engine(tmp_path / name, (0, 0.0, [50]), (1, 40.0, [50]), (2, 80.0, [50]), keys=[name])
