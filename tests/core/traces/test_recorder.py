@@ -24,6 +24,7 @@ from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import read
 
 from .recordings import FORKING, MANIFEST, add, iterations, left, record, rows
+from .test_trace import full_trace
 
 
 def disk_full(*args, **kwargs):
@@ -233,6 +234,18 @@ def test_repair_says_what_was_lost(tmp_path):
     notes = trace.manifest.notes
     assert [notes.count(fact) for fact in ("1 rows of outcomes", "1 requests (rl_step 1)")] == [2, 1]
     assert not (tmp_path / "t.recording").exists()
+
+
+def test_every_table_survives_a_crash(tmp_path):
+    """Rows recorded twice are there once; spans have no key, so nothing tells that one was."""
+    whole, recorder = full_trace(), Recorder(tmp_path / "t", MANIFEST)
+    for rows_of in (slice(None), slice(1)):
+        for name in set(TABLES) - {"spans"}:
+            recorder.append(name, whole.arrow(name).to_pylist()[rows_of])
+        recorder.flush()
+    recorder._lock.close()
+    saved = repair(tmp_path / "t")
+    assert all(saved.arrow(name) == whole.arrow(name) for name in set(TABLES) - {"spans"})
 
 
 @pytest.mark.parametrize(
