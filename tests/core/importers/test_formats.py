@@ -5,7 +5,6 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -35,6 +34,7 @@ class WordCounter:
 
 
 WORDS = WordCounter()
+dump = partial(import_dump, tokens=WORDS)
 
 
 def jsonl(path, *records):
@@ -45,6 +45,13 @@ def jsonl(path, *records):
 
 def verl_row(prompt, response, step, score=0.0, **extra):
     return {"input": prompt, "output": response, "gts": "4", "score": score, "step": step, **extra}
+
+
+def check(trace, **expected):
+    """Columns of the outcomes or else of the workload hold these values."""
+    for name, values in expected.items():
+        table = trace.outcomes if name in trace.outcomes else trace.workload
+        np.testing.assert_array_equal(table[name], values, err_msg=name)
 
 
 @pytest.fixture
@@ -63,9 +70,7 @@ def verl(tmp_path):
 
 
 def trl_frame(step, prompts, completions, **columns):
-    return pd.DataFrame(
-        {"step": step, "prompt": prompts, "completion": completions, **columns, "advantage": np.zeros(len(prompts))}
-    )
+    return pd.DataFrame({"step": step, "prompt": prompts, "completion": completions, "advantage": 0.0, **columns})
 
 
 @pytest.fixture
@@ -73,12 +78,11 @@ def trl(tmp_path):
     """An output folder of a GRPOTrainer: step 2 logs the completions of step 1 again."""
     folder = tmp_path / "out" / "completions"
     folder.mkdir(parents=True)
-    first = {"accuracy_reward": [1.0, 0.0], "format_reward": [0.5, np.nan], "note": ["a", "b"]}
-    for step in (1, 2):
-        frame = trl_frame(step, ["hi there", "hi there"], ["one two three", "one"], **first)
+    first = ["hi there", "hi there"], ["one two three", "one"], [1.0, 0.0], [0.5, np.nan]
+    third = ["hi there", "bye"], ["one", "two"], [np.nan, 0.0], [np.nan, 0.5]
+    for step, (prompts, texts, accuracy, form) in enumerate((first, first, third), 1):
+        frame = trl_frame(step, prompts, texts, accuracy_reward=accuracy, format_reward=form, note=["a", "b"])
         frame.to_parquet(folder / f"completions_{step:05d}.parquet")
-    third = {"accuracy_reward": [np.nan, 0.0], "format_reward": [np.nan, 0.5], "note": ["c", "d"]}
-    trl_frame(3, ["hi there", "bye"], ["one", "two"], **third).to_parquet(folder / "completions_00003.parquet")
     return folder.parent
 
 
@@ -86,140 +90,129 @@ def trl(tmp_path):
 
 
 def test_a_verl_dump_is_a_trace(verl):
-    trace = import_dump(verl, tokens=WORDS, workers=4)
-    assert trace.rl_steps == [2, 10]
-    outcomes, workload = trace.outcomes, trace.workload
-    assert outcomes["response_tokens"].tolist() == [3, 1, 1, 1, 4, 1]
-    assert workload["prompt_tokens"].tolist() == [6, 2, 6, 2, 2, 2]
-    assert outcomes["sample"].tolist() == [0, 0, 1, 1, 0, 1]
-    np.testing.assert_array_equal(outcomes["reward"], [1.0, np.nan, 0.0, -1.0, 0.5, 0.0])
+    trace = dump(verl, workers=4)
+    # The same input is the same prompt in every step.
+    first, second = trace.workload["prompt_id"][:2]
+    assert "é" not in second
+    check(
+        trace,
+        rl_step=[2] * 4 + [10] * 2,
+        prompt_id=[first, second, first, second, second, second],
+        sample=[0, 0, 1, 1, 0, 1],
+        epoch=[0, 0, 0, 0, 1, 1],
+        prompt_tokens=[6, 2, 6, 2, 2, 2],
+        response_tokens=[3, 1, 1, 1, 4, 1],
+        reward=[1.0, np.nan, 0.0, -1.0, 0.5, 0.0],
+    )
     manifest = trace.manifest
     assert (manifest.kind, manifest.source, manifest.num_workers) == ("imported", "verl rollout dump rollout_data", 4)
     assert (manifest.group_size, manifest.max_response_tokens, manifest.num_rl_steps) == (2, 4, 2)
-    # The same input is the same prompt in every step.
-    first, second = workload["prompt_id"].iloc[0], workload["prompt_id"].iloc[1]
-    assert workload["prompt_id"].tolist() == [first, second, first, second, second, second]
-    assert "é" not in second
-    assert workload["epoch"].tolist() == [0, 0, 0, 0, 1, 1]
-
-
-def test_a_response_of_the_caps_length_was_cut(verl):
-    trace = import_dump(verl, tokens=WORDS, max_response_tokens=3)
-    assert trace.outcomes["finish_reason"].tolist() == ["length", "stop", "stop", "stop", "length", "stop"]
     # A count of text may come out above the cap; a length of the engine may not.
-    assert trace.outcomes["response_tokens"].max() == 3
+    cut = dump(verl, max_response_tokens=3)
+    check(cut, finish_reason=["length", *["stop"] * 3, "length", "stop"], response_tokens=[3, 1, 1, 1, 3, 1])
 
 
 def test_counts_in_the_dump_need_no_tokenizer(tmp_path):
     row = verl_row("p", "text", 1, prompt_length=7, response_length=12.0)
     trace = import_dump(jsonl(tmp_path / "d" / "1.jsonl", row))
-    assert trace.outcomes["response_tokens"].tolist() == [12]
-    assert trace.workload["prompt_tokens"].tolist() == [7]
+    check(trace, response_tokens=[12], prompt_tokens=[7])
     assert "token counts" not in trace.manifest.notes
     with refused(TraceError, naming=("1.jsonl", "1", "12", "8")):
         import_dump(tmp_path / "d", max_response_tokens=8)
 
 
-def test_a_row_without_its_step_has_that_of_its_file(tmp_path):
+def test_a_row_without_its_step_has_its_files(tmp_path):
     row = verl_row("p", "text", 1)
     del row["step"]
-    assert import_dump(jsonl(tmp_path / "17.jsonl", row), tokens=WORDS).rl_steps == [17]
+    assert dump(jsonl(tmp_path / "17.jsonl", row)).rl_steps == [17]
     with refused(TraceError, naming=("rows.jsonl", "1")):
-        import_dump(jsonl(tmp_path / "rows.jsonl", row), tokens=WORDS)
+        dump(jsonl(tmp_path / "rows.jsonl", row))
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "facts"),
     [
-        ('{"input": "a", "output": "b", "sco', ("2", "JSON")),
-        ("[1]", ("2", "0", "1", "JSON")),
-        ("3", ("2", "3", "JSON")),
-        ('{"input": "a", "score": 1}', ("2",)),
-        ('{"input": 3, "output": "b", "score": 1, "step": 1}', ("2", "3")),
-        ('{"input": "a", "output": "b", "score": "x", "step": 1}', ("x", "2")),
-        ('{"input": "a", "output": "b", "score": Infinity, "step": 1}', ("2",)),
-        (f'{{"input": "a", "output": "b", "score": {10**399}, "step": 1}}', ("2", "score")),
-        ("[" * 100_000, ("2", "JSON")),
-        ('{"input": "a", "output": "b", "score": 0, "step": -1}', ("2", "-1")),
-        ('{"input": "a", "output": "b", "score": 0, "step": true}', ("2",)),
-        (
-            '{"input": "a", "output": "b", "step": 1, "finish_reason": "?"}',
-            ("?", "2", "finish_reason"),
-        ),
+        ('{"input": "a", "output": "b", "sco', ("JSON",)),
+        ("[1]", ("JSON",)),
+        ("3", ("JSON",)),
+        ("[" * 100_000, ("JSON",)),
+        ('{"input": "a", "score": 1}', ("output",)),
+        ('{"input": 3, "output": "b", "score": 1, "step": 1}', ("input", "3")),
+        ('{"input": "a", "output": "b", "score": "x", "step": 1}', ("score", "x")),
+        ('{"input": "a", "output": "b", "score": Infinity, "step": 1}', ("score",)),
+        (f'{{"input": "a", "output": "b", "score": {10**399}, "step": 1}}', ("score",)),
+        ('{"input": "a", "output": "b", "score": 0, "step": -1}', ("step", "-1")),
+        ('{"input": "a", "output": "b", "score": 0, "step": true}', ("step",)),
+        ('{"input": "a", "output": "b", "step": 1, "finish_reason": "?"}', ("finish_reason", "?")),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, says):
+def test_a_bad_line_is_named(tmp_path, line, facts):
     path = jsonl(tmp_path / "1.jsonl", verl_row("a", "b", 1))
     path.write_text(path.read_text() + line + "\n")
-    with refused(TraceError, naming=("1.jsonl", *says)):
-        import_dump(path, tokens=WORDS)
+    with refused(TraceError, naming=("1.jsonl", 2, *facts)):
+        dump(path)
 
 
-def test_bytes_that_are_no_text_and_empty_files_are_refused(tmp_path):
-    (tmp_path / "1.jsonl").write_bytes(b'{"input": "\xff"}\n')
+@pytest.mark.parametrize("content", [b'{"input": "\xff"}\n', b"\n\n"])
+def test_files_without_text_are_refused(tmp_path, content):
+    (tmp_path / "1.jsonl").write_bytes(content)
     with refused(TraceError, naming=("1.jsonl",)):
-        import_dump(tmp_path / "1.jsonl", tokens=WORDS)
-    (tmp_path / "2.jsonl").write_text("\n\n")
-    with refused(TraceError, naming=("2.jsonl",)):
-        import_dump(tmp_path / "2.jsonl", tokens=WORDS)
+        dump(tmp_path / "1.jsonl")
 
 
 # TRL
 
 
-def test_trl_completions_are_a_trace_and_those_logged_again_are_read_once(trl):
-    trace = import_dump(trl, tokens=WORDS)
-    assert trace.rl_steps == [1, 3]
-    assert trace.outcomes["response_tokens"].tolist() == [3, 1, 1, 1]
-    assert trace.workload["prompt_tokens"].tolist() == [2, 2, 2, 1]
-    assert trace.outcomes["sample"].tolist() == [0, 1, 0, 0]
+def test_trl_completions_are_read_once(trl):
+    trace = dump(trl)
+    check(
+        trace,
+        rl_step=[1, 1, 3, 3],
+        sample=[0, 1, 0, 0],
+        prompt_tokens=[2, 2, 2, 1],
+        response_tokens=[3, 1, 1, 1],
+        reward=[1.5, 0.0, np.nan, 0.5],
+    )
     assert trace.manifest.group_size is None
-    notes = trace.manifest.notes
-    assert "1 logged steps repeat the completions of the step before and are left out" in notes
-
-
-def test_rewards_of_trl_are_added_and_the_manifest_says_which(trl):
-    trace = import_dump(trl, tokens=WORDS)
-    np.testing.assert_array_equal(trace.outcomes["reward"], [1.5, 0.0, np.nan, 0.5])
+    assert "1 logged steps repeat" in trace.manifest.notes
     assert "reward: accuracy_reward + format_reward" in trace.manifest.notes
-    assert import_dump(trl, tokens=WORDS, reward_columns=["format_reward"]).outcomes["reward"][0] == 0.5
-    with refused(TraceError, naming=("0",)):
-        import_dump(trl, tokens=WORDS, reward_columns=["speed"])
+    assert dump(trl, reward_columns=["format_reward"]).outcomes["reward"][0] == 0.5
+    with refused(TraceError, naming=("speed", "0")):
+        dump(trl, reward_columns=["speed"])
 
 
-@pytest.mark.parametrize("shape", ["parquet", "table", "lines", "list", "chat"])
-def test_trl_completions_in_any_file_say_the_same(tmp_path, shape):
-    frame = trl_frame(4, ["hi there", "hi there"], ["one two three", "one"], reward=[1.0, 0.0])
-    path = tmp_path / f"saved.{'parquet' if shape == 'parquet' else 'json'}"
-    records = frame.to_dict("records")
-    if shape == "parquet":
-        frame.to_parquet(path)
-    elif shape == "table":
-        path.write_text(json.dumps({"columns": list(frame), "data": frame.to_numpy().tolist()}, indent=1))
-    elif shape == "lines":
-        jsonl(path, *records)
-    elif shape == "list":
-        path.write_text(json.dumps(records, indent=1))
-    else:
-        chats = [{**r, "prompt": [{"role": "user", "content": r["prompt"]}]} for r in records]
-        jsonl(path, *chats)
-    trace = import_dump(path, tokens=WORDS)
-    assert trace.rl_steps == [4]
-    assert trace.outcomes["response_tokens"].tolist() == [3, 1]
-    assert trace.outcomes["reward"].tolist() == [1.0, 0.0]
-    assert trace.workload["prompt_tokens"].tolist() == [2, 2]
+SAVED = trl_frame(4, ["hi there", "hi there"], ["one two three", "one"], reward=[1.0, 0.0])
+RECORDS = SAVED.to_dict("records")
+CHATS = [{**record, "prompt": [{"role": "user", "content": record["prompt"]}]} for record in RECORDS]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        json.dumps({"columns": list(SAVED), "data": SAVED.to_numpy().tolist()}, indent=1),
+        "\n".join(map(json.dumps, RECORDS)),
+        json.dumps(RECORDS, indent=1),
+        "\n".join(map(json.dumps, CHATS)),
+    ],
+    ids=["parquet", "table", "lines", "list", "chat"],
+)
+def test_trl_completions_are_read_from_any_file(tmp_path, text):
+    path = tmp_path / f"saved.{'parquet' if text is None else 'json'}"
+    SAVED.to_parquet(path) if text is None else path.write_text(text)
+    check(dump(path), rl_step=[4, 4], response_tokens=[3, 1], reward=[1.0, 0.0], prompt_tokens=[2, 2])
 
 
 def test_a_table_with_a_short_row_is_refused(tmp_path):
     table = {"columns": ["step", "prompt", "completion"], "data": [[1, "p", "c"], [1, "p"]]}
     with refused(TraceError, naming=("p", "1", "[1", "]", "3")):
-        import_dump(jsonl(tmp_path / "t.json", table), tokens=WORDS)
+        dump(jsonl(tmp_path / "t.json", table))
 
 
 # vLLM
 
 
-def test_a_csv_of_requests_keeps_when_each_came_and_went(tmp_path):
+def test_a_csv_of_requests_keeps_their_times(tmp_path):
     path = tmp_path / "requests.csv"
     path.write_text(
         "request_id,input_toks,output_toks,arrival_time,queued_ts,first_token_ts,last_token_ts\n"
@@ -227,10 +220,9 @@ def test_a_csv_of_requests_keeps_when_each_came_and_went(tmp_path):
         "bench-1,1034,769,2026-08-20 23:19:40.34,27537.0,27537.25,27562.0\n"
     )
     trace = import_dump(path)
-    assert trace.workload["prompt_tokens"].tolist() == [2358, 1034]
-    assert trace.outcomes["response_tokens"].tolist() == [531, 769]
-    assert (trace.outcomes["t_finish"] - trace.outcomes["t_submit"]).tolist() == [18.0, 25.0]
-    assert (trace.outcomes["t_first_token"] - trace.outcomes["t_submit"]).tolist() == [0.75, 0.25]
+    check(trace, prompt_tokens=[2358, 1034], response_tokens=[531, 769])
+    since = trace.outcomes[["t_first_token", "t_finish"]].sub(trace.outcomes["t_submit"], axis=0)
+    assert since.to_numpy().tolist() == [[0.75, 18.0], [0.25, 25.0]]
 
 
 def test_requests_of_a_log_go_by_many_names(tmp_path):
@@ -246,61 +238,53 @@ def test_requests_of_a_log_go_by_many_names(tmp_path):
          "response": {"body": {"id": "x", "usage": {"prompt_tokens": 4, "completion_tokens": 8}}}},
     )  # fmt: skip
     trace = import_dump(path)
-    outcomes = trace.outcomes
-    assert outcomes["prompt_id"].tolist() == ["a", "b", "c", "d"]
-    assert outcomes["response_tokens"].tolist() == [9, 16, 3, 8]
-    assert outcomes["finish_reason"].tolist() == ["stop", "length", "stop", "length"]
-    assert trace.workload["max_response_tokens"].tolist() == [16, 16, 8, 8]
-    assert outcomes["worker"].tolist()[:2] == [1, 0]
-    assert outcomes["t_finish"].tolist()[:2] == [2.0, 10.0]
-    assert outcomes["t_first_token"].tolist()[:2] == [0.25, 1.5]
-    assert outcomes["t_submit"].isna().tolist() == [False, False, True, True]
-    assert "2 requests have no start time: their times are unknown" in trace.manifest.notes
+    check(
+        trace,
+        prompt_id=["a", "b", "c", "d"],
+        response_tokens=[9, 16, 3, 8],
+        finish_reason=["stop", "length", "stop", "length"],
+        max_response_tokens=[16, 16, 8, 8],
+    )
+    times = trace.outcomes[["worker", "t_submit", "t_first_token", "t_finish"]]
+    assert times[:2].drop(columns="t_submit").to_numpy().tolist() == [[1, 0.25, 2.0], [0, 1.5, 10.0]]
+    assert times["t_submit"].isna().tolist() == [False, False, True, True]
+    assert "2 requests have no start time" in trace.manifest.notes
 
 
-def test_a_request_that_failed_or_made_no_token_counts_as_aborted(tmp_path):
+def test_requests_that_made_nothing_are_aborted(tmp_path):
+    made = ({"output_tokens": 9}, {"output_tokens": 0}, {"error": "timed out"}, {"output_tokens": 3, "success": False})
     row = {"prompt_tokens": 5, "start_time": 7.0, "latency": 2.0}
-    path = jsonl(
-        tmp_path / "log.jsonl",
-        row | {"output_tokens": 9}, row | {"output_tokens": 0}, row | {"error": "timed out"},
-        row | {"output_tokens": 3, "success": False},
-    )  # fmt: skip
-    trace = import_dump(path, max_response_tokens=9)
-    assert trace.outcomes["finish_reason"].tolist() == ["length", "abort", "abort", "abort"]
-    assert trace.outcomes["response_tokens"].tolist() == [9, 0, 0, 3]
-    assert "3 requests failed or made no token and count as aborted" in trace.manifest.notes
-
-
-def test_groups_of_a_log(tmp_path):
-    row = {"prompt_tokens": 5, "output_tokens": 9}
-    by_id = jsonl(tmp_path / "a.jsonl", *[{**row, "prompt_id": p, "rl_step": 3} for p in "xyx"])
-    assert import_dump(by_id).outcomes[["rl_step", "prompt_id", "sample"]].to_numpy().tolist() == [
-        [3, "x", 0], [3, "y", 0], [3, "x", 1]
-    ]  # fmt: skip
-    by_text = jsonl(tmp_path / "b.jsonl", *[{**row, "prompt": p} for p in ("one", "two", "one")])
-    assert import_dump(by_text).outcomes["sample"].tolist() == [0, 0, 1]
-    by_place = jsonl(tmp_path / "c.jsonl", *[{**row, "request_id": i} for i in range(4)])
-    assert import_dump(by_place, group_size=2).outcomes["prompt_id"].tolist() == ["s0-p0", "s0-p0", "s0-p1", "s0-p1"]
+    trace = import_dump(jsonl(tmp_path / "log.jsonl", *(row | more for more in made)), max_response_tokens=9)
+    check(trace, finish_reason=["length", "abort", "abort", "abort"], response_tokens=[9, 0, 0, 3])
+    assert "3 requests failed" in trace.manifest.notes
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("column", "values", "group_size", "expected"),
+    [
+        ("prompt_id", "xyx", None, {"prompt_id": ["x", "y", "x"], "sample": [0, 0, 1]}),
+        ("prompt", ("one", "two", "one"), None, {"sample": [0, 0, 1]}),
+        ("request_id", range(4), 2, {"prompt_id": ["s3-p0", "s3-p0", "s3-p1", "s3-p1"]}),
+    ],
+)
+def test_a_log_says_its_groups(tmp_path, column, values, group_size, expected):
+    rows = [{"prompt_tokens": 5, "output_tokens": 9, "rl_step": 3, column: value} for value in values]
+    trace = import_dump(jsonl(tmp_path / "log.jsonl", *rows), group_size=group_size)
+    check(trace, rl_step=[3] * len(rows), **expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "facts"),
     [
         ({"usage": {"completion_tokens": 3}, "choices": [{}, {}]}, ("2",)),
         ({"output_tokens": 3, "words": 7}, ("prompt_tokens",)),
-        ({"prompt_tokens": 4, "output_tokens": 1.5}, ("output_tokens", "1", "5")),
-        (
-            {"prompt_tokens": 4, "output_tokens": 3, "start_time": "now"},
-            ("now", "start_time"),
-        ),
-        (
-            {"prompt_tokens": 4, "output_tokens": 3, "start_time": 101.0, "latency": -2.0},
-            ("99", "0", "101"),
-        ),
+        ({"prompt_tokens": 4, "output_tokens": 1.5}, ("output_tokens", "1.5")),
+        ({"prompt_tokens": 4, "output_tokens": 3, "start_time": "now"}, ("now", "start_time")),
+        ({"prompt_tokens": 4, "output_tokens": 3, "start_time": 101.0, "latency": -2.0}, ("99.0", "101.0")),
     ],
 )
-def test_a_wrong_request_is_refused(tmp_path, row, says):
-    with refused(TraceError, naming=says):
+def test_a_wrong_request_is_refused(tmp_path, row, facts):
+    with refused(TraceError, naming=facts):
         import_dump(jsonl(tmp_path / "log.jsonl", row), form="vllm")
 
 
@@ -308,27 +292,26 @@ def test_a_wrong_request_is_refused(tmp_path, row, says):
 
 
 def test_the_content_says_the_format(tmp_path, verl, trl):
-    assert guess(verl) == "verl"
-    assert guess(trl) == guess(trl / "completions") == "trl"
-    assert guess(jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})) == "vllm"
     (tmp_path / "lengths.csv").write_text("5\n9\n")
-    assert guess(tmp_path / "lengths.csv") == "csv"
-    with refused(TraceError, naming=("--format",)):
-        guess(jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}))
+    requests = jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})
+    places = (verl, trl, trl / "completions", requests, tmp_path / "lengths.csv")
+    assert [guess(place) for place in places] == ["verl", "trl", "trl", "vllm", "csv"]
     benchmark = {"model_id": "m", "completed": 2, "total_output_tokens": 30, "output_lens": [10, 20], "ttfts": [0.5, 1]}
-    with refused(TraceError, naming=("model_id", "output_lens")):
-        guess(jsonl(tmp_path / "d.json", benchmark))
     (tmp_path / "empty").mkdir()
-    with refused(TraceError, naming=("neither",)):
-        guess(tmp_path / "empty")
-    with refused(TraceError):
-        import_dump(tmp_path / "nothing")
+    for place, facts in (
+        (jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}), ("--format",)),
+        (jsonl(tmp_path / "d.json", benchmark), ("model_id", "output_lens")),
+        (tmp_path / "empty", ("empty",)),
+        (tmp_path / "nothing", ("nothing",)),
+    ):
+        with refused(TraceError, naming=facts):
+            import_dump(place)
 
 
-@pytest.mark.parametrize(("form", "says"), [("verl", ("<step>.jsonl",)), ("trl", ("completions_<step>.parquet",))])
-def test_a_folder_of_something_else_is_refused(tmp_path, form, says):
-    with refused(TraceError, naming=(*says, "in")):
-        import_dump(tmp_path, form=form, tokens=WORDS)
+@pytest.mark.parametrize(("form", "file"), [("verl", "<step>.jsonl"), ("trl", "completions_<step>.parquet")])
+def test_a_folder_of_something_else_is_refused(tmp_path, form, file):
+    with refused(TraceError, naming=(file,)):
+        dump(tmp_path, form=form)
 
 
 LENGTHS = [310, 4096, 95, 120]
@@ -348,59 +331,56 @@ ROWS = list(zip(STEPS, LENGTHS, strict=True))
         ("a.json", [json.dumps([{"step": s, "tokens": n} for s, n in ROWS])]),
     ],
 )
-def test_a_table_of_lengths_is_read_whatever_it_is_written_as(tmp_path: Path, name: str, lines: list[str]):
+def test_a_table_of_lengths_has_many_shapes(tmp_path, name, lines):
     (tmp_path / name).write_text("\n".join(lines) + "\n")
-    trace = read(tmp_path / name)
-    assert trace.outcomes["response_tokens"].tolist() == LENGTHS
-    assert trace.outcomes["rl_step"].tolist() == STEPS
-    assert trace.manifest.kind == "imported"
+    check(read(tmp_path / name), response_tokens=LENGTHS, rl_step=STEPS)
 
 
-def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path: Path):
+def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path):
     frame = pd.DataFrame({"step": STEPS, "num_tokens": LENGTHS, "reward": 0.5})
     frame.to_parquet(tmp_path / "a.parquet")
     for source in (tmp_path / "a.parquet", frame, np.reshape(LENGTHS, (2, 2))):
-        by_step = read(source).outcomes.groupby("rl_step")["response_tokens"].apply(list).tolist()
-        assert by_step == [[310, 4096], [95, 120]]
+        assert read(source).outcomes["rl_step"].value_counts().tolist() == [2, 2]
+        check(read(source), response_tokens=LENGTHS)
     (tmp_path / "a.json").write_text(json.dumps(LENGTHS))
     (tmp_path / "a.txt").write_text("310\n4096\n95\n120\n")
     alone = (LENGTHS, np.array(LENGTHS), pd.Series(LENGTHS), tuple(LENGTHS))
     for source in (*alone, tmp_path / "a.json", tmp_path / "a.txt"):
-        assert read(source).outcomes["response_tokens"].tolist() == LENGTHS
+        check(read(source), response_tokens=LENGTHS)
 
 
-def test_lengths_that_are_none_are_named_with_their_place():
-    cases = (([3, 0], "line 1: got '0'"), ([1.5], "got '1.5'"), (np.zeros((2, 2, 2)), "got shape"), ([], r"got \[\]"))
-    for source, told in cases:
-        with pytest.raises(TraceError, match=told):
-            read(source)
+@pytest.mark.parametrize(
+    ("source", "facts"), [([3, 0], ("1", "0")), ([1.5], ("1.5",)), (np.zeros((2, 2, 2)), ("(2, 2, 2)",)), ([], ("[]",))]
+)
+def test_what_is_no_length_is_named(source, facts):
+    with refused(TraceError, naming=facts):
+        read(source)
 
 
 def test_what_a_csv_does_not_say_is_noted(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("5\n9\n9\n2\n7\n")
     notes = import_dump(path, group_size=2).manifest.notes
-    assert "the cap is unknown: the longest response (9 tokens) is taken for it" in notes
-    assert "prompt tokens are unknown: 0" in notes
-    assert "the last group is incomplete: 1 of 2 samples" in notes
+    for facts in ("cap is unknown", "(9 tokens)", "prompt tokens are unknown: 0", "1 of 2 samples"):
+        assert facts in notes
     path.write_text("length,prompt_tokens,id\n5,3,a\n9,4,b\n")
     notes = import_dump(path, group_size=2, max_response_tokens=9).manifest.notes
     assert notes == "columns read: response_tokens from length, prompt_tokens (not read: id)"
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "facts"),
     [
-        ({"group_size": 2}, ()),
-        ({"column": "x"}, ()),
-        ({"reward_columns": ["x"]}, ()),
+        ({"group_size": 2}, ("verl",)),
+        ({"column": "x"}, ("verl",)),
+        ({"reward_columns": ["x"]}, ("verl",)),
         ({"workers": 0}, ("0",)),
         ({"max_response_tokens": 0}, ("0",)),
     ],
 )
-def test_options_that_do_not_go_with_the_format_are_refused(verl, options, says):
-    with refused(ConfigError, naming=says):
-        import_dump(verl, tokens=WORDS, **options)
+def test_options_of_other_formats_are_refused(verl, options, facts):
+    with refused(ConfigError, naming=facts):
+        dump(verl, **options)
 
 
 texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12)
@@ -415,8 +395,7 @@ def test_any_verl_dump_keeps_every_response_and_its_length(rows, tmp_path_factor
     trace = import_dump(folder, form="verl", tokens=CharsPerToken(2.0))
     expected = [max(1, -(-len(r) // 2)) for step in sorted({row[0] for row in rows}) for s, _, r in rows if s == step]
     assert trace.outcomes["response_tokens"].tolist() == expected
-    groups = trace.workload.groupby(["rl_step", "prompt_id"]).ngroups
-    assert groups == len({(step, prompt) for step, prompt, _ in rows})
+    assert trace.workload.groupby(["rl_step", "prompt_id"]).ngroups == len({row[:2] for row in rows})
 
 
 # Token counts
@@ -425,13 +404,13 @@ def test_any_verl_dump_keeps_every_response_and_its_length(rows, tmp_path_factor
 def test_characters_per_token():
     assert CharsPerToken(3.6).count(["", "a", "seventeen letters"]) == [0, 1, 5]
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
-        with refused(ConfigError, naming=("0",)):
+        with refused(ConfigError, naming=(wrong,)):
             CharsPerToken(wrong)
-    with refused(ConfigError):
+    with refused(ConfigError, naming=("tokenizer",)):
         token_counter("folder", 3.6)
 
 
-def test_a_tokenizer_of_a_folder_counts_all_tokens_of_the_text_and_no_special_ones(tmp_path):
+def test_a_folders_tokenizer_counts_no_special_tokens(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "<s>": 2}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
@@ -461,94 +440,76 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
 # The command
 
 
-@pytest.fixture
-def importing(command):
-    return partial(command, "trace", "import")
-
-
-def test_the_command_writes_a_valid_trace_and_says_what_it_assumed(importing, verl, tmp_path):
-    code, out, err = importing(verl, "--out", tmp_path / "t", "--chars-per-token", 3.6, "--workers", 8, "--json")
+def test_the_command_writes_a_trace_and_its_assumptions(command, verl, tmp_path):
+    options = ("--chars-per-token", 3.6, "--workers", 8, "--json")
+    code, out, err = command("trace", "import", verl, "--out", tmp_path / "t", *options)
     assert code == 0
-    assert json.loads(out) == {
-        "num_rl_steps": 2, "num_responses": 6, "num_tokens": 10, "tables": ["workload", "outcomes"],
-        "path": str(tmp_path / "t"),
-    }  # fmt: skip
-    assert "assumed: token counts are an approximation: characters / 3.6" in err
+    counts = {"num_rl_steps": 2, "num_responses": 6, "num_tokens": 10, "tables": ["workload", "outcomes"]}
+    assert json.loads(out) == counts | {"path": str(tmp_path / "t")}
     manifest = read(tmp_path / "t").manifest
     assert manifest.num_workers == 8
-    assert manifest.notes == (
-        "token counts are an approximation: characters / 3.6; the cap is unknown: the longest response (3 tokens) is "
-        "taken for it; 6 responses do not say how they ended: they count as finished"
-    )
+    for facts in ("3.6", "(3 tokens)", "6 responses"):
+        assert facts in manifest.notes
+        assert facts in err
 
 
-def test_the_command_adds_rewards_by_name(importing, trl, tmp_path):
+def test_the_command_adds_rewards_by_name(command, trl, tmp_path):
     args = ["--chars-per-token", 3, "--reward", "format_reward", "--reward", "accuracy_reward"]
-    assert importing(trl, "--out", tmp_path / "t", *args)[0] == 0
+    assert command("trace", "import", trl, "--out", tmp_path / "t", *args)[0] == 0
     assert "reward: format_reward + accuracy_reward" in read(tmp_path / "t").manifest.notes
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "facts"),
     [
-        ([], "give --tokenizer FOLDER, the model's tokenizer, or --chars-per-token 3.6 for an approximation"),
-        (["--format", "slime"], "--format is 'slime'; there are: verl, trl, vllm, csv"),
-        (["--tokenizer", "nowhere"], "nowhere: no such file"),
+        ([], ("--tokenizer", "--chars-per-token")),
+        (["--format", "slime"], ("--format", "slime", "verl, trl, vllm, csv")),
+        (["--tokenizer", "nowhere"], ("nowhere",)),
     ],
 )
-def test_wrong_input_of_the_command_is_exit_code_2_and_one_line(importing, verl, tmp_path, args, says):
-    code, out, err = importing(verl, "--out", tmp_path / "t", *args)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert says in err
+def test_wrong_input_is_exit_code_2(command, verl, tmp_path, args, facts):
+    code, out, err = command("trace", "import", verl, "--out", tmp_path / "t", *args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert all(fact in err for fact in facts)
     assert not (tmp_path / "t").exists()
 
 
-def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MOST_JSON_BYTES", 1 << 20)
     (tmp_path / "endless.jsonl").symlink_to("/dev/full")
     with refused(TraceError, naming=("1", "MiB")):
         list(rows.rows_of(tmp_path / "endless.jsonl"))
 
 
-def test_what_is_packed_is_unpacked_up_to_a_size_and_a_number_of_lines(tmp_path, monkeypatch):
+def test_what_is_packed_is_unpacked_within_limits(tmp_path, monkeypatch):
     for name, text in (("few", b"3\n5\n"), ("bomb", b"0" * (1 << 20) + b"1"), ("long", b"1\n" * 200)):
         (tmp_path / f"{name}.csv.gz").write_bytes(gzip.compress(text))
-    for trace in (read(tmp_path / "few.csv.gz"), import_dump(tmp_path / "few.csv.gz")):
-        assert trace.outcomes["response_tokens"].tolist() == [3, 5]
+    readers = (read, partial(import_dump, form="csv"))
+    for reader in readers:
+        check(reader(tmp_path / "few.csv.gz"), response_tokens=[3, 5])
     monkeypatch.setattr(rows, "MOST_JSON_BYTES", 1 << 20)
     monkeypatch.setattr(rows, "MOST_ROWS", 100)
     for name, limit in (("bomb", "1 MiB"), ("long", "100")):
-        for reader in (read, partial(import_dump, form="csv")):
-            with pytest.raises(TraceError) as refused:
+        for reader in readers:
+            with refused(TraceError, naming=(f"{name}.csv.gz", limit)):
                 reader(tmp_path / f"{name}.csv.gz")
-            assert f"{name}.csv.gz" in str(refused.value)
-            assert limit in str(refused.value)
 
 
-def test_a_parquet_file_of_too_many_rows_or_values_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_parquet_files_of_too_many_values_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "MOST_ROWS", 100)
-    pq.write_table(pa.table({"a": [0] * 101}), tmp_path / "long.parquet")
-    pq.write_table(pa.table({"a": [[0] * 50, [0] * 51]}), tmp_path / "wide.parquet")
-    pq.write_table(pa.table({"a": [0] * 100}), tmp_path / "whole.parquet")
+    for name, column in (("whole", [0] * 100), ("long", [0] * 101), ("wide", [[0] * 50, [0] * 51])):
+        pq.write_table(pa.table({"response_tokens": column}), tmp_path / f"{name}.parquet")
+    row = {"rl_step": 0, "prompt_id": "p", "sample": 0, "turn": 0, "response_tokens": 7, "finish_reason": "stop"}
+    pq.write_table(pa.Table.from_pylist([row] * 101), tmp_path / "outcomes.parquet")
     check_parquet(tmp_path / "whole.parquet")
-    for name in ("long", "wide"):
-        with refused(OSError, naming=("101", "100")):
-            check_parquet(tmp_path / f"{name}.parquet")
     with refused(OSError):
         check_parquet(tmp_path)
-
-
-def test_a_dump_of_too_many_rows_is_refused_before_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "MOST_ROWS", 100)
-    pq.write_table(pa.table({"response_tokens": [7] * 101}), tmp_path / "t.parquet")
-    with refused(TraceError, naming=("101", "100")):
-        list(rows.rows_of(tmp_path / "t.parquet"))
-    with refused(TraceError, naming=("101", "100")):
-        import_dump(tmp_path / "t.parquet", form="csv")
-    row = {"rl_step": 0, "prompt_id": "p", "sample": 0, "turn": 0, "response_tokens": 7, "finish_reason": "stop"}
-    pq.write_table(pa.Table.from_pylist([row] * 101), tmp_path / "o.parquet")
-    with refused(TraceError, naming=("101", "100")):
-        storage.FileTable("outcomes", tmp_path / "o.parquet")
+    for error, look, name in (
+        (OSError, check_parquet, "long"),
+        (OSError, check_parquet, "wide"),
+        (TraceError, lambda path: list(rows.rows_of(path)), "long"),
+        (TraceError, partial(import_dump, form="csv"), "long"),
+        (TraceError, partial(storage.FileTable, "outcomes"), "outcomes"),
+    ):
+        with refused(error, naming=("101", "100")):
+            look(tmp_path / f"{name}.parquet")

@@ -1,102 +1,66 @@
-"""Measures how fast a long trace is written, checked, described and read, and that its length costs no memory."""
+"""Makes traces RL step by RL step, and measures what memory work on a long one takes."""
 
 from __future__ import annotations
 
-import tempfile
-import time
-from collections.abc import Sequence
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
+import pytest
+from hypothesis import strategies as st
 
-from bench.harness import alone, peak_rss_bytes
-from tltlab.errors import ConfigError
+from tltlab.traces import trace as trace_module
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter, count, describe
-from tltlab.traces.trace import read
+from tltlab.traces.stream import StreamWriter
 
-Phase = Literal["validate", "describe", "iterate"]
-PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")
-CAP = 32_768
+MANIFEST = Manifest(kind="synthetic", num_workers=2)
+Frames = tuple[pd.DataFrame, pd.DataFrame]
 
 
-def bench_stream(
-    num_responses: int,
-    *,
-    step_responses: int = 16_384,
-    phases: Sequence[Phase] = PHASES,
-    folder: Path | None = None,
-) -> dict[str, Any]:
-    """Write a synthetic trace, then validate, describe and iterate it, each in a process of its own.
-
-    `step_responses` responses per RL step in groups of 16, and as many RL steps as `num_responses` take,
-    the last one full. The trace goes to a temporary folder in `folder` and is removed. Returns `num_responses`,
-    `num_rl_steps`, `trace_bytes` (on disk) and `phases`: for "write" and each of `phases` its `wall_s`, `rows_per_s`
-    and `peak_rss_bytes` (of the process, with the interpreter and its libraries). Raises ConfigError.
-    """
-    if num_responses < 1:
-        raise ConfigError(f"num_responses is {num_responses}, it must be at least 1")
-    num_rl_steps = -(-num_responses // step_responses)
-    measured = {}
-    with tempfile.TemporaryDirectory(dir=folder, prefix="stream-bench.") as temporary:
-        path = Path(temporary) / "trace"
-        for phase in ("write", *phases):
-            wall_s, peak = alone(run, phase, path, num_rl_steps, step_responses)
-            rows_per_s = num_rl_steps * step_responses / wall_s
-            measured[phase] = {"wall_s": wall_s, "rows_per_s": rows_per_s, "peak_rss_bytes": peak}
-        trace_bytes = sum(file.stat().st_size for file in path.iterdir())
-    return {
-        "num_responses": num_rl_steps * step_responses,
-        "num_rl_steps": num_rl_steps,
-        "trace_bytes": trace_bytes,
-        "phases": measured,
-    }
+def rl_step(number: int, responses: int = 4) -> Frames:
+    """Workload and outcomes of one RL step in groups of two, with times."""
+    rng = np.random.default_rng(number)
+    i = np.arange(responses)
+    key = pd.DataFrame({"rl_step": number, "prompt_id": [f"step{number}-p{k}" for k in i // 2], "sample": i % 2})
+    tokens = rng.integers(1, 100, responses)
+    workload = key.assign(turn=0, epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=number)
+    outcomes = key.assign(turn=0, response_tokens=tokens, finish_reason="stop", reward=rng.random(responses))
+    return workload, outcomes.assign(worker=i % 2, t_submit=0.0, t_first_token=0.1, t_finish=tokens * 0.5)
 
 
-def run(phase: str, path: Path, num_rl_steps: int, step_responses: int) -> tuple[float, int]:
-    """One phase in this process: its wall time in seconds and the peak resident bytes of the process."""
-    started = time.perf_counter()
-    if phase == "write":
-        write(path, num_rl_steps, step_responses, 16, 0)
-    elif phase == "validate":
-        count(read(path))
-    elif phase == "describe":
-        describe(read(path))
-    else:
-        for step in read(path).iter_rl_steps():
-            _ = step.workload, step.outcomes
-    return time.perf_counter() - started, peak_rss_bytes()
+def write_steps(path: Path, steps: Iterable[Frames]) -> Path:
+    with StreamWriter(path, MANIFEST) as writer:
+        for step in steps:
+            writer.append(*step)
+    return path
 
 
-def write(path: Path, num_rl_steps: int, step_responses: int, group_size: int, seed: int) -> None:
-    """Write a trace of log-normal lengths with all times known; every RL step has prompts of its own."""
-    rng = np.random.default_rng(seed)
-    manifest = Manifest(kind="synthetic", num_workers=64, max_response_tokens=CAP, group_size=group_size, seed=seed)
-    number = np.arange(step_responses, dtype=np.int32)
-    group = number // group_size
-    worker = number % 64
-    with StreamWriter(path, manifest) as writer:
-        for rl_step in range(num_rl_steps):
-            names = [f"step{rl_step}-prompt{i}" for i in range(int(group[-1]) + 1)]
-            key = {
-                "rl_step": np.full(step_responses, rl_step, np.int32),
-                "prompt_id": pa.DictionaryArray.from_arrays(group, names),
-                "sample": number % group_size,
-                "turn": np.zeros(step_responses, np.int32),
-            }
-            tokens = np.clip(rng.lognormal(7.0, 1.2, step_responses), 1, CAP).astype(np.int32)
-            constant = {"epoch": 0, "prompt_tokens": 256, "max_response_tokens": CAP, "policy_version": rl_step}
-            workload = {**key, **{name: np.full(step_responses, value, np.int32) for name, value in constant.items()}}
-            outcomes = {
-                **key,
-                "response_tokens": tokens,
-                "finish_reason": pa.DictionaryArray.from_arrays((tokens == CAP).astype(np.int8), ["stop", "length"]),
-                "reward": rng.integers(0, 2, step_responses).astype(np.float32),
-                "worker": worker,
-                "t_submit": np.zeros(step_responses),
-                "t_first_token": rng.uniform(0.1, 1.0, step_responses),
-                "t_finish": 1.0 + tokens * 0.01,
-            }
-            writer.append(pa.table(workload), pa.table(outcomes))
+def responses(least: int) -> st.SearchStrategy[list[tuple[int, str, int, int]]]:
+    """RL step, prompt, sample and length of responses, at least so many."""
+    prompts = st.sampled_from(["a", "b", "é"])
+    row = st.tuples(st.integers(0, 4), prompts, st.integers(0, 3), st.integers(1, 64))
+    return st.lists(row, min_size=least, max_size=30, unique_by=lambda row: row[:3])
+
+
+def peak_bytes(work: Callable[[], Iterator[object]]) -> int:
+    """Most memory in use at once: Python's and numpy's at any time, Arrow's whenever rows are checked or handed out."""
+    arrow, before = [0], pa.total_allocated_bytes()
+    plain = trace_module.check
+
+    def check(parts: object) -> None:
+        arrow.append(pa.total_allocated_bytes() - before)
+        plain(parts)
+
+    gc.collect()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trace_module, "check", check)
+        tracemalloc.start()
+        for _ in work():
+            arrow.append(pa.total_allocated_bytes() - before)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak + max(arrow)

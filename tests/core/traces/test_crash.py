@@ -18,7 +18,7 @@ from tltlab.traces.recovery import repair
 from tltlab.traces.trace import Trace, read
 
 from ...crash_states import Disk, crashes, put
-from .test_recovery import MANIFEST, record, rows
+from .recordings import MANIFEST, record, rows
 
 Attempts = dict[int, int]
 """RL step to the attempt whose rows it holds."""

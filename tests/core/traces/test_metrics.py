@@ -45,45 +45,33 @@ MEASURED = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "poli
         (metrics.makespan_s, rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1]), 5.0),
         (metrics.tokens_per_s, rollout([4.0, 8.0], tokens=[100, 300]), 50.0),
         (metrics.length_percentiles, rollout([1.0] * 3, tokens=[1, 2, 3]), pytest.approx([2.0, 2.9, 3.0])),
+        (metrics.bubble_fraction, rollout([5.0, 10.0], workers=[0, 1]), 0.25),
+        (metrics.bubble_fraction, rollout([5.0, 10.0]), None),
+        # Of 8, one running is not fewer than an eighth.
+        (metrics.tail_fraction, rollout([1.0] * 7 + [10.0]), 0.0),
     ],
-    ids=["first submit to last finish", "measured time first", "makespan", "tokens per second", "percentiles"],
 )
 def test_a_metric_by_hand(metric, trace, value):
     assert metric(trace) == value
 
 
-def test_bubble_is_the_idle_share_of_worker_seconds():
-    assert metrics.bubble_fraction(rollout([5.0, 10.0], workers=[0, 1], num_workers=2)) == 0.25
-    assert metrics.bubble_fraction(rollout([5.0, 10.0], workers=[0, 1], num_workers=4)) == 0.625
-    assert metrics.bubble_fraction(rollout([5.0, 10.0], workers=[0, 1])) == 0.25
-    assert metrics.bubble_fraction(rollout([5.0, 10.0])) is None
-
-
-def test_spans_say_when_a_worker_was_busy_and_spot_training_is_still_bubble():
-    spans = pd.DataFrame(
-        [
-            ("worker 0", "decode", 0.0, 2.0),
-            ("worker 0", "speculative_decode", 1.0, 3.0),
-            ("worker 0", "spot_train", 4.0, 6.0),
-            ("worker 1", "decode", 2.0, 8.0),
-            ("trainer", "train", 0.0, 20.0),
-        ],
-        columns=["lane", "kind", "t_start", "duration"],
-    ).assign(rl_step=0)
+def test_spans_say_when_a_worker_was_busy():
+    """Spot training is still bubble."""
+    rows = [
+        ("worker 0", "decode", 0.0, 2.0),
+        ("worker 0", "speculative_decode", 1.0, 3.0),
+        ("worker 0", "spot_train", 4.0, 6.0),
+        ("worker 1", "decode", 2.0, 8.0),
+        ("trainer", "train", 0.0, 20.0),
+    ]
+    spans = pd.DataFrame(rows, columns=["lane", "kind", "t_start", "duration"]).assign(rl_step=0)
     trace = rollout([4.0, 10.0], workers=[0, 1], num_workers=2, spans=spans)
     assert metrics.bubble_fraction(trace) == pytest.approx((6 + 2) / 20)
     assert metrics.bubble_fraction(trace, idle=True) == pytest.approx((0 + 2) / 20), "who trains is not idle"
     assert metrics.worker_bubbles(trace, idle=True) == pytest.approx({"worker 0": 0.0, "worker 1": 0.2})
 
 
-def test_the_tail_begins_when_fewer_than_an_eighth_are_running():
-    assert metrics.tail_fraction(rollout([float(min(k, 4)) for k in range(15)] + [10.0])) == 0.6
-    assert metrics.tail_window(rollout([4.0] * 15 + [10.0]), 0) == (4.0, 10.0)
-    # Of 8, one running is not fewer than an eighth.
-    assert metrics.tail_fraction(rollout([1.0] * 7 + [10.0])) == 0.0
-
-
-def test_accept_length_counts_the_bonus_token_and_only_drafted_iterations():
+def test_accept_length_counts_bonus_tokens_of_drafted_iterations():
     table = iterations(
         batch=[2, 8, 4], num_drafted=[6, 0, 6], num_accepted=[4, 0, 2], accepted_per_request=[[3, 1], None, [2, 0]]
     )
@@ -94,10 +82,8 @@ def test_accept_length_counts_the_bonus_token_and_only_drafted_iterations():
     assert metrics.mean_accept_length(rollout([1.0])) is None
 
 
-def test_running_requests_is_a_step_curve():
-    times, counts = metrics.running_requests(rollout([2.0, 5.0, 5.0], submit=[0.0, 0.0, 1.0]), 0)
-    assert times.tolist() == [0, 1, 2, 5]
-    assert counts.tolist() == [2, 3, 2, 0]
+def test_a_trace_without_times_has_no_running_requests():
+    assert metrics.tail_window(rollout([4.0] * 15 + [10.0]), 0) == (4.0, 10.0)
     with refused(TraceError, naming=("simulate",)):
         metrics.running_requests(rollout([np.nan, np.nan]), 0)
 
@@ -113,22 +99,21 @@ def test_prompt_share_by_hand(tokens, share):
     assert metrics.prompt_share(rollout([1.0] * 4, tokens=tokens)) is None
 
 
-def test_drift_over_rl_steps_does_not_count_as_prompt_share():
+def test_drift_is_no_prompt_share():
     tokens = [2, 8, 2, 8, 2000, 8000, 2000, 8000]
     steps, groups = [0] * 4 + [1] * 4, ["a", "a", "b", "b"] * 2
     assert metrics.prompt_share(rollout([1.0] * 8, tokens=tokens, prompts=groups, rl_step=steps)) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
-def test_generated_traces_have_the_prompt_share_and_lengths_asked_for(share):
+def test_generated_traces_have_the_prompt_share_asked_for(share):
     trace = log_normal(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=share, cap=10**6)
     assert metrics.prompt_share(trace) == pytest.approx(share, abs=0.04)
     logs = np.log(trace.outcomes["response_tokens"])
-    assert np.exp(logs.median()) == pytest.approx(500, rel=0.1)
-    assert logs.std() == pytest.approx(0.8, rel=0.1)
+    assert (np.exp(logs.median()), logs.std()) == pytest.approx((500, 0.8), rel=0.1)
 
 
-def test_summary_has_the_keys_of_the_command_line_and_null_for_unknown():
+def test_summary_has_null_for_unknown():
     known = metrics.summary(rollout([5.0, 10.0], workers=[0, 1], tokens=[30, 70]))
     assert known == {
         "makespan_s": 10.0, "makespan_s_per_step": [10.0], "tokens_per_s": 10.0, "num_responses": 2, "num_tokens": 100,
@@ -142,7 +127,7 @@ def test_summary_has_the_keys_of_the_command_line_and_null_for_unknown():
     assert unknown["makespan_s_per_step"] == [None]
 
 
-def test_per_step_rows_agree_with_the_metrics_of_one_step():
+def test_per_step_rows_agree_with_metrics():
     trace = rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1], workers=[0, 1, 0, 1])
     rows = metrics.per_step(trace)
     assert [row["rollout_s"] for row in rows] == [4.0, 6.0]

@@ -1,8 +1,6 @@
 """Traces larger than memory: written and read RL step by RL step, in memory that does not grow with their length."""
 
-import gc
 import json
-import tracemalloc
 
 import numpy as np
 import pandas as pd
@@ -13,39 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.errors import InputError, TraceError
 from tltlab.traces import metrics, storage, stream
 from tltlab.traces import trace as trace_module
-from tltlab.traces.schema import Manifest
 from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
 
-from .streams import bench_stream, write
-
-MANIFEST = Manifest(kind="synthetic", num_workers=2)
-
-
-def rl_step(number, responses=4, *, seed=0):
-    """Workload and outcomes of one RL step in groups of two, with times."""
-    rng = np.random.default_rng([seed, number])
-    i = np.arange(responses)
-    key = pd.DataFrame({"rl_step": number, "prompt_id": [f"step{number}-p{k}" for k in i // 2], "sample": i % 2})
-    tokens = rng.integers(1, 100, responses)
-    workload = key.assign(turn=0, epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=number)
-    outcomes = key.assign(turn=0, response_tokens=tokens, finish_reason="stop", reward=rng.random(responses))
-    outcomes = outcomes.assign(worker=i % 2, t_submit=0.0, t_first_token=0.1, t_finish=tokens * 0.5)
-    return workload, outcomes
-
-
-def write_steps(path, *steps):
-    with StreamWriter(path, MANIFEST) as writer:
-        for step in steps:
-            writer.append(*step)
-    return path
+from .streams import MANIFEST, peak_bytes, responses, rl_step, write_steps
 
 
 def written(path, num_rl_steps):
-    return write_steps(path, *map(rl_step, range(num_rl_steps)))
+    return write_steps(path, map(rl_step, range(num_rl_steps)))
 
 
 def whole(num_rl_steps):
@@ -61,7 +37,7 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 700)
 
 
-def test_a_streamed_trace_is_the_trace_written_in_one_piece_also_one_by_one(tmp_path, tiny_chunks):
+def test_a_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
     trace, expected = read(written(tmp_path / "t", 5)), whole(5)
     steps = list(trace.iter_rl_steps())
     assert trace.manifest == expected.manifest
@@ -72,18 +48,12 @@ def test_a_streamed_trace_is_the_trace_written_in_one_piece_also_one_by_one(tmp_
             pd.testing.assert_frame_equal(step.table(name), expected.table(name, rl_step=number))
 
 
-def test_small_rl_steps_share_a_row_group_and_none_is_cut(tmp_path, monkeypatch):
-    def groups(path):
-        file = pq.ParquetFile(path / "outcomes.parquet")
-        return [
-            sorted(set(file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist())) for i in range(file.num_row_groups)
-        ]
-
-    assert groups(written(tmp_path / "a", 5)) == [[0, 1, 2, 3, 4]]
-    monkeypatch.setattr(stream, "GROUP_BYTES", 500)
-    assert groups(written(tmp_path / "b", 5)) == [[0, 1], [2, 3], [4]]
-    monkeypatch.setattr(stream, "GROUP_BYTES", 1)
-    assert groups(written(tmp_path / "c", 3)) == [[0], [1], [2]]
+def test_small_rl_steps_share_a_row_group(tmp_path, monkeypatch):
+    for limit, expected in ((10**6, [[0, 1, 2, 3, 4]]), (500, [[0, 1], [2, 3], [4]]), (1, [[0], [1], [2], [3], [4]])):
+        monkeypatch.setattr(stream, "GROUP_BYTES", limit)
+        file = pq.ParquetFile(written(tmp_path / "t", 5) / "outcomes.parquet")
+        groups = [file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist() for i in range(file.num_row_groups)]
+        assert [sorted(set(group)) for group in groups] == expected
 
 
 def test_what_repeats_is_stored_once(tmp_path):
@@ -92,7 +62,7 @@ def test_what_repeats_is_stored_once(tmp_path):
     key = pd.DataFrame({"rl_step": 0, "prompt_id": name, "sample": i})
     workload = key.assign(epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=0)
     outcomes = key.assign(response_tokens=1, finish_reason="stop")
-    write_steps(tmp_path / "t", (workload, outcomes))
+    write_steps(tmp_path / "t", [(workload, outcomes)])
     column = pq.ParquetFile(tmp_path / "t" / "outcomes.parquet").metadata.row_group(0).column(1)
     assert column.path_in_schema == "prompt_id"
     assert column.total_uncompressed_size < 1000
@@ -102,44 +72,38 @@ def test_dictionary_arrays_are_texts(tmp_path):
     workload, outcomes = (pa.Table.from_pandas(frame, preserve_index=False) for frame in rl_step(0))
     at = outcomes.column_names.index("prompt_id")
     encoded = outcomes.set_column(at, "prompt_id", outcomes["prompt_id"].dictionary_encode())
-    write_steps(tmp_path / "t", (workload, encoded))
+    write_steps(tmp_path / "t", [(workload, encoded)])
     assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
 
 
-def test_optional_tables_may_come_with_some_rl_steps(tmp_path):
+def test_an_append_holds_any_number_of_rl_steps_and_tables(tmp_path):
+    trace, steps = whole(3), pd.DataFrame({"rl_step": [7], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
     with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-        writer.append(*rl_step(0))
-        steps = pd.DataFrame({"rl_step": [1], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
-        writer.append(*rl_step(1), steps=steps)
-    assert read(tmp_path / "t").steps["rl_step"].tolist() == [1]
+        writer.append(trace.workload, trace.outcomes)
+        writer.append(*rl_step(7), steps=steps)
+    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
+    assert read(tmp_path / "t").steps["rl_step"].tolist() == [7]
 
 
 def test_a_trace_without_rl_steps_is_one(tmp_path):
-    trace = read(write_steps(tmp_path / "t"))
+    trace = read(write_steps(tmp_path / "t", []))
     assert (trace.rl_steps, trace.manifest.num_rl_steps) == ([], 0)
     assert list(trace.iter_rl_steps()) == []
     assert count(trace)["num_tokens"] == 0
 
 
-def test_several_rl_steps_at_once(tmp_path):
-    trace = whole(3)
-    write_steps(tmp_path / "t", (trace.workload, trace.outcomes), rl_step(7))
-    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
-
-
 @pytest.mark.parametrize("number", [2, 3])
 def test_rl_steps_must_be_whole_and_ascending(tmp_path, number):
     with refused(TraceError, naming=("rl_step", number)):
-        write_steps(tmp_path / "t", rl_step(3), rl_step(number))
+        write_steps(tmp_path / "t", [rl_step(3), rl_step(number)])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_append_is_checked_and_a_fault_names_its_row_in_the_file(tmp_path):
+def test_a_fault_names_its_row_in_the_file(tmp_path):
     workload, outcomes = rl_step(1)
     outcomes.loc[2, "response_tokens"] = 101
-    message = r"outcomes: column response_tokens, row 6 \(rl_step 1, .*got 101, its max_response_tokens is 100"
-    with pytest.raises(TraceError, match=message):
-        write_steps(tmp_path / "t", rl_step(0), (workload, outcomes))
+    with refused(TraceError, naming=("outcomes", "response_tokens", "row 6", "rl_step 1", 101, 100)):
+        write_steps(tmp_path / "t", [rl_step(0), (workload, outcomes)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,46 +119,29 @@ def test_a_refused_append_leaves_the_writer_usable(tmp_path):
 
 def test_a_block_that_raises_leaves_the_old_trace(tmp_path):
     written(tmp_path / "t", 2)
-
-    def fail():
-        with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-            writer.append(*rl_step(5))
-            raise FileNotFoundError("something of the caller's")
-
-    with refused(FileNotFoundError):
-        fail()
+    with refused(FileNotFoundError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(*rl_step(5))
+        raise FileNotFoundError("something of the caller's")
     assert read(tmp_path / "t").rl_steps == [0, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-def test_a_full_disk_leaves_no_trace_even_when_the_caller_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_trace(tmp_path, monkeypatch):
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    def fail():
-        with StreamWriter(tmp_path / "t", MANIFEST) as writer:
-            monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
-            monkeypatch.setattr(stream, "GROUP_BYTES", 1)
-            with refused(InputError):
-                writer.append(*rl_step(0))
-            monkeypatch.undo()
-
-    with refused(InputError):
-        fail()
+    with refused(InputError), StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
+        monkeypatch.setattr(stream, "GROUP_BYTES", 1)
+        with refused(InputError):
+            writer.append(*rl_step(0))
+        monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
 
-rows = st.lists(
-    st.tuples(st.integers(0, 4), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64)),
-    min_size=1,
-    max_size=40,
-    unique_by=lambda row: row[:3],
-)
-
-
 @settings(max_examples=15, deadline=None)
-@given(rows=rows, group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
-def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_bytes, tmp_path_factory):
+@given(rows=responses(1), group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
+def test_any_order_of_rows_and_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
     outcomes = key.assign(response_tokens=[row[3] for row in rows], finish_reason="stop")
@@ -218,7 +165,7 @@ def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_by
     assert counts["num_tokens"] == outcomes["response_tokens"].sum()
 
 
-def test_neighbouring_rl_steps_are_read_together_and_only_the_tables_in_use(tmp_path, monkeypatch):
+def test_neighbouring_rl_steps_are_read_together(tmp_path, monkeypatch):
     path = written(tmp_path / "t", 6)
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 1500)
     trace = read(path)
@@ -238,7 +185,7 @@ def test_an_rl_step_of_a_stream_is_a_trace(tmp_path, tiny_chunks):
     assert read(one.write(tmp_path / "one")).outcomes.equals(one.outcomes)
 
 
-def test_numbers_of_a_trace_do_not_depend_on_how_it_is_read(tmp_path, tiny_chunks):
+def test_metrics_do_not_depend_on_how_traces_are_read(tmp_path, tiny_chunks):
     streamed, memory = read(written(tmp_path / "t", 7)), whole(7)
     assert len(list(streamed.parts())) > 3
     assert len(list(memory.parts())) == 1
@@ -250,7 +197,7 @@ def test_numbers_of_a_trace_do_not_depend_on_how_it_is_read(tmp_path, tiny_chunk
     assert metrics.num_workers(streamed) == 2
 
 
-def test_rows_of_other_tables_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
+def test_rows_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
     constant = {"worker": 0, "iteration": 0, "t_start": 0.0, "duration": 0.1, "context_tokens": 1, "prefill_tokens": 0}
     strategy = {"draft_depth": 3, "top_k": 1, "tokens_to_verify": 4, "num_drafted": 3, "num_generated": 4}
     iterations = pd.DataFrame({"rl_step": [0, 1, 9], "batch": [1, 2, 4], "num_accepted": 3, **constant, **strategy})
@@ -272,26 +219,6 @@ def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
         read(path)
 
 
-def peak_bytes(work):
-    """Most memory in use at once: Python's and numpy's at any time, Arrow's whenever rows are checked or handed out."""
-    arrow, before = [0], pa.total_allocated_bytes()
-    plain = trace_module.check
-
-    def check(parts):
-        arrow.append(pa.total_allocated_bytes() - before)
-        plain(parts)
-
-    gc.collect()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trace_module, "check", check)
-        tracemalloc.start()
-        for _ in work():
-            arrow.append(pa.total_allocated_bytes() - before)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return peak + max(arrow)
-
-
 def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
     """28 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
     chunk, path = 1 << 19, tmp_path / "t"
@@ -300,7 +227,7 @@ def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
 
     def work():
         if way == "write":
-            yield write(path, 28, 1024, 8, 0)
+            yield write_steps(path, (rl_step(number, 1024) for number in range(28)))
         elif way == "iterate":
             for one in read(path).iter_rl_steps():
                 yield one.workload, one.outcomes
@@ -312,19 +239,3 @@ def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
     for way in ("write", "iterate", "validate", "describe", "load"):
         peak = peak_bytes(work)
         assert peak > 8 * chunk if way == "load" else peak < 4 * chunk, way
-
-
-def test_the_benchmark_measures_every_phase(tmp_path):
-    result = bench_stream(1000, step_responses=256, phases=("iterate",), folder=tmp_path)
-    assert (result["num_responses"], result["num_rl_steps"]) == (1024, 4)
-    assert list(result["phases"]) == ["write", "iterate"]
-    for phase in result["phases"].values():
-        assert phase["rows_per_s"] == 1024 / phase["wall_s"]
-        assert 2**26 < phase["peak_rss_bytes"] < 2**31
-    assert result["trace_bytes"] > 1000
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_size_of_the_benchmark_is_refused():
-    with refused(ConfigError, naming=("num_responses", "0")):
-        bench_stream(0)

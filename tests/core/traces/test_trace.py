@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
-import re
 import shutil
 import signal
 from contextlib import suppress
@@ -16,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.core.traces.damage import flipped
+from tests.core.traces.streams import responses
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import storage
@@ -30,58 +29,46 @@ from tltlab.traces.trace import Trace, read
 def full_tables() -> dict[str, pd.DataFrame]:
     """Every table of the format: 2 RL steps x 2 prompts x 2 samples, response i has i + 1 tokens."""
     i = np.arange(8)
-    key = {"rl_step": i // 4, "prompt_id": [f"p{k}" for k in i // 2], "sample": i % 2, "turn": 0}
+    response = {"rl_step": i // 4, "prompt_id": [f"p{k}" for k in i // 2], "sample": i % 2, "turn": 0}
     lists = [list(range(k + 1)) for k in i]
-    iteration = {"rl_step": [0, 0, 1], "worker": [0, 1, 0], "iteration": [0, 0, 0]}
-    strategy = {"drafter": "ngram", "draft_depth": 3, "top_k": 1, "tokens_to_verify": 4}
-    return {
-        "workload": pd.DataFrame(
-            {**key, "epoch": 0, "prompt_tokens": 5, "max_response_tokens": 16, "policy_version": 0}
-        ),
-        "outcomes": pd.DataFrame(
-            {**key, "response_tokens": i + 1, "finish_reason": "stop", "reward": i / 7, "worker": i % 2,
-             "t_submit": 0.0, "t_first_token": 0.5, "t_finish": 1.0 + i, "tool_s": np.nan}
-        ),
-        "tokens": pd.DataFrame(
-            {**key, "prompt_token_ids": [[1, 2, 3, 4, 5]] * 8, "token_ids": lists,
-             "logprobs": [[-0.5] * len(x) for x in lists], "token_versions": [[0] * len(x) for x in lists]}
-        ),
-        "iterations": pd.DataFrame(
-            {**iteration, "t_start": 0.0, "duration": 0.1, "draft_duration": 0.01, "batch": 2, "num_waiting": 0,
-             "context_tokens": 10, "kv_tokens": 12, "prefill_tokens": 0, **strategy, "num_drafted": 6,
-             "num_accepted": 4, "num_generated": 6, "accepted_per_request": [[3, 1]] * 3, "next_draft_depth": 3}
-        ),
-        "decisions": pd.DataFrame({**iteration, "bucket": 0, **strategy, "propensity": 0.5, "reward": 40.0}),
-        "acceptance": pd.DataFrame(
-            {**key, "drafter": "ngram", "drafter_age": 0, "drafter_updates": 1, "max_depth": 8,
-             "accept_if_drafted": [[min(8, k) for k in x] for x in lists]}
-        ),
-        "steps": pd.DataFrame(
-            {"rl_step": [0, 1], "t_start": [0.0, 10.0], "rollout_s": [4.0, 8.0], "inference_s": 0.1, "reward_s": 0.1,
-             "train_s": 1.0, "sync_s": 0.1, "policy": "none", "policy_version": [0, 1], "drafter_version": 0,
-             "drafter_age": [0, 1], "drafter_updates": 12, "reward_mean": 0.5, "drift_kl": [0.01, -0.001]}
-        ),
-        "spans": pd.DataFrame(
-            {"rl_step": [0, 1], "lane": "worker 0", "kind": "decode", "t_start": 0.0, "duration": 1.0, "batch": 2,
-             "detail": None}
-        ),
-        "spot_training": pd.DataFrame(
-            {"rl_step": [0, 0, 1], "worker": [0, 1, 1], "term": [7, 7, 8], "t_start": 1.0, "duration": 3.0,
-             "members": 2,
-             "setup_s": 0.5, "train_s": 2.0, "wait_s": 0.0, "blocked_s": 0.1, "yield_s": [0.1, np.nan, np.nan],
-             "updates": 20, "tokens": 4000, "sequences": 16, "checkpoints": 1,
-             "ended": ["stopped", "killed", "failed"], "loss": [1.5, np.nan, np.nan],
-             "accept": [[0.75, 0.5], [], None], "detail": [None, None, "the loss is NaN"]}
-        ),
+    iteration = {"rl_step": [0, 0, 1], "worker": [0, 1, 0], "iteration": 0, "draft_depth": 3, "tokens_to_verify": 4}
+    given = {
+        "workload": {**response, "prompt_tokens": 5, "max_response_tokens": 16},
+        "outcomes": {**response, "response_tokens": i + 1, "finish_reason": "stop", "reward": i / 7, "worker": i % 2,
+                     "t_submit": 0.0, "t_finish": 1.0 + i, "tool_s": np.nan},
+        "tokens": {**response, "prompt_token_ids": [[1, 2, 3, 4, 5]] * 8, "token_ids": lists,
+                   "logprobs": [[-0.5] * len(x) for x in lists], "token_versions": [[0] * len(x) for x in lists]},
+        "iterations": {**iteration, "num_drafted": 6, "num_accepted": 4, "accepted_per_request": [[3, 1]] * 3,
+                       "graph": "eager"},
+        "decisions": {**iteration, "propensity": 0.5},
+        "acceptance": {**response, "drafter_age": 0, "max_depth": 8,
+                       "accept_if_drafted": [[min(8, k) for k in x] for x in lists]},
+        "steps": {"rl_step": [0, 1], "rollout_s": [4.0, 8.0], "drafter_age": [0, 1], "drift_kl": [0.01, -0.001]},
+        "spans": {"rl_step": [0, 1], "kind": "decode", "detail": None},
+        "spot_training": {"rl_step": [0, 0, 1], "worker": [0, 1, 1], "term": [7, 7, 8],
+                          "ended": ["stopped", "killed", "failed"], "loss": [1.5, np.nan, np.nan], "yield_s": np.nan,
+                          "accept": [[0.75, 0.5], [], None], "detail": [None, None, "the loss is NaN"]},
     }  # fmt: skip
+
+    def other(field: pa.Field) -> object:
+        return "ngram" if pa.types.is_string(field.type) else 0.5 if pa.types.is_floating(field.type) else 1
+
+    return {
+        name: pd.DataFrame({field.name: given[name].get(field.name, other(field)) for field in schema})
+        for name, schema in TABLES.items()
+    }
 
 
 MANIFEST = Manifest(kind="recorded", name="small", num_workers=2, created="2026-01-02T03:04:05+00:00")
 
 
+def full_trace():
+    return Trace.from_tables(MANIFEST, full_tables())
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    return Trace.from_tables(MANIFEST, full_tables()).write(tmp_path_factory.mktemp("written") / "t")
+    return full_trace().write(tmp_path_factory.mktemp("written") / "t")
 
 
 @pytest.fixture
@@ -99,12 +86,11 @@ def rewrite(folder, name, change):
     pq.write_table(change(pq.read_table(path)), path)
 
 
-def set_cell(column, row, value, dtype=None):
+def set_cell(column, row, value):
     def change(table):
         values = table[column].to_pylist()
         values[row] = value
-        at = table.column_names.index(column)
-        return table.set_column(at, column, pa.array(values, dtype or table.schema.field(column).type))
+        return table.set_column(table.column_names.index(column), column, pa.array(values))
 
     return change
 
@@ -184,66 +170,54 @@ def test_types_that_cast_without_loss_are_accepted(folder, name, column, cast):
     assert got.map(str).tolist() == want.map(str).tolist()
 
 
+NAN, INF = float("nan"), float("inf")
 FAULTS = [
-    ("outcomes", "t_submit", 2, 99.0, None,
-     "t_finish, row 2 (rl_step 0, prompt_id 'p1', sample 0, turn 0): got 3.0, before its t_submit 99.0"),
-    ("outcomes", "response_tokens", 3, -4, None, "must be at least 0"),
-    ("outcomes", "response_tokens", 3, 0, None, "must be at least 1"),
-    ("outcomes", "response_tokens", 3, 17, None, "max_response_tokens is 16"),
-    ("outcomes", "response_tokens", 3, 2**40, pa.int64(), "no int32"),
-    ("outcomes", "response_tokens", 3, 1.5, pa.float64(), "no int32"),
-    ("outcomes", "response_tokens", 3, None, None, "null"),
-    ("outcomes", "finish_reason", 3, "eos", None, "stop, length, abort"),
-    ("outcomes", "prompt_id", 3, "p9", None, "no row in workload.parquet"),
-    ("outcomes", "sample", 3, 0, None, "there twice"),
-    ("outcomes", "t_finish", 3, float("nan"), None, "finite"),
-    ("outcomes", "t_finish", 3, float("inf"), None, "finite"),
-    ("outcomes", "t_submit", 3, -0.5, None, "negative"),
-    ("outcomes", "reward", 3, float("nan"), None, "finite"),
-    ("outcomes", "worker", 3, -1, None, "at least 0"),
-    ("outcomes", "worker", 3, float("nan"), pa.float64(), "no int32"),
-    ("workload", "max_response_tokens", 3, 0, None, "at least 1"),
-    ("workload", "rl_step", 3, -1, None, "rl_step"),
-    ("workload", "rl_step", 3, None, None, "null"),
-    ("tokens", "token_ids", 3, [1, 2], None, "response_tokens is 4"),
-    ("tokens", "logprobs", 3, [-0.1] * 5, None, "response_tokens is 4"),
-    ("tokens", "logprobs", 3, [-0.1, -0.2, float("nan"), -0.1], None, "finite"),
-    ("tokens", "token_versions", 3, [0], None, "response_tokens is 4"),
-    ("tokens", "token_ids", 3, [1, 2, None, 4], None, "null in a list"),
-    ("acceptance", "accept_if_drafted", 3, [0, 1, 2], None, "response_tokens is 4"),
-    ("acceptance", "accept_if_drafted", 3, [0, 9, 0, 0], None, "max_depth 8"),
-    ("acceptance", "accept_if_drafted", 3, [0, -1, 0, 0], pa.list_(pa.int64()), "no list"),
-    ("acceptance", "sample", 3, 7, None, "no row in outcomes.parquet"),
-    ("iterations", "tokens_to_verify", 1, 0, None, "at least 1"),
-    ("iterations", "worker", 1, 0, None, "there twice"),
-    ("decisions", "propensity", 1, 0.0, None, "probability"),
-    ("decisions", "propensity", 1, 1.5, None, "probability"),
-    ("steps", "rl_step", 1, 0, None, "there twice"),
-    ("spans", "duration", 1, float("nan"), None, "finite"),
-    ("steps", "drift_kl", 1, float("inf"), None, "finite"),
-    ("steps", "drafter_updates", 1, -1, None, "at least 0"),
-    ("spot_training", "worker", 1, 0, None, "there twice"),
-    ("spot_training", "members", 1, 0, None, "at least 1"),
-    ("spot_training", "ended", 1, "tired", None, "stopped, killed, failed, declined"),
-    ("spot_training", "accept", 0, [0.5, 1.5], None, "probability"),
-    ("spot_training", "accept", 0, [0.5, float("nan")], None, "finite"),
-]  # fmt: skip
+    ("outcomes", 2, "t_submit", 99.0, "t_finish"),
+    *(("outcomes", 3, "response_tokens", wrong, wrong) for wrong in (-4, 17, 2**40, 1.5)),
+    ("outcomes", 3, "response_tokens", 0, "abort"),
+    ("outcomes", 3, "response_tokens", None, "null"),
+    ("outcomes", 3, "finish_reason", "eos", "stop, length, abort"),
+    ("outcomes", 3, "prompt_id", "p9", "workload.parquet"),
+    ("outcomes", 3, "sample", 0, "twice"),
+    *(("outcomes", 3, "t_finish", wrong, wrong) for wrong in (NAN, INF)),
+    ("outcomes", 3, "t_submit", -0.5, -0.5),
+    ("outcomes", 3, "reward", NAN, NAN),
+    *(("outcomes", 3, "worker", wrong, wrong) for wrong in (-1, NAN)),
+    ("workload", 3, "max_response_tokens", 0, "got 0"),
+    ("workload", 3, "rl_step", -1, -1),
+    ("workload", 3, "rl_step", None, "null"),
+    ("tokens", 3, "token_ids", [1, 2], "response_tokens is 4"),
+    ("tokens", 3, "token_ids", [1, 2, None, 4], None),
+    ("tokens", 3, "logprobs", [-0.1] * 5, "response_tokens is 4"),
+    ("tokens", 3, "logprobs", [-0.1, -0.2, NAN, -0.1], NAN),
+    ("tokens", 3, "token_versions", [0], "response_tokens is 4"),
+    ("acceptance", 3, "accept_if_drafted", [0, 1, 2], "response_tokens is 4"),
+    ("acceptance", 3, "accept_if_drafted", [0, 9, 0, 0], "max_depth 8"),
+    ("acceptance", 3, "accept_if_drafted", [0, -1, 0, 0], "uint8"),
+    ("acceptance", 3, "sample", 7, "outcomes.parquet"),
+    ("iterations", 1, "tokens_to_verify", 0, "got 0"),
+    ("iterations", 1, "worker", 0, "twice"),
+    *(("decisions", 1, "propensity", wrong, wrong) for wrong in (0.0, 1.5)),
+    ("steps", 1, "rl_step", 0, "twice"),
+    ("steps", 1, "drift_kl", INF, INF),
+    ("steps", 1, "drafter_updates", -1, -1),
+    ("spans", 1, "duration", NAN, NAN),
+    ("spot_training", 1, "worker", 0, "twice"),
+    ("spot_training", 1, "members", 0, "got 0"),
+    ("spot_training", 1, "ended", "tired", "stopped, killed, failed, declined"),
+    *(("spot_training", 0, "accept", [0.5, wrong], wrong) for wrong in (1.5, NAN)),
+]
 
 
-@pytest.mark.parametrize(("name", "column", "row", "value", "dtype", "says"), FAULTS)
-def test_a_fault_names_the_file_the_column_and_the_first_row(folder, name, column, row, value, dtype, says):
-    rewrite(folder, name, set_cell(column, row, value, dtype))
-    with pytest.raises(TraceError) as caught:
+@pytest.mark.parametrize(("name", "row", "column", "value", "fact"), FAULTS)
+def test_a_fault_names_file_column_and_first_row(folder, name, row, column, value, fact):
+    rewrite(folder, name, set_cell(column, row, value))
+    with refused(TraceError, naming=(f"{name}.parquet", column, f"row {row}", fact)) as info:
         read(folder)
-    message = str(caught.value)
-    assert f"{name}.parquet" in message
-    assert column in message or "there twice" in message
-    assert re.search(rf"row {row}\b", message)
-    assert says in message
-    assert "\n" not in message
+    assert "\n" not in str(info.value)
 
 
-def test_a_trace_from_before_spot_training_was_recorded_is_read(folder):
+def test_a_trace_of_an_earlier_version_is_read(folder):
     (folder / "spot_training.parquet").unlink()
     rewrite(folder, "steps", lambda t: t.drop_columns(["drafter_age", "drafter_updates", "drift_kl"]))
     trace = read(folder)
@@ -254,13 +228,13 @@ def test_a_trace_from_before_spot_training_was_recorded_is_read(folder):
 def test_an_aborted_response_may_have_no_token(folder):
     for name in ("tokens", "acceptance"):
         (folder / f"{name}.parquet").unlink()
-    rewrite(folder, "outcomes", set_cell("response_tokens", 0, 0))
-    rewrite(folder, "outcomes", set_cell("finish_reason", 0, "abort"))
+    for column, value in (("response_tokens", 0), ("finish_reason", "abort")):
+        rewrite(folder, "outcomes", set_cell(column, 0, value))
     assert read(folder).outcomes["response_tokens"][0] == 0
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_column_that_is_missing_or_of_the_wrong_type_is_named(folder, name):
+def test_a_missing_or_wrong_column_is_named(folder, name):
     path = folder / f"{name}.parquet"
     rewrite(folder, name, lambda table: table)
     table = pq.read_table(path)
@@ -278,8 +252,8 @@ def test_a_column_that_is_missing_or_of_the_wrong_type_is_named(folder, name):
 def test_a_cut_off_file_is_named(folder, keep):
     path = folder / "outcomes.parquet"
     path.write_bytes(path.read_bytes()[:keep])
-    for says in ("not what was written", "not a readable Parquet file"):
-        with refused(TraceError, naming=("outcomes", says)):
+    for fact in ("sha256", "Parquet"):
+        with refused(TraceError, naming=("outcomes.parquet", fact)):
             read(folder)
         storage.put_sum(folder, path.name, None)
 
@@ -295,27 +269,20 @@ def test_text_that_is_not_utf_8_is_a_fault(folder):
         read(folder)
 
 
-def test_no_single_bit_of_a_trace_flips_unseen(folder, tmp_path):
-    """Or what is read is as it was: a space in the manifest. TLTLAB_FLIPS: how many bits."""
-    written, passed = read(folder), 0
-    files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
-    draw = random.Random(7)
-    flips = int(os.environ.get("TLTLAB_FLIPS", 40))
-    for _ in range(flips):
-        file = draw.choice(list(files))
-        data, bit = bytearray(files[file]), draw.randrange(8 * len(files[file]))
-        data[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(data)
+def test_no_single_bit_of_a_trace_flips_unseen(folder):
+    """Or what is read is as it was: a space in the manifest."""
+    written, passed = read(folder), []
+    for number, file in enumerate(flipped(folder, seed=7)):
         with suppress(TraceError):
-            trace, passed = read(folder), passed + 1
-            assert file.name == "manifest.json", (file, bit)
-            assert trace.manifest == written.manifest, bit
-            assert all(trace.arrow(name) == written.arrow(name) for name in TABLES), bit
-        file.write_bytes(files[file])
-    assert passed < 0.2 * flips
+            trace = read(folder)
+            passed.append(number)
+            assert file.name == "manifest.json"
+            assert trace.manifest == written.manifest
+            assert all(trace.arrow(name) == written.arrow(name) for name in TABLES)
+    assert len(passed) < 0.2 * (number + 1)
 
 
-def test_a_table_changed_by_hand_is_refused_until_the_sums_are_gone(folder, capsys):
+def test_a_table_changed_by_hand_is_refused(folder, capsys):
     tokens = folder / "tokens.parquet"
     tokens.write_bytes((folder / "tokens.parquet").read_bytes())
     assert check_sums(folder)
@@ -328,34 +295,36 @@ def test_a_table_changed_by_hand_is_refused_until_the_sums_are_gone(folder, caps
     assert check_sums(read(folder).write(folder))
 
 
+GOOD = {"format": "tltlab-trace", "version": 1, "kind": "recorded"}
+
+
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "fact"),
     [
-        ("[" * 100_000, ()),
-        ("{", ("JSON",)),
-        ("[]", ("JSON",)),
-        ('{"format": "other", "version": 1}', ("other",)),
-        ('{"format": "tltlab-trace", "version": 2}', ("2",)),
-        ('{"format": "tltlab-trace", "version": true}', ()),
-        ('{"format": "tltlab-trace", "version": 1}', ("kind",)),
-        ('{"format": "tltlab-trace", "version": 1, "kind": "dreamt"}', ("kind",)),
-        ('{"format": "tltlab-trace", "version": 1, "kind": "recorded", "num_workers": 0}', ("num_workers",)),
-        ('{"format": "tltlab-trace", "version": 1, "kind": "recorded", "created": "yesterday"}', ("created",)),
+        ("[" * 100_000, "JSON"),
+        ("{", "JSON"),
+        ("[]", "JSON"),
+        (json.dumps(GOOD | {"format": "other"}), "other"),
+        (json.dumps(GOOD | {"version": 2}), 2),
+        (json.dumps(GOOD | {"version": True}), True),
+        ('{"format": "tltlab-trace", "version": 1}', "kind"),
+        (json.dumps(GOOD | {"kind": "dreamt"}), "kind"),
+        (json.dumps(GOOD | {"num_workers": 0}), "num_workers"),
+        (json.dumps(GOOD | {"created": "yesterday"}), "created"),
     ],
 )
-def test_a_wrong_manifest_says_what_is_wrong(folder, text, says):
+def test_a_wrong_manifest_is_named(folder, text, fact):
     (folder / "manifest.json").write_text(text)
-    with refused(TraceError, naming=("manifest", *says)):
+    with refused(TraceError, naming=("manifest.json", fact)):
         read(folder)
 
 
 @pytest.mark.parametrize("name", ["workload.parquet", "outcomes.parquet", "manifest.json"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
-    with pytest.raises(TraceError, match=name):
-        read(folder)
-    with refused(TraceError):
-        read(folder / "nothing")
+    for place in (folder, folder / name):
+        with refused(TraceError, naming=(name,)):
+            read(place)
 
 
 def test_a_run_folder_means_its_trace(folder, tmp_path):
@@ -364,23 +333,26 @@ def test_a_run_folder_means_its_trace(folder, tmp_path):
     assert read(tmp_path / "run").path == tmp_path / "run" / "trace"
 
 
-def test_tables_in_memory_are_checked_too():
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ({"outcomes": lambda t: t["outcomes"].assign(response_tokens=[1, 2, 3, 4, 5, -1, 7, 8])},
+         ("response_tokens", "row 5", "rl_step 1", "p2")),
+        ({"outcome": lambda t: t["outcomes"]}, ("outcome",)),
+        ({"workload": None}, ("workload",)),
+        ({"workload": lambda t: t["workload"].assign(prompt_tokens=[1, "x", 2, 3, 4, 5, 6, 7])}, ("prompt_tokens",)),
+    ],
+)  # fmt: skip
+def test_tables_in_memory_are_checked_too(change, facts):
     tables = full_tables()
-    tables["outcomes"].loc[5, "response_tokens"] = -1
-    with refused(TraceError, naming=("p2", "response_tokens", "5", "rl_step", "1", "prompt_id")):
-        Trace.from_tables(MANIFEST, tables)
-    with refused(TraceError, naming=("outcome",)):
-        Trace.from_tables(MANIFEST, {"outcome": tables["outcomes"]})
-    with refused(TraceError):
-        Trace.from_tables(MANIFEST, {"outcomes": tables["outcomes"]})
-    mixed = tables["workload"].assign(prompt_tokens=[1, "x", 2, 3, 4, 5, 6, 7])
-    with refused(TraceError, naming=("prompt_tokens",)):
-        Trace.from_tables(MANIFEST, {**tables, "workload": mixed})
+    tables |= {name: made and made(tables) for name, made in change.items()}
+    with refused(TraceError, naming=facts):
+        Trace.from_tables(MANIFEST, {name: table for name, table in tables.items() if table is not None})
 
 
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_select_keeps_some_rl_steps_of_every_table(folder, from_disk):
-    trace = read(folder) if from_disk else Trace.from_tables(MANIFEST, full_tables())
+    trace = read(folder) if from_disk else full_trace()
     part = trace.select([1])
     assert part.rl_steps == [1]
     assert part.manifest.num_rl_steps == 1
@@ -395,7 +367,7 @@ def test_select_keeps_some_rl_steps_of_every_table(folder, from_disk):
         trace.select([7])
 
 
-def test_each_rl_step_has_a_row_group_and_only_that_is_read(folder, monkeypatch):
+def test_an_rl_steps_row_group_alone_is_read(folder, monkeypatch):
     trace, groups = read(folder), []
     original = storage.FileTable._read
     monkeypatch.setattr(storage.FileTable, "_read", lambda *args: groups.append(args[-1]) or original(*args))
@@ -405,7 +377,7 @@ def test_each_rl_step_has_a_row_group_and_only_that_is_read(folder, monkeypatch)
 
 
 def test_changing_a_returned_frame_does_not_change_the_trace():
-    trace = Trace.from_tables(MANIFEST, full_tables())
+    trace = full_trace()
     frame = trace.outcomes
     frame["new"] = 1
     frame.loc[0, "response_tokens"] = 99
@@ -420,13 +392,13 @@ def test_same_tables_give_the_same_bytes(folder, tmp_path):
 
 
 def test_replace_adds_and_removes_tables():
-    trace = Trace.from_tables(MANIFEST, full_tables())
+    trace = full_trace()
     assert "acceptance" not in trace.replace(acceptance=None).names
     with refused(TraceError, naming=("accept_if_drafted",)):
         trace.replace(acceptance=trace.acceptance.assign(max_depth=1))
 
 
-def test_a_trace_is_replaced_and_foreign_files_in_it_stay(folder):
+def test_foreign_files_stay_where_a_trace_is_replaced(folder):
     (folder / "LICENSE").write_text("CC0")
     tables = {name: full_tables()[name] for name in ("workload", "outcomes")}
     Trace.from_tables(MANIFEST, tables).write(folder)
@@ -435,7 +407,7 @@ def test_a_trace_is_replaced_and_foreign_files_in_it_stay(folder):
 
 
 def test_what_is_not_a_trace_is_not_replaced(tmp_path):
-    trace = Trace.from_tables(MANIFEST, full_tables())
+    trace = full_trace()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("x")
@@ -453,13 +425,13 @@ def test_a_writer_that_fails_leaves_the_old_trace(folder, monkeypatch):
 
     monkeypatch.setattr(trace_module, "write_parquet", full_disk)
     with refused(Exception):
-        Trace.from_tables(MANIFEST, full_tables()).write(folder)
+        full_trace().write(folder)
     assert len(read(folder).outcomes) == 8
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
-def write_and_die(trace, path):
-    """Write, and be killed once the outcomes are there."""
+def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path, monkeypatch):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     write_parquet = trace_module.write_parquet
 
     def dying(path, name, table):
@@ -467,14 +439,9 @@ def write_and_die(trace, path):
         if name == "outcomes":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    trace_module.write_parquet = dying
-    trace.write(path)
-
-
-def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path):
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(trace_module, "write_parquet", dying)
     for target in (folder, tmp_path / "new"):
-        writer = multiprocessing.get_context("fork").Process(target=write_and_die, args=(read(folder), target))
+        writer = multiprocessing.get_context("fork").Process(target=read(folder).write, args=(target,))
         writer.start()
         writer.join()
         assert writer.exitcode == -signal.SIGKILL
@@ -482,15 +449,8 @@ def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-lengths = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64)),
-    max_size=30,
-    unique_by=lambda row: row[:3],
-)
-
-
 @settings(max_examples=15, deadline=None)
-@given(rows=lengths)
+@given(rows=responses(0))
 def test_any_set_of_responses_survives_the_round_trip(rows, tmp_path_factory):
     key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
     workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=64, policy_version=0)

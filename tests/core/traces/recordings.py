@@ -1,0 +1,70 @@
+"""Rows as a run records them, and recordings that a run has left."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.recovery import repair
+from tltlab.traces.schema import Manifest
+
+MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")
+FORKING = multiprocessing.get_context("fork")
+Rows = list[dict[str, object]]
+
+
+def rows(step: int, attempt: int = 0) -> dict[str, Rows]:
+    """An RL step's rows, of 4 responses of 1 to 4 tokens, each longer by `attempt`: so attempts are told apart."""
+    key = [{"rl_step": step, "prompt_id": f"p{i}", "sample": 0} for i in range(4)]
+    asked = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": step}
+    made = {"finish_reason": "stop", "worker": 0, "t_submit": 0.0, "t_finish": 1.0}
+    ids = [[step] * (1 + attempt + i) for i in range(4)]
+    return {
+        "workload": [k | asked for k in key],
+        "outcomes": [k | made | {"response_tokens": len(x)} for k, x in zip(key, ids, strict=True)],
+        "tokens": [
+            k | {"prompt_token_ids": [1], "token_ids": x, "token_versions": x} for k, x in zip(key, ids, strict=True)
+        ],
+        "steps": [{"rl_step": step, "t_start": float(step), "policy_version": step}],
+    }
+
+
+def iterations(step: int) -> Rows:
+    row = {"rl_step": step, "worker": 0, "duration": 1.0, "batch": 4, "context_tokens": 12, "prefill_tokens": 0,
+           "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": 0, "num_accepted": 0,
+           "num_generated": 4}  # fmt: skip
+    return [row | {"iteration": i, "t_start": float(i)} for i in range(2)]
+
+
+def add(recorder: Recorder, step: int, attempt: int = 0) -> None:
+    for table, new in rows(step, attempt).items():
+        recorder.append(table, new)
+    if attempt == 1:
+        recorder.append("spans", [{"rl_step": step, "lane": "x", "kind": "idle", "t_start": 0.0, "duration": 1.0}])
+
+
+def record(recorder: Recorder, steps: Iterable[int], attempt: int = 0) -> None:
+    for step in steps:
+        add(recorder, step, attempt)
+        recorder.flush()
+
+
+def left(path: Path, steps: int, *, how: Literal["killed", "closed", "repaired"], attempt: int = 0) -> None:
+    """A trace that another process left at `path`: killed, closed, or killed and repaired."""
+    recorder = Recorder(path, MANIFEST)
+    record(recorder, range(steps), attempt)
+    if how == "closed":
+        recorder.close()
+        return
+    recorder._lock.close()
+    if how == "repaired":
+        repair(path)
+
+
+def go_on(path: Path, begins_at: int, steps: Iterable[int]) -> None:
+    """What a run that resumes at an RL step records, to its end."""
+    with Recorder.reopen(path, MANIFEST, begins_at) as recorder:
+        record(recorder, steps)
