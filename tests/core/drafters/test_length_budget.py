@@ -157,25 +157,17 @@ def test_it_keeps_the_contract(factory):
     check_budget(factory)
 
 
-def test_without_history_everyone_gets_what_the_strategy_says():
-    assert LengthAwareBudget().allot(state(request("a", 9), request("b", 9)), Strategy("suffix", 8, 1, 5)) == [4, 4]
-
-
-def test_a_long_request_is_drafted_deep_and_short_ones_not_at_all():
+def test_long_requests_and_those_that_outgrew_their_class_are_drafted():
+    unknown = state(request("a", 9), request("b", 9))
+    assert LengthAwareBudget().allot(unknown, Strategy("suffix", 8, 1, 5)) == [4, 4], "nothing is known yet"
     assert taught().allot(state(request("short", 10), request("long", 10), request("middle", 10)), DEEP) == [0, 8, 0]
-
-
-def test_a_request_that_outgrew_its_class_is_drafted_for():
     grown = taught().allot(state(request("short", 500), request("long", 3900)), DEEP)
     assert grown[0] >= 6
     assert grown[1] == 0
-
-
-def test_the_total_of_a_trimmed_strategy_goes_to_the_long_ones():
-    trimmed = Strategy("suffix", 8, 1, 4)
-    allotted = taught().allot(state(*[request("short", 5, n) for n in range(3)], request("long", 5)), trimmed)
-    assert allotted[:3] == [0, 0, 0]
-    assert allotted[3] >= 7
+    short = [request("short", 5, n) for n in range(3)]
+    trimmed = taught().allot(state(*short, request("long", 5)), Strategy("suffix", 8, 1, 4))
+    assert trimmed[:3] == [0, 0, 0]
+    assert trimmed[3] >= 7
 
 
 def test_rounding_keeps_the_mean_over_time_and_the_sum_over_the_batch():
@@ -203,25 +195,21 @@ def test_it_plans_anew_when_the_batch_changes_and_after_so_many_calls():
     assert planned == [2, 2, 2, 1]
 
 
-def test_it_learns_how_much_of_its_drafts_is_kept():
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "efficiency"),
+    [(900, round(900 * (1 - math.exp(-0.27))), 0.3), (950, 950, 1 / 0.9)],
+    ids=["what was kept", "no more than can be"],
+)
+def test_it_learns_how_much_of_its_drafts_is_kept(drafted, accepted, efficiency):
     budget = LengthAwareBudget(efficiency=0.7)
     assert budget.efficiency == pytest.approx(0.7)
     for n in range(500):
-        tokens, drafted = 1000, 900
-        accepted = round(0.9 * tokens * (1 - math.exp(-0.3 * drafted / tokens)))
-        budget.finished(request("p", tokens, n), drafted=drafted, accepted=accepted)
-    assert budget.efficiency == pytest.approx(0.3, rel=0.05)
-
-
-def test_drafts_that_are_all_kept_are_no_more_efficient_than_can_be():
-    budget = LengthAwareBudget()
-    for n in range(500):
-        budget.finished(request("p", 1000, n), drafted=950, accepted=950)
-    assert budget.efficiency == pytest.approx(1 / 0.9)
+        budget.finished(request("p", 1000, n), drafted=drafted, accepted=accepted)
+    assert budget.efficiency == pytest.approx(efficiency, rel=0.05)
     assert budget.allot(state(request("p", 5)), DEEP)[0] <= 8
 
 
 @pytest.mark.parametrize("settings", [{"replan_every": 0}, {"reach": 0.0}, {"window": 3}, {"quantiles": (0.9, 0.1)}])
 def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ConfigError):
+    with refused(ConfigError, naming=tuple(settings)):
         LengthAwareBudget(**settings)

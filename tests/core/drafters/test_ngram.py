@@ -12,25 +12,25 @@ from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
 
 from ...contracts import check_drafter
-
-# Two samples of one prompt, and one of another.
-A, B, OTHER = (0, "p", 0, 0), (0, "p", 1, 0), (0, "q", 0, 0)
-
-
-def told(drafter, key, response, prompt=()):
-    """The drafter after `key` was opened and generated `response`."""
-    drafter.open(key, prompt)
-    drafter.extend(key, response)
-    return drafter
+from .told import OTHER, A, B, told, whole_and_in_pieces
 
 
 def drafter_of(tokens, **settings):
     return told(NgramDrafter(**settings), A, tokens)
 
 
-@pytest.mark.parametrize("scope", ["group", "request"])
-def test_it_keeps_the_contract_of_drafters(scope):
+@pytest.mark.parametrize(("scope", "from_siblings"), [("group", [3]), ("request", [])])
+def test_a_scope_says_whose_text_is_drafted_from(scope, from_siblings):
     check_drafter(lambda: NgramDrafter(scope=scope))
+    drafter = told(NgramDrafter(scope=scope), A, [1, 2, 3])
+    for key in (B, OTHER):
+        told(drafter, key, [1, 2])
+    assert drafter.propose(B, 1).tokens == from_siblings
+    assert drafter.propose(OTHER, 4) == Draft([], 0.0)
+    drafter.close(A)
+    assert drafter.propose(B, 1).tokens == from_siblings, "a closed response stays for its siblings"
+    drafter.extend(B, [7, 1, 2])
+    assert drafter.propose(B, 1).tokens == [7]
 
 
 # "2 3" was followed by 8 twice, but "1 2 3" by 4.
@@ -42,8 +42,6 @@ LONGER = [9, 2, 3, 8, 7, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
     [
         pytest.param([1, 2, 3, 1, 2], {}, 4, [3, 1, 2, 3], id="a repetition is continued"),
         pytest.param([1, 2, 3, 4, 5], {}, 4, [], id="nothing matches"),
-        pytest.param([1], {}, 4, [], id="a single token"),
-        pytest.param([], {}, 4, [], id="no text"),
         pytest.param([1, 9, 5, 7, 9], {"min_match": 2}, 1, [], id="a match of fewer than min_match"),
         pytest.param([1, 9, 5, 7, 9], {"min_match": 1}, 1, [5], id="a match of min_match"),
         pytest.param(LONGER, {"max_match": 3}, 1, [4], id="the longest match wins"),
@@ -52,15 +50,10 @@ LONGER = [9, 2, 3, 8, 7, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
         pytest.param([1, 2, 5, 1, 2, 6, 1, 2], {"max_match": 2}, 1, [6], id="then the most recent"),
     ],
 )
-def test_it_drafts_what_most_often_followed_the_longest_match(tokens, settings, depth, draft):
+def test_it_drafts_what_most_often_followed(tokens, settings, depth, draft):
     assert drafter_of(tokens, **settings).propose(A, depth).tokens == draft
-
-
-def test_a_draft_ends_where_the_text_is_unknown():
-    # After 1 2 came 3 4, and what follows "3 4 9" was never seen.
-    drafter = told(NgramDrafter(min_match=2, max_match=3), A, [1, 2, 3])
-    told(drafter, B, [1, 2])
-    assert drafter.propose(B, 8).tokens == [3]
+    prompted = told(NgramDrafter(**settings), A, tokens[2:], prompt=tokens[:2])
+    assert prompted.propose(A, depth).tokens == draft, "a prompt is drafted from too"
 
 
 def test_the_second_sample_drafts_the_firsts_continuation():
@@ -71,33 +64,12 @@ def test_the_second_sample_drafts_the_firsts_continuation():
     assert drafter.propose(B, 2).tokens == [11, 12]
 
 
-def test_prompt_tokens_are_drafted_from_too():
-    drafter = told(NgramDrafter(), A, [1, 5, 6], [5, 6, 7, 8])
-    assert drafter.propose(A, 2).tokens == [7, 8]
-
-
 def test_a_prompt_counts_once_however_many_samples_share_it():
     drafter = NgramDrafter(max_match=2)
     for sample in range(4):
         drafter.open((0, "p", sample, 0), [1, 2, 3])
     drafter.extend(A, [1, 2, 9, 1, 2, 9, 1, 2])
     assert drafter.propose(A, 1).tokens == [9]
-
-
-def test_groups_do_not_leak_into_each_other():
-    drafter = NgramDrafter()
-    drafter.open(A, [1, 2, 3, 4])
-    drafter.open(OTHER, [1, 2])
-    assert drafter.propose(OTHER, 4) == Draft([], 0.0)
-
-
-def test_with_request_scope_a_response_sees_only_itself():
-    drafter = NgramDrafter(scope="request")
-    drafter.open(A, [1, 2, 3, 4])
-    drafter.open(B, [1, 2])
-    assert drafter.propose(B, 4).tokens == []
-    drafter.extend(B, [7, 1, 2])
-    assert drafter.propose(B, 1).tokens == [7]
 
 
 def test_what_is_expected_is_the_product_of_shares_summed():
@@ -133,14 +105,6 @@ def test_groups_in_which_nothing_runs_leave_over_a_bound_though_the_rl_step_goes
     assert drafter.propose(A, 2).tokens == [5, 6], "one that runs stays"
     with refused(ConfigError, naming=("0", "MiB", "-1")):
         NgramDrafter(history_mib=-1)
-
-
-def test_a_closed_response_stays_for_its_siblings_but_not_with_request_scope():
-    for scope, tokens in (("group", [3]), ("request", [])):
-        drafter = drafter_of([1, 2, 3], scope=scope)
-        drafter.close(A)
-        drafter.open(B, [1, 2])
-        assert drafter.propose(B, 1).tokens == tokens
 
 
 def slow_propose(texts, context, min_match, max_match, depth):
@@ -206,12 +170,8 @@ def test_it_keeps_up_with_an_engine():
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))
-def test_text_that_is_put_in_by_pieces_gives_the_same_drafts_and_none_before(texts, piece):
-    keys = [(0, "p", n, 0) for n in range(len(texts))]
-    whole, pieces = NgramDrafter(min_match=1), NgramDrafter(min_match=1)
-    for key, text in zip(keys, texts, strict=True):
-        for drafter in (whole, pieces):
-            told(drafter, key, text, prompt=[1, 2])
+def test_text_put_in_by_pieces_gives_the_same_drafts(texts, piece):
+    keys, whole, pieces = whole_and_in_pieces(lambda: NgramDrafter(min_match=1), texts)
     calls = 1
     while not pieces.catch_up(piece):
         assert pieces.propose(keys[-1], 4) == Draft([], 0.0) or not texts[-1]

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -71,15 +72,12 @@ def assert_is_best(case):
     weights, seconds, strategies, pool, cap, sizes, max_batch, max_buckets = case
     best = exhaustive(*case)
     arguments = {"pool": pool, "cap_bytes": cap, "sizes": sizes, "max_batch": max_batch, "max_buckets": max_buckets}
-    if best is None:
-        with refused(ConfigError, naming=("fits",)):
-            plan_buckets(weights, lambda s, b: seconds[s, b], strategies, **arguments)
-        return
-    plan = plan_buckets(weights, lambda s, b: seconds[s, b], strategies, **arguments)
-    assert plan.seconds == pytest.approx(best[0])
-    assert plan.memory_bytes == pool.memory_bytes(plan_bucketed(plan.rows, max_batch, sizes)) <= cap * (1 + 1e-12)
-    assert max_buckets is None or len(plan.rows) <= max_buckets
-    assert all(s != t for (_, s), (_, t) in itertools.pairwise(plan.rows))
+    with refused(ConfigError, naming=("fits",)) if best is None else nullcontext():
+        plan = plan_buckets(weights, lambda s, b: seconds[s, b], strategies, **arguments)
+        assert plan.seconds == pytest.approx(best[0])
+        assert plan.memory_bytes == pool.memory_bytes(plan_bucketed(plan.rows, max_batch, sizes)) <= cap * (1 + 1e-12)
+        assert max_buckets is None or len(plan.rows) <= max_buckets
+        assert all(s != t for (_, s), (_, t) in itertools.pairwise(plan.rows))
 
 
 def test_the_bounds_prune_no_best_plan(monkeypatch):
@@ -165,20 +163,23 @@ def test_32_sizes_and_16_strategies_are_planned_in_less_than_seconds_and_a_large
     assert float(np.median(times)) < 1.0
 
 
-def test_what_cannot_be_planned_says_why():
+@pytest.mark.parametrize(
+    ("wrong", "facts"),
+    [
+        ({"strategies": []}, ()),
+        ({"max_batch": 0}, ("max_batch",)),
+        ({"max_buckets": 0}, ("max_buckets",)),
+        ({"weights": {0: 1.0}}, (1,)),
+        ({"weights": {1: float("nan")}}, (0,)),
+        ({"seconds_per_token": lambda s, b: float("nan")}, ("finite",)),
+        ({"cap_bytes": 1e9}, ("pool",)),
+        ({"cap_bytes": 1.0, "pool": POOL}, ()),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(wrong, facts):
     one = {"weights": {1: 1.0}, "seconds_per_token": lambda s, b: 1.0, "strategies": [NGRAM], "max_batch": 2}
-    for wrong, message in (
-        ({"strategies": []}, "at least one"),
-        ({"max_batch": 0}, "max_batch"),
-        ({"max_buckets": 0}, "max_buckets"),
-        ({"weights": {0: 1.0}}, "from 1"),
-        ({"weights": {1: float("nan")}}, "from 0 up"),
-        ({"seconds_per_token": lambda s, b: float("nan")}, "finite"),
-        ({"cap_bytes": 1e9}, "graph pool"),
-        ({"cap_bytes": 1.0, "pool": POOL}, "smallest of them alone takes"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            plan_buckets(**(one | wrong))
+    with refused(ConfigError, naming=facts):
+        plan_buckets(**(one | wrong))
 
 
 def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
