@@ -49,10 +49,16 @@ def test_the_bucket_of_the_batch_limits_the_choice():
     assert seen[21] == seen[4096] == {D1, NO_SPECULATION}
 
 
-def test_unseen_arms_come_first_in_list_order_and_ties_go_to_the_first():
-    mab = bandit([(1, [D4, D8, D2])], epsilon=0.0)
-    picks = play(mab, dict.fromkeys((D4, D8, D2), 100.0), 6)
-    assert picks == [D4, D8, D2, D4, D4, D4]
+@pytest.mark.parametrize(
+    ("rates", "tries", "picks"),
+    [
+        pytest.param({D4: 100.0, D8: 100.0, D2: 100.0}, 1, [D4, D8, D2, D4, D4, D4], id="ties go to the first"),
+        pytest.param({D4: 100.0, D2: 50.0}, 3, [D4] * 3 + [D2] * 3 + [D4], id="each is tried as often as asked"),
+    ],
+)
+def test_unseen_arms_come_first_in_list_order(rates, tries, picks):
+    mab = bandit([(1, list(rates))], epsilon=0.0, tries=tries)
+    assert play(mab, rates, len(picks)) == picks
 
 
 @pytest.mark.parametrize("batches", [(4,), (40,), (4, 40)])
@@ -81,28 +87,29 @@ def test_an_arm_that_improves_is_found_by_exploration_only():
     assert after[200:].count(D2) > 0.8 * 200
 
 
-def test_rewards_are_pooled_over_the_batches_of_a_bucket():
-    mab = bandit([(1, [D8, D2]), (17, [D8, D2])], epsilon=0.0)
-    for batch in (1, 9, 16):
-        mab.observe(D8, ran(D8, batch, 100.0))
-        mab.observe(D2, ran(D2, batch, 200.0))
-    assert [mab.choose(at(batch)) for batch in (1, 5, 16)] == [D2, D2, D2]
-    assert mab.choose(at(17)) == D8, "the next bucket has learned nothing"
+PLAIN = NO_SPECULATION
+RELATIVE = [(1, [D8, PLAIN]), (9, [D2, D1, PLAIN])]
+POOLED = [(arm, batch, rate) for batch in (1, 9, 16) for arm, rate in ((D8, 100.0), (D2, 200.0))]
 
 
-def test_an_outcome_is_filed_under_the_batch_that_ran():
-    mab = bandit([(1, [D8, D2]), (17, [D2, D1])], epsilon=0.0)
-    assert mab.choose(at(17)) == D2
-    mab.observe(D2, ran(D2, 16, 100.0))
-    assert mab.choose(at(17)) == D2, "still unseen there"
-    mab.observe(D1, ran(D1, 3, 100.0))
-    assert mab.choose(at(3)) == D8, "D1 is no arm there"
-
-
-def test_iterations_with_prefill_teach_nothing():
-    mab = bandit([(1, [D8, D2])], epsilon=0.0)
-    mab.observe(D8, ran(D8, 4, 100.0, had_prefill=True))
-    assert mab.choose(at(4)) == D8, "still unseen"
+@pytest.mark.parametrize(
+    ("buckets", "fields", "told", "chosen"),
+    [
+        pytest.param(
+            [(1, [D8, D2]), (17, [D8, D2])], {}, POOLED, {1: D2, 5: D2, 16: D2, 17: D8}, id="pooled in a bucket"
+        ),
+        pytest.param([(1, [D8, D2]), (17, [D2, D1])], {}, [(D2, 16, 100.0)], {17: D2}, id="filed where it ran"),
+        pytest.param([(1, [D8, D2]), (17, [D2, D1])], {}, [(D1, 3, 100.0)], {3: D8}, id="an arm of elsewhere"),
+        pytest.param([(1, [D8, D2])], {"had_prefill": True}, [(D8, 4, 100.0)], {4: D8}, id="prefill teaches nothing"),
+        pytest.param(RELATIVE, {}, [], {4: PLAIN, 9: PLAIN}, id="a rate to be learned comes first"),
+        pytest.param(RELATIVE, {}, [(PLAIN, 4, 100.0)], {4: D8, 9: PLAIN}, id="in each bucket"),
+    ],
+)
+def test_outcomes_teach_the_bucket_of_their_batch(buckets, fields, told, chosen):
+    mab = bandit(buckets, epsilon=0.0, reward="relative" if buckets is RELATIVE else "paper")
+    for arm, batch, rate in told:
+        mab.observe(arm, ran(arm, batch, rate, **fields))
+    assert {batch: mab.choose(at(batch)) for batch in chosen} == chosen
 
 
 def test_a_bucket_with_one_arm_needs_no_randomness():
@@ -156,14 +163,11 @@ def test_a_restored_bandit_decides_identically(story, reward):
         assert (a, original.propensity_, original.bucket_) == (b, restored.propensity_, restored.bucket_)
         original.observe(a, ran(a, batch, rate))
         restored.observe(b, ran(b, batch, rate))
+    with refused(ConfigError, naming=("ngram:8",)):
+        bandit([(1, [D4])]).load_state_dict(restored.state_dict())
 
 
-def test_the_state_of_other_arms_is_refused():
-    with refused(ConfigError, naming=("ngram:4",)):
-        bandit([(1, [D8, D4])]).load_state_dict(bandit([(1, [D8, D2])]).state_dict())
-
-
-def test_the_paper_reward_is_misled_by_falling_batches_and_the_relative_one_is_not():
+def test_falling_batches_mislead_the_paper_reward_only():
     """Plain decoding takes 10 ms, a draft of 2 yields 2 tokens in 15 ms: always better. Tokens/s grow with the batch,
     so whatever ran while the batch was large has the better median."""
 
@@ -179,13 +183,6 @@ def test_the_paper_reward_is_misled_by_falling_batches_and_the_relative_one_is_n
     assert favourite("relative") == D2
 
 
-def test_with_a_learned_plain_rate_no_speculation_is_tried_first_in_each_bucket():
-    mab = bandit([(1, [D8, NO_SPECULATION]), (9, [D2, D1, NO_SPECULATION])], epsilon=0.0, reward="relative")
-    assert (mab.choose(at(4)), mab.choose(at(9))) == (NO_SPECULATION, NO_SPECULATION)
-    mab.observe(NO_SPECULATION, ran(NO_SPECULATION, 4, 100.0))
-    assert (mab.choose(at(4)), mab.choose(at(9))) == (D8, NO_SPECULATION)
-
-
 def test_a_learned_plain_rate_needs_a_plain_arm_where_there_is_a_choice():
     with refused(ConfigError, naming=("9",)):
         bandit([(1, [D8, NO_SPECULATION]), (9, [D2, D1])], reward="relative")
@@ -196,19 +193,13 @@ def test_a_learned_plain_rate_needs_a_plain_arm_where_there_is_a_choice():
 TREES = [Strategy("learned", 8, 4, v) for v in (8, 48, 16, 32)]
 
 
-def test_the_papers_grouping_gives_most_tokens_to_the_smallest_batches():
+def test_the_papers_grouping_gives_small_batches_most_tokens():
     """The released settings: 48 / 32 / 16 / 8 tokens at batches 1 / 2-4 / 5-20 / 21 and up."""
     mab = bandit(paper_buckets(TREES, [1, 2, 5, 21]))
     tokens = [mab.choose(at(batch)).tokens_to_verify for batch in (1, 2, 4, 5, 20, 21, 300)]
     assert tokens == [48, 32, 32, 16, 16, 8, 8]
-
-
-def test_the_papers_grouping_keeps_strategies_with_equal_tokens_together():
     deep, shallow = Strategy("learned", 10, 4, 48), Strategy("learned", 6, 4, 48)
     assert paper_buckets([deep, *TREES, shallow], [1, 2, 5, 21])[0] == (1, [deep, TREES[1], shallow])
-
-
-def test_the_papers_grouping_needs_a_threshold_per_group_and_says_what_it_got():
     with refused(ConfigError, naming=("4", "48", "32", "16", "8", "2", "1", "5")):
         paper_buckets(TREES, [1, 5])
 
@@ -244,11 +235,6 @@ def test_a_decision_and_its_lesson_take_microseconds():
             mab.observe(strategy, outcomes[strategy][i % 64])
         best_us = min(best_us, (time.thread_time() - start) * 1e3)
     assert best_us < 60.0, "about 6 us on an idle machine; the design asks for 20"
-
-
-def test_an_arm_is_tried_as_often_as_asked_before_it_is_judged():
-    mab = bandit([(1, [D4, D2])], epsilon=0.0, tries=3)
-    assert play(mab, {D4: 100.0, D2: 50.0}, 7) == [D4] * 3 + [D2] * 3 + [D4]
 
 
 @pytest.mark.parametrize(("statistic", "settles_on"), [("median", D2), ("mean", D4)])

@@ -31,7 +31,7 @@ def ran(strategy: Strategy, batch: int, elapsed_s: float, accepted: float = 0.0,
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_policy_keeps_the_contract_with_and_without_its_activation(name):
+def test_every_shipped_policy_keeps_the_contract(name):
     check_selector(SHIPPED[name].selector.build)
     if SHIPPED[name].activation:
         check_selector(SHIPPED[name].build)
@@ -63,7 +63,7 @@ def test_thresholds_must_be_positive_and_ascend(thresholds):
         BatchTable([(t, DEEP) for t in thresholds])
 
 
-def test_exploration_is_uniform_holds_a_pick_for_a_block_and_reports_its_chance():
+def test_exploration_is_uniform_in_blocks():
     explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=5, rng=np.random.default_rng(0))
     picks = [explore.choose(at(8)) for _ in range(30_000)]
     assert all(len(set(picks[i : i + 5])) == 1 for i in range(0, 30_000, 5))
@@ -94,44 +94,46 @@ def test_a_window_summarises_exactly_the_last_values(values, size, statistic):
         assert window.range == (min(last), max(last))
 
 
-def test_the_papers_reward_is_tokens_per_second():
-    # Algorithm 1: a = 6 accepted / 2 requests + 1 bonus = 4; r = 4 * 2 / 0.1 s.
-    outcome = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
-    assert Reward("paper")(Strategy.chain("ngram", 4), outcome) == 80.0
+D4, PLAIN = Strategy.chain("ngram", 4), NO_SPECULATION
+RATES = {1: 100.0, 4: 200.0}
+NOISY = [ran(PLAIN, 4, elapsed_s) for elapsed_s in (0.010, 0.012, 0.500)]
+# Algorithm 1: a = 6 accepted / 2 requests + 1 bonus = 4; r = 4 * 2 / 0.1 s.
+OF_PAPER = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
 
 
-def test_the_relative_reward_is_the_speed_up_over_plain_decoding():
-    reward = Reward("relative", plain_rate={1: 100.0, 4: 200.0})
-    assert reward(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.02)) == pytest.approx(1.0)
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.02, accepted=1.0)) == pytest.approx(2.0)
-    assert reward(SHALLOW, ran(SHALLOW, 1, 0.02, accepted=1.0)) == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("kind", "rates", "plain", "strategy", "outcome", "reward"),
+    [
+        pytest.param("paper", None, [], D4, OF_PAPER, 80.0, id="tokens per second"),
+        pytest.param("relative", RATES, [], PLAIN, ran(PLAIN, 4, 0.02), 1.0, id="plain decoding"),
+        pytest.param("relative", RATES, [], SHALLOW, ran(SHALLOW, 4, 0.02, 1.0), 2.0, id="speed-up over it"),
+        pytest.param("relative", RATES, [], SHALLOW, ran(SHALLOW, 1, 0.02, 1.0), 1.0, id="at the same batch"),
+        pytest.param("relative", None, NOISY, SHALLOW, ran(SHALLOW, 4, 0.012, 1.5), 2.5, id="the median is learned"),
+        pytest.param("relative", None, [], SHALLOW, ran(SHALLOW, 4, 0.01), None, id="nothing is learned yet"),
+        pytest.param("relative", None, [], PLAIN, ran(PLAIN, 4, 0.01), 1.0, id="plain is always 1"),
+        pytest.param("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True), None, id="prefill"),
+        pytest.param("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.0), None, id="no time"),
+        pytest.param(
+            "relative",
+            None,
+            [ran(PLAIN, 4, 0.01, had_prefill=True)],
+            SHALLOW,
+            ran(SHALLOW, 4, 0.01),
+            None,
+            id="prefill teaches nothing",
+        ),
+    ],
+)
+def test_the_reward_of_an_iteration(kind, rates, plain, strategy, outcome, reward):
+    found = Reward(kind, plain_rate=rates)
+    for each in plain:
+        found.learn(PLAIN, each)
+    assert found(strategy, outcome) == (reward and pytest.approx(reward))
 
 
 def test_plain_time_is_interpolated_between_batches_and_held_beyond():
     reward = Reward("relative", plain_rate={2: 200.0, 4: 200.0})  # 10 ms at 2, 20 ms at 4
     assert [reward.plain_s(batch) for batch in (1, 2, 3, 4, 64)] == pytest.approx([0.01, 0.01, 0.015, 0.02, 0.02])
-
-
-def test_plain_time_is_learned_from_plain_iterations_as_a_median():
-    reward = Reward("relative")
-    for elapsed_s in (0.010, 0.012, 0.500):
-        reward.learn(NO_SPECULATION, ran(NO_SPECULATION, 4, elapsed_s))
-    assert reward.plain_s(4) == 0.012
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.012, accepted=1.5)) == pytest.approx(2.5)
-
-
-def test_before_any_plain_iteration_speculation_has_no_relative_reward():
-    reward = Reward("relative")
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.01)) is None
-    assert reward(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.01)) == 1.0
-
-
-def test_an_iteration_with_prefill_or_without_a_time_has_no_reward():
-    assert Reward("paper")(SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True)) is None
-    assert Reward("paper")(SHALLOW, ran(SHALLOW, 4, 0.0)) is None
-    reward = Reward("relative")
-    reward.learn(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.01, had_prefill=True))
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.01)) is None
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,8 @@ def test_ucb1_tries_every_arm_then_prefers_the_best():
     picks = play(ucb, {NO_SPECULATION: 100.0, SHALLOW: 150.0, DEEP: 120.0}, 400)
     assert picks[:3] == [NO_SPECULATION, SHALLOW, DEEP]
     assert picks.count(SHALLOW) > 300
+    with refused(ConfigError, naming=("ngram:8",)):
+        Ucb1([SHALLOW]).load_state_dict(ucb.state_dict())
 
 
 def test_the_bonus_of_ucb1_matters_at_any_scale_of_the_reward():
@@ -205,15 +209,10 @@ def test_mean_and_median_differ_on_an_outlier():
     assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
 
 
-def test_ucb1_refuses_the_state_of_other_arms():
-    with refused(ConfigError, naming=("ngram:8",)):
-        Ucb1([SHALLOW]).load_state_dict(Ucb1([DEEP]).state_dict())
-
-
 OTHER = Strategy.chain("suffix", 8)
 
 
-def test_hedge_weighs_a_loss_by_its_chance_and_keeps_the_contract_and_its_state():
+def test_hedge_weighs_a_loss_by_its_chance():
     check_selector(Hedge.Spec(strategies=(DEEP, OTHER)).build)
     hedge, again = (Hedge([DEEP, OTHER], rng=np.random.default_rng(seed)) for seed in (0, 1))
     chosen = hedge.choose(at(1))
@@ -283,7 +282,7 @@ def by(condition):
     return lambda self, state: self.strategies[condition(self, state)]
 
 
-def test_the_contract_suite_passes_a_good_selector_also_one_that_reads_requests_when_they_are_there():
+def test_the_contract_suite_passes_a_good_selector():
     reads = by(lambda self, state: bool(state.requests) and state.requests[0].generated_tokens > 100)
     for good in (Good, Remembers, type("Reads", (Good,), {"choose": reads})):
         check_selector(lambda rng, good=good: good())
