@@ -83,10 +83,7 @@ def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Pa
         pass
 
     for refusal, known in ((OSError(28, "No space left"), ()), (LibraryError("No space left"), (LibraryError,))):
-        with (
-            refused(RunError),
-            marked_folder(tmp_path / "o", "m", *known),
-        ):
+        with refused(RunError), marked_folder(tmp_path / "o", "m", *known):
             raise refusal
     assert list(tmp_path.iterdir()) == []
 

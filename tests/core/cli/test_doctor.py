@@ -179,20 +179,20 @@ def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(tmp_path: Pat
     assert "simulated" in doctor(tmp_path / "trace")[1]
 
 
-def test_costs_without_a_run_are_refused(doctor: Command) -> None:
-    code, _, err = doctor("--quick", "--costs", "nothing.json")
-    assert code == 2
-    assert "--costs" in err
-
-
-def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, doctor: Command) -> None:
-    for wrong in (tmp_path, tmp_path / "nowhere", Path(__file__)):
-        code, out, err = doctor(wrong, "--json")
-        assert (code, out) == (2, "")
-        assert len(err.splitlines()) == 1
-    code, _, err = doctor(TRACES / "tiny", "--costs", tmp_path / "none.json")
-    assert code == 2
-    assert "none.json" in err
+@pytest.mark.parametrize(
+    ("args", "fact"),
+    [
+        (["--quick", "--costs", "nothing.json"], "--costs"),
+        ([TRACES / "tiny", "--costs", "none.json"], "none.json"),
+        ([TRACES, "--json"], str(TRACES)),
+        ([TRACES / "nowhere", "--json"], "nowhere"),
+        ([Path(__file__), "--json"], Path(__file__).name),
+    ],
+)
+def test_what_is_no_run_or_costs_is_refused(doctor: Command, args: list[Any], fact: str) -> None:
+    code, out, err = doctor(*args)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert fact in err
 
 
 def test_the_machine_alone_is_told_without_a_run(doctor: Command) -> None:

@@ -56,9 +56,8 @@ def under_way(name: str, *overrides: str, fast: bool = True, said: Callable[[str
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_is_made(monkeypatch, name, overrides, facts):
     monkeypatch.chdir(TRACES.parent)
-    with pytest.raises(ConfigError) as refused:
+    with refused(ConfigError, naming=facts):
         under_way(name, *overrides).run()
-    assert all(fact in str(refused.value) for fact in facts)
     assert not Path("unused").exists()
 
 
@@ -118,8 +117,8 @@ def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside
 # baseline
 
 
-def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction():
-    found = under_way("baseline", "parts=predicted", "rl_steps=3").run()
+def test_tlts_settings_are_simulated_beside_its_claim():
+    found = under_way("baseline", "parts=predicted", "rl_steps=2").run()
     assert found.prediction
     assert set(found.rows["kind"]) == {"predicted"}
     rows = found.rows.set_index(["setting", "system"])
@@ -243,12 +242,10 @@ def test_the_verdict_goes_by_the_worst_regime_and_names_who_is_better(ratios: tu
     assert words in text
     assert "(r1)" in text
     assert "goodput" in text
-
-
-def test_no_policy_is_better_than_itself_however_sums_are_rounded():
-    for ratios in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):
-        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in ratios]
-        assert "no other is better on average" in verdict(pd.DataFrame(rows))
+    for each in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):  # however sums are rounded
+        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in each]
+        assert "goodput" not in verdict(pd.DataFrame(rows))
+        assert "no other" in verdict(pd.DataFrame(rows))
 
 
 def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):

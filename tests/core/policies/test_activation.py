@@ -49,9 +49,20 @@ def follow(selector, batches, rl_step=0):
     return [selector.choose(at(batch, rl_step=rl_step)).speculates for batch in batches]
 
 
-def test_it_speculates_at_and_below_the_threshold():
-    selector = ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=0)
-    assert follow(selector, [64, 33, 32, 1]) == [False, False, True, True]
+@pytest.mark.parametrize(
+    ("hold", "batches", "on"),
+    [
+        pytest.param(0, [64, 33, 32, 1], [False, False, True, True], id="at and below the threshold"),
+        pytest.param(
+            3,
+            [40, 32, 40, 40, 40, 32, 32, 32, 32],
+            [False, True, True, True, False, False, False, True, True],
+            id="a switch stays for the hold",
+        ),
+    ],
+)
+def test_it_speculates_up_to_the_threshold(hold, batches, on):
+    assert follow(ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=hold), batches) == on
 
 
 def test_it_counts_the_waiting_requests_if_told_so():
@@ -59,12 +70,6 @@ def test_it_counts_the_waiting_requests_if_told_so():
     remaining = ElasticActivation(Fixed(D4), max_requests=8, count="remaining", hold_iterations=0)
     state = at(8, waiting=1)
     assert (running.choose(state), remaining.choose(state)) == (D4, NO_SPECULATION)
-
-
-def test_after_a_switch_it_stays_for_the_hold():
-    selector = ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=3)
-    flutter = [40, 32, 40, 40, 40, 32, 32, 32, 32]
-    assert follow(selector, flutter) == [False, True, True, True, False, False, False, True, True]
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=80), st.integers(0, 6))
@@ -85,7 +90,7 @@ def test_a_new_rl_step_does_not_wait_for_the_hold_of_the_last():
     assert follow(selector, [64], rl_step=1) == [False]
 
 
-def test_while_off_the_inner_selector_neither_chooses_nor_learns_and_while_on_chances_are_its_own():
+def test_while_off_the_inner_selector_rests():
     spy = Spy()
     selector = ElasticActivation(spy, max_requests=8, hold_iterations=0)
     selector.observe(selector.choose(at(64)), OUTCOME)
@@ -96,15 +101,10 @@ def test_while_off_the_inner_selector_neither_chooses_nor_learns_and_while_on_ch
     assert (spy.asked, spy.told) == (1, [D4])
     assert (selector.propensity_, selector.bucket_) == (0.25, 3)
     assert selector.reward(D4, OUTCOME) == 7.0
-
-
-def test_the_inner_selector_is_not_told_of_a_plain_iteration_that_is_reported_late():
-    spy = Spy()
-    selector = ElasticActivation(spy, max_requests=8, hold_iterations=0)
     plain = selector.choose(at(9))
     selector.choose(at(8))
     selector.observe(plain, OUTCOME)
-    assert spy.told == []
+    assert spy.told == [D4], "nor does it learn of a plain iteration that is reported late"
 
 
 def test_no_speculation_joins_the_strategies_once():

@@ -65,17 +65,18 @@ def test_it_drafts_deeper_for_smaller_batches_and_not_at_all_for_large_ones():
     assert [policy.choose(at(batch)).draft_depth for batch in (1, 16, 64, 512)] == [4, 2, 1, 0]
 
 
-def test_it_learns_what_is_accepted():
-    policy = goodput(prior=0.9)
-    keep(policy, CHAINS[2], 0.5, times=200)
-    assert policy.tokens(CHAINS[2]) == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625, rel=0.05)
-    assert policy.tokens(CHAINS[1]) == pytest.approx(1 + 0.5 + 0.25, rel=0.05)
-
-
-def test_positions_that_were_never_drafted_keep_the_prior():
-    policy = goodput(prior=0.6)
-    keep(policy, CHAINS[1], 1.0, times=200)
-    assert policy.tokens(CHAINS[3]) == pytest.approx(3 + sum(0.6**i for i in range(1, 7)), rel=0.02)
+@pytest.mark.parametrize(
+    ("prior", "drafted", "chance", "asked", "tokens"),
+    [
+        pytest.param(0.9, 4, 0.5, 4, 1 + 0.5 + 0.25 + 0.125 + 0.0625, id="what is accepted"),
+        pytest.param(0.9, 4, 0.5, 2, 1 + 0.5 + 0.25, id="for shorter chains too"),
+        pytest.param(0.6, 2, 1.0, 8, 3 + sum(0.6**i for i in range(1, 7)), id="beyond it the prior"),
+    ],
+)
+def test_it_learns_what_each_position_brings(prior, drafted, chance, asked, tokens):
+    policy = goodput(prior=prior)
+    keep(policy, Strategy.chain("ngram", drafted), chance, times=200)
+    assert policy.tokens(Strategy.chain("ngram", asked)) == pytest.approx(tokens, rel=0.05)
 
 
 @pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
@@ -141,20 +142,15 @@ def test_what_it_learned_survives_json_and_belongs_to_its_drafters():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("wrong", "facts"),
     [
         ({"window": 0}, ("1",)),
         ({"epsilon": 1.5}, ("probabilities",)),
         ({"prior": float("nan")}, ("probabilities",)),
+        ({"strategies": [Strategy("eagle", 4, 2, 8)]}, ()),
+        ({"costs": COSTS.model_copy(update={"per_token_s": None})}, ("per_token_s",)),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with refused(ConfigError, naming=message):
-        goodput(**settings)
-
-
-def test_what_it_cannot_judge_is_refused():
-    with refused(ConfigError):
-        goodput(Strategy("eagle", 4, 2, 8))
-    with refused(ConfigError, naming=("per_token_s",)):
-        Goodput(CHAINS, COSTS.model_copy(update={"per_token_s": None}), rng=np.random.default_rng(0))
+def test_what_it_cannot_judge_is_refused(wrong, facts):
+    with refused(ConfigError, naming=facts):
+        Goodput(**{"strategies": CHAINS, "costs": COSTS, "rng": np.random.default_rng(0)} | wrong)
