@@ -69,19 +69,25 @@ def one_by_one(model, groups, end_s, data_s, kill):
     return (done, 0, checkpoints + (unsaved + done - updates > 0))
 
 
-def test_each_of_ten_updates_bears_its_part_of_a_checkpoint():
-    assert train(SIMPLE, [(0.0, 1)], 25.4).updates == 9, "the tenth ends at 25.5"
-    assert train(SIMPLE, [(0.0, 1)], 25.5) == Trained(updates=10, checkpoints=1, tokens=8000)
-    assert train(SIMPLE, [(0.0, 1)], 27.6) == Trained(updates=11, checkpoints=2, tokens=8800)
+NEVER = changed(checkpoint_every=None)
+ENDS_S = 5 + 2 * 20.5 + 3 * 2.0 + 1.0
+"""The setup, two cycles and three updates, and half of a fourth."""
 
 
-def test_stopped_it_loses_nothing_and_killed_what_its_last_checkpoint_lacks():
-    groups, end_s = [(0.0, 1)], 5 + 2 * 20.5 + 3 * 2.0 + 1.0
-    assert train(SIMPLE, groups, end_s) == Trained(updates=23, checkpoints=3, tokens=18400)
-    assert train(SIMPLE, groups, end_s, kill=True) == Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)
-    never = changed(checkpoint_every=None)
-    assert train(never, groups, end_s) == Trained(updates=24, checkpoints=1, tokens=19200)
-    assert train(never, groups, end_s, kill=True) == Trained(updates_lost=24)
+@pytest.mark.parametrize(
+    ("model", "end_s", "kill", "trained"),
+    [
+        (SIMPLE, 25.4, False, Trained(updates=9, checkpoints=1, tokens=7200)),
+        (SIMPLE, 25.5, False, Trained(updates=10, checkpoints=1, tokens=8000)),
+        (SIMPLE, 27.6, False, Trained(updates=11, checkpoints=2, tokens=8800)),
+        (SIMPLE, ENDS_S, False, Trained(updates=23, checkpoints=3, tokens=18400)),
+        (SIMPLE, ENDS_S, True, Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)),
+        (NEVER, ENDS_S, False, Trained(updates=24, checkpoints=1, tokens=19200)),
+        (NEVER, ENDS_S, True, Trained(updates_lost=24)),
+    ],
+)
+def test_stopped_it_loses_nothing_killed_what_was_not_saved(model, end_s, kill, trained):
+    assert train(model, [(0.0, 1)], end_s, kill=kill) == trained
 
 
 def test_packing_is_worth_its_factor():

@@ -76,6 +76,9 @@ def test_it_finds_the_best_strategy_and_then_loses_about_a_hundredth(kept: float
     world.decode(policy, 600, batch)
     lost, _ = world.decode(policy, 1500, batch)
     assert lost < 0.015
+    best, context = policy.strategies[policy.best_], 500.0 * batch
+    assert policy.seconds(batch, context)[policy.best_] == pytest.approx(world.seconds(best, batch), rel=0.05)
+    assert policy.tokens(batch)[policy.best_] == pytest.approx(world.tokens(best), rel=0.05)
 
 
 def test_drafts_that_are_often_not_found_cost_what_was_verified():
@@ -129,15 +132,6 @@ def test_a_machine_that_slows_down_is_learned_anew():
     lost, _ = world.decode(policy, 500, 16)
     assert rates[before] < 0.9 * max(rates.values())
     assert lost < 0.05
-
-
-def test_it_learns_seconds_and_tokens():
-    world, policy = World({"ngram": 0.6}), adaptive()
-    world.decode(policy, 1500, 8)
-    best = policy.strategies[policy.best_]
-    expected = policy.seconds(8, 4000.0)[policy.best_]
-    assert expected == pytest.approx(world.seconds(best, 8), rel=0.05)
-    assert policy.tokens(8)[policy.best_] == pytest.approx(world.tokens(best), rel=0.05)
 
 
 def test_propensities_are_the_chances_that_were_drawn_from():
