@@ -30,10 +30,7 @@ def test_words_begin_at_the_left_and_numbers_end_at_the_right(options, lines):
 
 def test_a_table_is_never_cut_and_takes_what_stands_in_it_literally():
     rows = [("[red]name[/red]", "x" * 500), ("longer than that name", None)]
-    assert table([], rows, left=2).split("\n") == [
-        "[red]name[/red]        " + "x" * 500,
-        "longer than that name  None",
-    ]
+    assert table([], rows, left=2).split("\n") == ["[red]name[/red]        " + "x" * 500, "longer than that name  None"]
     assert table(["only", "heads"], []) == "only  heads"
 
 

@@ -89,8 +89,7 @@ def test_the_interval_holds_between_the_extreme_pairs(a: list[float]):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "value"),
-    [([3.0, 1.0, 8.5], [3.0, 1.0, 8.5], 1.0), ([0.3, 0.9, 2.1], [0.1, 0.3, 0.7], 3.0)],
+    ("a", "b", "value"), [([3.0, 1.0, 8.5], [3.0, 1.0, 8.5], 1.0), ([0.3, 0.9, 2.1], [0.1, 0.3, 0.7], 3.0)]
 )
 def test_what_is_the_same_in_all_pairs_has_no_width(a: list[float], b: list[float], value: float):
     found = interval(a, b)

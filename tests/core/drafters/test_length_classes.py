@@ -91,8 +91,7 @@ def test_expectations_are_those_of_counting_by_hand(finished: list[tuple[str, in
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [*(({"quantiles": q}, "quantiles") for q in ((), (0.5, 0.5), (0.0,))), ({"window": 7}, 8)],
+    ("settings", "message"), [*(({"quantiles": q}, "quantiles") for q in ((), (0.5, 0.5), (0.0,))), ({"window": 7}, 8)]
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with refused(ConfigError, naming=(message,)):

@@ -7,14 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 from tests.refused import refused
 from tltlab.drafters.base import Draft
 from tltlab.drafters.ngram import NgramDrafter
-from tltlab.drafters.specs import (
-    SYSTEM_DRAFTERS,
-    DrafterSpec,
-    HybridSpec,
-    LearnedSpec,
-    NgramSpec,
-    SuffixSpec,
-)
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 
 from ...contracts import check_drafter
 
@@ -155,13 +148,7 @@ class Keyed(NgramDrafter):
 
 @pytest.mark.parametrize(
     ("drafter", "complaint"),
-    [
-        (TooDeep, ()),
-        (Drifting, ("proposing",)),
-        (Remembering, ("forget",)),
-        (Sure, ("outside",)),
-        (Keyed, ("JSON",)),
-    ],
+    [(TooDeep, ()), (Drifting, ("proposing",)), (Remembering, ("forget",)), (Sure, ("outside",)), (Keyed, ("JSON",))],
 )
 def test_the_contract_check_finds_what_is_broken(drafter, complaint):
     with refused(AssertionError, naming=complaint):

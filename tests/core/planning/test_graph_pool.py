@@ -82,17 +82,12 @@ def test_memory_is_additive_over_runners(rows: list[tuple[int, Strategy]]):
     assert sum(map(POOL.memory_bytes, parts)) == pytest.approx(POOL.memory_bytes(plan))
 
 
-def test_a_cap_is_kept_to_the_byte():
+def test_caps_are_kept_to_the_byte_and_fits_meet_the_measured_pool():
     plan = plan_naive([DEEP], 32, SIZES)
     needed = POOL.memory_bytes(plan)
-    assert POOL.fits(plan, needed)
-    assert not POOL.fits(plan, needed - 1)
-
-
-def test_fitting_meets_the_measured_pool():
-    plan = plan_naive([DEEP], 32, SIZES)
+    assert (POOL.fits(plan, needed), POOL.fits(plan, needed - 1)) == (True, False)
     assert POOL.fitted(plan, 9e9).memory_bytes(plan) == pytest.approx(9e9)
-    assert POOL.fitted(plan, POOL.memory_bytes(plan)).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
+    assert POOL.fitted(plan, needed).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
 
 
 @pytest.mark.parametrize(
@@ -136,61 +131,35 @@ def test_the_readings_err_as_their_module_says():
 TABLE = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((2, DEEP), (3, SHORT), (5, NO_SPECULATION)))
 ARMS = (Bucket(min_batch=1, strategies=(DEEP, WIDE)), Bucket(min_batch=3, strategies=(SHORT, NO_SPECULATION)))
 OF_ARMS = [(DEEP, 1), (DEEP, 2), (SHORT, 4), (WIDE, 1), (WIDE, 2)]
-PLAIN = [(1, 1), (2, 1), (4, 1), (8, 1)]
+PLAIN, OF_TABLE = [(1, 1), (2, 1), (4, 1), (8, 1)], [(1, 48), (2, 48), (4, 8), (8, 1)]
+GROUPED = BegMabSpec(strategies=(DEEP, WIDE, SHORT), thresholds=(1, 3))
+NEVER, FOUR = Activation(max_requests=0), Activation(max_requests=4)
 
 
 @pytest.mark.parametrize(
-    ("selector", "max_batch", "target", "drafter"),
+    ("selector", "activation", "max_batch", "target", "drafter"),
     [
-        pytest.param(NoneSpec(), 8, PLAIN, [], id="plain decoding alone"),
-        pytest.param(FixedSpec(strategy=Strategy.chain("ngram", 4)), 2, [(1, 5), (2, 5)], [], id="no model drafter"),
-        pytest.param(FixedSpec(strategy=DEEP), 2, [(1, 48), (2, 48)], [(DEEP, 1), (DEEP, 2)], id="one strategy"),
-        pytest.param(
-            TableSpec(rows=TABLE),
-            8,
-            [(1, 48), (2, 48), (4, 8), (8, 1)],
-            [(DEEP, 1), (DEEP, 2), (SHORT, 4)],
-            id="the rows of a table in their ranges",
-        ),
-        pytest.param(
-            BegMabSpec(buckets=ARMS), 4, [(1, 48), (2, 48), (4, 1), (4, 8)], OF_ARMS, id="all arms of a bucket over it"
-        ),
-        pytest.param(
-            BegMabSpec(strategies=(DEEP, WIDE, SHORT), thresholds=(1, 3)),
-            4,
-            [(1, 48), (2, 48), (4, 8)],
-            OF_ARMS,
-            id="the paper's grouping",
-        ),
-        pytest.param(
-            ExploreSpec(strategies=(SHORT,)),
-            4,
-            [(1, 8), (2, 8), (4, 8)],
-            [(SHORT, 1), (SHORT, 2), (SHORT, 4)],
-            id="what may be chosen anywhere everywhere",
-        ),
+        (NoneSpec(), None, 8, PLAIN, []),
+        (FixedSpec(strategy=Strategy.chain("ngram", 4)), None, 2, [(1, 5), (2, 5)], []),
+        (FixedSpec(strategy=DEEP), None, 2, [(1, 48), (2, 48)], [(DEEP, 1), (DEEP, 2)]),
+        (FixedSpec(strategy=DEEP), NEVER, 8, PLAIN, []),
+        (FixedSpec(strategy=DEEP), FOUR, 8, [(1, 48), (2, 48), (4, 48), (8, 1)], [(DEEP, 1), (DEEP, 2), (DEEP, 4)]),
+        (TableSpec(rows=TABLE), None, 8, OF_TABLE, [(DEEP, 1), (DEEP, 2), (SHORT, 4)]),
+        (BegMabSpec(buckets=ARMS), None, 4, [(1, 48), (2, 48), (4, 1), (4, 8)], OF_ARMS),
+        (GROUPED, None, 4, [(1, 48), (2, 48), (4, 8)], OF_ARMS),
+        (ExploreSpec(strategies=(SHORT,)), None, 2, [(1, 8), (2, 8)], [(SHORT, 1), (SHORT, 2)]),
     ],
 )
-def test_a_policy_is_captured_where_it_may_choose(selector, max_batch, target, drafter):
-    plan = plan_for(Policy(selector=selector), max_batch, (1, 2, 4, 8))
+def test_a_policy_is_captured_where_it_may_choose(selector, activation, max_batch, target, drafter):
+    plan = plan_for(Policy(selector=selector, activation=activation), max_batch, (1, 2, 4, 8))
     assert sorted(plan.target_graphs) == target
     assert sorted(plan.drafter_graphs, key=str) == sorted(drafter, key=str)
 
 
-def test_an_activation_at_zero_captures_plain_decoding_alone():
-    never = Policy(selector=FixedSpec(strategy=DEEP), activation=Activation(max_requests=0))
-    assert plan_for(never, 8, (1, 2, 4, 8)).target_graphs == PLAIN
-
-
-def test_speculation_is_captured_up_to_the_activation_and_plain_decoding_beyond():
-    rows = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((1, DEEP), (5, SHORT)))
-    policy = Policy(selector=TableSpec(rows=rows), activation=Activation(max_requests=4))
-    plan = plan_for(policy, 16, (1, 2, 4, 8, 16))
-    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 48), (8, 1), (16, 1)]
-    assert {s for s, _ in plan.drafter_graphs} == {DEEP}
-    waiting = policy.model_copy(update={"activation": Activation(max_requests=4, count="remaining")})
-    both = plan_for(waiting, 16, (1, 2, 4, 8, 16))
-    assert sorted(both.target_graphs) == sorted([*plan.target_graphs, (1, 1), (2, 1), (4, 1)])
+def test_below_an_activation_of_remaining_requests_both_are_captured():
+    waiting = Activation(max_requests=4, count="remaining")
+    both = plan_for(Policy(selector=FixedSpec(strategy=DEEP), activation=waiting), 16, (1, 2, 4, 8, 16))
+    assert sorted(both.target_graphs) == [(1, 1), (1, 48), (2, 1), (2, 48), (4, 1), (4, 48), (8, 1), (16, 1)]
 
 
 @pytest.mark.parametrize("name", ["none", "fixed", "table", "epsilon-greedy", "ucb1", "beg-mab", "explore"])
