@@ -1,5 +1,4 @@
 import json
-import time
 from collections import Counter
 
 import numpy as np
@@ -406,22 +405,6 @@ def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
 def test_settings_that_make_no_sense_are_refused(wrong, complaint):
     with refused(ConfigError, naming=complaint):
         SuffixDrafter(**wrong)
-
-
-def test_it_keeps_up_with_an_engine():
-    tokens = np.random.default_rng(0).integers(0, 200, 20_000).tolist()
-    drafter = SuffixDrafter()
-    drafter.open(A, [])
-    start = time.thread_time()
-    for at in range(0, len(tokens), 4):
-        drafter.extend(A, tokens[at : at + 4])
-        drafter.catch_up()
-    inserted = time.thread_time()
-    for _ in range(1_000):
-        drafter.propose(A, 8)
-    proposed = time.thread_time()
-    assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine"
-    assert (proposed - inserted) / 1_000 < 60e-6, "about 5 us on an idle machine"
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))

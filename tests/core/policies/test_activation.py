@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
-from tltlab.errors import ConfigError
 from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.selector import Selector
@@ -129,16 +127,3 @@ def test_it_keeps_the_contract_around_a_bandit(count, hold_iterations):
 
     check_selector(build)
     check_selector(lambda rng: ElasticActivation(Fixed(D4), 32, count, hold_iterations))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_requests": -1}, ("-1", "10")),
-        ({"hold_iterations": -1}, ("32", "-1")),
-        ({"count": "waiting"}, ("running", "remaining", "waiting")),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with refused(ConfigError, naming=message):
-        ElasticActivation(Fixed(D4), **settings)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.refused import refused
 from tltlab.costs.base import LinearCosts
-from tltlab.errors import ConfigError
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec
@@ -166,14 +164,3 @@ def test_it_needs_no_file_and_is_one():
     assert [str(s) for s in policy.strategies] == ["none", *(f"ngram:{depth}" for depth in range(1, 9))]
     two = Policy(selector=AdaptiveSpec(drafters=("learned", "suffix"), max_depth=3))
     assert load_policy(json.loads(two.model_dump_json())).strategies == two.strategies
-
-
-def test_what_makes_no_sense_is_refused():
-    for settings in ({"max_depth": 0}, {"window": 1}, {"exploration": 0.6}, {"switch_s": -1.0}):
-        with refused(ConfigError, naming=("adaptive",)):
-            adaptive(**settings)
-    for drafters in (("none",), ("ngram", "ngram")):
-        with refused(ConfigError, naming=("each",)):
-            adaptive(*drafters)
-    with refused(ConfigError, naming=("saved",)):
-        adaptive().load_state_dict(adaptive("suffix").state_dict())

@@ -1,13 +1,10 @@
 import json
-import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
-from tltlab.errors import ConfigError
 from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -163,8 +160,6 @@ def test_a_restored_bandit_decides_identically(story, reward):
         assert (a, original.propensity_, original.bucket_) == (b, restored.propensity_, restored.bucket_)
         original.observe(a, ran(a, batch, rate))
         restored.observe(b, ran(b, batch, rate))
-    with refused(ConfigError, naming=("ngram:8",)):
-        bandit([(1, [D4])]).load_state_dict(restored.state_dict())
 
 
 def test_falling_batches_mislead_the_paper_reward_only():
@@ -183,9 +178,7 @@ def test_falling_batches_mislead_the_paper_reward_only():
     assert favourite("relative") == D2
 
 
-def test_a_learned_plain_rate_needs_a_plain_arm_where_there_is_a_choice():
-    with refused(ConfigError, naming=("9",)):
-        bandit([(1, [D8, NO_SPECULATION]), (9, [D2, D1])], reward="relative")
+def test_a_learned_plain_rate_needs_a_choice():
     bandit([(1, [D8, NO_SPECULATION]), (9, [D2])], reward="relative")
     bandit([(1, [D8, D4])], reward="relative", plain_rate={1: 100.0})
 
@@ -200,41 +193,6 @@ def test_the_papers_grouping_gives_small_batches_most_tokens():
     assert tokens == [48, 32, 32, 16, 16, 8, 8]
     deep, shallow = Strategy("learned", 10, 4, 48), Strategy("learned", 6, 4, 48)
     assert paper_buckets([deep, *TREES, shallow], [1, 2, 5, 21])[0] == (1, [deep, TREES[1], shallow])
-    with refused(ConfigError, naming=("4", "48", "32", "16", "8", "2", "1", "5")):
-        paper_buckets(TREES, [1, 5])
-
-
-@pytest.mark.parametrize(
-    ("buckets", "settings", "message"),
-    [
-        ([], {}, ("buckets",)),
-        ([(1, [])], {}, ("strategies",)),
-        ([(5, [D8]), (5, [D4])], {}, ("5",)),
-        ([(1, [D8, D8])], {}, ("given",)),
-        ([(1, [D8])], {"epsilon": 1.5}, ("0", "1", "5")),
-        ([(1, [D8])], {"window": 0}, ("1", "0")),
-        ([(1, [D8])], {"tries": 0}, ("1", "300", "0")),
-        ([(1, [D8])], {"tries": 301}, ("301",)),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(buckets, settings, message):
-    with refused(ConfigError, naming=message):
-        bandit(buckets, **settings)
-
-
-def test_a_decision_and_its_lesson_take_microseconds():
-    mab = bandit([(1, [D8, D4, D2, NO_SPECULATION])], reward="relative")
-    noise = np.random.default_rng(0).uniform(50.0, 150.0, 64).tolist()
-    outcomes = {arm: [ran(arm, 8, rate) for rate in noise] for arm in mab.strategies}
-    play(mab, dict.fromkeys(mab.strategies, 100.0), 1000, batches=(8,))
-    state, best_us = at(8), float("inf")
-    for _ in range(5):
-        start = time.thread_time()
-        for i in range(1000):
-            strategy = mab.choose(state)
-            mab.observe(strategy, outcomes[strategy][i % 64])
-        best_us = min(best_us, (time.thread_time() - start) * 1e3)
-    assert best_us < 60.0, "about 6 us on an idle machine; the design asks for 20"
 
 
 @pytest.mark.parametrize(("statistic", "settles_on"), [("median", D2), ("mean", D4)])

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.refused import refused
-from tltlab.errors import ConfigError
 from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -44,10 +42,3 @@ def test_a_context_table_goes_by_the_mean_context_of_a_request():
     table = ContextTable([(1, Strategy.chain("ngram", 4)), (1000, NO_SPECULATION)])
     chosen = [table.choose(StepState(rl_step=0, batch=4, context_tokens=t)).draft_depth for t in (3996.0, 4000.0)]
     assert chosen == [4, 0]
-
-
-def test_what_makes_no_sense_is_refused():
-    with refused(ConfigError, naming=("ascend",)):
-        AcceptedThresholds(rows=[(1, (3, 1), 0.0)])
-    with refused(ConfigError, naming=("weight",)):
-        AcceptedThresholds(weight=0.0)

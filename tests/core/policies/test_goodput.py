@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
-from tltlab.errors import ConfigError
 from tltlab.policies.goodput import Goodput
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -137,20 +135,3 @@ def test_what_it_learned_survives_json_and_belongs_to_its_drafters():
     keep(policy, CHAINS[3], 0.3, times=20)
     again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert [again.tokens(s) for s in CHAINS] == [policy.tokens(s) for s in CHAINS]
-    with refused(ConfigError, naming=("ngram", "8")):
-        goodput(CHAINS[0]).load_state_dict(policy.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "facts"),
-    [
-        ({"window": 0}, ("1",)),
-        ({"epsilon": 1.5}, ("probabilities",)),
-        ({"prior": float("nan")}, ("probabilities",)),
-        ({"strategies": [Strategy("eagle", 4, 2, 8)]}, ()),
-        ({"costs": COSTS.model_copy(update={"per_token_s": None})}, ("per_token_s",)),
-    ],
-)
-def test_what_it_cannot_judge_is_refused(wrong, facts):
-    with refused(ConfigError, naming=facts):
-        Goodput(**{"strategies": CHAINS, "costs": COSTS, "rng": np.random.default_rng(0)} | wrong)
