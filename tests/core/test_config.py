@@ -62,12 +62,10 @@ def test_a_bad_file_is_named_first_and_what_it_holds_is_cut(tmp_path: Path, load
     assert "Value error" not in message
 
 
-@pytest.mark.parametrize("tp", [3, 7, 0])
-def test_heads_that_cannot_be_shared_out_are_refused(tp: int):
-    with refused(ConfigError, naming=("tp", tp)):
-        per_gpu_heads(model("Qwen2.5-7B"), tp)
-
-
-def test_with_more_gpus_than_kv_heads_several_hold_the_same():
-    assert per_gpu_heads(model("Qwen2.5-7B"), 28) == (1, 1)
-    assert per_gpu_heads(model("Qwen2.5-7B"), 4) == (7, 1)
+@pytest.mark.parametrize(("tp", "heads"), [(28, (1, 1)), (4, (7, 1)), (3, None), (7, None), (0, None)])
+def test_heads_are_shared_out_among_gpus_or_refused(tp: int, heads: tuple[int, int] | None):
+    if heads is None:
+        with refused(ConfigError, naming=("tp", tp)):
+            per_gpu_heads(model("Qwen2.5-7B"), tp)
+    else:
+        assert per_gpu_heads(model("Qwen2.5-7B"), tp) == heads

@@ -75,6 +75,13 @@ def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
     assert summary["versions"]["vllm"].startswith("0.32")
     for name in ("trace", "policy", "costs", "timeline"):
         assert (out / summary[name]).exists(), name
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    assert {"M", "X"} <= {event["ph"] for event in events}
+    trace = tltlab.read(out)
+    result = tltlab.sim.simulate(trace, out / "policy.json", placement="recorded")
+    assert result.summary["num_responses"] == len(trace.outcomes)
+    assert result.summary["regret"] >= 0
 
 
 @pytest.mark.engine
@@ -105,21 +112,6 @@ def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str
     count = summary["heldout_prompts"]
     share = (summary["reward_first"] + summary["reward_last"]) / 2 + 1 / count
     assert summary["reward_last"] >= summary["reward_first"] - 5 * (2 * share * (1 - share) / count) ** 0.5
-
-
-@pytest.mark.engine
-def test_the_run_folder_can_be_simulated_as_it_is(demo: tuple[Path, dict[str, Any]]):
-    trace = tltlab.read(demo[0])
-    result = tltlab.sim.simulate(trace, demo[0] / "policy.json", placement="recorded")
-    assert result.summary["num_responses"] == len(trace.outcomes)
-    assert result.summary["regret"] >= 0
-
-
-@pytest.mark.engine
-def test_what_was_made_is_a_picture_and_a_perfetto_file(demo: tuple[Path, dict[str, Any]]):
-    assert (demo[0] / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    events = json.loads((demo[0] / "timeline.json").read_text())["traceEvents"]
-    assert {"M", "X"} <= {event["ph"] for event in events}
 
 
 @pytest.mark.engine
