@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -24,9 +25,18 @@ def watching(predicted: float = 0.8, **config: object) -> Canary:
     return canary
 
 
-def feed(canary: Canary, kept: int, drafts: int) -> Canary:
-    for n in range(drafts):
-        canary.observe(2, int(n < kept))
+def play(canary: Canary, events: list[str]) -> Canary:
+    """The canary after so many drafts of which the first token is kept, or missed; a sync, a wake, a swap."""
+    for event in events:
+        kind, _, number = event.partition(" ")
+        match kind:
+            case "keep" | "miss":
+                for _ in range(int(number or 1)):
+                    canary.observe(2, int(kind == "keep"))
+            case "swap":
+                canary.expect([float(number)] * 2, event)
+            case _:
+                canary.reset(event, target_moved=kind == "sync")
     return canary
 
 
@@ -50,22 +60,30 @@ def test_counts_per_position_are_those_of_going_through_every_draft(all_drafts: 
     assert again.positions == positions
 
 
+COLLAPSED = ["swap 0.8", "miss 100", "sync", "wake", "keep 200"]
+
+
 @pytest.mark.parametrize(
-    ("predicted", "kept", "drafts", "kind", "facts"),
+    ("events", "kinds", "trusted", "facts"),
     [
-        (0.8, 78, 100, "fine", ["0.780 of 100"]),
-        (0.8, 5, 100, "collapsed", ["0.050 of 100", "since the swap", "predicted 0.800", "stale weights"]),
-        (0.8, 0, 99, None, []),
-        (0.04, 0, 100, "untrained", ["0.040"]),
+        (["swap 0.8", "keep 78", "miss 22"], ["fine"], True, ["0.780 of 100"]),
+        (["swap 0.8", "keep 5", "miss 95"], ["collapsed"], False, ["0.050 of 100", "since swap 0.8", "stale weights"]),
+        (["swap 0.8", "miss 99"], [], True, []),
+        (["swap 0.04"], ["untrained"], False, ["0.040"]),
+        (["swap 0.04", "miss 100"], ["untrained"], False, []),
+        (["miss 500"], [], True, []),
+        (COLLAPSED, ["collapsed"], False, []),
+        ([*COLLAPSED, "swap 0.3"], ["collapsed"], True, []),
+        ([*COLLAPSED, "swap 0.3", "keep 60", "miss 140"], ["collapsed", "fine"], True, []),
+        (["swap 0.8", "keep 9000", "miss 1000", "wake", "miss 100"], ["fine", "collapsed"], False, ["wake"]),
     ],
 )
-def test_a_drafter_is_held_against_its_prediction(predicted, kept, drafts, kind, facts):
-    canary = feed(watching(predicted, min_drafts=100), kept, drafts)
-    assert kinds(canary) == [kind] * (kind is not None)
-    assert canary.trusted == (kind in ("fine", None))
-    assert (canary.collapsed is not None) == (kind == "collapsed")
-    assert kind != "collapsed" or canary.collapsed.measured == (0.05, 0.0)
-    assert all(fact in canary.verdicts[0].sentence for fact in facts)
+def test_a_drafter_is_held_against_its_prediction(events, kinds, trusted, facts):
+    canary = play(Canary(CanaryConfig(min_drafts=100)), events)
+    assert [kind for kind, _ in groupby(verdict.kind for verdict in canary.verdicts)] == kinds
+    assert canary.trusted == trusted
+    assert (canary.collapsed is not None) == (not trusted and kinds[-1] == "collapsed")
+    assert all(fact in canary.verdicts[-1].sentence for fact in facts)
 
 
 def test_a_collapse_that_comes_late_or_is_small_is_found_as_drafts_add_up():
@@ -75,35 +93,6 @@ def test_a_collapse_that_comes_late_or_is_small_is_found_as_drafts_add_up():
         canary.observe(1, int(rng.random() < 0.15))
     assert kinds(canary) == ["fine", "collapsed"]
     assert 50 < canary.verdicts[-1].drafts <= 800
-
-
-def test_without_a_prediction_nothing_is_expected():
-    canary = Canary(CanaryConfig(min_drafts=1))
-    assert feed(canary, 0, 500).trusted
-    canary.expect([], "a swap of which nothing is known")
-    assert feed(canary, 0, 500).trusted
-    assert kinds(canary) == []
-
-
-def test_a_collapsed_drafter_is_not_trusted_again_before_new_weights_come():
-    canary = feed(watching(min_drafts=50), 0, 50)
-    canary.reset("a weight sync", target_moved=True)
-    canary.reset("a wake")
-    feed(canary, 200, 200)
-    assert not canary.trusted
-    canary.expect([0.3], "the next swap")
-    assert canary.trusted
-    assert canary.collapsed is None
-    assert feed(canary, 60, 200).trusted
-
-
-def test_each_event_opens_a_window_of_its_own():
-    canary = feed(watching(min_drafts=100), 9_000, 10_000)
-    canary.reset("a wake")
-    feed(canary, 0, 100)
-    assert not canary.trusted
-    assert canary.verdicts[-1].why == "a wake"
-    assert canary.verdicts[-1].drafts == 100
 
 
 def test_a_moved_target_lowers_the_bound_and_a_wake_does_not():
@@ -139,10 +128,9 @@ def test_a_drafter_at_the_bound_is_wronged_with_the_stated_chance_at_most(predic
         if look < 3:
             assert most >= 0, "the test needs a number of kept tokens that counts as collapsed"
             # Those kept come first, so that earlier looks find nothing.
-            judged = [
-                feed(watching(predicted, min_drafts=min_drafts), kept, drafts).trusted for kept in (most, most + 1)
-            ]
-            assert judged == [False, True]
+            for kept, trusted in ((most, False), (most + 1, True)):
+                canary = watching(predicted, min_drafts=min_drafts)
+                assert play(canary, [f"keep {kept}", f"miss {drafts - kept}"]).trusted == trusted
     assert 0 < 1 - alive.sum() <= FALSE_ALARM
 
 
@@ -171,19 +159,10 @@ def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
 
 
 @given(
-    st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "good swap", "bad swap"]), min_size=1, max_size=200),
+    st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "swap 0.9", "swap 0.01"]), min_size=1, max_size=200),
     st.integers(0, 200),
 )
 def test_a_state_taken_at_any_time_goes_on_as_if_nothing_had_been(events: list[str], split: int):
-    def play(canary: Canary, events: list[str]) -> None:
-        for event in events:
-            if event in ("keep", "miss"):
-                canary.observe(3, 2 if event == "keep" else 0)
-            elif event in ("sync", "wake"):
-                canary.reset(event, target_moved=event == "sync")
-            else:
-                canary.expect([0.9 if event == "good swap" else 0.01], event)
-
     config = CanaryConfig(min_drafts=5)
     whole, first, second = Canary(config), Canary(config), Canary(config)
     play(whole, events)
