@@ -105,17 +105,12 @@ def test_while_off_the_inner_selector_rests():
     assert spy.told == [D4], "nor does it learn of a plain iteration that is reported late"
 
 
-def test_no_speculation_joins_the_strategies_once():
+def test_strategies_and_memory_are_those_of_the_selector():
     assert ElasticActivation(Fixed(D4)).strategies == (NO_SPECULATION, D4)
-    table = BatchTable([(1, D4), (8, NO_SPECULATION)])
-    assert ElasticActivation(table).strategies == (NO_SPECULATION, D4)
-
-
-def test_it_is_memoryless_only_without_a_hold_around_a_memoryless_selector():
+    assert ElasticActivation(BatchTable([(1, D4), (8, NO_SPECULATION)])).strategies == (NO_SPECULATION, D4)
     explore = Explore([D4, D2], rng=np.random.default_rng(0))
-    assert ElasticActivation(Fixed(D4), hold_iterations=0).memoryless
-    assert not ElasticActivation(Fixed(D4), hold_iterations=1).memoryless
-    assert not ElasticActivation(explore, hold_iterations=0).memoryless
+    for inner, hold, memoryless in ((Fixed(D4), 0, True), (Fixed(D4), 1, False), (explore, 0, False)):
+        assert ElasticActivation(inner, hold_iterations=hold).memoryless == memoryless
 
 
 @pytest.mark.parametrize("count", ["running", "remaining"])

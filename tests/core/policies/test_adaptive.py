@@ -149,7 +149,7 @@ def test_propensities_are_the_chances_that_were_drawn_from():
     assert abs(sum(tried) - sum(drawn)) < 4 * sum(drawn) ** 0.5
 
 
-def test_a_drafter_that_costs_time_to_bring_in_waits_until_plain_decoding_has_lost_as_much():
+def test_a_drafter_waits_until_its_switch_pays():
     world, policy = World({"ngram": 0.85}), adaptive(switch_s=0.2)
     world.decode(policy, 2000, 4)
     _, chosen = world.decode(policy, 600, 4, rl_step=1)

@@ -78,25 +78,22 @@ def test_it_learns_what_each_position_brings(prior, drafted, chance, asked, toke
 
 
 @pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
-def test_expected_values_teach_what_the_samples_they_stand_for_would(chance: float):
+def test_expected_values_teach_what_their_samples_would(chance: float):
     """The simulator's fluid mode reports the mean; from it the shallower chains must not look too good."""
-    policy = goodput(window=10_000)
-    mean = sum(chance**i for i in range(1, 9))
+    policy, means = goodput(window=10_000), {d: sum(chance**i for i in range(1, d + 1)) for d in (1, 2, 4, 8)}
     for _ in range(200):
-        policy.observe(CHAINS[3], StepOutcome(elapsed_s=0.01, batch=20, drafted=(8.0,) * 20, accepted=(mean,) * 20))
-    for chain in CHAINS:
-        tokens = 1.0 + sum(chance**i for i in range(1, chain.draft_depth + 1))
-        assert policy.tokens(chain) == pytest.approx(tokens, rel=0.02)
+        policy.observe(CHAINS[3], StepOutcome(elapsed_s=0.01, batch=9, drafted=(8.0,) * 9, accepted=(means[8],) * 9))
+    found = {chain.draft_depth: policy.tokens(chain) - 1.0 for chain in CHAINS}
+    assert found == pytest.approx(means, rel=0.04)
 
 
-def test_more_than_the_strategy_verifies_counts_as_all_of_it():
+def test_more_than_the_strategy_verifies_counts_as_all():
     """A budget may draft 8 tokens for one request and none for another where the strategy verifies 4 of each."""
     trimmed = Strategy("ngram", 8, 1, 5)
     policy = goodput(trimmed, window=10_000)
     for _ in range(200):
         policy.observe(trimmed, StepOutcome(elapsed_s=0.01, batch=10, drafted=(8.0,) * 10, accepted=(5.5,) * 10))
-    assert policy.tokens(trimmed) == pytest.approx(5.0, rel=0.02)
-    assert policy.tokens(trimmed) <= 5.0
+    assert 4.9 <= policy.tokens(trimmed) <= 5.0
 
 
 def test_a_drafter_whose_drafts_are_refused_is_switched_off_and_tried_again_later():
@@ -112,14 +109,6 @@ def test_a_drafter_whose_drafts_are_refused_is_switched_off_and_tried_again_late
     assert back_on[-1]
 
 
-def test_drafters_are_told_apart():
-    suffix = Strategy.chain("suffix", 4)
-    policy = goodput(CHAINS[2], suffix)
-    keep(policy, CHAINS[2], 0.2, times=100)
-    keep(policy, suffix, 0.8, times=100)
-    assert policy.choose(at(4)) == suffix
-
-
 def test_exploration_happens_with_the_chance_that_is_recorded():
     policy = goodput(epsilon=0.25)
     chosen = []
@@ -130,7 +119,12 @@ def test_exploration_happens_with_the_chance_that_is_recorded():
     assert chosen.count(CHAINS[0]) / len(chosen) == pytest.approx(0.05, abs=0.015)
 
 
-def test_what_it_learned_survives_json_and_belongs_to_its_drafters():
+def test_drafters_are_told_apart_and_what_is_learned_survives_json():
+    suffix = Strategy.chain("suffix", 4)
+    two = goodput(CHAINS[2], suffix)
+    keep(two, CHAINS[2], 0.2, times=100)
+    keep(two, suffix, 0.8, times=100)
+    assert two.choose(at(4)) == suffix
     policy, again = goodput(), goodput(rng=np.random.default_rng(9))
     keep(policy, CHAINS[3], 0.3, times=20)
     again.load_state_dict(json.loads(json.dumps(policy.state_dict())))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.refused import refused
-from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
@@ -160,6 +159,12 @@ def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
     )
 
 
+ROWS = {"kind": "table", "rows": [{"min_batch": b, "strategy": NGRAM_4} for b in (1, 9, 5)]}
+FEW = {"kind": "beg-mab", "strategies": [asdict(tree) for tree in TREES], "thresholds": [1]}
+GOODPUT = {"kind": "goodput", "strategies": [NGRAM_4]}
+HYBRIDS = {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "first": "ngram"}}
+
+
 @pytest.mark.parametrize(
     ("part", "value", "facts"),
     [
@@ -168,24 +173,12 @@ def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
         ("selector", {"kind": "magic"}, ["selector: ", "'magic'", "'beg-mab'"]),
         ("selector", {}, ["selector: ", "'kind'"]),
         ("selector", {"kind": "explore", "strategies": []}, ["selector: ", "strategies"]),
-        (
-            "selector",
-            {"kind": "table", "rows": [{"min_batch": b, "strategy": NGRAM_4} for b in (1, 9, 5)]},
-            ["selector: min_batch", "1, 9, 5"],
-        ),
+        ("selector", ROWS, ["selector: min_batch", "1, 9, 5"]),
         ("selector", {"kind": "fixed", "strategy": {"drafter": "ngram"}}, ["selector.strategy.draft_depth: "]),
         ("selector", {"kind": "beg-mab"}, ["buckets", "strategies", "thresholds"]),
-        (
-            "selector",
-            {"kind": "beg-mab", "strategies": [asdict(tree) for tree in TREES], "thresholds": [1]},
-            [2, "(48, 16)", "(1)"],
-        ),
-        ("selector", {"kind": "goodput", "strategies": [NGRAM_4], "costs": "b200"}, ["selector: ", "b200"]),
-        (
-            "selector",
-            {"kind": "goodput", "strategies": [NGRAM_4], "costs": {"base_s": 1e-3}},
-            ["selector: ", "per_request_s"],
-        ),
+        ("selector", FEW, [2, "(48, 16)", "(1)"]),
+        ("selector", GOODPUT | {"costs": "b200"}, ["selector: ", "b200"]),
+        ("selector", GOODPUT | {"costs": {"base_s": 1e-3}}, ["selector: ", "per_request_s"]),
         ("budget", {"kind": "fair"}, ["budget: "]),
         ("budget", {"kind": "acceptance", "min_tokens": -1}, ["budget: ", "min_tokens", "-1"]),
         ("budget", {"kind": "length-aware", "token_s": 0}, ["budget: ", "token_s", 0]),
@@ -193,11 +186,7 @@ def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
         ("drafters", {"mine": {"kind": "oracle"}}, ["drafters.mine: ", "'oracle'"]),
         ("drafters", {"mine": {"kind": "ngram", "min_match": "two"}}, ["drafters.mine.min_match: "]),
         ("drafters", {"none": {"kind": "ngram"}}, ["drafters: ", "'none'"]),
-        (
-            "drafters",
-            {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "first": "ngram"}},
-            ["drafters.a: ", "'b'"],
-        ),
+        ("drafters", HYBRIDS, ["drafters.a: ", "'b'"]),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(part, value, facts, tmp_path):
@@ -206,27 +195,12 @@ def test_a_wrong_file_says_what_is_wrong(part, value, facts, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "facts"),
-    [
-        ('{"selector": {"kind": "none"}}', ["format: ", "version: "]),
-        ("[]", ["list"]),
-        ("hello", ["JSON"]),
-        (None, ["p.json"]),
-    ],
+    [('{"selector": {"kind": "none"}}', ["format: ", "version: "]), ("[]", ["list"]), ("hello", ["JSON"])],
 )
 def test_what_is_no_policy_file_is_refused(text, facts, tmp_path):
-    if text is not None:
-        (tmp_path / "p.json").write_text(text)
+    (tmp_path / "p.json").write_text(text)
     assert_refused(tmp_path / "p.json", *facts)
-
-
-def test_goodput_takes_its_costs_by_name_or_written_out(tmp_path):
-    terms = LinearCosts(
-        base_s=4e-3, per_request_s=0, per_token_s=1e-4, per_context_s=0, sd_base_s=0, sd_idle_s=0, draft_level_s=0,
-        draft_level_per_request_s=0,
-    )  # fmt: skip
-    for costs in ("h100-qwen2.5-7b", terms.model_dump(mode="json")):
-        Policy(selector=Goodput.Spec(strategies=(D8, D2), costs=costs)).write(tmp_path / "policy.json")
-        assert load_policy(tmp_path / "policy.json").strategies == (NO_SPECULATION, D8, D2)
+    assert_refused(tmp_path / "missing.json", "missing.json")
 
 
 def test_a_goodput_policy_keeps_what_its_costs_file_says(tmp_path, monkeypatch):
@@ -234,6 +208,10 @@ def test_a_goodput_policy_keeps_what_its_costs_file_says(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     costs = load_costs("h100-qwen2.5-7b")
+    by_name = Policy(selector=Goodput.Spec(strategies=(D8, D2), costs="h100-qwen2.5-7b"))
+    by_name.write(tmp_path / "named.json")
+    assert load_costs(load_policy(tmp_path / "named.json").selector.costs) == costs
+    assert load_policy(tmp_path / "named.json").strategies == (NO_SPECULATION, D8, D2)
     costs.write(tmp_path / "there" / "costs.json")
     selector = {"kind": "goodput", "strategies": [NGRAM_4], "costs": "costs.json"}
     policy = load_policy(write(tmp_path / "there" / "policy.json", selector=selector))
@@ -382,19 +360,26 @@ def test_a_class_that_cannot_be_a_policy_is_refused(own, tmp_path, source, facts
     assert_refused(source.replace("OWN", own), *(fact.replace("OWN", own) for fact in facts))
 
 
-@pytest.mark.parametrize("text", ["none", "ngram:4", "learned:8x4/48", "suffix:4x1/3"])
-def test_a_strategy_is_read_as_it_is_written(text: str):
-    assert str(Strategy.parse(text)) == text
-    assert Strategy.parse(str(Strategy.parse(text))) == Strategy.parse(text)
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("none", NO_SPECULATION),
+        ("ngram:4", D4),
+        ("learned:8x4/48", Strategy("learned", 8, 4, 48)),
+        ("suffix:4x1/3", Strategy("suffix", 4, 1, 3)),
+        ("learned:2x2", Strategy("learned", 2, 2, 7)),
+        ("learned:2x4/21", Strategy("learned", 2, 4, 21)),
+    ],
+)
+def test_a_strategy_is_read_as_it_is_written(text: str, strategy: Strategy):
+    assert Strategy.parse(text) == strategy == Strategy.parse(str(strategy))
+    assert str(strategy) == {"learned:2x2": "learned:2x2/7"}.get(text, text)
 
 
-def test_parts_left_out_of_a_tree_are_every_node():
-    assert Strategy.parse("learned:8x4/48") == Strategy("learned", 8, 4, 48)
-    assert Strategy.parse("learned:2x2") == Strategy("learned", 2, 2, 7)
-    assert Strategy.parse("learned:2x4/21").tokens_to_verify == 21
-    for text in ("ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8,4,48", "learned:2x4/22"):
-        with refused(ConfigError):
-            Strategy.parse(text)
+@pytest.mark.parametrize("text", ["ngram", "ngram:", "ngram:x", "ngram:4@8", "8,4,48", "learned:8,4,48", "a:2x4/22"])
+def test_what_is_no_strategy_is_refused(text: str):
+    with refused(ConfigError):
+        Strategy.parse(text)
 
 
 def test_drafts_in_short_are_policies_and_stand_in_policy_files(tmp_path: Path):
