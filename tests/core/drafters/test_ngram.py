@@ -11,7 +11,7 @@ from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
 
 from ...contracts import check_drafter
-from .told import OTHER, A, B, told, whole_and_in_pieces
+from .told import OTHER, A, B, told
 
 
 def drafter_of(tokens, **settings):
@@ -55,14 +55,6 @@ def test_it_drafts_what_most_often_followed(tokens, settings, depth, draft):
     assert prompted.propose(A, depth).tokens == draft, "a prompt is drafted from too"
 
 
-def test_the_second_sample_drafts_the_firsts_continuation():
-    drafter = told(NgramDrafter(), A, [10, 11, 12, 13], [1, 2, 3])
-    drafter.open(B, [1, 2, 3])
-    assert drafter.propose(B, 8).tokens == [10, 11, 12, 13]
-    drafter.extend(B, [10])
-    assert drafter.propose(B, 2).tokens == [11, 12]
-
-
 def test_a_prompt_counts_once_however_many_samples_share_it():
     drafter = NgramDrafter(max_match=2)
     for sample in range(4):
@@ -78,21 +70,7 @@ def test_what_is_expected_is_the_product_of_shares_summed():
     assert drafter_of([1, 2, 3, 1, 2]).propose(A, 2).expected == 2.0
 
 
-def test_a_later_rl_step_forgets_the_groups_of_earlier_ones_in_which_nothing_runs():
-    drafter = drafter_of([1, 2, 3, 1, 2])
-    drafter.close(A)
-    drafter.open(B, [1, 2])
-    for rl_step in (0, 1):
-        drafter.begin(rl_step)
-        assert drafter.propose(B, 1).tokens == [3]
-    drafter.close(B)
-    drafter.begin(1)
-    assert drafter.memory_bytes == 0
-    drafter.open(A, [1, 2])
-    assert drafter.propose(A, 1).tokens == []
-
-
-def test_groups_in_which_nothing_runs_leave_over_a_bound_though_the_rl_step_goes_on():
+def test_groups_without_requests_leave_over_a_bound():
     # A text of 500 random tokens takes 0.2 MB.
     drafter = drafter_of([*range(500)], history_mib=1)
     for n in range(20):
@@ -132,7 +110,7 @@ TEXT = st.lists(st.integers(0, 3), max_size=40)
 @given(
     st.lists(TEXT, min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 8), st.integers(1, 40)
 )
-def test_however_text_comes_it_agrees_with_a_search_through_all_of_it(texts, min_match, more, depth, piece):
+def test_it_agrees_with_a_search_through_all_text(texts, min_match, more, depth, piece):
     drafter = NgramDrafter(min_match, min_match + more)
     for sample, text in enumerate(texts):
         drafter.open((0, "p", sample, 0), [])
@@ -148,17 +126,6 @@ def test_settings_that_make_no_sense_are_refused():
         NgramDrafter(min_match=3, max_match=2)
     with refused(ConfigError, naming=("group", "request", "all")):
         NgramDrafter(scope="all")
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))
-def test_text_put_in_by_pieces_gives_the_same_drafts(texts, piece):
-    keys, whole, pieces = whole_and_in_pieces(lambda: NgramDrafter(min_match=1), texts)
-    calls = 1
-    while not pieces.catch_up(piece):
-        assert pieces.propose(keys[-1], 4) == Draft([], 0.0) or not texts[-1]
-        calls += 1
-    assert calls <= 1 + (2 * len(texts) + sum(map(len, texts))) / piece
-    assert [pieces.propose(key, 4) for key in keys] == [whole.propose(key, 4) for key in keys]
 
 
 def test_closing_counts_the_groups_only_where_the_budget_may_be_spent(monkeypatch):

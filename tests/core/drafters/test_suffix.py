@@ -12,7 +12,7 @@ from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError
 
 from ...contracts import check_drafter
-from .told import OTHER, A, B, told, whole_and_in_pieces
+from .told import OTHER, A, B, told
 
 pytest.importorskip("arctic_inference")
 
@@ -83,19 +83,6 @@ def test_length_doubling_follows_what_was_accepted():
         drafter.observe(A, 0, 0)  # a draft that was not made
     assert lengths == [2, 4, 8, 16, 16, 8, 4, 2, 2]
     assert len(drafter.propose(A, 1).tokens) == 1
-
-
-@pytest.mark.parametrize(("scope", "left"), [("group", []), ("problem", [3])])
-def test_a_later_rl_step_drops_groups_without_requests(scope, left):
-    drafter = told(SuffixDrafter((scope,)), A, [1, 2, 3])
-    told(drafter, B, [1, 2])
-    drafter.close(A)
-    drafter.begin(1)
-    assert drafter.propose(B, 1).tokens == [3], "one that runs keeps its group"
-    drafter.close(B)
-    assert (drafter.memory_bytes == 0) == (scope == "group")
-    told(drafter, (0, "p", 2, 0), [1, 2])
-    assert drafter.propose((0, "p", 2, 0), 1).tokens == left
 
 
 def test_trees_and_texts_that_nothing_needs_are_freed():
@@ -405,16 +392,3 @@ def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
 def test_settings_that_make_no_sense_are_refused(wrong, complaint):
     with refused(ConfigError, naming=complaint):
         SuffixDrafter(**wrong)
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))
-def test_text_put_in_by_pieces_gives_the_same_drafts(texts, piece):
-    keys, whole, pieces = whole_and_in_pieces(SuffixDrafter, texts)
-    (tree,) = pieces._trees.values()
-    before = sum(len(tokens) for _, tokens in tree.waiting)
-    while not pieces.catch_up(piece):
-        pieces.propose_all([(key, 4) for key in keys])
-        before -= piece
-        assert sum(len(tokens) for _, tokens in tree.waiting) == before, "a look-up puts nothing in"
-    assert not tree.waiting
-    assert [pieces.propose(key, 4) for key in keys] == [whole.propose(key, 4) for key in keys]

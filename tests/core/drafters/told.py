@@ -9,13 +9,3 @@ def told(drafter, key, response, prompt=()):
     drafter.open(key, prompt)
     drafter.extend(key, response)
     return drafter
-
-
-def whole_and_in_pieces(make, texts):
-    """The keys of `texts`, and two drafters that were notified of all of them."""
-    keys = [(0, "p", n, 0) for n in range(len(texts))]
-    drafters = [make(), make()]
-    for key, text in zip(keys, texts, strict=True):
-        for drafter in drafters:
-            told(drafter, key, text, prompt=[1, 2])
-    return keys, *drafters
