@@ -133,15 +133,11 @@ def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path,
     assert drafter["verify"]["num_steps"] == len(trace.rl_steps)
 
 
-def test_the_demo_itself_is_larger_than_what_is_run_here():
-    for setting, heldout in ((FAST, 256), (FULL, 512)):
-        recipe = demo_recipe(
-            Path("model"), setting, {"reward": "tltlab.runtime.models.tasks:subset_sum_reward"}, seed=0
-        )
-        assert recipe.eval.num_prompts == setting.heldout == heldout
-        assert (recipe.rollout.num_workers, recipe.rollout.prompts_per_step) == (2, 24)
-        # With two workers only one is ever idle.
-        assert setting.drafter.workers == 4
+@pytest.mark.parametrize("setting", [FAST, FULL])
+def test_every_setting_makes_a_recipe(setting):
+    reward = {"reward": "tltlab.runtime.models.tasks:subset_sum_reward"}
+    recipe = demo_recipe(Path("model"), setting, reward, seed=0)
+    assert recipe.eval.num_prompts == setting.heldout
 
 
 def test_an_earlier_demo_is_moved_aside_and_anything_else_is_refused(tmp_path: Path):

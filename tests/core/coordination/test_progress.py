@@ -75,19 +75,21 @@ ENDS_S = 5 + 2 * 20.5 + 3 * 2.0 + 1.0
 
 
 @pytest.mark.parametrize(
-    ("model", "end_s", "kill", "trained"),
+    ("model", "end_s", "options", "trained"),
     [
-        (SIMPLE, 25.4, False, Trained(updates=9, checkpoints=1, tokens=7200)),
-        (SIMPLE, 25.5, False, Trained(updates=10, checkpoints=1, tokens=8000)),
-        (SIMPLE, 27.6, False, Trained(updates=11, checkpoints=2, tokens=8800)),
-        (SIMPLE, ENDS_S, False, Trained(updates=23, checkpoints=3, tokens=18400)),
-        (SIMPLE, ENDS_S, True, Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)),
-        (NEVER, ENDS_S, False, Trained(updates=24, checkpoints=1, tokens=19200)),
-        (NEVER, ENDS_S, True, Trained(updates_lost=24)),
+        (SIMPLE, 25.4, {}, Trained(updates=9, checkpoints=1, tokens=7200)),
+        (SIMPLE, 25.5, {}, Trained(updates=10, checkpoints=1, tokens=8000)),
+        (SIMPLE, 27.6, {}, Trained(updates=11, checkpoints=2, tokens=8800)),
+        (SIMPLE, ENDS_S, {}, Trained(updates=23, checkpoints=3, tokens=18400)),
+        (SIMPLE, ENDS_S, {"kill": True}, Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)),
+        (NEVER, ENDS_S, {}, Trained(updates=24, checkpoints=1, tokens=19200)),
+        (NEVER, ENDS_S, {"kill": True}, Trained(updates_lost=24)),
+        (SIMPLE, 25.0, {"data_s": math.inf}, Trained()),
+        (SIMPLE, 25.25, {"data_s": 15.0}, Trained(updates=5, checkpoints=1, tokens=4000)),
     ],
 )
-def test_stopped_it_loses_nothing_killed_what_was_not_saved(model, end_s, kill, trained):
-    assert train(model, [(0.0, 1)], end_s, kill=kill) == trained
+def test_stopped_it_loses_nothing_killed_what_was_not_saved(model, end_s, options, trained):
+    assert train(model, [(0.0, 1)], end_s, **options) == trained
 
 
 def test_packing_is_worth_its_factor():
@@ -106,11 +108,6 @@ def test_the_checkpoint_that_blocks_less_leaves_more_updates():
 def test_scaling_efficiency_is_the_worth_of_each_further_member():
     assert changed(scaling_efficiency=0.5).update_s(3) == pytest.approx(1.0)
     assert changed(scaling_efficiency=0.0).update_s(8) == SIMPLE.update_s(1)
-
-
-def test_an_empty_buffer_trains_nothing_and_data_that_arrive_start_it():
-    assert train(SIMPLE, [(0.0, 1)], 25.0, data_s=math.inf) == Trained()
-    assert train(SIMPLE, [(0.0, 1)], 25.25, data_s=15.0).updates == 5
 
 
 def test_the_time_without_data_and_that_of_checkpoints_is_no_training():

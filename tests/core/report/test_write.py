@@ -82,7 +82,7 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
 
 
-def test_how_old_what_is_trained_on_is_and_what_is_dropped_is_told_by_rl_step():
+def test_off_policy_training_is_told_by_rl_step():
     trace = read(TINY)
     assert isinstance(off_policy_part(trace), Absent)
     num = len(trace.steps)
@@ -146,7 +146,7 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(
     assert page.stat().st_size < 1.5e6
 
 
-def test_the_verdict_comes_first_and_a_slider_has_a_timeline_for_each_of_some_rl_steps(page, made):
+def test_the_verdict_comes_before_a_slider_of_timelines(page, made):
     text = page.read_text()
     assert made.verdict.startswith("Workers were idle for ")
     assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
@@ -239,7 +239,7 @@ def test_lengths_alone_make_a_page(tmp_path):
     assert "has no times" in reasons["RL steps"]
 
 
-def test_accept_length_is_one_plus_accepted_over_drafts_by_strategies_named_shortly():
+def test_accept_length_is_one_plus_accepted_over_drafts():
     trace = read(TINY)
     part = acceptance_part(trace)
     assert isinstance(part, Section)
@@ -298,7 +298,7 @@ def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_
     assert "tlt is fastest: 0.900 times the RL step time of verl, 95 % interval 0.800 to 0.950." in text
 
 
-def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tmp_path, command):
+def test_an_experiments_folder_is_shown_with_its_picture(tmp_path, command):
     told = {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "off it is", "prediction": False,
             "settings": {"rounds": 3}, "notes": [], "command": "tltlab experiment baseline rounds=3",
             "versions": {"vllm": "0.32.0"}}  # fmt: skip
@@ -318,15 +318,7 @@ def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tm
     assert "0.32.0" in text
 
 
-def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
-    trace = read(TINY).select([0])
-    for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
-        part = verify_part(tmp_path, trace, {"verify": {"steps": steps, "median_error": 0.1}}, compute=True)
-        assert isinstance(part, Absent)
-        assert "summary.json" in part.reason
-
-
-def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, command):
+def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
     (tmp_path / "empty").mkdir()
     write_json(tmp_path / "other.json", {"makespan_s": 1.0})
     write_json(tmp_path / "policy.json", {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}})
@@ -356,13 +348,17 @@ def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, p
     assert "CUDA graphs" in told["left_out"]
 
 
-def test_without_a_summary_predictions_are_computed_or_left_out(tmp_path):
+def test_predictions_are_read_computed_or_left_out(tmp_path):
     trace = read(TINY).select([0, 1, 2])
     absent = Absent(title="Predicted against measured", reason="left out by --no-verify")
     assert verify_part(tmp_path, trace, {}, compute=False) == absent
     computed = verify_part(trace.write(tmp_path / "trace"), trace, {}, compute=True)
     assert isinstance(computed, Section)
     assert computed.title == "Predicted against measured"
+    for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
+        part = verify_part(tmp_path, trace, {"verify": {"steps": steps, "median_error": 0.1}}, compute=True)
+        assert isinstance(part, Absent), "a summary that tltlab did not write"
+        assert "summary.json" in part.reason
 
 
 def test_commands_are_told_as_a_shell_takes_them():
