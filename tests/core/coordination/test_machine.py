@@ -100,50 +100,38 @@ OLD, NEW = (WorkerReport(worker=0, seq=seq, rl_step=0, busy=False) for seq in (0
 RELEASED, TICK = [Released(rl_step=0)], Tick()
 STOPPED = [idle(0), (tell(END, 10.0), "stop 0")]
 ENDED = [idle(0), idle(0, term=1), idle(0)]
-SILENT = {"workers": 2, "gone_after_s": 4.0}
+PAIR, SILENT = {"min_idle_workers": 2}, {"workers": 2, "gone_after_s": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("config", "story"),
-    [
-        pytest.param({}, [(idle(2), "train 2"), (idle(0), "train 2 0")], id="the group learns of a new member"),
-        pytest.param({"late_join": False}, [idle(2), (idle(0), [])], id="late joining can be switched off"),
-        pytest.param({"max_members": 2, "min_idle_workers": 3}, [(idle(0, 1, 2), "train 0 1")], id="a largest size"),
-        pytest.param({}, [(tell(END), RELEASED), (tell(END), RELEASED)], id="released again when asked again"),
-        pytest.param(
-            {"min_idle_workers": 2},
-            [idle(0, 1), (tell(END), "stop 0 1"), (idle(0), []), (idle(1), RELEASED)],
-            id="released when every member is done",
-        ),
-        pytest.param({"workers": 3}, [idle(0, 1), (idle(2), "stop 0 1")], id="an end that is not announced"),
-        pytest.param({"workers": 2, "min_idle_workers": 2}, [(idle(0, 1), [])], id="nor does training open then"),
-        pytest.param({}, [*STOPPED, (idle(0, term=1), []), (idle(0), RELEASED)], id="a stop heard is no free device"),
-        pytest.param({}, [*STOPPED, (idle(0, acked=0), []), (idle(0), RELEASED)], id="a free device, a stop not heard"),
-        pytest.param(
-            {}, [*STOPPED, (tell(TICK, 14.9), "kill"), (tell(TICK, 15.0), "kill 0, released")], id="it does not yield"
-        ),
-        pytest.param({}, [*STOPPED, idle(7, term=1, now=12.0), (tell(TICK, 15.0), "released")], id="one turns up late"),
-        pytest.param({}, [idle(1, 0, 2), (busy(0, term=1), "stop 0, train 1 2")], id="a member gets work"),
-        pytest.param(
-            {},
-            [idle(0, 1), (busy(0, term=1), "stop 1 0"), (idle(1), []), (busy(0), "train 1")],
-            id="the leader gets work",
-        ),
-        pytest.param({}, [idle(0, 1), (tell(WorkerGone(worker=1)), "stop 0"), (idle(0), "train 0")], id="one dies"),
-        pytest.param({}, [idle(0), idle(0, term=1), (idle(0), [])], id="a trainer that ended is not asked again"),
-        pytest.param(
-            {}, [*ENDED, tell(END), tell(NEXT), (idle(0, rl_step=1), "train 0")], id="but in the next rollout"
-        ),
-        pytest.param({}, [(tell(OLD), []), (tell(NEW), "train 0"), (tell(NEW), [])], id="doubled and older reports"),
-        pytest.param({}, [tell(END), tell(NEXT), (idle(0), [])], id="a report from the last rollout"),
-        pytest.param({}, [tell(END), (tell(RolloutStarted(rl_step=0)), [])], id="an older start"),
-        pytest.param({}, [tell(END), tell(NEXT), (tell(END), []), (idle(0, rl_step=1), "train 0")], id="an older end"),
-        pytest.param({}, [idle(0, 1), (tell(NEXT), "stop 0 1")], id="the next rollout takes devices back"),
-        pytest.param({}, [(idle(2, term=-5), "stop 2")], id="training of an older term"),
-        pytest.param(SILENT, [idle(0), busy(1, now=3.0), (tell(TICK, 5.0), "kill 0")], id="a silent member is killed"),
-        pytest.param(SILENT, [idle(0, now=9.0), (tell(TICK, 9.1), "kill")], id="a silent busy worker is written off"),
-    ],
-)
+STORIES = {
+    "the group learns of a new member": ({}, [(idle(2), "train 2"), (idle(0), "train 2 0")]),
+    "late joining can be switched off": ({"late_join": False}, [idle(2), (idle(0), [])]),
+    "a largest size": ({"max_members": 2, "min_idle_workers": 3}, [(idle(0, 1, 2), "train 0 1")]),
+    "released again when asked again": ({}, [(tell(END), RELEASED), (tell(END), RELEASED)]),
+    "all are done": (PAIR, [idle(0, 1), (tell(END), "stop 0 1"), (idle(0), []), (idle(1), RELEASED)]),
+    "an end that is not announced": ({"workers": 3}, [idle(0, 1), (idle(2), "stop 0 1")]),
+    "nor does training open then": ({"workers": 2, "min_idle_workers": 2}, [(idle(0, 1), [])]),
+    "a stop heard is no free device": ({}, [*STOPPED, (idle(0, term=1), []), (idle(0), RELEASED)]),
+    "a free device, a stop not heard": ({}, [*STOPPED, (idle(0, acked=0), []), (idle(0), RELEASED)]),
+    "it does not yield": ({}, [*STOPPED, (tell(TICK, 14.9), "kill"), (tell(TICK, 15.0), "kill 0, released")]),
+    "one turns up late": ({}, [*STOPPED, idle(7, term=1, now=12.0), (tell(TICK, 15.0), "released")]),
+    "a member gets work": ({}, [idle(1, 0, 2), (busy(0, term=1), "stop 0, train 1 2")]),
+    "the leader gets work": ({}, [idle(0, 1), (busy(0, term=1), "stop 1 0"), (idle(1), []), (busy(0), "train 1")]),
+    "one dies": ({}, [idle(0, 1), (tell(WorkerGone(worker=1)), "stop 0"), (idle(0), "train 0")]),
+    "a trainer that ended is not asked again": ({}, [idle(0), idle(0, term=1), (idle(0), [])]),
+    "but in the next rollout": ({}, [*ENDED, tell(END), tell(NEXT), (idle(0, rl_step=1), "train 0")]),
+    "doubled and older reports": ({}, [(tell(OLD), []), (tell(NEW), "train 0"), (tell(NEW), [])]),
+    "a report from the last rollout": ({}, [tell(END), tell(NEXT), (idle(0), [])]),
+    "an older start": ({}, [tell(END), (tell(RolloutStarted(rl_step=0)), [])]),
+    "an older end": ({}, [tell(END), tell(NEXT), (tell(END), []), (idle(0, rl_step=1), "train 0")]),
+    "the next rollout takes devices back": ({}, [idle(0, 1), (tell(NEXT), "stop 0 1")]),
+    "training of an older term": ({}, [(idle(2, term=-5), "stop 2")]),
+    "a silent member is killed": (SILENT, [idle(0), busy(1, now=3.0), (tell(TICK, 5.0), "kill 0")]),
+    "a silent busy worker is written off": (SILENT, [idle(0, now=9.0), (tell(TICK, 9.1), "kill")]),
+}
+
+
+@pytest.mark.parametrize(("config", "story"), STORIES.values(), ids=STORIES)
 def test_each_event_brings_its_commands(config, story):
     coordinator = Coordinator(**config)
     for act, expected in (step if isinstance(step, tuple) else (step, "") for step in story):

@@ -320,15 +320,12 @@ def test_an_experiments_folder_is_shown_with_its_picture(tmp_path, command):
 
 def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
     (tmp_path / "empty").mkdir()
-    write_json(tmp_path / "other.json", {"makespan_s": 1.0})
-    write_json(tmp_path / "policy.json", {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}})
-    write_json(tmp_path / "broken.json", {"policies": [{"policy": "a"}]})
-    (tmp_path / "list.json").write_text("[]")
-    for key in ("systems", "policies", "candidates"):
-        write_json(tmp_path / f"no-{key}.json", {key: []})
-    write_json(tmp_path / "no-rows.json", {"rows": [], "verdict": "v"})
-    for name in ("empty", "nowhere", "other.json", "policy.json", "broken.json", "list.json", "no-systems.json",
-                 "no-policies.json", "no-candidates.json", "no-rows.json"):  # fmt: skip
+    policy = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}}
+    empty = [{key: []} for key in ("systems", "policies", "candidates")]
+    wrong = [{"makespan_s": 1.0}, policy, {"policies": [{"policy": "a"}]}, [], {"rows": [], "verdict": "v"}, *empty]
+    for n, value in enumerate(wrong):
+        write_json(tmp_path / f"{n}.json", value)
+    for name in ("empty", "nowhere", *(f"{n}.json" for n in range(len(wrong)))):
         for out in ((), ("--out", tmp_path / "x.html")):
             code, _, err = command("report", tmp_path / name, *out)
             assert code == 2
