@@ -55,21 +55,19 @@ def test_no_other_way_to_share_out_keeps_more(chances: list[float], depth: int, 
     assert kept(chances, tuple(given_.tolist())) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(
-    ("budget", "recent", "strategy", "allotted"),
-    [
-        pytest.param({}, (3.0, 0.1), TRIMMED, [7, 1], id="drafts go where they are likely to be kept"),
-        pytest.param({"min_tokens": 0}, (3.0, 0.0), TRIMMED, [8, 0], id="or nowhere else"),
-        pytest.param({}, (1.0, 1.0, 1.0), TRIMMED, [4, 4, 4], id="equal requests get equal shares"),
-        pytest.param({"max_draft_tokens": 8}, (1.0, 1.0, 1.0), TRIMMED, [3, 3, 2], id="what is left goes in order"),
-        pytest.param({"max_draft_tokens": 2}, (1.0, 1.0, 1.0), TRIMMED, [1, 1, 0], id="so does what is too little"),
-        pytest.param({}, (2.0, None, 2.0), TRIMMED, [4, 4, 4], id="never drafted for counts as the others do"),
-        pytest.param({}, (None, None), TRIMMED, [4, 4], id="nobody was drafted for"),
-        pytest.param(
-            {}, (3.0, 0.1), Strategy.chain("ngram", 4), [4, 4], id="a whole chain leaves nothing to share out"
-        ),
-    ],
-)
+CASES = {
+    "drafts go where they are likely to be kept": ({}, (3.0, 0.1), TRIMMED, [7, 1]),
+    "or nowhere else": ({"min_tokens": 0}, (3.0, 0.0), TRIMMED, [8, 0]),
+    "equal requests get equal shares": ({}, (1.0, 1.0, 1.0), TRIMMED, [4, 4, 4]),
+    "what is left goes in order": ({"max_draft_tokens": 8}, (1.0, 1.0, 1.0), TRIMMED, [3, 3, 2]),
+    "so does what is too little": ({"max_draft_tokens": 2}, (1.0, 1.0, 1.0), TRIMMED, [1, 1, 0]),
+    "never drafted for counts as the others do": ({}, (2.0, None, 2.0), TRIMMED, [4, 4, 4]),
+    "nobody was drafted for": ({}, (None, None), TRIMMED, [4, 4]),
+    "a whole chain leaves nothing to share out": ({}, (3.0, 0.1), Strategy.chain("ngram", 4), [4, 4]),
+}
+
+
+@pytest.mark.parametrize(("budget", "recent", "strategy", "allotted"), CASES.values(), ids=CASES)
 def test_acceptance_shares_drafts_out(budget, recent, strategy, allotted):
     assert AcceptanceBudget(**budget).allot(state(*recent), strategy) == allotted
 

@@ -47,18 +47,17 @@ def follow(selector, batches, rl_step=0):
     return [selector.choose(at(batch, rl_step=rl_step)).speculates for batch in batches]
 
 
-@pytest.mark.parametrize(
-    ("hold", "batches", "on"),
-    [
-        pytest.param(0, [64, 33, 32, 1], [False, False, True, True], id="at and below the threshold"),
-        pytest.param(
-            3,
-            [40, 32, 40, 40, 40, 32, 32, 32, 32],
-            [False, True, True, True, False, False, False, True, True],
-            id="a switch stays for the hold",
-        ),
-    ],
-)
+CASES = {
+    "at and below the threshold": (0, [64, 33, 32, 1], [False, False, True, True]),
+    "a switch stays for the hold": (
+        3,
+        [40, 32, 40, 40, 40, 32, 32, 32, 32],
+        [False, True, True, True, False, False, False, True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize(("hold", "batches", "on"), CASES.values(), ids=CASES)
 def test_it_speculates_up_to_the_threshold(hold, batches, on):
     assert follow(ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=hold), batches) == on
 

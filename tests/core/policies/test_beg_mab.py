@@ -46,13 +46,13 @@ def test_the_bucket_of_the_batch_limits_the_choice():
     assert seen[21] == seen[4096] == {D1, NO_SPECULATION}
 
 
-@pytest.mark.parametrize(
-    ("rates", "tries", "picks"),
-    [
-        pytest.param({D4: 100.0, D8: 100.0, D2: 100.0}, 1, [D4, D8, D2, D4, D4, D4], id="ties go to the first"),
-        pytest.param({D4: 100.0, D2: 50.0}, 3, [D4] * 3 + [D2] * 3 + [D4], id="each is tried as often as asked"),
-    ],
-)
+CASES = {
+    "ties go to the first": ({D4: 100.0, D8: 100.0, D2: 100.0}, 1, [D4, D8, D2, D4, D4, D4]),
+    "each is tried as often as asked": ({D4: 100.0, D2: 50.0}, 3, [D4] * 3 + [D2] * 3 + [D4]),
+}
+
+
+@pytest.mark.parametrize(("rates", "tries", "picks"), CASES.values(), ids=CASES)
 def test_unseen_arms_come_first_in_list_order(rates, tries, picks):
     mab = bandit([(1, list(rates))], epsilon=0.0, tries=tries)
     assert play(mab, rates, len(picks)) == picks
@@ -89,19 +89,17 @@ RELATIVE = [(1, [D8, PLAIN]), (9, [D2, D1, PLAIN])]
 POOLED = [(arm, batch, rate) for batch in (1, 9, 16) for arm, rate in ((D8, 100.0), (D2, 200.0))]
 
 
-@pytest.mark.parametrize(
-    ("buckets", "fields", "told", "chosen"),
-    [
-        pytest.param(
-            [(1, [D8, D2]), (17, [D8, D2])], {}, POOLED, {1: D2, 5: D2, 16: D2, 17: D8}, id="pooled in a bucket"
-        ),
-        pytest.param([(1, [D8, D2]), (17, [D2, D1])], {}, [(D2, 16, 100.0)], {17: D2}, id="filed where it ran"),
-        pytest.param([(1, [D8, D2]), (17, [D2, D1])], {}, [(D1, 3, 100.0)], {3: D8}, id="an arm of elsewhere"),
-        pytest.param([(1, [D8, D2])], {"had_prefill": True}, [(D8, 4, 100.0)], {4: D8}, id="prefill teaches nothing"),
-        pytest.param(RELATIVE, {}, [], {4: PLAIN, 9: PLAIN}, id="a rate to be learned comes first"),
-        pytest.param(RELATIVE, {}, [(PLAIN, 4, 100.0)], {4: D8, 9: PLAIN}, id="in each bucket"),
-    ],
-)
+MORE = {
+    "pooled in a bucket": ([(1, [D8, D2]), (17, [D8, D2])], {}, POOLED, {1: D2, 5: D2, 16: D2, 17: D8}),
+    "filed where it ran": ([(1, [D8, D2]), (17, [D2, D1])], {}, [(D2, 16, 100.0)], {17: D2}),
+    "an arm of elsewhere": ([(1, [D8, D2]), (17, [D2, D1])], {}, [(D1, 3, 100.0)], {3: D8}),
+    "prefill teaches nothing": ([(1, [D8, D2])], {"had_prefill": True}, [(D8, 4, 100.0)], {4: D8}),
+    "a rate to be learned comes first": (RELATIVE, {}, [], {4: PLAIN, 9: PLAIN}),
+    "in each bucket": (RELATIVE, {}, [(PLAIN, 4, 100.0)], {4: D8, 9: PLAIN}),
+}
+
+
+@pytest.mark.parametrize(("buckets", "fields", "told", "chosen"), MORE.values(), ids=MORE)
 def test_outcomes_teach_the_bucket_of_their_batch(buckets, fields, told, chosen):
     mab = bandit(buckets, epsilon=0.0, reward="relative" if buckets is RELATIVE else "paper")
     for arm, batch, rate in told:

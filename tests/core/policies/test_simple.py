@@ -88,29 +88,28 @@ NOISY = [ran(PLAIN, 4, elapsed_s) for elapsed_s in (0.010, 0.012, 0.500)]
 OF_PAPER = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
 
 
-@pytest.mark.parametrize(
-    ("kind", "rates", "plain", "strategy", "outcome", "reward"),
-    [
-        pytest.param("paper", None, [], D4, OF_PAPER, 80.0, id="tokens per second"),
-        pytest.param("relative", RATES, [], PLAIN, ran(PLAIN, 4, 0.02), 1.0, id="plain decoding"),
-        pytest.param("relative", RATES, [], SHALLOW, ran(SHALLOW, 4, 0.02, 1.0), 2.0, id="speed-up over it"),
-        pytest.param("relative", RATES, [], SHALLOW, ran(SHALLOW, 1, 0.02, 1.0), 1.0, id="at the same batch"),
-        pytest.param("relative", None, NOISY, SHALLOW, ran(SHALLOW, 4, 0.012, 1.5), 2.5, id="the median is learned"),
-        pytest.param("relative", None, [], SHALLOW, ran(SHALLOW, 4, 0.01), None, id="nothing is learned yet"),
-        pytest.param("relative", None, [], PLAIN, ran(PLAIN, 4, 0.01), 1.0, id="plain is always 1"),
-        pytest.param("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True), None, id="prefill"),
-        pytest.param("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.0), None, id="no time"),
-        pytest.param(
-            "relative",
-            None,
-            [ran(PLAIN, 4, 0.01, had_prefill=True)],
-            SHALLOW,
-            ran(SHALLOW, 4, 0.01),
-            None,
-            id="prefill teaches nothing",
-        ),
-    ],
-)
+CASES = {
+    "tokens per second": ("paper", None, [], D4, OF_PAPER, 80.0),
+    "plain decoding": ("relative", RATES, [], PLAIN, ran(PLAIN, 4, 0.02), 1.0),
+    "speed-up over it": ("relative", RATES, [], SHALLOW, ran(SHALLOW, 4, 0.02, 1.0), 2.0),
+    "at the same batch": ("relative", RATES, [], SHALLOW, ran(SHALLOW, 1, 0.02, 1.0), 1.0),
+    "the median is learned": ("relative", None, NOISY, SHALLOW, ran(SHALLOW, 4, 0.012, 1.5), 2.5),
+    "nothing is learned yet": ("relative", None, [], SHALLOW, ran(SHALLOW, 4, 0.01), None),
+    "plain is always 1": ("relative", None, [], PLAIN, ran(PLAIN, 4, 0.01), 1.0),
+    "prefill": ("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True), None),
+    "no time": ("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.0), None),
+    "prefill teaches nothing": (
+        "relative",
+        None,
+        [ran(PLAIN, 4, 0.01, had_prefill=True)],
+        SHALLOW,
+        ran(SHALLOW, 4, 0.01),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "rates", "plain", "strategy", "outcome", "reward"), CASES.values(), ids=CASES)
 def test_the_reward_of_an_iteration(kind, rates, plain, strategy, outcome, reward):
     found = Reward(kind, plain_rate=rates)
     for each in plain:

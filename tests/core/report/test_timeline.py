@@ -63,27 +63,21 @@ TRAINED = steps(rl_step=[0], reward_s=0.25, train_s=1.0, sync_s=0.5)
 BUSY, REST = ["worker 0: decode 0-1, idle 1-2", "worker 1: decode 0-2"], ["worker 10: decode 0-2", "trainer: train 2-3"]
 
 
-@pytest.mark.parametrize(
-    ("tables", "expected"),
-    [
-        pytest.param({}, BUSY, id="busy until the last response"),
-        pytest.param(
-            {"iterations": WORKED},
-            ["worker 0: prefill 0-0.5, decode 0.5-1.5, idle 1.5-2", "worker 1: speculative_decode 0-2"],
-            id="iterations are merged",
-        ),
-        pytest.param(
-            {"spans": SPANS},
-            ["worker 0: decode 0-1, idle 1-1.5, spot_train 1.5-2", BUSY[1], *REST],
-            id="spans are merged",
-        ),
-        pytest.param(
-            {"steps": TRAINED},
-            [*BUSY, "trainer: reward 2-2.25, train 2.25-3.25, weight_sync 3.25-3.75"],
-            id="the trainer comes behind the rollout",
-        ),
-    ],
-)
+CASES = {
+    "busy until the last response": ({}, BUSY),
+    "iterations are merged": (
+        {"iterations": WORKED},
+        ["worker 0: prefill 0-0.5, decode 0.5-1.5, idle 1.5-2", "worker 1: speculative_decode 0-2"],
+    ),
+    "spans are merged": ({"spans": SPANS}, ["worker 0: decode 0-1, idle 1-1.5, spot_train 1.5-2", BUSY[1], *REST]),
+    "the trainer comes behind the rollout": (
+        {"steps": TRAINED},
+        [*BUSY, "trainer: reward 2-2.25, train 2.25-3.25, weight_sync 3.25-3.75"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("tables", "expected"), CASES.values(), ids=CASES)
 def test_lanes_have_merged_segments_and_idle_gaps(tables, expected):
     assert told(recorded(**tables)) == expected
 
