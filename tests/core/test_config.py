@@ -50,7 +50,7 @@ def file(folder: Path, value: object) -> Path:
         (Manifest.read, {"format": "tltlab-trace", "version": 1, "kind": LONG}, "kind: "),
     ],
 )
-def test_a_bad_file_is_named_first_and_what_it_holds_is_cut(tmp_path: Path, load, value: object, says: str):
+def test_a_bad_file_is_named_and_cut(tmp_path: Path, load, value: object, says: str):
     path = file(tmp_path, value)
     with refused((ConfigError, TraceError), naming=(says,)) as caught:
         load(path)

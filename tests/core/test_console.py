@@ -23,12 +23,12 @@ from tltlab.errors import ConfigError, InputError, RunError
         ),
     ],
 )
-def test_words_begin_at_the_left_and_numbers_end_at_the_right(options, lines):
+def test_words_stand_left_and_numbers_right(options, lines):
     rows = [(1, "none", "20"), (128, "ngram", 7, "contexts")]
     assert table(["batch", "drafter", "ms", "beyond"], rows, **options).split("\n") == lines
 
 
-def test_a_table_is_never_cut_and_takes_what_stands_in_it_literally():
+def test_a_table_is_never_cut():
     rows = [("[red]name[/red]", "x" * 500), ("longer than that name", None)]
     assert table([], rows, left=2).split("\n") == ["[red]name[/red]        " + "x" * 500, "longer than that name  None"]
     assert table(["only", "heads"], []) == "only  heads"
@@ -69,7 +69,7 @@ def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
-def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Path):
+def test_a_librarys_full_disk_is_a_sentence(tmp_path: Path):
     class LibraryError(Exception):
         pass
 

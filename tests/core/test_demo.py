@@ -101,7 +101,7 @@ def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
 
 
 @pytest.mark.engine
-def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str, Any]]):
+def test_training_moved_the_policy_without_harm(demo: tuple[Path, dict[str, Any]]):
     from safetensors.numpy import load_file
 
     out, summary = demo
@@ -115,7 +115,7 @@ def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str
 
 
 @pytest.mark.engine
-def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path, dict[str, Any]]):
+def test_a_drafter_learned_on_idle_workers(demo: tuple[Path, dict[str, Any]]):
     out, summary = demo
     drafter = summary["drafter"]
     assert drafter["frozen_accept_length"] > 1.5
@@ -140,7 +140,7 @@ def test_every_setting_makes_a_recipe(setting):
     assert recipe.eval.num_prompts == setting.heldout
 
 
-def test_an_earlier_demo_is_moved_aside_and_anything_else_is_refused(tmp_path: Path):
+def test_an_earlier_demo_alone_is_moved_aside(tmp_path: Path):
     (tmp_path / "demo" / "model").mkdir(parents=True)
     (tmp_path / "demo" / "model" / "report.json").touch()
     make_room(tmp_path / "demo")

@@ -58,7 +58,7 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, durable: bool):
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
-def test_what_json_does_not_know_is_not_half_written_and_others_may_read_what_it_knows(tmp_path: Path):
+def test_what_json_does_not_know_is_not_written(tmp_path: Path):
     with refused(ValueError, naming=("JSON",)):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
@@ -67,7 +67,7 @@ def test_what_json_does_not_know_is_not_half_written_and_others_may_read_what_it
     assert (tmp_path / "a.json").stat().st_mode == (tmp_path / "b.json").stat().st_mode
 
 
-def test_a_folder_takes_its_place_whole_and_a_failure_leaves_the_old_one(tmp_path: Path):
+def test_a_folder_takes_its_place_whole(tmp_path: Path):
     out = tmp_path / "above" / "out"
     with new_folder(out) as folder:
         (folder / "a").write_text("first")
@@ -110,7 +110,7 @@ with new_folder(Path(sys.argv[1])) as new:
 
 
 @pytest.mark.parametrize("moves", [0, 1])
-def test_what_a_killed_writer_left_beside_goes_with_the_next_one_and_the_old_comes_back(tmp_path: Path, moves: int):
+def test_the_next_writer_mends_what_a_killed_one_left(tmp_path: Path, moves: int):
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / "a").write_text("1")
@@ -150,9 +150,7 @@ def test_what_is_sealed_is_what_was_written(tmp_path: Path):
         read_json(tmp_path / "a.json")
 
 
-def test_a_pipe_that_nobody_writes_to_is_not_waited_for_and_another_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "PIPE_S", 0.0)
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)

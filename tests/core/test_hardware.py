@@ -45,7 +45,7 @@ def test_a_cache_has_the_blocks_that_an_engine_counted(shared_data):
     assert f"{blocks:,} blocks of 16" in (shared_data / "README.md").read_text()
 
 
-def test_the_cache_is_what_weights_activations_and_the_runtime_leave_of_the_share():
+def test_the_cache_is_what_the_rest_leaves():
     shape, device = model("Llama-3.1-8B"), gpu("RTX4090")
     left = device.memory_bytes * 0.8 - shape.stored_params * 2 - activation_bytes(device, shape, 1) - RUNTIME_BYTES
     assert kv_capacity_tokens(device, shape, 1, 0.8) == left // (16 * 131_072) * 16
@@ -54,7 +54,7 @@ def test_the_cache_is_what_weights_activations_and_the_runtime_leave_of_the_shar
     assert activation_bytes(device, shape, 2) < activation_bytes(device, shape, 1)
 
 
-def test_a_gpu_has_at_least_one_kv_head_and_all_of_a_latent():
+def test_a_gpu_has_one_kv_head_at_least():
     # Qwen2.5-7B has four KV heads: eight GPUs hold each of them twice.
     shape, device = model("Qwen2.5-7B"), gpu("H200")
     per_gpu = device.memory_bytes * 0.9 - shape.stored_params / 8 * 2 - activation_bytes(device, shape, 8)

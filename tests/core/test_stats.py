@@ -46,7 +46,7 @@ def test_the_truth_is_covered_about_as_often_as_promised():
     assert 0.80 <= covered(1.5, 40) <= 0.96
 
 
-def test_a_ratio_of_few_pairs_has_students_interval_which_keeps_its_promise():
+def test_a_ratio_of_few_pairs_has_students_interval():
     rng = np.random.default_rng(2)
     hits = {"t": 0, "bca": 0}
     for _ in range(300):
@@ -136,7 +136,7 @@ def test_bad_input_is_a_sentence(a: object, b: object, options: dict[str, object
         interval(a, b, **options)
 
 
-def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
+def test_a_means_interval_covers_it_as_promised():
     rng = np.random.default_rng(0)
     spans = [mean_interval(rng.normal(7.0, 2.0, 5)) for _ in range(2000)]
     assert np.mean([low <= 7.0 <= high for low, high in spans]) == pytest.approx(0.95, abs=0.015)
@@ -171,16 +171,16 @@ def test_tau_asks_only_the_pairs_that_differ():
     assert kendall_tau(measured, measured, []) is None
 
 
-def test_students_margin_is_the_quantile_of_t_times_the_standard_error():
+def test_students_margin_is_the_quantile_of_t():
     assert student_margin(2.0, 4, 0.9) == pytest.approx(2.0 * t.ppf(0.95, 4), rel=1e-12)
 
 
-def test_few_values_that_agree_by_luck_are_no_surer_than_their_least_error():
+def test_few_values_are_no_surer_than_their_error():
     assert mean_of_few([1.0, 1.0, 1.0]).low == 1.0
     assert mean_of_few([1.0, 1.0, 1.0], least_error=0.1).high == pytest.approx(1.0 + student_margin(0.1, 2))
 
 
-def test_the_intraclass_correlation_is_the_share_that_groups_explain():
+def test_the_intraclass_correlation_is_the_groups_share():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(4000, 1)) * 2 + rng.normal(size=(4000, 4))
     between, within = 4 * values.mean(axis=1).var(ddof=1), values.var(axis=1, ddof=1).mean()

@@ -114,7 +114,7 @@ def test_unknown_evidence_is_not_judged(unknown: str) -> None:
     assert names.get(unknown, "vllm-capabilities") not in findings(replace(SOUND, **{unknown: None}))
 
 
-def test_a_check_of_the_machine_that_fails_is_told_beside_what_the_others_found() -> None:
+def test_a_check_that_fails_is_told() -> None:
     told = findings(replace(SOUND, pins=("no requirement",)))
     assert "versions" in told["could-not-look"].title
     assert "InvalidRequirement" in told["could-not-look"].evidence
@@ -159,7 +159,7 @@ def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkey
     assert "Events" in {section.title for section in page.sections}
 
 
-def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
+def test_a_simulated_run_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
     arms = (NO_SPECULATION, Strategy.chain("ngram", 8), Strategy.chain("ngram", 1))
     policy = Policy(selector=EpsilonGreedy.Spec(strategies=arms, epsilon=0.9, reward="relative"))
     result = tltlab.sim.simulate(read(TRACES / "tiny"), policy=policy, mode="sampled", record_iterations=True)

@@ -36,7 +36,7 @@ def test_a_new_experiment_ends_in_a_table_and_a_picture(said, tmp_path: Path):
     assert (tmp_path / "longest.png").stat().st_size > 10_000
 
 
-def test_a_new_recipe_passes_its_checks_and_a_new_reward_its_examples(said, tmp_path: Path):
+def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path: Path):
     code, out, err = said("new", "recipe", "mine", "--model", "Qwen/Qwen2.5-7B", "--json")
     assert (code, json.loads(out)["files"]) == (0, ["mine/recipe.toml", "mine/reward.py", "mine/prompts.jsonl"]), err
     assert load_recipe(tmp_path / "mine" / "recipe.toml").model == "Qwen/Qwen2.5-7B"

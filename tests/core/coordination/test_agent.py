@@ -84,7 +84,7 @@ def test_what_a_worker_reports_obeys_and_holds(events, reported, order, held):
     assert (agent.order, agent.held) == (order, held)
 
 
-def test_a_new_rollout_ends_the_order_of_the_last_and_news_of_older_ones_is_ignored():
+def test_a_new_rollout_ends_the_last_ones_order():
     agent = idle_agent()
     agent.receive(train(), 2.0)
     (report,) = agent.requests(1, False, 3.0)

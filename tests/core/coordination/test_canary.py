@@ -45,7 +45,7 @@ def kinds(canary: Canary) -> list[str]:
 
 
 @given(st.lists(drafts))
-def test_counts_per_position_are_those_of_going_through_every_draft(all_drafts: list[tuple[int, int]]):
+def test_counts_per_position_are_those_of_every_draft(all_drafts: list[tuple[int, int]]):
     counts = DraftCounts()
     for drafted, kept in all_drafts:
         counts.add(drafted, kept)
@@ -86,7 +86,7 @@ def test_a_drafter_is_held_against_its_prediction(events, kinds, trusted, facts)
     assert all(fact in canary.verdicts[-1].sentence for fact in facts)
 
 
-def test_a_collapse_that_comes_late_or_is_small_is_found_as_drafts_add_up():
+def test_a_small_collapse_is_found_in_time():
     canary = watching(0.5, min_drafts=50)  # the bound is 0.25
     rng = np.random.default_rng(0)
     while canary.trusted:
@@ -115,7 +115,7 @@ def test_what_is_no_chance_is_refused_and_changes_nothing(chance: float):
 
 
 @pytest.mark.parametrize(("predicted", "min_drafts"), [(0.8, 50), (0.4, 100), (1.0, 200), (0.25, 100)])
-def test_a_drafter_at_the_bound_is_wronged_with_the_stated_chance_at_most(predicted: float, min_drafts: int):
+def test_a_drafter_at_the_bound_is_seldom_wronged(predicted: float, min_drafts: int):
     """Exact: the distribution of kept tokens from look to look, those that were judged collapsed taken out."""
     bound, alive, drafts = 0.5 * predicted, np.ones(1), 0
     for look in range(7):
@@ -134,7 +134,7 @@ def test_a_drafter_at_the_bound_is_wronged_with_the_stated_chance_at_most(predic
     assert 0 < 1 - alive.sum() <= FALSE_ALARM
 
 
-def test_no_window_of_a_sound_drafter_is_called_collapsed_even_where_requests_differ():
+def test_no_window_of_a_sound_drafter_collapses():
     """Drafts of one request have one chance, spread widely about the prediction: they are not independent."""
     rng = np.random.default_rng(1)
     for predicted in (0.3, 0.6, 0.9):
@@ -162,7 +162,7 @@ def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
     st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "swap 0.9", "swap 0.01"]), min_size=1, max_size=200),
     st.integers(0, 200),
 )
-def test_a_state_taken_at_any_time_goes_on_as_if_nothing_had_been(events: list[str], split: int):
+def test_a_state_taken_at_any_time_goes_on(events: list[str], split: int):
     config = CanaryConfig(min_drafts=5)
     whole, first, second = Canary(config), Canary(config), Canary(config)
     play(whole, events)

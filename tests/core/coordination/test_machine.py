@@ -148,7 +148,7 @@ def test_each_event_brings_its_commands(config, story):
                 assert told(commands, kinds[kind]) == [int(worker) for worker in workers]
 
 
-def test_it_wakes_for_an_unheard_order_a_late_trainer_and_a_silent_worker():
+def test_it_wakes_for_what_is_due():
     coordinator = Coordinator(workers=2, yield_timeout_s=3.0, gone_after_s=4.0)
     coordinator.idle(0, now=1.0)
     assert wakeup_s(coordinator.state) == 1.5
@@ -163,7 +163,7 @@ def test_it_wakes_for_an_unheard_order_a_late_trainer_and_a_silent_worker():
     assert coordinator.phase(0) is Phase.BUSY
 
 
-def test_a_process_that_was_replaced_unnoticed_ends_the_period_like_one_that_died():
+def test_a_process_replaced_unnoticed_ends_the_period():
     coordinator = Coordinator()
     coordinator.idle(0, 1)
     coordinator.say(0, term=1)
@@ -196,7 +196,7 @@ def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
     assert wakeup_s(coordinator.state) == math.inf
 
 
-def test_a_coordinator_that_took_over_stops_everyone_before_it_releases_or_opens_anything():
+def test_a_coordinator_that_took_over_stops_everyone_first():
     state, commands = restarted(CoordinatorConfig(), range(2), 0.0, above=1000)
     assert told(commands, StopTraining) == [0, 1]
     coordinator = Coordinator(workers=0)

@@ -117,7 +117,7 @@ def test_the_time_without_data_and_that_of_checkpoints_is_no_training():
     assert (progress.updates, progress.trained_s) == (3, pytest.approx(6.0))
 
 
-def test_finishing_the_update_under_way_holds_the_device_for_less_than_an_update():
+def test_finishing_an_update_holds_the_device():
     model = changed(on_stop="finish", yield_s=0.25, checkpoint_every=None)
     progress = model.advance(Progress(), 2.5, 1)
     assert model.yield_delay_s(progress, 1) == pytest.approx(1.75)

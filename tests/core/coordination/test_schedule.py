@@ -121,13 +121,13 @@ def test_training_goes_on_while_it_still_raises_acceptance():
     assert reasons[4] == "nothing was drafted since the last training"
 
 
-def test_a_drafter_that_its_canary_distrusts_is_trained_unless_the_schedule_says_never():
+def test_a_distrusted_drafter_is_trained_unless_never():
     for kind, trains in (("never", False), ("always", True), ("every", True), ("acceptance-drops", True)):
         schedule = TrainingSchedule(ScheduleConfig(kind=kind), pretrained=True)  # type: ignore[arg-type]
         assert schedule.decide(0, TRAINED, trusted=False).train is trains, kind
 
 
-def test_every_so_many_rl_steps_is_counted_from_the_last_training_that_took_place():
+def test_rl_steps_count_from_the_last_training():
     schedule = TrainingSchedule(ScheduleConfig(kind="every", every=3), pretrained=True)
     assert play(schedule, Drafter(0.0), 10) == [3, 6, 9]
     schedule = TrainingSchedule(ScheduleConfig(kind="every", every=3), pretrained=True)
@@ -138,7 +138,7 @@ def test_every_so_many_rl_steps_is_counted_from_the_last_training_that_took_plac
     assert not schedule.decide(7, TRAINED).train
 
 
-def test_the_order_of_what_it_is_told_about_one_rl_step_does_not_matter():
+def test_the_order_within_an_rl_step_is_free():
     def told(trained_first: bool) -> TrainingSchedule:
         schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
         for rl_step, length in enumerate((2.0, 3.0, 2.9, 2.7)):
@@ -155,7 +155,7 @@ def test_the_order_of_what_it_is_told_about_one_rl_step_does_not_matter():
     assert first.decide(4, TRAINED) == last.decide(4, TRAINED)
 
 
-def test_a_rollout_that_is_done_again_takes_the_place_of_the_first():
+def test_a_rollout_done_again_replaces_the_first():
     schedule = dropping()
     schedule.rollout_done(0, 3.0, drafts=4000)
     schedule.rollout_done(1, 1.2, drafts=4000)
@@ -181,7 +181,7 @@ def test_the_record_tells_how_fast_a_drafter_ages(drift: float):
     assert "the target moves by 0.01 nats per token and RL step" in summary.sentence
 
 
-def test_trainings_in_between_are_not_taken_for_a_lack_of_drift():
+def test_trainings_between_hide_no_drift():
     """A drafter trained at every other step stays as good over all, yet falls within each pair of rollouts."""
     schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2), pretrained=True)
     play(schedule, Drafter(0.05, drafts=20_000), 40)

@@ -347,7 +347,7 @@ def test_chance_alone_is_no_fault(seed: int) -> None:
     assert not diagnose(Run(seed=seed, noise=0.3, accept=lambda step: float(level[step])).trace()).findings
 
 
-def test_costs_that_fit_the_run_tell_what_plain_decoding_takes() -> None:
+def test_fitting_costs_tell_what_plain_decoding_takes() -> None:
     trace = replace(SLOW, plain_steps=False).trace()
     terms = dict.fromkeys(["per_request_s", "per_context_s", "sd_base_s", "sd_idle_s", "draft_level_s"], 0.0)
     # Here drafting is what costs: 0.1 ms per request, and 2 ms per drafted token.
@@ -387,7 +387,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytes
     assert len(told.good) >= len(sound.good) - 1
 
 
-def test_a_run_folder_that_died_keeps_what_can_still_be_checked(tmp_path: Path) -> None:
+def test_a_run_that_died_is_still_checked(tmp_path: Path) -> None:
     trace_of(SMALL).write(tmp_path / "trace")
     (tmp_path / "trace").rename(tmp_path / "trace.recording")
     event = {"rl_step": 1, "event": "the run stopped: RunError: an actor died: x"}
@@ -405,7 +405,7 @@ def test_a_run_folder_that_died_keeps_what_can_still_be_checked(tmp_path: Path) 
     assert "trace.recording" in dict(told.not_checked)["slower-than-plain"]
 
 
-def test_a_run_without_a_trace_is_a_run_and_other_folders_are_not(tmp_path: Path) -> None:
+def test_a_run_without_a_trace_is_a_run(tmp_path: Path) -> None:
     with refused(TraceError):
         diagnose(tmp_path)
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "the run stopped: MemoryError: out of memory"}) + "\n")
@@ -416,7 +416,7 @@ def test_a_run_without_a_trace_is_a_run_and_other_folders_are_not(tmp_path: Path
         diagnose(tmp_path)
 
 
-def test_every_check_is_good_or_says_what_it_lacks() -> None:
+def test_every_check_is_good_or_says_its_lack() -> None:
     assert not {row.name for row in diagnose(Run(steps=2).trace()).good} & NEEDS_AN_INTERVAL
     told = diagnose(trace_of(SMALL).replace(iterations=None, steps=None))
     assert told.findings == ()

@@ -39,7 +39,7 @@ def test_shipped_budgets_keep_the_contract(factory):
     check_budget(factory)
 
 
-def test_one_draft_that_is_not_kept_does_not_end_the_drafting_of_marginal_benefits():
+def test_one_lost_draft_ends_no_marginal_benefits():
     budget, chain = MbaBudget(base_s=4e-3, token_s=6e-5), Strategy.chain("suffix", 8)
     assert sum(budget.allot(state(0.0, *[None] * 7), chain)) >= 8
     assert budget.allot(state(*[0.0] * 8), chain) == [0] * 8

@@ -44,7 +44,7 @@ def pushed_to(passes, lengths, reach, efficiency) -> np.ndarray:
 # The optimum
 
 
-def test_the_printed_equations_are_worse_and_right_with_the_reciprocal_of_k():
+def test_the_printed_equations_need_the_reciprocal_of_k():
     """Eq. 7 prints ln(1 - k (1 - N/l)): at its best N it costs more, with 1/k for k it is the optimum."""
     case = lengths, reach, efficiency = tail()
 
@@ -170,7 +170,7 @@ def test_long_requests_and_those_that_outgrew_their_class_are_drafted():
     assert trimmed[3] >= 7
 
 
-def test_rounding_keeps_the_mean_over_time_and_the_sum_over_the_batch():
+def test_rounding_keeps_mean_and_sum():
     budget = taught(token_s=5e-4, replan_every=10**9)
     given_ = []
     for generated in range(0, 3000, 3):
@@ -183,7 +183,7 @@ def test_rounding_keeps_the_mean_over_time_and_the_sum_over_the_batch():
     assert sums.max() - sums.min() <= 1
 
 
-def test_it_plans_anew_when_the_batch_changes_and_after_so_many_calls():
+def test_it_plans_anew_when_the_batch_changes():
     budget = taught(replan_every=3)
     planned = []
     plan = budget._plan

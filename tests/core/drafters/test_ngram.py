@@ -128,7 +128,7 @@ def test_settings_that_make_no_sense_are_refused():
         NgramDrafter(scope="all")
 
 
-def test_closing_counts_the_groups_only_where_the_budget_may_be_spent(monkeypatch):
+def test_closing_seldom_counts_the_groups(monkeypatch):
     counted = []
     memory_bytes = NgramDrafter.memory_bytes
     monkeypatch.setattr(

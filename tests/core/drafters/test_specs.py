@@ -42,7 +42,7 @@ def test_a_spec_survives_json(spec):
         ({"kind": "tree"}, ("ngram", "suffix", "learned", "hybrid")),
     ],
 )
-def test_what_the_drafter_would_refuse_is_refused_when_the_spec_is_read(value, complaint):
+def test_a_spec_refuses_what_its_drafter_would(value, complaint):
     with refused(ValidationError, naming=complaint):
         SPECS.validate_python(value)
 

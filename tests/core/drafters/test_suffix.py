@@ -129,7 +129,7 @@ def test_text_that_nobody_searches_is_not_indexed():
     assert calls == [3, 3, 41, 3, 41, 3, 2]
 
 
-def test_text_is_indexed_in_the_order_it_came_whenever_it_is_searched():
+def test_text_is_indexed_in_the_order_it_came():
     texts = [[1, 2, 3 + n % 3, 1, 2, 5 - n % 3] * 3 for n in range(4)]
     drafts = []
     for often in (False, True):
@@ -185,7 +185,7 @@ def drafted_after(drafter, key, tokens):
 
 
 @pytest.mark.parametrize("scopes", [("problem",), ("global",), ("request", "group", "problem")])
-def test_history_stays_within_its_budget_however_long_a_run_is(scopes):
+def test_history_stays_within_its_budget(scopes):
     drafter = SuffixDrafter(scopes, None, history_mib=0.5)
     unbounded = SuffixDrafter(scopes, None, history_mib=None)
     held = []
@@ -202,7 +202,7 @@ def test_history_stays_within_its_budget_however_long_a_run_is(scopes):
     assert 10 < num < 60
 
 
-def test_a_problem_whose_tree_made_room_is_drafted_for_as_before_when_it_comes_again():
+def test_a_problem_that_comes_again_is_drafted_as_before():
     # A tree takes 240 kB, texts of 800 tokens 5 kB.
     bounded, unbounded = SuffixDrafter(history_mib=1), SuffixDrafter(history_mib=None)
     for one in (bounded, unbounded):
@@ -217,7 +217,7 @@ def test_a_problem_whose_tree_made_room_is_drafted_for_as_before_when_it_comes_a
         assert found[0].tokens == text_of(f"p{n}", 1)[110:118].tolist()
 
 
-def test_the_first_to_leave_are_old_problems_among_equals_those_that_had_the_least_accepted():
+def test_old_problems_leave_first_then_the_least_accepted():
     # Texts of two responses take 5.3 kB: eight problems fit into a quarter of 0.17 MiB.
     drafter = SuffixDrafter(history_mib=0.17)
     step(drafter, 0, "abcd", accepted="ac")
@@ -238,7 +238,7 @@ def test_the_first_to_leave_are_old_problems_among_equals_those_that_had_the_lea
     assert restored.state_dict() == drafter.state_dict()
 
 
-def test_a_group_that_is_larger_than_the_budget_loses_its_oldest_and_drafts_on():
+def test_a_group_over_budget_loses_its_oldest():
     drafter = SuffixDrafter(window=None, history_mib=1)
     drafter.open(A, [7, 8, 9])
     for sample in range(1, 21):

@@ -95,7 +95,7 @@ def test_any_small_case_equals_exhaustive_search(seed):
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
-def test_without_a_cap_it_is_the_fastest_strategy_of_each_batch(max_batch, max_buckets, seed):
+def test_without_a_cap_each_batch_has_its_fastest(max_batch, max_buckets, seed):
     rng = np.random.default_rng(seed)
     arms = (NO_SPECULATION, NGRAM, TREES[0])
     weights = {b: float(rng.random()) for b in range(1, max_batch + 1)}
@@ -175,7 +175,7 @@ def test_what_cannot_be_planned_is_refused(wrong, facts):
         plan_buckets(**(one | wrong))
 
 
-def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
+def test_weights_are_those_of_a_walk_by_token():
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 30, size=12).tolist()
     steps, contexts = {}, {}
@@ -191,7 +191,7 @@ def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
     assert means == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
 
 
-def test_weights_are_averaged_over_rl_steps_and_say_what_is_missing():
+def test_weights_are_averaged_over_rl_steps():
     with refused(ConfigError):
         batch_times(of_lengths([3, 4]))
     assert batch_times(of_lengths([3, 5]), workers=2)[0] == {1: 8.0}

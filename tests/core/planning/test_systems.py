@@ -102,7 +102,7 @@ def test_seers_accepted_length_by_number_of_siblings(siblings, tokens):
     assert 1 + survival.sum() == pytest.approx(tokens, abs=0.03)
 
 
-def test_a_block_is_drafted_in_one_pass_and_a_chain_in_one_for_each_token():
+def test_a_block_is_drafted_in_one_pass():
     costs = COSTS.model_copy(update={"draft_level_s": 0.0})
     four, eight = Strategy.chain("learned", 4), Strategy.chain("learned", 8)
     plain = COSTS.iteration(NO_SPECULATION).seconds(4, 0)
@@ -113,7 +113,7 @@ def test_a_block_is_drafted_in_one_pass_and_a_chain_in_one_for_each_token():
         assert block.iteration(strategy).seconds(4, 0) == pytest.approx(verified + 0.25 * plain)
 
 
-def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():
+def test_tlt_on_a_gpu_is_its_released_configuration():
     found = bind(SYSTEMS["tlt"], COSTS, TREES)
     buckets = found.policy.selector.buckets
     assert [bucket.min_batch for bucket in buckets] == [1, 2, 5, 21]
@@ -125,7 +125,7 @@ def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():
     assert any("extrapolated for learned:8x4/8" in note for note in found.assumptions)
 
 
-def test_a_static_drafter_is_the_same_drafter_that_nobody_trains():
+def test_a_static_drafter_is_one_that_nobody_trains():
     tlt, static = (bind(SYSTEMS[name], COSTS, TREES) for name in ("tlt", "vllm-dynamic"))
     assert tlt.acceptance == static.acceptance
     assert static.spot is None
@@ -172,7 +172,7 @@ def test_systems_without_speculation_ask_for_no_acceptance(name):
         (FreshAcceptance(base=measured("learned", "suffix")), True, False, True),
     ],
 )
-def test_a_model_speaks_only_of_the_drafters_it_was_made_for(model, learned, ngram, suffix):
+def test_a_model_knows_only_its_drafters(model, learned, ngram, suffix):
     assert [model.knows(name) for name in ("learned", "ngram", "suffix")] == [learned, ngram, suffix]
 
 
@@ -183,7 +183,7 @@ def test_trees_say_nothing_of_drafters_that_look_text_up():
         assert bind(SYSTEMS[name], COSTS, TREES, SIBLINGS).acceptance is SIBLINGS
 
 
-def test_what_is_said_of_model_free_drafters_goes_before_what_is_said_of_any():
+def test_model_free_acceptance_goes_before_any():
     anyone, text = GeometricAcceptance(alpha=0.9), GeometricAcceptance(alpha=0.4)
     assert bind(SYSTEMS["tlt-base"], COSTS, anyone, text).acceptance is text
     tlt = bind(SYSTEMS["tlt"], COSTS, anyone, text)
@@ -256,7 +256,7 @@ def test_a_new_system_is_one_more_row():
     assert found.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 3))
 
 
-def test_a_rung_drafts_trees_where_it_can_and_nothing_where_it_has_nothing():
+def test_a_rung_drafts_trees_where_it_can():
     rung = Rung(min_batch=1, trees=((8, 4, 48),), chains=(4,))
     assert strategies(rung, "learned", trees=True) == (Strategy("learned", 8, 4, 48),)
     assert strategies(rung, "ngram", trees=False) == (Strategy.chain("ngram", 4),)
@@ -275,7 +275,7 @@ def test_das_knows_what_a_pass_and_a_token_cost():
     assert (budget.base_s, budget.token_s) == (pytest.approx(4e-3), pytest.approx(1e-4))
 
 
-def test_a_bound_over_two_models_has_the_best_of_each_batch_size():
+def test_two_models_bound_has_the_best_by_batch():
     good, bad = measured("learned"), FittedAcceptance(
         drafters_by_depth={"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
     )  # fmt: skip

@@ -70,7 +70,7 @@ def test_it_counts_the_waiting_requests_if_told_so():
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=80), st.integers(0, 6))
-def test_every_stretch_after_the_first_is_at_least_the_hold(batches, hold):
+def test_every_stretch_lasts_the_hold(batches, hold):
     on = follow(ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=hold), batches)
     stretches = [1]
     for a, b in pairwise(on):
@@ -81,7 +81,7 @@ def test_every_stretch_after_the_first_is_at_least_the_hold(batches, hold):
     assert all(stretch >= hold for stretch in stretches[1:-1])
 
 
-def test_a_new_rl_step_does_not_wait_for_the_hold_of_the_last():
+def test_a_new_rl_step_ends_the_hold():
     selector = ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=10)
     assert follow(selector, [64, 32], rl_step=0) == [False, True]
     assert follow(selector, [64], rl_step=1) == [False]

@@ -58,7 +58,7 @@ def test_it_chooses_what_brute_force_finds_best(chance: float, batch: int, conte
     assert rate(policy.choose(at(batch, context))) == pytest.approx(best)
 
 
-def test_it_drafts_deeper_for_smaller_batches_and_not_at_all_for_large_ones():
+def test_it_drafts_deeper_for_smaller_batches():
     policy = goodput(prior=0.7)
     assert [policy.choose(at(batch)).draft_depth for batch in (1, 16, 64, 512)] == [4, 2, 1, 0]
 
@@ -96,7 +96,7 @@ def test_more_than_the_strategy_verifies_counts_as_all():
     assert 4.9 <= policy.tokens(trimmed) <= 5.0
 
 
-def test_a_drafter_whose_drafts_are_refused_is_switched_off_and_tried_again_later():
+def test_a_refused_drafter_is_tried_again_later():
     policy = goodput(window=100)
     assert policy.choose(at(8)).speculates
     keep(policy, CHAINS[2], 0.0, times=50)
@@ -119,7 +119,7 @@ def test_exploration_happens_with_the_chance_that_is_recorded():
     assert chosen.count(CHAINS[0]) / len(chosen) == pytest.approx(0.05, abs=0.015)
 
 
-def test_drafters_are_told_apart_and_what_is_learned_survives_json():
+def test_each_drafters_lessons_survive_json():
     suffix = Strategy.chain("suffix", 4)
     two = goodput(CHAINS[2], suffix)
     keep(two, CHAINS[2], 0.2, times=100)

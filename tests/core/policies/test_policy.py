@@ -135,7 +135,7 @@ def test_the_file_is_the_one_of_the_manual(tmp_path):
     }
 
 
-def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
+def test_all_faults_of_a_file_come_at_once(tmp_path):
     bad = {**NGRAM_4, "draft_depth": "deep"}
     selector = {
         "kind": "beg-mab",
@@ -382,7 +382,7 @@ def test_what_is_no_strategy_is_refused(text: str):
         Strategy.parse(text)
 
 
-def test_drafts_in_short_are_policies_and_stand_in_policy_files(tmp_path: Path):
+def test_drafts_in_short_are_policies(tmp_path: Path):
     assert load_policy("ngram:4") == Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
     up_to_eight = load_policy("learned:8x4/48@8")
     assert up_to_eight.activation == Activation(max_requests=8)

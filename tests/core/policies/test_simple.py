@@ -37,7 +37,7 @@ def test_every_shipped_policy_keeps_the_contract(name):
         check_selector(SHIPPED[name].build)
 
 
-def test_a_table_looks_up_the_batch_and_reports_the_bucket():
+def test_a_table_looks_up_the_batch():
     table = BatchTable([(2, DEEP), (5, SHALLOW), (33, NO_SPECULATION)])
     found = [(table.choose(at(batch)), table.bucket_) for batch in (1, 2, 4, 5, 32, 33, 4096)]
     assert found == [(DEEP, 0)] * 3 + [(SHALLOW, 1)] * 2 + [(NO_SPECULATION, 2)] * 2
@@ -50,7 +50,7 @@ THRESHOLDS = st.lists(st.integers(1, 600), min_size=1, max_size=6, unique=True).
 
 
 @given(THRESHOLDS, st.integers(0, 5000))
-def test_bucket_lookup_is_total_and_agrees_with_the_definition(thresholds, batch):
+def test_bucket_lookup_agrees_with_its_definition(thresholds, batch):
     bucket = bucket_of(checked_thresholds(thresholds), batch)
     assert 0 <= bucket < len(thresholds)
     assert batch >= thresholds[bucket] or bucket == 0
@@ -117,7 +117,7 @@ def test_the_reward_of_an_iteration(kind, rates, plain, strategy, outcome, rewar
     assert found(strategy, outcome) == (reward and pytest.approx(reward))
 
 
-def test_plain_time_is_interpolated_between_batches_and_held_beyond():
+def test_plain_time_is_interpolated_between_batches():
     reward = Reward("relative", plain_rate={2: 200.0, 4: 200.0})  # 10 ms at 2, 20 ms at 4
     assert [reward.plain_s(batch) for batch in (1, 2, 3, 4, 64)] == pytest.approx([0.01, 0.01, 0.015, 0.02, 0.02])
 
@@ -160,7 +160,7 @@ def test_ucb1_follows_an_arm_that_becomes_the_better_one():
     assert picks[200:].count(SHALLOW) > 80
 
 
-def test_epsilon_greedy_prefers_the_best_arm_and_explores_now_and_then():
+def test_epsilon_greedy_prefers_the_best_arm():
     bandit = EpsilonGreedy([NO_SPECULATION, SHALLOW, DEEP], epsilon=0.3, rng=np.random.default_rng(0))
     picks = play(bandit, {NO_SPECULATION: 100.0, SHALLOW: 150.0, DEEP: 120.0}, 3000)
     # The best arm: 0.7 + 0.3 / 3; the others 0.1 each.

@@ -81,7 +81,7 @@ def test_the_list_has_each_run_and_a_run_its_page(server):
     assert '<a href=".">All runs</a>' in page
 
 
-def test_two_runs_stand_side_by_side_with_the_settings_that_differ(server):
+def test_two_runs_stand_side_by_side(server):
     status, page, _ = asked(server.server_port, "/compare?run=a&run=a/inner")
     assert status == 200
     assert "A: a and B: inner" in page
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_says_why_and_costs_no_other_run(folder, tmp_path):
     assert "Response lengths" in render(runs.page("good"))
 
 
-def test_the_command_says_where_it_is_and_ends_well_when_told_to(folder):
+def test_the_command_says_where_it_serves(folder):
     command = [sys.executable, "-m", "tltlab", "ui", str(folder), "--port", "0", "--no-browser", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -175,7 +175,7 @@ def test_the_command_says_where_it_is_and_ends_well_when_told_to(folder):
             process.kill()
 
 
-def test_a_port_that_is_taken_and_a_folder_that_is_not_there_end_with_two(tmp_path, command):
+def test_a_taken_port_and_no_folder_are_refused(tmp_path, command):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -111,7 +111,7 @@ def test_a_trace_without_times_cannot_be_drawn():
             timeline(log_normal(prompts=2, rl_steps=1), **asked)
 
 
-def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_idle():
+def test_the_picture_has_a_lane_per_worker():
     figure = timeline(recorded(4))
     above, below = figure.axes
     assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(4)]
@@ -146,7 +146,7 @@ def test_rl_steps_of_two_traces_start_at_the_same_place():
     assert "same place in both" in figure.axes[-1].get_xlabel()
 
 
-def test_the_default_is_the_rl_step_of_median_rollout_time_that_both_traces_have():
+def test_the_default_is_the_median_rl_step():
     longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
     assert (median_step(longer), median_step(longer, shorter)) == (1, 0)
     assert "RL step 1" in timeline(longer).axes[0].get_title(loc="left")
@@ -156,7 +156,7 @@ def test_the_default_is_the_rl_step_of_median_rollout_time_that_both_traces_have
         timeline(longer.select([1]), compare=shorter)
 
 
-def test_the_title_names_the_trace_and_the_policy_where_they_have_a_name():
+def test_the_title_names_trace_and_policy():
     trace = recorded(num_steps=2, steps=steps(rl_step=[0, 1], t_start=[0.0, 2.0], policy=["none", "tuned"]))
     titles = [timeline(trace, rl_step=which).axes[0].get_title(loc="left") for which in (1, "all")]
     assert [title.split(":")[0] for title in titles] == ["small (recorded, tuned)", "small (recorded)"]
@@ -201,7 +201,7 @@ def test_kinds_that_meet_on_a_lane_keep_apart_in_grey(meet):
     assert apart.min() > 0.06
 
 
-def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
+def test_perfetto_has_tracks_slices_and_a_counter():
     events = to_perfetto(recorded())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names.values()) == {"RL steps", "worker 0", "worker 1"}
@@ -216,7 +216,7 @@ def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
     assert counter == [(0.0, 2), (1e6, 1), (2e6, 0)]
 
 
-def test_two_traces_in_a_perfetto_file_are_two_processes_whose_rl_steps_start_together(tmp_path):
+def test_two_traces_are_two_perfetto_processes(tmp_path):
     late = steps(rl_step=[0, 1], t_start=[0.5, 10.0])
     second = SimpleNamespace(trace=recorded(3, num_steps=2, steps=late, name="other"))
     path = write_perfetto(tmp_path / "new" / "t.json", recorded(num_steps=2), second)

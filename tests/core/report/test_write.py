@@ -118,7 +118,7 @@ def parsed(text):
     return links
 
 
-def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
+def test_a_run_says_which_parts_are_left_out(page, made):
     titles = [section.title for section in made.sections]
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "A few responses", "Predicted against measured", "Findings", "Events",
@@ -129,7 +129,7 @@ def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     assert "0.32.0" in text
 
 
-def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(page):
+def test_the_page_asks_for_nothing_outside_itself(page):
     text = page.read_text()
     links = parsed(text)
     assert all(link.startswith(("data:image/", "#")) for link in links.found)
@@ -218,7 +218,7 @@ def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
     assert "token ids are shown" in part.blocks[0].text.lower()
 
 
-def test_the_beginning_of_a_long_response_is_shown_in_its_own_words(tmp_path):
+def test_a_long_response_begins_in_its_own_words(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     (tmp_path / "model").mkdir()
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
@@ -287,7 +287,7 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
     assert "a prediction, not a measurement" in text
 
 
-def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_path):
+def test_whole_rl_steps_decide_which_system_is_fastest(tmp_path):
     base = {"makespan_s": 2.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0, "regret": 0.2, "lossless": True}
     step = {"step_s": 3.0, "step_ratio": 1.0, "step_ratio_low": 1.0, "step_ratio_high": 1.0}
     rollouts_only = base | {"makespan_s": 1.0, "ratio": 0.5} | step | {"step_s": 4.0, "step_ratio": 4 / 3}
@@ -334,7 +334,7 @@ def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
     assert "--out tiny.html" in command("report", TINY)[2], "a trace outside a RUN wants a place for its page"
 
 
-def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, page, command):
+def test_the_command_writes_the_same_bytes(run, page, command):
     """Predictions are in the run's summary, so nothing is left to `--no-verify`."""
     code, out, _ = command("report", run, "--no-verify", "--json")
     assert code == 0
@@ -414,7 +414,7 @@ def test_a_chart_knows_what_it_says_where(tmp_path):
     assert len(point["x"]) == len(point["y"]) == 1
 
 
-def test_the_eleventh_group_of_points_does_not_look_like_the_first():
+def test_twelve_groups_of_points_look_apart():
     names = [f"policy {i}" for i in range(12)]
     figure = scatter_identity(range(12), range(12), xlabel="m", ylabel="p", title="t", labels=names)
     looks = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if line.get_marker() != "None"}
