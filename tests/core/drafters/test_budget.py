@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.drafters.budget import AcceptanceBudget, UniformBudget, share_out
-from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
-from tltlab.errors import ConfigError
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.state import RequestState, StepState
@@ -70,18 +68,6 @@ CASES = {
 @pytest.mark.parametrize(("budget", "recent", "strategy", "allotted"), CASES.values(), ids=CASES)
 def test_acceptance_shares_drafts_out(budget, recent, strategy, allotted):
     assert AcceptanceBudget(**budget).allot(state(*recent), strategy) == allotted
-
-
-@pytest.mark.parametrize("budget", [AcceptanceBudget, LengthAwareBudget, MbaBudget])
-def test_trees_cannot_be_shared_out(budget):
-    with refused(ConfigError, naming=("tree",)):
-        budget().allot(state(1.0), Strategy("eagle", 8, 4, 48))
-
-
-@pytest.mark.parametrize("settings", [{"min_tokens": -1}, {"max_draft_tokens": -1}, {"prior": float("nan")}])
-def test_nonsense_is_refused(settings: dict[str, float]):
-    with refused(ConfigError, naming=("0",)):
-        AcceptanceBudget(**settings)
 
 
 def test_a_policy_carries_its_budget(tmp_path):

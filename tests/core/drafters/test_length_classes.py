@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
 from tltlab.drafters.length_classes import LengthClasses
-from tltlab.errors import ConfigError
 
 
 def learned(*finished: tuple[str, int], **settings) -> LengthClasses:
@@ -88,11 +86,3 @@ def test_expectations_are_those_of_counting_by_hand(finished: list[tuple[str, in
     likely = max((0, 1, 2), key=lambda c: (sum(of[i] == c for i in alike), c))
     mean = np.mean([finished[i][1] for i in alike if of[i] == likely])
     assert expect(classes, prompt, generated) == (likely, pytest.approx(mean - generated))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"), [*(({"quantiles": q}, "quantiles") for q in ((), (0.5, 0.5), (0.0,))), ({"window": 7}, 8)]
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with refused(ConfigError, naming=(message,)):
-        LengthClasses(**settings)

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
 from tltlab.drafters.base import Draft
 from tltlab.drafters.ngram import NgramDrafter
-from tltlab.errors import ConfigError
 
 from ...contracts import check_drafter
 from .told import OTHER, A, B, told
@@ -80,8 +78,6 @@ def test_groups_without_requests_leave_over_a_bound():
         assert drafter.memory_bytes <= 2**20
     drafter.extend(A, [3, 4])
     assert drafter.propose(A, 2).tokens == [5, 6], "one that runs stays"
-    with refused(ConfigError, naming=("0", "MiB", "-1")):
-        NgramDrafter(history_mib=-1)
 
 
 def slow_propose(texts, context, min_match, max_match, depth):
@@ -119,13 +115,6 @@ def test_it_agrees_with_a_search_through_all_text(texts, min_match, more, depth,
     for sample, text in enumerate(texts):
         draft = drafter.propose((0, "p", sample, 0), depth)
         assert draft.tokens == slow_propose(texts, text, min_match, min_match + more, depth)
-
-
-def test_settings_that_make_no_sense_are_refused():
-    with refused(ConfigError, naming=("3", "2")):
-        NgramDrafter(min_match=3, max_match=2)
-    with refused(ConfigError, naming=("group", "request", "all")):
-        NgramDrafter(scope="all")
 
 
 def test_closing_seldom_counts_the_groups(monkeypatch):

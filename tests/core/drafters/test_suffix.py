@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
 from tltlab.drafters.base import Draft
 from tltlab.drafters.suffix import SuffixDrafter
-from tltlab.errors import ConfigError
 
 from ...contracts import check_drafter
 from .told import OTHER, A, B, told
@@ -372,23 +370,3 @@ def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
         if window is None:
             drafter.open(key, prompt)
             assert drafter.propose(key, 4) == restored.propose(key, 4)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        ({"scopes": ()}, ("[]",)),
-        ({"scopes": ("group", "group")}, ()),
-        ({"scopes": ("row",)}, ()),
-        ({"window": 0}, ("1", "0")),
-        ({"min_match": 3, "max_match": 2}, ("3", "2")),
-        ({"max_draft": 0}, ("max_draft", "1", "0")),
-        ({"min_token_prob": 1.5}, ("0", "1", "5")),
-        ({"length": "long"}, ("long",)),
-        ({"match_factor": 0.0}, ("0",)),
-        ({"history_mib": 0}, ("0", "MiB")),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(wrong, complaint):
-    with refused(ConfigError, naming=complaint):
-        SuffixDrafter(**wrong)
