@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.refused import refused
 from tltlab.cli.costs import costs
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import profiles
-from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 LINEAR = {
@@ -68,20 +66,3 @@ def test_what_lies_beyond_the_measurements_is_said(asked):
     text = asked("h100-qwen2.5-32b-tp4", batch="8,1000", as_json=False)
     assert "KV cache 873,168 tokens" in text
     assert text.splitlines()[-1].endswith("batch, context tokens, does not fit the KV cache")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"model": "nowhere"}, ("cpu-small",)),
-        ({"batch": "1,x"}, ("1,x", "--batch")),
-        ({"batch": "0"}, ()),
-        ({"strategy": "8,8", "accept_length": 2.0}, ("8,8", "--strategy")),
-        ({"strategy": "8,8,48"}, ("together",)),
-        ({"accept_length": 2.0}, ("together",)),
-        ({"strategy": "2,2,4", "accept_length": 3.5}, ("3",)),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(asked, options, says):
-    with refused(ConfigError, naming=says):
-        asked(options.pop("model", "h100-qwen2.5-7b"), **options)

@@ -172,22 +172,6 @@ def test_a_simulated_run_is_told_as_a_prediction(tmp_path: Path, doctor: Command
     assert "simulated" in doctor(tmp_path / "trace")[1]
 
 
-@pytest.mark.parametrize(
-    ("args", "fact"),
-    [
-        (["--quick", "--costs", "nothing.json"], "--costs"),
-        ([TRACES / "tiny", "--costs", "none.json"], "none.json"),
-        ([TRACES, "--json"], str(TRACES)),
-        ([TRACES / "nowhere", "--json"], "nowhere"),
-        ([Path(__file__), "--json"], Path(__file__).name),
-    ],
-)
-def test_what_is_no_run_or_costs_is_refused(doctor: Command, args: list[Any], fact: str) -> None:
-    code, out, err = doctor(*args)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert fact in err
-
-
 def test_the_machine_alone_is_told_without_a_run(doctor: Command) -> None:
     code, out, _ = doctor("--quick", "--json")
     found = json.loads(out)

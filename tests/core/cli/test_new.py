@@ -47,27 +47,6 @@ def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path: Path):
         runpy.run_path(str(tmp_path / "mine" / "reward.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize(
-    ("line", "facts"),
-    [
-        ("new recipie", ["'recipie'", "'recipe'", "policy"]),
-        ("new policy My-Policy", ["My-Policy"]),
-        ("new policy taken", ["taken.py"]),
-        ("settings rolout", ["'rolout'", "'rollout'"]),
-        ("simluate", ["'simluate'", "'simulate'"]),
-        ("train qwen2.5-0.5b-gsm8k rollout.group_sise=4 --dry-run", ["rollout.group_sise", "'group_size'"]),
-        ("off-policy traces/tiny --json", ["off-policy", "decisions.parquet"]),
-        ("completion traces/tiny --json", ["completion", "tltlab --install-completion"]),
-    ],
-)
-def test_a_wrong_name_is_answered_and_nothing_is_overwritten(said, tmp_path: Path, line: str, facts: list[str]):
-    (tmp_path / "taken.py").write_text("mine")
-    code, out, err = said(*line.split())
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert all(fact in err for fact in facts)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("taken.py", "mine")]
-
-
 def test_settings_lists_every_field_with_its_default(said):
     rows = json.loads(said("settings", "--json")[1])["settings"]
     told = {(row["section"], row["name"]): row for row in rows}

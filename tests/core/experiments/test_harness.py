@@ -18,7 +18,7 @@ from pydantic import Field
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, InputError, RunError
-from tltlab.experiments import EXPERIMENTS, GONE, find
+from tltlab.experiments import EXPERIMENTS, find
 from tltlab.experiments.harness import Case, Experiment, chosen
 from tltlab.experiments.models import bench_on, own_model
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
@@ -98,20 +98,6 @@ def test_every_experiment_can_be_made_fast(name: str):
     found = find(name)
     assert issubclass(found, Experiment)
     assert read_settings(found.Settings, found.FAST) != read_settings(found.Settings)
-
-
-@pytest.mark.parametrize(
-    ("args", "facts"),
-    [
-        (["baselin"], ["'baselin'", "'baseline'", "staleness"]),
-        (["policies", "--model", "somewhere"], ["somewhere", "policies"]),
-        *(([name], [name, *GONE[name].split()]) for name in GONE),
-    ],
-)
-def test_what_there_is_not_is_refused_with_what_there_is(experiment: Command, args: list[str], facts: list[str]):
-    code, out, err = experiment(*args)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert all(fact in err for fact in facts)
 
 
 def test_settings_are_defaults_then_fast_then_the_users():

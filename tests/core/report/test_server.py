@@ -175,7 +175,7 @@ def test_the_command_says_where_it_serves(folder):
             process.kill()
 
 
-def test_a_taken_port_and_no_folder_are_refused(tmp_path, command):
+def test_a_taken_port_is_refused(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -184,6 +184,3 @@ def test_a_taken_port_and_no_folder_are_refused(tmp_path, command):
     with Server(Runs(tmp_path)) as server:
         assert server.server_port > 0
     assert server.socket.fileno() == -1, "it is closed with the server"
-    code, _, err = command("ui", tmp_path / "nowhere")
-    assert code == 2
-    assert "nowhere" in err
