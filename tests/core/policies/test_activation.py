@@ -9,9 +9,11 @@ from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable, Explore, Fixed
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
+
+from .iterations import at
 
 D4, D2 = Strategy.chain("ngram", 4), Strategy.chain("ngram", 2)
 
@@ -34,10 +36,6 @@ class Spy(Selector):
 
     def reward(self, strategy, outcome):
         return 7.0
-
-
-def at(batch: int, waiting: int = 0, rl_step: int = 0) -> StepState:
-    return StepState(rl_step=rl_step, batch=batch, waiting=waiting)
 
 
 OUTCOME = StepOutcome(elapsed_s=0.01, batch=4)

@@ -6,36 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.policies.beg_mab import BegMab, paper_buckets
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .iterations import at, play, ran
 
 D8, D4, D2, D1 = (Strategy.chain("ngram", depth) for depth in (8, 4, 2, 1))
 
 
 def bandit(buckets, seed=0, **settings):
     return BegMab(buckets, rng=np.random.default_rng(seed), **settings)
-
-
-def at(batch: int) -> StepState:
-    return StepState(rl_step=0, batch=batch)
-
-
-def ran(strategy: Strategy, batch: int, rate: float, **fields) -> StepOutcome:
-    """An iteration in which nothing was accepted, at `rate` tokens per second."""
-    num = batch if strategy.speculates else 0
-    depth = strategy.draft_depth
-    return StepOutcome(elapsed_s=batch / rate, batch=batch, drafted=(depth,) * num, accepted=(0,) * num, **fields)
-
-
-def play(mab: BegMab, rate: dict[Strategy, float], num: int, batches=(4,), noise=0.0) -> list[Strategy]:
-    """Ask and tell for `num` iterations in which strategy s runs at rate[s] tokens per second."""
-    picks, luck = [], np.random.default_rng(1)
-    for i in range(num):
-        batch = batches[i % len(batches)]
-        strategy = mab.choose(at(batch))
-        picks.append(strategy)
-        mab.observe(strategy, ran(strategy, batch, rate[strategy] * luck.uniform(1 - noise, 1 + noise)))
-    return picks
 
 
 def test_the_bucket_of_the_batch_limits_the_choice():
@@ -103,7 +83,7 @@ MORE = {
 def test_outcomes_teach_the_bucket_of_their_batch(buckets, fields, told, chosen):
     mab = bandit(buckets, epsilon=0.0, reward="relative" if buckets is RELATIVE else "paper")
     for arm, batch, rate in told:
-        mab.observe(arm, ran(arm, batch, rate, **fields))
+        mab.observe(arm, ran(arm, batch, batch / rate, **fields))
     assert {batch: mab.choose(at(batch)) for batch in chosen} == chosen
 
 
@@ -132,7 +112,7 @@ def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
 def test_the_propensity_is_how_often_an_arm_is_chosen():
     mab = bandit([(1, [D8, D4, D2])], epsilon=0.3)
     for arm, rate in ((D8, 100.0), (D4, 150.0), (D2, 120.0)):
-        mab.observe(arm, ran(arm, 4, rate))
+        mab.observe(arm, ran(arm, 4, 4 / rate))
     picks, chance = [], {}
     for _ in range(10_000):
         picks.append(mab.choose(at(4)))
@@ -150,14 +130,14 @@ def test_a_restored_bandit_decides_identically(story, reward):
     original = bandit(buckets, seed=1, window=7, reward=reward)
     for batch, rate in story:
         strategy = original.choose(at(batch))
-        original.observe(strategy, ran(strategy, batch, rate))
+        original.observe(strategy, ran(strategy, batch, batch / rate))
     restored = bandit(buckets, seed=2, window=7, reward=reward)
     restored.load_state_dict(json.loads(json.dumps(original.state_dict(), allow_nan=False)))
     for batch, rate in (*story, *story):
         a, b = original.choose(at(batch)), restored.choose(at(batch))
         assert (a, original.propensity_, original.bucket_) == (b, restored.propensity_, restored.bucket_)
-        original.observe(a, ran(a, batch, rate))
-        restored.observe(b, ran(b, batch, rate))
+        original.observe(a, ran(a, batch, batch / rate))
+        restored.observe(b, ran(b, batch, batch / rate))
 
 
 def test_falling_batches_mislead_the_paper_reward_only():

@@ -17,17 +17,9 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
+from .iterations import at, play, ran
+
 DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
-
-
-def at(batch: int, **fields: object) -> StepState:
-    return StepState(rl_step=0, batch=batch, **fields)
-
-
-def ran(strategy: Strategy, batch: int, elapsed_s: float, accepted: float = 0.0, **fields: object) -> StepOutcome:
-    num = batch if strategy.speculates else 0
-    drafted, taken = (strategy.draft_depth,) * num, (accepted,) * num
-    return StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=taken, **fields)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -123,16 +115,6 @@ def test_plain_time_is_interpolated_between_batches():
 
 
 # Bandits without buckets
-
-
-def play(selector: Selector, speed: dict[Strategy, float], num: int, batch: int = 8) -> list[Strategy]:
-    """Ask and tell for `num` iterations; an iteration under s takes 1 / speed[s] seconds and yields batch tokens."""
-    picks = []
-    for _ in range(num):
-        strategy = selector.choose(at(batch))
-        picks.append(strategy)
-        selector.observe(strategy, ran(strategy, batch, 1.0 / speed[strategy]))
-    return picks
 
 
 def test_ucb1_tries_every_arm_then_prefers_the_best():
