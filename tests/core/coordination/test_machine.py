@@ -110,7 +110,6 @@ STOPPED = [idle(0), (tell(END, 10.0), "stop 0")]
 ENDED = [idle(0), idle(0, term=1), idle(0)]
 PAIR, SILENT = {"min_idle_workers": 2}, {"workers": 2, "gone_after_s": 4.0}
 
-
 STORIES = {
     "the group learns of a new member": ({}, [(idle(2), "train 2"), (idle(0), "train 2 0")]),
     "late joining can be switched off": ({"late_join": False}, [idle(2), (idle(0), "")]),

@@ -53,7 +53,7 @@ def test_no_other_way_to_share_out_keeps_more(chances: list[float], depth: int, 
     assert kept(chances, tuple(given_.tolist())) == pytest.approx(best)
 
 
-CASES = {
+SHARES = {
     "drafts go where they are likely to be kept": ({}, (3.0, 0.1), TRIMMED, [7, 1]),
     "or nowhere else": ({"min_tokens": 0}, (3.0, 0.0), TRIMMED, [8, 0]),
     "equal requests get equal shares": ({}, (1.0, 1.0, 1.0), TRIMMED, [4, 4, 4]),
@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("budget", "recent", "strategy", "allotted"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("budget", "recent", "strategy", "allotted"), SHARES.values(), ids=SHARES)
 def test_acceptance_shares_drafts_out(budget, recent, strategy, allotted):
     assert AcceptanceBudget(**budget).allot(state(*recent), strategy) == allotted
 

@@ -45,7 +45,7 @@ def follow(selector, batches, rl_step=0):
     return [selector.choose(at(batch, rl_step=rl_step)).speculates for batch in batches]
 
 
-CASES = {
+HOLDS = {
     "at and below the threshold": (0, [64, 33, 32, 1], [False, False, True, True]),
     "a switch stays for the hold": (
         3,
@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("hold", "batches", "on"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("hold", "batches", "on"), HOLDS.values(), ids=HOLDS)
 def test_it_speculates_up_to_the_threshold(hold, batches, on):
     assert follow(ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=hold), batches) == on
 

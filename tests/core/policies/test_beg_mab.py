@@ -26,13 +26,13 @@ def test_the_bucket_of_the_batch_limits_the_choice():
     assert seen[21] == seen[4096] == {D1, NO_SPECULATION}
 
 
-CASES = {
+PICKS = {
     "ties go to the first": ({D4: 100.0, D8: 100.0, D2: 100.0}, 1, [D4, D8, D2, D4, D4, D4]),
     "each is tried as often as asked": ({D4: 100.0, D2: 50.0}, 3, [D4] * 3 + [D2] * 3 + [D4]),
 }
 
 
-@pytest.mark.parametrize(("rates", "tries", "picks"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("rates", "tries", "picks"), PICKS.values(), ids=PICKS)
 def test_unseen_arms_come_first_in_list_order(rates, tries, picks):
     mab = bandit([(1, list(rates))], epsilon=0.0, tries=tries)
     assert play(mab, rates, len(picks)) == picks
@@ -68,8 +68,7 @@ PLAIN = NO_SPECULATION
 RELATIVE = [(1, [D8, PLAIN]), (9, [D2, D1, PLAIN])]
 POOLED = [(arm, batch, rate) for batch in (1, 9, 16) for arm, rate in ((D8, 100.0), (D2, 200.0))]
 
-
-MORE = {
+LESSONS = {
     "pooled in a bucket": ([(1, [D8, D2]), (17, [D8, D2])], {}, POOLED, {1: D2, 5: D2, 16: D2, 17: D8}),
     "filed where it ran": ([(1, [D8, D2]), (17, [D2, D1])], {}, [(D2, 16, 100.0)], {17: D2}),
     "an arm of elsewhere": ([(1, [D8, D2]), (17, [D2, D1])], {}, [(D1, 3, 100.0)], {3: D8}),
@@ -79,7 +78,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(("buckets", "fields", "told", "chosen"), MORE.values(), ids=MORE)
+@pytest.mark.parametrize(("buckets", "fields", "told", "chosen"), LESSONS.values(), ids=LESSONS)
 def test_outcomes_teach_the_bucket_of_their_batch(buckets, fields, told, chosen):
     mab = bandit(buckets, epsilon=0.0, reward="relative" if buckets is RELATIVE else "paper")
     for arm, batch, rate in told:

@@ -79,8 +79,7 @@ NOISY = [ran(PLAIN, 4, elapsed_s) for elapsed_s in (0.010, 0.012, 0.500)]
 # Algorithm 1: a = 6 accepted / 2 requests + 1 bonus = 4; r = 4 * 2 / 0.1 s.
 OF_PAPER = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
 
-
-CASES = {
+REWARDS = {
     "tokens per second": ("paper", None, [], D4, OF_PAPER, 80.0),
     "plain decoding": ("relative", RATES, [], PLAIN, ran(PLAIN, 4, 0.02), 1.0),
     "speed-up over it": ("relative", RATES, [], SHALLOW, ran(SHALLOW, 4, 0.02, 1.0), 2.0),
@@ -101,7 +100,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "rates", "plain", "strategy", "outcome", "reward"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("kind", "rates", "plain", "strategy", "outcome", "reward"), REWARDS.values(), ids=REWARDS)
 def test_the_reward_of_an_iteration(kind, rates, plain, strategy, outcome, reward):
     found = Reward(kind, plain_rate=rates)
     for each in plain:

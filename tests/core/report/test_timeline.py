@@ -62,8 +62,7 @@ SPANS = [*ON_0, ("worker 10", "decode", 0.0, 2.0), ("worker 1", "decode", 0.0, 2
 TRAINED = steps(rl_step=[0], reward_s=0.25, train_s=1.0, sync_s=0.5)
 BUSY, REST = ["worker 0: decode 0-1, idle 1-2", "worker 1: decode 0-2"], ["worker 10: decode 0-2", "trainer: train 2-3"]
 
-
-CASES = {
+LANES = {
     "busy until the last response": ({}, BUSY),
     "iterations are merged": (
         {"iterations": WORKED},
@@ -77,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("tables", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("tables", "expected"), LANES.values(), ids=LANES)
 def test_lanes_have_merged_segments_and_idle_gaps(tables, expected):
     assert told(recorded(**tables)) == expected
 
