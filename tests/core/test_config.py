@@ -47,34 +47,25 @@ def file(folder: Path, value: object) -> Path:
         (load_policy, POLICY | {"version": LONG}, "version: "),
         (load_policy, POLICY | {"selector": {"kind": LONG}}, "selector: kind is 'xxx"),
         (LengthModel.load, {"format": "tltlab-lengths", "quantiles": LONG}, "quantiles: "),
+        (Manifest.read, {"format": "tltlab-trace", "version": 1, "kind": LONG}, "kind: "),
     ],
 )
-def test_a_bad_file_is_named_first_and_what_it_holds_is_cut(tmp_path: Path, load, value: object, says: str):
+def test_a_bad_file_is_named_and_cut(tmp_path: Path, load, value: object, says: str):
     path = file(tmp_path, value)
-    with pytest.raises(ConfigError) as caught:
+    with refused((ConfigError, TraceError), naming=(says,)) as caught:
         load(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert message.count(str(path)) == 1
-    assert says in message
     assert ": :" not in message
     assert len(message) < len(str(path)) + 600
     assert "Value error" not in message
 
 
-def test_a_bad_manifest_too(tmp_path: Path):
-    path = file(tmp_path, {"format": "tltlab-trace", "version": 1, "kind": LONG})
-    with refused(TraceError, naming=("mine.json",)) as caught:
-        Manifest.read(path)
-    assert len(str(caught.value)) < len(str(path)) + 600
-
-
-@pytest.mark.parametrize("tp", [3, 7, 0])
-def test_heads_that_cannot_be_shared_out_are_refused(tp: int):
-    with refused(ConfigError, naming=("tp", tp)):
-        per_gpu_heads(model("Qwen2.5-7B"), tp)
-
-
-def test_with_more_gpus_than_kv_heads_several_hold_the_same():
-    assert per_gpu_heads(model("Qwen2.5-7B"), 28) == (1, 1)
-    assert per_gpu_heads(model("Qwen2.5-7B"), 4) == (7, 1)
+@pytest.mark.parametrize(("tp", "heads"), [(28, (1, 1)), (4, (7, 1)), (3, None), (7, None), (0, None)])
+def test_heads_are_shared_out_among_gpus_or_refused(tp: int, heads: tuple[int, int] | None):
+    if heads is None:
+        with refused(ConfigError, naming=("tp", tp)):
+            per_gpu_heads(model("Qwen2.5-7B"), tp)
+    else:
+        assert per_gpu_heads(model("Qwen2.5-7B"), tp) == heads

@@ -75,6 +75,13 @@ def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
     assert summary["versions"]["vllm"].startswith("0.32")
     for name in ("trace", "policy", "costs", "timeline"):
         assert (out / summary[name]).exists(), name
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    assert {"M", "X"} <= {event["ph"] for event in events}
+    trace = tltlab.read(out)
+    result = tltlab.sim.simulate(trace, out / "policy.json", placement="recorded")
+    assert result.summary["num_responses"] == len(trace.outcomes)
+    assert result.summary["regret"] >= 0
 
 
 @pytest.mark.engine
@@ -94,7 +101,7 @@ def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
 
 
 @pytest.mark.engine
-def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str, Any]]):
+def test_training_moved_the_policy_without_harm(demo: tuple[Path, dict[str, Any]]):
     from safetensors.numpy import load_file
 
     out, summary = demo
@@ -108,22 +115,7 @@ def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str
 
 
 @pytest.mark.engine
-def test_the_run_folder_can_be_simulated_as_it_is(demo: tuple[Path, dict[str, Any]]):
-    trace = tltlab.read(demo[0])
-    result = tltlab.sim.simulate(trace, demo[0] / "policy.json", placement="recorded")
-    assert result.summary["num_responses"] == len(trace.outcomes)
-    assert result.summary["regret"] >= 0
-
-
-@pytest.mark.engine
-def test_what_was_made_is_a_picture_and_a_perfetto_file(demo: tuple[Path, dict[str, Any]]):
-    assert (demo[0] / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    events = json.loads((demo[0] / "timeline.json").read_text())["traceEvents"]
-    assert {"M", "X"} <= {event["ph"] for event in events}
-
-
-@pytest.mark.engine
-def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path, dict[str, Any]]):
+def test_a_drafter_learned_on_idle_workers(demo: tuple[Path, dict[str, Any]]):
     out, summary = demo
     drafter = summary["drafter"]
     assert drafter["frozen_accept_length"] > 1.5
@@ -141,18 +133,14 @@ def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path,
     assert drafter["verify"]["num_steps"] == len(trace.rl_steps)
 
 
-def test_the_demo_itself_is_larger_than_what_is_run_here():
-    for setting, heldout in ((FAST, 256), (FULL, 512)):
-        recipe = demo_recipe(
-            Path("model"), setting, {"reward": "tltlab.runtime.models.tasks:subset_sum_reward"}, seed=0
-        )
-        assert recipe.eval.num_prompts == setting.heldout == heldout
-        assert (recipe.rollout.num_workers, recipe.rollout.prompts_per_step) == (2, 24)
-        # With two workers only one is ever idle.
-        assert setting.drafter.workers == 4
+@pytest.mark.parametrize("setting", [FAST, FULL])
+def test_every_setting_makes_a_recipe(setting):
+    reward = {"reward": "tltlab.runtime.models.tasks:subset_sum_reward"}
+    recipe = demo_recipe(Path("model"), setting, reward, seed=0)
+    assert recipe.eval.num_prompts == setting.heldout
 
 
-def test_an_earlier_demo_is_moved_aside_and_anything_else_is_refused(tmp_path: Path):
+def test_an_earlier_demo_alone_is_moved_aside(tmp_path: Path):
     (tmp_path / "demo" / "model").mkdir(parents=True)
     (tmp_path / "demo" / "model" / "report.json").touch()
     make_room(tmp_path / "demo")

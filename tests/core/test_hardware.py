@@ -45,7 +45,7 @@ def test_a_cache_has_the_blocks_that_an_engine_counted(shared_data):
     assert f"{blocks:,} blocks of 16" in (shared_data / "README.md").read_text()
 
 
-def test_the_cache_is_what_weights_activations_and_the_runtime_leave_of_the_share():
+def test_the_cache_is_what_the_rest_leaves():
     shape, device = model("Llama-3.1-8B"), gpu("RTX4090")
     left = device.memory_bytes * 0.8 - shape.stored_params * 2 - activation_bytes(device, shape, 1) - RUNTIME_BYTES
     assert kv_capacity_tokens(device, shape, 1, 0.8) == left // (16 * 131_072) * 16
@@ -54,7 +54,7 @@ def test_the_cache_is_what_weights_activations_and_the_runtime_leave_of_the_shar
     assert activation_bytes(device, shape, 2) < activation_bytes(device, shape, 1)
 
 
-def test_a_gpu_has_at_least_one_kv_head_and_all_of_a_latent():
+def test_a_gpu_has_one_kv_head_at_least():
     # Qwen2.5-7B has four KV heads: eight GPUs hold each of them twice.
     shape, device = model("Qwen2.5-7B"), gpu("H200")
     per_gpu = device.memory_bytes * 0.9 - shape.stored_params / 8 * 2 - activation_bytes(device, shape, 8)
@@ -62,39 +62,6 @@ def test_a_gpu_has_at_least_one_kv_head_and_all_of_a_latent():
     latent = ModelShape.from_config(DEEPSEEK, "V3")
     rest = device.memory_bytes * 0.9 - latent.stored_bytes() / 8 - activation_bytes(device, latent, 8) - RUNTIME_BYTES
     assert kv_capacity_tokens(device, latent, 8) == rest // (16 * 61 * 576 * 2) * 16
-
-
-def test_names_are_found_without_case_organisation_or_instruct():
-    assert model("meta-llama/llama-3.3-70b-Instruct") is model("Llama-3.3-70B")
-    assert gpu("h100") is gpu("H100")
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with refused(ConfigError, naming=("H900", "GPU", "H100", "H200", "A100")):
-        gpu("H900")
-    with refused(ConfigError, naming=("gpt-2", "Qwen2", "5-7B")):
-        model("gpt-2")
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "fraction", "message"),
-    [
-        ("Llama-3.3-70B", 1, 0.9, ("Llama-3", "3-70B", "131", "GiB", "1", "H100", "68")),
-        ("Qwen2.5-7B", 0, 0.9, ("memory_fraction",)),
-        ("Qwen2.5-7B", 1, 0.0, ("memory_fraction",)),
-        ("Qwen2.5-7B", 1, 1.1, ("memory_fraction",)),
-    ],
-)
-def test_what_does_not_fit_or_is_no_share_is_refused(name: str, tp: int, fraction: float, message: tuple):
-    with refused(ConfigError, naming=message):
-        kv_capacity_tokens(gpu("H100"), model(name), tp, fraction)
-
-
-def test_records_of_ones_own_are_checked():
-    with refused(ValidationError, naming=("hbm_bytes_per_s",)):
-        Gpu(name="mine", hbm_bytes_per_s=0, peak_flops=1e12, memory_bytes=1e9, link_bytes_per_s=1e9)
-    with refused(ValidationError, naming=("kv_heads",)):
-        ModelShape(name="mine", hidden=8, intermediate=8, layers=1, heads=3, kv_heads=2, head_dim=4, vocab=8)
 
 
 DEEPSEEK = {
@@ -129,6 +96,30 @@ def test_layers_of_a_sliding_window_keep_no_context():
     assert shape.qk_norm
 
 
+OWN_GPU = {"name": "mine", "peak_flops": 1e12, "memory_bytes": 1e9, "link_bytes_per_s": 1e9}
+OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_dim": 4, "vocab": 8}
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (lambda: gpu("H900"), ("H900", "H100", "H200", "A100")),
+        (lambda: model("gpt-2"), ("gpt-2", "Qwen2.5-7B")),
+        (lambda: kv_capacity_tokens(gpu("H100"), model("Llama-3.3-70B"), 1), ("Llama-3.3-70B", 131, "GiB", "H100", 68)),
+        (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 0), ("memory_fraction",)),
+        (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 0.0), ("memory_fraction",)),
+        (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 1.1), ("memory_fraction",)),
+        (lambda: Gpu(hbm_bytes_per_s=0, **OWN_GPU), ("hbm_bytes_per_s",)),
+        (lambda: ModelShape(heads=3, kv_heads=2, **OWN_MODEL), ("kv_heads",)),
+        (lambda: ModelShape.from_config({"hidden_size": 8}), ("num_hidden_layers",)),
+        (lambda: ModelShape.from_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}}), ("hqq",)),
+    ],
+)
+def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
+    with refused((ConfigError, ValidationError), naming=facts):
+        make()
+
+
 @pytest.mark.parametrize(
     ("quantization", "kind"),
     [
@@ -143,15 +134,9 @@ def test_the_type_of_a_checkpoint_is_read_off_its_config(quantization: dict[str,
     assert ModelShape.from_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
 
 
-def test_a_config_without_what_it_takes_is_refused():
-    with refused(ConfigError, naming=("num_hidden_layers",)):
-        ModelShape.from_config({"hidden_size": 8})
-    with refused(ConfigError, naming=("hqq",)):
-        ModelShape.from_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}})
-
-
 def test_fewer_bits_leave_room_for_context():
-    shape, device = model("Llama-3.3-70B"), gpu("H100")
+    shape, device = model("meta-llama/llama-3.3-70b-Instruct"), gpu("h100")
+    assert (shape.name, device.name) == ("Llama-3.3-70B", "H100"), "names go without case, organisation or instruct"
     assert kv_capacity_tokens(device, shape, 2, weights="fp8") > 0
     fp8 = kv_capacity_tokens(device, shape, 4, weights="fp8")
     assert fp8 > 1.4 * kv_capacity_tokens(device, shape, 4)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.refused import refused
 from tltlab.cli.costs import costs
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import profiles
-from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 LINEAR = {
@@ -52,13 +50,11 @@ def test_rates_are_tokens_over_the_iterations_time(tmp_path: Path, asked):
 def test_a_preset_is_asked_at_its_batches_and_context(asked):
     found = asked("h100-qwen2.5-32b-tp4", batch="2,32", context=1000, strategy="8,8,48", accept_length=7.2)
     model = load_costs("h100-qwen2.5-32b-tp4")
-    took = [model.iteration(s).seconds(b, b * 1000) for b in (2, 32) for s in (NO_SPECULATION, TREE)]
+    asked_for = (NO_SPECULATION, Strategy("learned", 8, 8, 48))
+    took = [model.iteration(s).seconds(b, b * 1000) for b in (2, 32) for s in asked_for]
     assert [row["iteration_ms"] for row in found["rows"]] == pytest.approx([1e3 * s for s in took])
     assert found["kv_capacity_tokens"] == model.kv_capacity_tokens
     assert found["notes"] == list(model.notes)
-
-
-TREE = Strategy("learned", 8, 8, 48)
 
 
 def test_what_lies_beyond_the_measurements_is_said(asked):
@@ -70,24 +66,3 @@ def test_what_lies_beyond_the_measurements_is_said(asked):
     text = asked("h100-qwen2.5-32b-tp4", batch="8,1000", as_json=False)
     assert "KV cache 873,168 tokens" in text
     assert text.splitlines()[-1].endswith("batch, context tokens, does not fit the KV cache")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"batch": "1,x"}, ("1,x", "--batch")),
-        ({"batch": "0"}, ()),
-        ({"strategy": "8,8", "accept_length": 2.0}, ("8,8", "--strategy")),
-        ({"strategy": "8,8,48"}, ("together",)),
-        ({"accept_length": 2.0}, ("together",)),
-        ({"strategy": "2,2,4", "accept_length": 3.5}, ("3",)),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(asked, options, says):
-    with refused(ConfigError, naming=says):
-        asked("h100-qwen2.5-7b", **options)
-
-
-def test_an_unknown_name_lists_the_presets(asked):
-    with refused(ConfigError, naming=("cpu-small",)):
-        asked("nowhere")

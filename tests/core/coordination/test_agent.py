@@ -6,18 +6,10 @@ from tltlab.coordination.agent import Hold, WorkerAgent
 from tltlab.coordination.messages import StopTraining, Train
 
 
-def idle_agent(first_seq=1000, **settings):
-    agent = WorkerAgent(worker=1, first_seq=first_seq, **settings)
+def idle_agent(**settings):
+    agent = WorkerAgent(worker=1, first_seq=1000, **settings)
     agent.requests(0, True, 0.0)
     agent.requests(0, False, 1.0)
-    return agent
-
-
-def training_agent():
-    """Its trainer has the device, for term 3."""
-    agent = idle_agent()
-    agent.receive(train(seq=7), 2.0)
-    agent.trainer(3, 2.1)
     return agent
 
 
@@ -33,11 +25,7 @@ def stop(seq=8, term=3):
 def test_reports_are_numbered_upwards_from_the_process_number():
     agent = WorkerAgent(worker=1, first_seq=1000)
     reports = agent.requests(0, True, 0.0) + agent.requests(0, False, 1.0) + agent.tick(9.0)
-    assert [(r.seq, r.incarnation, r.busy) for r in reports] == [
-        (1000, 1000, True),
-        (1001, 1000, False),
-        (1002, 1000, False),
-    ]
+    assert [(r.seq, r.incarnation, r.busy) for r in reports] == [(1000 + n, 1000, n == 0) for n in range(3)]
 
 
 def test_a_report_is_sent_at_each_change_and_repeated_as_a_heartbeat():
@@ -49,104 +37,56 @@ def test_a_report_is_sent_at_each_change_and_repeated_as_a_heartbeat():
     assert agent.tick(3.1) == ()
 
 
-def test_an_order_to_train_is_obeyed_and_the_device_counts_as_held_from_then_on():
-    agent = idle_agent()
-    (report,) = agent.receive(train(), 2.0)
-    assert (report.term, report.acked) == (3, 7)
-    assert agent.order == train()
-    assert agent.held is None
+def tell(agent, event, now):
+    """A command, "failed", whether requests are left, or the term for which the trainer takes the device."""
+    match event:
+        case bool():
+            return agent.requests(0, event, now)
+        case "failed":
+            return agent.failed(now)
+        case int() | None:
+            return agent.trainer(event, now)
+    return agent.receive(event, now)
+
+
+LARGER = train(seq=9, members=(1, 2, 0))
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("events", "reported", "order", "held"),
     [
-        pytest.param(train(worker=2), id="for another worker"),
-        pytest.param(train(rl_step=1), id="for another rollout"),
-        pytest.param(train(incarnation=999), id="for an earlier process of this worker"),
-        pytest.param(train(seq=0), id="already handled"),
+        pytest.param([train()], [(3, 7)], train(), None, id="an order is obeyed, the device counts as held"),
+        pytest.param([train(worker=2)], [], Hold(), None, id="for another worker"),
+        pytest.param([train(rl_step=1)], [(None, 7)], Hold(), None, id="for another rollout"),
+        pytest.param([train(incarnation=999)], [(None, 7)], Hold(), None, id="for an earlier process"),
+        pytest.param([train(seq=0)], [(None, 0)], Hold(), None, id="already handled"),
+        pytest.param([stop(seq=5, term=4), train()], [(None, 7)], Hold(), None, id="of an older term"),
+        pytest.param([True, train()], [(None, 7)], Hold(), None, id="to a busy worker"),
+        pytest.param([train(), train()], [(3, 7)], train(), None, id="a doubled order is acknowledged again"),
+        pytest.param([train(), stop(9), train(8)], [(None, 9)], Hold(), None, id="an older order undoes no stop"),
+        pytest.param([train(), 3, stop()], [(3, 8)], Hold(), 3, id="a stopped trainer still holds the device"),
+        pytest.param([train(), 3, stop(), None], [(None, 8)], Hold(), None, id="until it gives it back"),
+        pytest.param([train(), stop(), 3], [], Hold(), None, id="a late trainer does not get the device"),
+        pytest.param([train(), 3, True], [(3, 7)], Hold(), 3, id="requests take the device back"),
+        pytest.param([train(), 3, LARGER], [(3, 9)], LARGER, 3, id="a trainer learns of a changed group"),
+        pytest.param([train(), 3, stop(), train(9, 4)], [(3, 9)], Hold(), 3, id="who yields is not started again"),
+        pytest.param([train(), "failed"], [(None, 7)], Hold(), None, id="failed before it took the device"),
+        pytest.param([train(), 3, "failed"], [(None, 7)], Hold(), None, id="failed with the device"),
+        pytest.param([train(), 3, None], [(None, 7)], Hold(), None, id="a trainer that ends gives the order up"),
     ],
 )
-def test_an_order_that_is_not_for_it_changes_nothing(command):
-    agent = idle_agent()
-    assert all(report.term is None for report in agent.receive(command, 2.0))
-    assert agent.order == Hold()
+def test_what_a_worker_reports_obeys_and_holds(events, reported, order, held):
+    agent, reports = idle_agent(), ()
+    for now, event in enumerate(events, 2):
+        reports = tell(agent, event, now)
+    assert [(report.term, report.acked) for report in reports] == reported
+    assert all(report.busy is any(event is True for event in events) for report in reports)
+    assert (agent.order, agent.held) == (order, held)
 
 
-@pytest.mark.parametrize("why", ["older term", "busy"])
-def test_an_order_of_an_older_term_or_to_a_busy_worker_is_not_obeyed(why):
-    agent = idle_agent()
-    if why == "busy":
-        agent.requests(0, True, 2.0)
-    else:
-        agent.receive(stop(seq=5, term=4), 2.0)
-    (report,) = agent.receive(train(seq=7, term=3), 3.0)
-    assert (report.term, report.acked, agent.order) == (None, 7, Hold())
-
-
-def test_a_doubled_order_is_acknowledged_again_and_an_older_one_does_not_undo_a_stop():
-    agent = idle_agent()
-    first = agent.receive(train(seq=7), 2.0)
-    second = agent.receive(train(seq=7), 2.1)
-    assert (first[0].term, first[0].acked) == (second[0].term, second[0].acked) == (3, 7)
-    agent.receive(stop(seq=9), 3.0)
-    (report,) = agent.receive(train(seq=8), 3.1)
-    assert (report.term, report.acked, agent.order) == (None, 9, Hold())
-
-
-def test_after_a_stop_the_device_is_reported_free_only_once_the_trainer_gave_it_back():
-    agent = training_agent()
-    (report,) = agent.receive(stop(), 3.0)
-    assert (report.term, agent.order) == (3, Hold())
-    (report,) = agent.trainer(None, 3.2)
-    assert report.term is None
-
-
-def test_a_trainer_that_comes_too_late_does_not_get_the_device():
-    agent = idle_agent()
-    agent.receive(train(), 2.0)
-    agent.receive(stop(), 3.0)
-    assert agent.trainer(3, 3.1) == ()
-    assert agent.held is None
-
-
-def test_requests_that_arrive_take_the_device_back_without_the_coordinator():
-    agent = training_agent()
-    (report,) = agent.requests(0, True, 3.0)
-    assert (report.busy, report.term, agent.order) == (True, 3, Hold())
-
-
-def test_a_new_rollout_ends_the_order_of_the_last_and_news_of_older_ones_is_ignored():
+def test_a_new_rollout_ends_the_last_ones_order():
     agent = idle_agent()
     agent.receive(train(), 2.0)
     (report,) = agent.requests(1, False, 3.0)
     assert (report.rl_step, report.term, agent.order) == (1, None, Hold())
     assert agent.requests(0, True, 4.0) == ()
-
-
-def test_a_change_of_the_group_reaches_a_trainer_that_is_at_work():
-    agent = training_agent()
-    agent.receive(train(seq=9, members=(1, 2, 0)), 3.0)
-    assert (agent.order.group, agent.order.members, agent.held) == (9, (1, 2, 0), 3)
-
-
-def test_a_trainer_that_still_yields_is_not_started_again():
-    agent = training_agent()
-    agent.receive(stop(seq=8), 3.0)
-    (report,) = agent.receive(train(seq=9, term=4), 3.1)
-    assert (report.term, report.acked, agent.order) == (3, 9, Hold())
-
-
-@pytest.mark.parametrize("took_the_device", [True, False])
-def test_a_trainer_that_fails_reports_a_free_device(took_the_device):
-    agent = idle_agent()
-    agent.receive(train(), 2.0)
-    if took_the_device:
-        agent.trainer(3, 2.1)
-    (report,) = agent.failed(3.0)
-    assert (report.term, agent.order, agent.held) == (None, Hold(), None)
-
-
-def test_a_trainer_that_ends_by_itself_gives_the_order_up():
-    agent = training_agent()
-    agent.trainer(None, 3.0)
-    assert agent.order == Hold()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -25,9 +25,18 @@ def watching(predicted: float = 0.8, **config: object) -> Canary:
     return canary
 
 
-def feed(canary: Canary, kept: int, drafts: int) -> Canary:
-    for n in range(drafts):
-        canary.observe(2, int(n < kept))
+def play(canary: Canary, events: list[str]) -> Canary:
+    """The canary after so many drafts of which the first token is kept, or missed; a sync, a wake, a swap."""
+    for event in events:
+        kind, _, number = event.partition(" ")
+        match kind:
+            case "keep" | "miss":
+                for _ in range(int(number or 1)):
+                    canary.observe(2, int(kind == "keep"))
+            case "swap":
+                canary.expect([float(number)] * 2, event)
+            case _:
+                canary.reset(event, target_moved=kind == "sync")
     return canary
 
 
@@ -36,7 +45,7 @@ def kinds(canary: Canary) -> list[str]:
 
 
 @given(st.lists(drafts))
-def test_counts_per_position_are_those_of_going_through_every_draft(all_drafts: list[tuple[int, int]]):
+def test_counts_per_position_are_those_of_every_draft(all_drafts: list[tuple[int, int]]):
     counts = DraftCounts()
     for drafted, kept in all_drafts:
         counts.add(drafted, kept)
@@ -51,59 +60,39 @@ def test_counts_per_position_are_those_of_going_through_every_draft(all_drafts: 
     assert again.positions == positions
 
 
-def test_a_drafter_that_does_as_predicted_is_fine_and_one_that_does_not_has_collapsed():
-    fine = feed(watching(min_drafts=100), 78, 100)
-    assert (kinds(fine), fine.trusted, fine.collapsed) == (["fine"], True, None)
-    assert "does as predicted: 0.780 of 100 first draft tokens" in fine.verdicts[0].sentence
-    bad = feed(watching(min_drafts=100), 5, 100)
-    assert (kinds(bad), bad.trusted) == (["collapsed"], False)
-    assert bad.collapsed is not None
-    assert bad.collapsed.measured == (0.05, 0.0)
-    for said in ("0.050 of 100", "since the swap", "predicted 0.800", "stale weights", "embedding", "vocabulary"):
-        assert said in bad.collapsed.sentence
+COLLAPSED = ["swap 0.8", "miss 100", "sync", "wake", "keep 200"]
 
 
-def test_nothing_is_decided_before_there_are_enough_drafts():
-    canary = feed(watching(min_drafts=100), 0, 99)
-    assert (kinds(canary), canary.trusted) == ([], True)
+@pytest.mark.parametrize(
+    ("events", "kinds", "trusted", "facts"),
+    [
+        (["swap 0.8", "keep 78", "miss 22"], ["fine"], True, ["0.780 of 100"]),
+        (["swap 0.8", "keep 5", "miss 95"], ["collapsed"], False, ["0.050 of 100", "since swap 0.8", "stale weights"]),
+        (["swap 0.8", "miss 99"], [], True, []),
+        (["swap 0.04"], ["untrained"], False, ["0.040"]),
+        (["swap 0.04", "miss 100"], ["untrained"], False, []),
+        (["miss 500"], [], True, []),
+        (COLLAPSED, ["collapsed"], False, []),
+        ([*COLLAPSED, "swap 0.3"], ["collapsed"], True, []),
+        ([*COLLAPSED, "swap 0.3", "keep 60", "miss 140"], ["collapsed", "fine"], True, []),
+        (["swap 0.8", "keep 9000", "miss 1000", "wake", "miss 100"], ["fine", "collapsed"], False, ["wake"]),
+    ],
+)
+def test_a_drafter_is_held_against_its_prediction(events, kinds, trusted, facts):
+    canary = play(Canary(CanaryConfig(min_drafts=100)), events)
+    assert [kind for kind, _ in groupby(verdict.kind for verdict in canary.verdicts)] == kinds
+    assert canary.trusted == trusted
+    assert (canary.collapsed is not None) == (not trusted and kinds[-1] == "collapsed")
+    assert all(fact in canary.verdicts[-1].sentence for fact in facts)
 
 
-def test_a_collapse_that_comes_late_or_is_small_is_found_as_drafts_add_up():
+def test_a_small_collapse_is_found_in_time():
     canary = watching(0.5, min_drafts=50)  # the bound is 0.25
     rng = np.random.default_rng(0)
     while canary.trusted:
         canary.observe(1, int(rng.random() < 0.15))
     assert kinds(canary) == ["fine", "collapsed"]
     assert 50 < canary.verdicts[-1].drafts <= 800
-
-
-def test_without_a_prediction_nothing_is_expected():
-    canary = Canary(CanaryConfig(min_drafts=1))
-    assert feed(canary, 0, 500).trusted
-    canary.expect([], "a swap of which nothing is known")
-    assert feed(canary, 0, 500).trusted
-    assert kinds(canary) == []
-
-
-def test_a_collapsed_drafter_is_not_trusted_again_before_new_weights_come():
-    canary = feed(watching(min_drafts=50), 0, 50)
-    canary.reset("a weight sync", target_moved=True)
-    canary.reset("a wake")
-    feed(canary, 200, 200)
-    assert not canary.trusted
-    canary.expect([0.3], "the next swap")
-    assert canary.trusted
-    assert canary.collapsed is None
-    assert feed(canary, 60, 200).trusted
-
-
-def test_each_event_opens_a_window_of_its_own():
-    canary = feed(watching(min_drafts=100), 9_000, 10_000)
-    canary.reset("a wake")
-    feed(canary, 0, 100)
-    assert not canary.trusted
-    assert canary.verdicts[-1].why == "a wake"
-    assert canary.verdicts[-1].drafts == 100
 
 
 def test_a_moved_target_lowers_the_bound_and_a_wake_does_not():
@@ -117,13 +106,6 @@ def test_a_moved_target_lowers_the_bound_and_a_wake_does_not():
     assert canary.bound == pytest.approx(0.3)
 
 
-def test_a_drafter_that_never_learned_does_not_serve_and_is_not_called_collapsed():
-    canary = watching(0.04, min_drafts=10)
-    assert (kinds(canary), canary.trusted, canary.collapsed) == (["untrained"], False, None)
-    assert "training predicts a chance of 0.040" in canary.verdicts[0].sentence
-    assert kinds(feed(canary, 0, 100)) == ["untrained"]
-
-
 @pytest.mark.parametrize("chance", [math.nan, -0.1, 1.1, math.inf])
 def test_what_is_no_chance_is_refused_and_changes_nothing(chance: float):
     canary = watching(0.8)
@@ -133,7 +115,7 @@ def test_what_is_no_chance_is_refused_and_changes_nothing(chance: float):
 
 
 @pytest.mark.parametrize(("predicted", "min_drafts"), [(0.8, 50), (0.4, 100), (1.0, 200), (0.25, 100)])
-def test_a_drafter_at_the_bound_is_wronged_with_the_stated_chance_at_most(predicted: float, min_drafts: int):
+def test_a_drafter_at_the_bound_is_seldom_wronged(predicted: float, min_drafts: int):
     """Exact: the distribution of kept tokens from look to look, those that were judged collapsed taken out."""
     bound, alive, drafts = 0.5 * predicted, np.ones(1), 0
     for look in range(7):
@@ -146,14 +128,13 @@ def test_a_drafter_at_the_bound_is_wronged_with_the_stated_chance_at_most(predic
         if look < 3:
             assert most >= 0, "the test needs a number of kept tokens that counts as collapsed"
             # Those kept come first, so that earlier looks find nothing.
-            judged = [
-                feed(watching(predicted, min_drafts=min_drafts), kept, drafts).trusted for kept in (most, most + 1)
-            ]
-            assert judged == [False, True]
+            for kept, trusted in ((most, False), (most + 1, True)):
+                canary = watching(predicted, min_drafts=min_drafts)
+                assert play(canary, [f"keep {kept}", f"miss {drafts - kept}"]).trusted == trusted
     assert 0 < 1 - alive.sum() <= FALSE_ALARM
 
 
-def test_no_window_of_a_sound_drafter_is_called_collapsed_even_where_requests_differ():
+def test_no_window_of_a_sound_drafter_collapses():
     """Drafts of one request have one chance, spread widely about the prediction: they are not independent."""
     rng = np.random.default_rng(1)
     for predicted in (0.3, 0.6, 0.9):
@@ -178,19 +159,10 @@ def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
 
 
 @given(
-    st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "good swap", "bad swap"]), min_size=1, max_size=200),
+    st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "swap 0.9", "swap 0.01"]), min_size=1, max_size=200),
     st.integers(0, 200),
 )
-def test_a_state_taken_at_any_time_goes_on_as_if_nothing_had_been(events: list[str], split: int):
-    def play(canary: Canary, events: list[str]) -> None:
-        for event in events:
-            if event in ("keep", "miss"):
-                canary.observe(3, 2 if event == "keep" else 0)
-            elif event in ("sync", "wake"):
-                canary.reset(event, target_moved=event == "sync")
-            else:
-                canary.expect([0.9 if event == "good swap" else 0.01], event)
-
+def test_a_state_taken_at_any_time_goes_on(events: list[str], split: int):
     config = CanaryConfig(min_drafts=5)
     whole, first, second = Canary(config), Canary(config), Canary(config)
     play(whole, events)
@@ -207,11 +179,3 @@ def test_it_keeps_only_the_newest_verdicts():
         canary.observe(1, 1)
     assert len(canary.verdicts) == NUM_VERDICTS
     assert canary.verdicts[-1].why == "window 99"
-
-
-def test_watching_a_draft_costs_a_few_microseconds():
-    canary = watching(0.8)
-    start = time.thread_time()
-    for _ in range(20_000):
-        canary.observe(8, 7)
-    assert (time.thread_time() - start) / 20_000 < 2e-5

@@ -35,7 +35,7 @@ def attempts(*steps: int, candidate: float = 3.0, served: float = 3.0, delay_s: 
     return [Attempt(rl_step=t, delay_s=delay_s, candidate=candidate, served=served) for t in steps]
 
 
-def test_chances_become_tokens_and_only_a_better_drafter_goes_into_service():
+def test_only_a_better_drafter_goes_into_service():
     assert tokens_per_draft([0.5, 0.5, 0.5]) == 1.875
     assert tokens_per_draft([]) == 1.0
     assert Attempt(rl_step=0, candidate=2.01, served=2.0).better
@@ -65,7 +65,7 @@ def test_a_wait_for_trainers_is_a_delay_and_no_slowdown():
     assert cost.slowdown == pytest.approx(0.0, abs=1e-6)
 
 
-def test_what_drifts_away_between_trainings_is_loss_and_what_stays_is_gain():
+def test_what_drifts_is_loss_what_stays_is_gain():
     drifting = [Attempt(rl_step=t, candidate=3.0, served=3.0 * math.exp(-0.05)) for t in range(30)]
     loss, gain = loss_and_gain(drifting, 0)
     assert loss == pytest.approx(0.05, abs=0.006)
@@ -95,7 +95,7 @@ def test_training_waits_until_what_was_lost_comes_to_its_price():
     assert all(trains[trains.index(True) :])
 
 
-def test_training_that_brings_nothing_pauses_but_for_a_look_now_and_then():
+def test_training_that_brings_nothing_pauses():
     schedule = TrainingSchedule(ScheduleConfig(kind="gated"), pretrained=True)
     trained = []
     for t in range(300):
@@ -117,7 +117,7 @@ def test_after_many_trained_rollouts_one_goes_without():
     assert worth_training(n + 1, [*rows, *rollouts(n + 1, set())[n:]], before, 0.0)[0]
 
 
-def test_what_is_lost_again_at_once_does_not_pay_however_much_each_training_brings():
+def test_what_is_lost_again_at_once_does_not_pay():
     before = [Attempt(rl_step=t, delay_s=2.0, candidate=3.0, served=2.7) for t in range(0, 60, 6)]
     lost = rollouts(60, set(), lengths=2.7)
     lasts = [replace(row, accept_length=2.7 if row.rl_step % 6 == 0 else 3.0) for row in lost]
@@ -132,7 +132,7 @@ def test_what_is_lost_again_at_once_does_not_pay_however_much_each_training_brin
     assert paid(lost, often, training_cost(lost, often)), "there is too little between them to tell"
 
 
-def test_what_surely_fell_is_trained_at_once_where_training_costs_less():
+def test_what_surely_fell_is_trained_at_once():
     before = attempts(0, delay_s=1.0)
     rows = rollouts(10, set())
     assert not worth_training(10, rows, before, 0.0)[0]
@@ -140,7 +140,7 @@ def test_what_surely_fell_is_trained_at_once_where_training_costs_less():
     assert worth_training(10, fell, before, 0.2)[0]
 
 
-def test_what_is_lost_at_once_after_each_training_is_worth_no_more_than_it_lasts():
+def test_a_loss_is_worth_what_it_lasts():
     """A period in which lengths fall in one step is worth that step, however long they stay down afterwards."""
     before = attempts(0, delay_s=3.0)
     lengths = [3.0, 3.0, *([2.0] * 20)]

@@ -1,6 +1,7 @@
 """The worker coordinator: who trains when, and that lost, doubled and late messages cannot confuse it."""
 
 import math
+from itertools import groupby
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
+from tests.refused import refused
 from tltlab.coordination.agent import Hold, WorkerAgent
 from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Phase, advance, restarted, wakeup_s
 from tltlab.coordination.messages import (
@@ -61,6 +63,13 @@ def told(commands, kind):
     return [command.worker for command in commands if isinstance(command, kind)]
 
 
+def said(commands):
+    """The commands in their order, each kind with its workers."""
+    kinds = {StopTraining: "stop", Train: "train", Kill: "kill", Released: "released"}
+    groups = groupby(commands, key=lambda command: kinds[type(command)])
+    return ", ".join(" ".join([kind, *(str(c.worker) for c in those if kind != "released")]) for kind, those in groups)
+
+
 def test_training_opens_when_enough_workers_are_idle_and_the_lowest_leads():
     coordinator = Coordinator(min_idle_workers=2)
     assert coordinator.idle(3) == []
@@ -70,110 +79,90 @@ def test_training_opens_when_enough_workers_are_idle_and_the_lowest_leads():
     assert coordinator.phase(3) is Phase.TRAINING
 
 
-def test_a_later_idle_worker_joins_and_the_group_learns_of_it():
+def test_ranks_leader_and_term_stay_while_members_come_and_go():
     coordinator = Coordinator()
     coordinator.idle(2)
-    commands = coordinator.idle(0)
-    assert told(commands, Train) == [2, 0]
-    assert coordinator.members == (2, 0), "ranks stay, the leader stays"
-    assert {c.term for c in commands} == {1}
+    assert {c.term for c in coordinator.idle(0)} == {1}
+    assert coordinator.members == (2, 0)
+    coordinator.say(0, busy=True, term=1)
+    assert (coordinator.members, coordinator.state.period.term) == ((2,), 1)
+    coordinator.tell(WorkerGone(worker=2))
+    (command,) = coordinator.idle(0)
+    assert (command.term, command.leader, command.members) == (2, 0, (0,))
+    assert coordinator.phase(2) is Phase.GONE
 
 
-def test_late_joining_can_be_switched_off():
-    coordinator = Coordinator(late_join=False)
-    coordinator.idle(2)
-    assert coordinator.idle(0) == []
-    assert coordinator.phase(0) is Phase.IDLE
+def idle(*workers, **report):
+    return lambda coordinator: [command for w in workers for command in coordinator.say(w, **report)]
 
 
-def test_a_group_has_at_most_max_members():
-    coordinator = Coordinator(min_idle_workers=3, max_members=2)
-    coordinator.idle(0, 1, 2)
-    assert coordinator.members == (0, 1)
-    assert coordinator.phase(2) is Phase.IDLE
+def busy(worker, **report):
+    return lambda coordinator: coordinator.say(worker, busy=True, **report)
 
 
-def test_the_end_of_the_rollout_stops_every_member_and_then_releases_the_devices():
-    coordinator = Coordinator(min_idle_workers=2)
-    coordinator.idle(0, 1)
-    assert told(coordinator.tell(RolloutEnded(rl_step=0)), StopTraining) == [0, 1]
-    assert coordinator.idle(0) == []
-    assert coordinator.idle(1) == [Released(rl_step=0)]
+def tell(event, now=0.0):
+    return lambda coordinator: coordinator.tell(event, now)
 
 
-def test_a_rollout_without_training_is_released_at_once():
-    coordinator = Coordinator()
-    assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)]
-    assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)], "again when it is asked for again"
+END, NEXT, TICK = RolloutEnded(rl_step=0), RolloutStarted(rl_step=1), Tick()
+OLD, NEW = (WorkerReport(worker=0, seq=seq, rl_step=0, busy=False) for seq in (0, 99))
+STOPPED = [idle(0), (tell(END, 10.0), "stop 0")]
+ENDED = [idle(0), idle(0, term=1), idle(0)]
+PAIR, SILENT = {"min_idle_workers": 2}, {"workers": 2, "gone_after_s": 4.0}
+
+STORIES = {
+    "the group learns of a new member": ({}, [(idle(2), "train 2"), (idle(0), "train 2 0")]),
+    "late joining can be switched off": ({"late_join": False}, [idle(2), (idle(0), "")]),
+    "a largest size": ({"max_members": 2, "min_idle_workers": 3}, [(idle(0, 1, 2), "train 0 1")]),
+    "released again when asked again": ({}, [(tell(END), "released"), (tell(END), "released")]),
+    "all are done": (PAIR, [idle(0, 1), (tell(END), "stop 0 1"), (idle(0), ""), (idle(1), "released")]),
+    "an end that is not announced": ({"workers": 3}, [idle(0, 1), (idle(2), "stop 0 1")]),
+    "nor does training open then": ({"workers": 2, "min_idle_workers": 2}, [(idle(0, 1), "")]),
+    "a stop heard is no free device": ({}, [*STOPPED, (idle(0, term=1), ""), (idle(0), "released")]),
+    "a free device, a stop not heard": ({}, [*STOPPED, (idle(0, acked=0), ""), (idle(0), "released")]),
+    "it does not yield": ({}, [*STOPPED, (tell(TICK, 14.9), "stop 0"), (tell(TICK, 15.0), "kill 0, released")]),
+    "one turns up late": ({}, [*STOPPED, idle(7, term=1, now=12.0), (tell(TICK, 15.0), "kill 0 7, released")]),
+    "a member gets work": ({}, [idle(1, 0, 2), (busy(0, term=1), "train 1 2, stop 0")]),
+    "the leader gets work": ({}, [idle(0, 1), (busy(0, term=1), "stop 1 0"), (idle(1), ""), (busy(0), "train 1")]),
+    "one dies": ({}, [idle(0, 1), (tell(WorkerGone(worker=1)), "stop 0"), (idle(0), "train 0")]),
+    "a trainer that ended is not asked again": ({}, [idle(0), idle(0, term=1), (idle(0), "")]),
+    "but in the next rollout": ({}, [*ENDED, tell(END), tell(NEXT), (idle(0, rl_step=1), "train 0")]),
+    "doubled and older reports": ({}, [(tell(OLD), ""), (tell(NEW), "train 0"), (tell(NEW), "")]),
+    "a report from the last rollout": ({}, [tell(END), tell(NEXT), (idle(0), "")]),
+    "an older start": ({}, [tell(END), (tell(RolloutStarted(rl_step=0)), "")]),
+    "an older end": ({}, [tell(END), tell(NEXT), (tell(END), ""), (idle(0, rl_step=1), "train 0")]),
+    "the next rollout takes devices back": ({}, [idle(0, 1), (tell(NEXT), "stop 0 1")]),
+    "training of an older term": ({}, [(idle(2, term=-5), "stop 2")]),
+    "a silent member is killed": (SILENT, [idle(0), busy(1, now=3.0), (tell(TICK, 5.0), "kill 0")]),
+    "a silent busy worker is written off": (SILENT, [idle(0, now=9.0), (tell(TICK, 9.1), "stop 0")]),
+}
 
 
-def test_training_stops_when_the_last_busy_worker_is_done_even_if_the_end_is_not_announced():
-    coordinator = Coordinator(workers=3)
-    coordinator.idle(0, 1)
-    assert told(coordinator.idle(2), StopTraining) == [0, 1]
-    assert Coordinator(workers=2, min_idle_workers=2).idle(0, 1) == [], "nor does it open then"
+@pytest.mark.parametrize(("config", "story"), STORIES.values(), ids=STORIES)
+def test_each_event_brings_its_commands(config, story):
+    coordinator = Coordinator(**config)
+    for step in story:
+        act, expected = step if isinstance(step, tuple) else (step, None)
+        commands = said(act(coordinator))
+        assert expected in (None, commands)
 
 
-def test_an_acknowledged_stop_does_not_release_a_device_that_still_trains():
-    coordinator = Coordinator()
-    coordinator.idle(0)
-    coordinator.tell(RolloutEnded(rl_step=0))
-    assert coordinator.say(0, term=1) == []
-    assert coordinator.phase(0) is Phase.STOPPING
-    assert coordinator.say(0) == [Released(rl_step=0)]
-
-
-def test_a_free_device_is_not_released_before_the_stop_is_acknowledged():
-    coordinator = Coordinator()
-    coordinator.idle(0)
-    coordinator.tell(RolloutEnded(rl_step=0))
-    assert coordinator.say(0, acked=0) == [], "the order to train may still be under way to it"
-    assert coordinator.say(0) == [Released(rl_step=0)]
-
-
-def test_a_trainer_that_does_not_yield_is_killed_at_the_bound():
+def test_it_wakes_for_what_is_due():
+    coordinator = Coordinator(workers=2, yield_timeout_s=3.0, gone_after_s=4.0)
+    coordinator.idle(0, now=1.0)
+    assert wakeup_s(coordinator.state) == 1.5
     coordinator = Coordinator(yield_timeout_s=3.0)
     coordinator.idle(0)
-    coordinator.tell(RolloutEnded(rl_step=0), now=10.0)
+    coordinator.tell(END, now=10.0)
     coordinator.say(0, term=1, now=10.5)
     assert wakeup_s(coordinator.state) == 13.0
-    assert told(coordinator.tell(Tick(), now=12.9), Kill) == []
-    commands = coordinator.tell(Tick(), now=13.0)
-    assert told(commands, Kill) == [0]
-    assert commands[-1] == Released(rl_step=0)
+    coordinator.tell(Tick(), now=13.0)
     assert coordinator.phase(0) is Phase.GONE
+    coordinator.say(0, busy=True, now=14.0)
+    assert coordinator.phase(0) is Phase.BUSY
 
 
-def test_a_member_that_gets_work_leaves_and_the_others_go_on():
-    coordinator = Coordinator(min_idle_workers=3)
-    coordinator.idle(0, 1, 2)
-    commands = coordinator.say(1, busy=True, term=1)
-    assert told(commands, StopTraining) == [1]
-    assert told(commands, Train) == [0, 2]
-    assert (coordinator.members, coordinator.state.period.term) == ((0, 2), 1)
-    coordinator.say(1, busy=True)
-    assert coordinator.phase(1) is Phase.BUSY
-
-
-def test_a_leader_that_gets_work_ends_the_period_and_the_next_has_a_new_term():
-    coordinator = Coordinator()
-    coordinator.idle(0, 1)
-    assert told(coordinator.say(0, busy=True, term=1), StopTraining) == [1, 0]
-    assert coordinator.idle(1) == [], "the old leader still trains"
-    (command,) = coordinator.say(0, busy=True)
-    assert (command.worker, command.leader, command.term) == (1, 1, 2)
-
-
-def test_a_member_that_dies_ends_the_period():
-    coordinator = Coordinator()
-    coordinator.idle(0, 1)
-    assert told(coordinator.tell(WorkerGone(worker=1)), StopTraining) == [0]
-    (command,) = coordinator.idle(0)
-    assert (command.term, command.members) == (2, (0,))
-    assert coordinator.phase(1) is Phase.GONE
-
-
-def test_a_process_that_was_replaced_unnoticed_ends_the_period_like_one_that_died():
+def test_a_process_replaced_unnoticed_ends_the_period():
     coordinator = Coordinator()
     coordinator.idle(0, 1)
     coordinator.say(0, term=1)
@@ -194,17 +183,6 @@ def test_each_composition_of_the_group_has_a_number_of_its_own():
     assert coordinator.tell(Tick(), now=1.0) == [second, first], "repeated, not renumbered"
 
 
-def test_a_worker_whose_trainer_ended_by_itself_is_not_asked_again_in_this_rollout():
-    coordinator = Coordinator()
-    coordinator.idle(0)
-    coordinator.say(0, term=1)
-    assert coordinator.idle(0) == []
-    assert coordinator.phase(0) is Phase.IDLE
-    coordinator.tell(RolloutEnded(rl_step=0))
-    coordinator.tell(RolloutStarted(rl_step=1))
-    assert told(coordinator.say(0, rl_step=1), Train) == [0]
-
-
 def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
     coordinator = Coordinator(resend_s=0.5)
     (train,) = coordinator.idle(0)
@@ -217,67 +195,7 @@ def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
     assert wakeup_s(coordinator.state) == math.inf
 
 
-def test_doubled_and_older_reports_are_ignored():
-    coordinator = Coordinator()
-    old = WorkerReport(worker=0, seq=0, rl_step=0, busy=False)
-    assert coordinator.tell(old) == []
-    assert coordinator.phase(0) is Phase.BUSY
-    new = WorkerReport(worker=0, seq=99, rl_step=0, busy=False)
-    assert told(coordinator.tell(new), Train) == [0]
-    assert coordinator.tell(new) == []
-
-
-def test_a_report_from_the_last_rollout_does_not_make_a_worker_idle():
-    coordinator = Coordinator()
-    coordinator.tell(RolloutEnded(rl_step=0))
-    coordinator.tell(RolloutStarted(rl_step=1))
-    assert coordinator.idle(0) == []
-    assert coordinator.phase(0) is Phase.BUSY
-
-
-def test_announcements_of_older_rollouts_are_ignored():
-    coordinator = Coordinator()
-    coordinator.tell(RolloutEnded(rl_step=0))
-    assert coordinator.tell(RolloutStarted(rl_step=0)) == []
-    assert not coordinator.state.rolling_out
-    coordinator.tell(RolloutStarted(rl_step=1))
-    assert coordinator.tell(RolloutEnded(rl_step=0)) == []
-    assert coordinator.state.rolling_out
-
-
-def test_a_rollout_that_starts_before_the_last_one_was_ended_takes_its_devices_back():
-    coordinator = Coordinator(min_idle_workers=2)
-    coordinator.idle(0, 1)
-    assert told(coordinator.tell(RolloutStarted(rl_step=1)), StopTraining) == [0, 1]
-
-
-def test_training_of_an_older_term_is_stopped():
-    coordinator = Coordinator()
-    assert told(coordinator.say(2, term=-5), StopTraining) == [2]
-    assert coordinator.phase(2) is Phase.STOPPING
-
-
-def test_a_worker_that_turns_up_after_the_end_does_not_put_off_the_release():
-    coordinator = Coordinator(yield_timeout_s=3.0)
-    coordinator.idle(0)
-    coordinator.tell(RolloutEnded(rl_step=0), now=10.0)
-    coordinator.say(7, term=1, now=12.0)
-    assert coordinator.tell(Tick(), now=13.0)[-1] == Released(rl_step=0)
-
-
-def test_a_silent_member_is_killed_and_a_silent_busy_worker_is_only_written_off():
-    coordinator = Coordinator(workers=2, gone_after_s=4.0)
-    coordinator.idle(0, now=1.0)
-    assert wakeup_s(coordinator.state) == 1.5
-    coordinator.say(1, busy=True, now=3.0)
-    assert told(coordinator.tell(Tick(), now=5.0), Kill) == [0]
-    assert told(coordinator.tell(Tick(), now=7.0), Kill) == []
-    assert coordinator.phase(1) is Phase.GONE
-    coordinator.say(1, busy=True, now=8.0)
-    assert coordinator.phase(1) is Phase.BUSY
-
-
-def test_a_coordinator_that_took_over_stops_everyone_before_it_releases_or_opens_anything():
+def test_a_coordinator_that_took_over_stops_everyone_first():
     state, commands = restarted(CoordinatorConfig(), range(2), 0.0, above=1000)
     assert told(commands, StopTraining) == [0, 1]
     coordinator = Coordinator(workers=0)
@@ -303,7 +221,7 @@ def test_a_term_that_a_worker_has_seen_is_never_used_again():
      {"yield_timeout_s": math.nan}, {"leader": 3}],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(bad):
-    with pytest.raises(ValidationError):
+    with refused(ValidationError, naming=tuple(bad)):
         CoordinatorConfig(**bad)
 
 

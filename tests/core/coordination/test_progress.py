@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.refused import refused
 from tltlab.coordination.progress import CHECKPOINT_S, Progress, SpotTraining, Trained
 
 SIMPLE = SpotTraining(
@@ -69,19 +70,27 @@ def one_by_one(model, groups, end_s, data_s, kill):
     return (done, 0, checkpoints + (unsaved + done - updates > 0))
 
 
-def test_each_of_ten_updates_bears_its_part_of_a_checkpoint():
-    assert train(SIMPLE, [(0.0, 1)], 25.4).updates == 9, "the tenth ends at 25.5"
-    assert train(SIMPLE, [(0.0, 1)], 25.5) == Trained(updates=10, checkpoints=1, tokens=8000)
-    assert train(SIMPLE, [(0.0, 1)], 27.6) == Trained(updates=11, checkpoints=2, tokens=8800)
+NEVER = changed(checkpoint_every=None)
+ENDS_S = 5 + 2 * 20.5 + 3 * 2.0 + 1.0
+"""The setup, two cycles and three updates, and half of a fourth."""
 
 
-def test_stopped_it_loses_nothing_and_killed_what_its_last_checkpoint_lacks():
-    groups, end_s = [(0.0, 1)], 5 + 2 * 20.5 + 3 * 2.0 + 1.0
-    assert train(SIMPLE, groups, end_s) == Trained(updates=23, checkpoints=3, tokens=18400)
-    assert train(SIMPLE, groups, end_s, kill=True) == Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)
-    never = changed(checkpoint_every=None)
-    assert train(never, groups, end_s) == Trained(updates=24, checkpoints=1, tokens=19200)
-    assert train(never, groups, end_s, kill=True) == Trained(updates_lost=24)
+@pytest.mark.parametrize(
+    ("model", "end_s", "options", "trained"),
+    [
+        (SIMPLE, 25.4, {}, Trained(updates=9, checkpoints=1, tokens=7200)),
+        (SIMPLE, 25.5, {}, Trained(updates=10, checkpoints=1, tokens=8000)),
+        (SIMPLE, 27.6, {}, Trained(updates=11, checkpoints=2, tokens=8800)),
+        (SIMPLE, ENDS_S, {}, Trained(updates=23, checkpoints=3, tokens=18400)),
+        (SIMPLE, ENDS_S, {"kill": True}, Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)),
+        (NEVER, ENDS_S, {}, Trained(updates=24, checkpoints=1, tokens=19200)),
+        (NEVER, ENDS_S, {"kill": True}, Trained(updates_lost=24)),
+        (SIMPLE, 25.0, {"data_s": math.inf}, Trained()),
+        (SIMPLE, 25.25, {"data_s": 15.0}, Trained(updates=5, checkpoints=1, tokens=4000)),
+    ],
+)
+def test_stopped_it_loses_nothing_killed_what_was_not_saved(model, end_s, options, trained):
+    assert train(model, [(0.0, 1)], end_s, **options) == trained
 
 
 def test_packing_is_worth_its_factor():
@@ -102,18 +111,13 @@ def test_scaling_efficiency_is_the_worth_of_each_further_member():
     assert changed(scaling_efficiency=0.0).update_s(8) == SIMPLE.update_s(1)
 
 
-def test_an_empty_buffer_trains_nothing_and_data_that_arrive_start_it():
-    assert train(SIMPLE, [(0.0, 1)], 25.0, data_s=math.inf) == Trained()
-    assert train(SIMPLE, [(0.0, 1)], 25.25, data_s=15.0).updates == 5
-
-
 def test_the_time_without_data_and_that_of_checkpoints_is_no_training():
     progress = SIMPLE.advance(Progress(), 30.0, 1, has_data=False)
     progress = SIMPLE.advance(progress, 3 * 2.05, 1)
     assert (progress.updates, progress.trained_s) == (3, pytest.approx(6.0))
 
 
-def test_finishing_the_update_under_way_holds_the_device_for_less_than_an_update():
+def test_finishing_an_update_holds_the_device():
     model = changed(on_stop="finish", yield_s=0.25, checkpoint_every=None)
     progress = model.advance(Progress(), 2.5, 1)
     assert model.yield_delay_s(progress, 1) == pytest.approx(1.75)
@@ -171,5 +175,5 @@ def test_it_does_not_matter_how_often_progress_is_looked_at(cuts, members):
      {"on_stop": "wait"}, {"optimiser_s": 1}],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(bad):
-    with pytest.raises(ValidationError):
+    with refused(ValidationError, naming=tuple(bad)):
         SpotTraining(**bad)

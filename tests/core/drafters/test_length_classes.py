@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.drafters.length_classes import LengthClasses
-from tltlab.errors import ConfigError
 
 
 def learned(*finished: tuple[str, int], **settings) -> LengthClasses:
@@ -87,12 +86,3 @@ def test_expectations_are_those_of_counting_by_hand(finished: list[tuple[str, in
     likely = max((0, 1, 2), key=lambda c: (sum(of[i] == c for i in alike), c))
     mean = np.mean([finished[i][1] for i in alike if of[i] == likely])
     assert expect(classes, prompt, generated) == (likely, pytest.approx(mean - generated))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [*(({"quantiles": q}, "rise strictly") for q in ((), (0.5, 0.5), (0.0,))), ({"window": 7}, "at least 8")],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        LengthClasses(**settings)

@@ -1,5 +1,4 @@
 import json
-import time
 from collections import Counter
 
 import numpy as np
@@ -7,25 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
 from tltlab.drafters.base import Draft
 from tltlab.drafters.suffix import SuffixDrafter
-from tltlab.errors import ConfigError
 
 from ...contracts import check_drafter
+from .told import OTHER, A, B, told
 
 pytest.importorskip("arctic_inference")
 
 SCOPES = ("request", "group", "problem", "global")
-# Two samples of one prompt, one of another prompt, and the first prompt again in the next RL step.
-A, B, OTHER, LATER = (0, "p", 0, 0), (0, "p", 1, 0), (0, "q", 0, 0), (1, "p", 0, 0)
-
-
-def told(drafter, key, response, prompt=()):
-    """The drafter after `key` was opened and generated `response`."""
-    drafter.open(key, prompt)
-    drafter.extend(key, response)
-    return drafter
+LATER = (1, "p", 0, 0)
+"""The first prompt again in the next RL step."""
 
 
 @pytest.mark.parametrize("length", ["depth", "match", "doubling"])
@@ -37,41 +28,26 @@ def test_it_keeps_the_contract_of_drafters(scopes, length):
     check_drafter(lambda: SuffixDrafter(scopes, window=None, length=length, history_mib=0.01))
 
 
-def test_a_repetition_is_continued_and_the_running_end_counts_as_an_occurrence():
-    # "1 2" is there twice: once 3 followed, once nothing yet.
-    drafter = told(SuffixDrafter(), A, [1, 2, 3, 1, 2])
-    assert drafter.propose(A, 2) == Draft([3, 1], 0.5 + 0.5)
-    assert drafter.propose(A, 8).tokens == [3, 1, 2]
-
-
-def test_a_match_needs_min_match_tokens():
-    assert told(SuffixDrafter(min_match=2), A, [1, 9, 5, 7, 9]).propose(A, 1) == Draft([], 0.0)
-    assert told(SuffixDrafter(min_match=1), A, [1, 9, 5, 7, 9]).propose(A, 1).tokens == [5]
-
-
-def test_the_highest_expectation_wins_over_the_longest_match():
-    # "2 3" was followed by 8 three times of five, "1 2 3" by 4 once of two.
-    drafter = told(SuffixDrafter(), A, [2, 3, 8, 7, 2, 3, 8, 6, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3])
-    assert drafter.propose(A, 1) == Draft([8], pytest.approx(3 / 5))
-    longest_only = told(SuffixDrafter(min_match=3), A, [2, 3, 8, 7, 2, 3, 8, 6, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3])
-    assert longest_only.propose(A, 1) == Draft([4], pytest.approx(1 / 2))
-
-
-def test_a_draft_ends_where_its_path_becomes_unlikely():
-    # After "1 2": 3 in three cases of four; after "1 2 3" three different tokens.
-    text = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2]
-    assert told(SuffixDrafter(min_token_prob=0.3), A, text).propose(A, 2).tokens == [3]
-    assert len(told(SuffixDrafter(min_token_prob=0.2), A, text).propose(A, 2).tokens) == 2
+# "2 3" was followed by 8 three times of five, "1 2 3" by 4 once of two.
+OFTEN = [2, 3, 8, 7, 2, 3, 8, 6, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
+# After "1 2": 3 in three cases of four; after "1 2 3" three different tokens.
+UNLIKELY = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("scope", "sees"), [("request", set()), ("group", {B}), ("problem", {B, LATER}), ("global", {B, LATER, OTHER})]
+    ("tokens", "settings", "depth", "draft", "expected"),
+    [
+        pytest.param([1, 2, 3, 1, 2], {}, 2, [3, 1], 1.0, id="a repetition, whose running end counts"),
+        pytest.param([1, 2, 3, 1, 2], {}, 8, [3, 1, 2], 1.5, id="up to the end"),
+        pytest.param([1, 9, 5, 7, 9], {"min_match": 2}, 1, [], 0.0, id="a match of fewer than min_match"),
+        pytest.param([1, 9, 5, 7, 9], {"min_match": 1}, 1, [5], 0.5, id="a match of min_match"),
+        pytest.param(OFTEN, {}, 1, [8], 3 / 5, id="the highest expectation wins"),
+        pytest.param(OFTEN, {"min_match": 3}, 1, [4], 1 / 2, id="among the lengths that may match"),
+        pytest.param(UNLIKELY, {"min_token_prob": 0.3}, 2, [3], 3 / 4, id="a draft ends where its path is unlikely"),
+    ],
 )
-def test_a_scope_says_whose_text_is_drafted_from(scope, sees):
-    for reader in (B, LATER, OTHER):
-        drafter = told(SuffixDrafter((scope,)), A, [1, 2, 3])
-        told(drafter, reader, [1, 2])
-        assert drafter.propose(reader, 1).tokens == ([3] if reader in sees else [])
+def test_it_drafts_what_most_likely_follows(tokens, settings, depth, draft, expected):
+    assert told(SuffixDrafter(**settings), A, tokens).propose(A, depth) == Draft(draft, pytest.approx(expected))
 
 
 def test_all_scopes_are_searched_and_the_first_wins_a_tie():
@@ -84,62 +60,6 @@ def test_all_scopes_are_searched_and_the_first_wins_a_tie():
     assert drafter.propose(A, 1) == Draft([3], 0.5)
     told(drafter, (0, "r", 0, 0), [1, 2, 4])
     assert drafter.propose(A, 1) == Draft([4], pytest.approx(3 / 5))
-
-
-def test_prompts_are_drafted_from_and_counted_once_but_never_globally():
-    prompt = [5, 6, 7, 8, *range(20, 40)]
-    for scope, tokens in (("request", [7, 8]), ("group", [7, 8]), ("problem", [7, 8]), ("global", [])):
-        drafter = SuffixDrafter((scope,))
-        for sample in range(3):
-            drafter.open((0, "p", sample, 0), prompt)
-        drafter.extend(A, [1, 5, 6])
-        draft = drafter.propose(A, 2)
-        assert draft.tokens == tokens
-        # One prompt and the request's own end, however many samples there are.
-        assert draft.expected == (1.0 if tokens else 0.0)
-
-
-def test_the_first_token_of_a_response_is_drafted_from_a_siblings():
-    drafter = told(SuffixDrafter(), A, [10, 11, 12], prompt=[1, 2, 3])
-    drafter.open(B, [1, 2, 3])
-    assert drafter.propose(B, 8).tokens == [10, 11, 12]
-
-
-@pytest.mark.parametrize("scope", ["group", "problem", "global"])
-def test_a_window_keeps_the_latest_finished_responses(scope):
-    drafter = SuffixDrafter((scope,), window=2)
-    for sample in (10, 11, 12):
-        told(drafter, (0, "p", sample, 0), [1, 2, sample])
-        drafter.close((0, "p", sample, 0))
-    assert [sample for _, _, sample, *_ in drafter.state_dict()["responses"]] == [11, 12]
-    told(drafter, B, [1, 2])
-    # Two finished ones are left, and the request's own end.
-    draft = drafter.propose(B, 1)
-    assert draft.tokens in ([11], [12])
-    assert draft.expected == pytest.approx(1 / 3)
-
-
-def test_a_running_response_survives_the_window():
-    drafter = told(SuffixDrafter(window=1), A, [1, 2, 3])
-    for sample in range(2, 6):
-        told(drafter, (0, "p", sample, 0), [8, 9])
-        drafter.close((0, "p", sample, 0))
-    told(drafter, B, [1, 2])
-    assert drafter.propose(B, 1).tokens == [3]
-
-
-def test_without_live_a_sibling_counts_when_it_is_closed():
-    for live, while_running in ((True, [3]), (False, [])):
-        drafter = told(SuffixDrafter(live=live), A, [1, 2, 3])
-        told(drafter, B, [1, 2])
-        assert drafter.propose(B, 1).tokens == while_running
-        drafter.close(A)
-        assert drafter.propose(B, 1).tokens == [3]
-
-
-def test_without_live_a_request_matches_its_own_text_in_the_request_scope_only():
-    for scopes, tokens in ((("problem",), []), (("problem", "request"), [3])):
-        assert told(SuffixDrafter(scopes, live=False), A, [1, 2, 3, 1, 2]).propose(A, 1).tokens == tokens
 
 
 def test_length_match_drafts_as_many_tokens_as_are_matched():
@@ -158,35 +78,9 @@ def test_length_doubling_follows_what_was_accepted():
     for accepted in (2, 4, 8, 16, 3, 3, 0, 0, 0):
         lengths.append(len(drafter.propose(A, 20).tokens))
         drafter.observe(A, lengths[-1], accepted)
+        drafter.observe(A, 0, 0)  # a draft that was not made
     assert lengths == [2, 4, 8, 16, 16, 8, 4, 2, 2]
     assert len(drafter.propose(A, 1).tokens) == 1
-
-
-def test_a_draft_that_was_not_made_says_nothing_about_the_width():
-    drafter = told(SuffixDrafter(length="doubling"), A, [*range(100), *range(50)])
-    drafter.observe(A, 0, 0)
-    drafter.observe(A, 2, 2)
-    drafter.observe(A, 0, 0)
-    assert len(drafter.propose(A, 20).tokens) == 4
-
-
-def test_a_later_rl_step_drops_groups_but_not_problems():
-    for scope, tokens in (("group", []), ("problem", [3])):
-        drafter = told(SuffixDrafter((scope,)), A, [1, 2, 3])
-        drafter.close(A)
-        drafter.begin(1)
-        told(drafter, B, [1, 2])
-        assert drafter.propose(B, 1).tokens == tokens
-
-
-def test_a_group_in_which_a_request_runs_survives_until_it_is_closed():
-    drafter = told(SuffixDrafter(("group",)), A, [1, 2, 3])
-    told(drafter, B, [1, 2])
-    drafter.close(A)
-    drafter.begin(1)
-    assert drafter.propose(B, 1).tokens == [3]
-    drafter.close(B)
-    assert drafter.memory_bytes == 0
 
 
 def test_trees_and_texts_that_nothing_needs_are_freed():
@@ -233,7 +127,7 @@ def test_text_that_nobody_searches_is_not_indexed():
     assert calls == [3, 3, 41, 3, 41, 3, 2]
 
 
-def test_text_is_indexed_in_the_order_it_came_whenever_it_is_searched():
+def test_text_is_indexed_in_the_order_it_came():
     texts = [[1, 2, 3 + n % 3, 1, 2, 5 - n % 3] * 3 for n in range(4)]
     drafts = []
     for often in (False, True):
@@ -257,16 +151,6 @@ def test_what_is_remembered_twice_counts_once():
     drafter.remember(B, [], [1, 2, 4])
     told(drafter, LATER, [1, 2])
     assert drafter.propose(LATER, 1).expected == pytest.approx(1 / 3)
-
-
-def test_workers_can_share_what_they_saw():
-    mine, theirs = SuffixDrafter(), SuffixDrafter()
-    told(mine, A, [1, 2, 3])
-    mine.close(A)
-    for rl_step, prompt_id, sample, turn, prompt, response in mine.state_dict()["responses"]:
-        theirs.remember((rl_step, prompt_id, sample, turn), mine.state_dict()["prompts"][prompt], response)
-    told(theirs, B, [1, 2])
-    assert theirs.propose(B, 1).tokens == [3]
 
 
 def step(drafter, rl_step, problems, num_tokens=400, samples=2, accepted=()):
@@ -299,7 +183,7 @@ def drafted_after(drafter, key, tokens):
 
 
 @pytest.mark.parametrize("scopes", [("problem",), ("global",), ("request", "group", "problem")])
-def test_history_stays_within_its_budget_however_long_a_run_is(scopes):
+def test_history_stays_within_its_budget(scopes):
     drafter = SuffixDrafter(scopes, None, history_mib=0.5)
     unbounded = SuffixDrafter(scopes, None, history_mib=None)
     held = []
@@ -316,7 +200,7 @@ def test_history_stays_within_its_budget_however_long_a_run_is(scopes):
     assert 10 < num < 60
 
 
-def test_a_problem_whose_tree_made_room_is_drafted_for_as_before_when_it_comes_again():
+def test_a_problem_that_comes_again_is_drafted_as_before():
     # A tree takes 240 kB, texts of 800 tokens 5 kB.
     bounded, unbounded = SuffixDrafter(history_mib=1), SuffixDrafter(history_mib=None)
     for one in (bounded, unbounded):
@@ -331,7 +215,7 @@ def test_a_problem_whose_tree_made_room_is_drafted_for_as_before_when_it_comes_a
         assert found[0].tokens == text_of(f"p{n}", 1)[110:118].tolist()
 
 
-def test_the_first_to_leave_are_old_problems_among_equals_those_that_had_the_least_accepted():
+def test_old_problems_leave_first_then_the_least_accepted():
     # Texts of two responses take 5.3 kB: eight problems fit into a quarter of 0.17 MiB.
     drafter = SuffixDrafter(history_mib=0.17)
     step(drafter, 0, "abcd", accepted="ac")
@@ -352,7 +236,7 @@ def test_the_first_to_leave_are_old_problems_among_equals_those_that_had_the_lea
     assert restored.state_dict() == drafter.state_dict()
 
 
-def test_a_group_that_is_larger_than_the_budget_loses_its_oldest_and_drafts_on():
+def test_a_group_over_budget_loses_its_oldest():
     drafter = SuffixDrafter(window=None, history_mib=1)
     drafter.open(A, [7, 8, 9])
     for sample in range(1, 21):
@@ -486,56 +370,3 @@ def test_a_restored_drafter_drafts_the_same(scopes, responses, window):
         if window is None:
             drafter.open(key, prompt)
             assert drafter.propose(key, 4) == restored.propose(key, 4)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        ({"scopes": ()}, ("[]",)),
-        ({"scopes": ("group", "group")}, ()),
-        ({"scopes": ("row",)}, ()),
-        ({"window": 0}, ("1", "0")),
-        ({"min_match": 3, "max_match": 2}, ("3", "2")),
-        ({"max_draft": 0}, ("max_draft", "1", "0")),
-        ({"min_token_prob": 1.5}, ("0", "1", "5")),
-        ({"length": "long"}, ("long",)),
-        ({"match_factor": 0.0}, ("0",)),
-        ({"history_mib": 0}, ("0", "MiB")),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(wrong, complaint):
-    with refused(ConfigError, naming=complaint):
-        SuffixDrafter(**wrong)
-
-
-def test_it_keeps_up_with_an_engine():
-    tokens = np.random.default_rng(0).integers(0, 200, 20_000).tolist()
-    drafter = SuffixDrafter()
-    drafter.open(A, [])
-    start = time.thread_time()
-    for at in range(0, len(tokens), 4):
-        drafter.extend(A, tokens[at : at + 4])
-        drafter.catch_up()
-    inserted = time.thread_time()
-    for _ in range(1_000):
-        drafter.propose(A, 8)
-    proposed = time.thread_time()
-    assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine"
-    assert (proposed - inserted) / 1_000 < 60e-6, "about 5 us on an idle machine"
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))
-def test_text_that_is_put_in_by_pieces_gives_the_same_drafts_once_all_is_in(texts, piece):
-    keys = [(0, "p", n, 0) for n in range(len(texts))]
-    whole, pieces = SuffixDrafter(), SuffixDrafter()
-    for key, text in zip(keys, texts, strict=True):
-        for drafter in (whole, pieces):
-            told(drafter, key, text, prompt=[1, 2])
-    (tree,) = pieces._trees.values()
-    before = sum(len(tokens) for _, tokens in tree.waiting)
-    while not pieces.catch_up(piece):
-        pieces.propose_all([(key, 4) for key in keys])
-        before -= piece
-        assert sum(len(tokens) for _, tokens in tree.waiting) == before, "a look-up puts nothing in"
-    assert not tree.waiting
-    assert [pieces.propose(key, 4) for key in keys] == [whole.propose(key, 4) for key in keys]

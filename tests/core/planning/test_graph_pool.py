@@ -48,11 +48,6 @@ def test_the_shipped_buckets_split_the_sizes():
     assert sorted(b for _, b in plan.drafter_graphs) == list(SIZES)
 
 
-def test_only_a_model_drafter_is_captured():
-    for strategy in (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)):
-        assert plan_naive([strategy], 8, SIZES).drafter == ()
-
-
 def test_the_bytes_of_a_small_pool_are_its_terms():
     # One graph of batch 2, 3 tokens each, a model of 1 layer, width 10, 100 words, a context of 1000.
     pool = GraphPool(
@@ -87,17 +82,12 @@ def test_memory_is_additive_over_runners(rows: list[tuple[int, Strategy]]):
     assert sum(map(POOL.memory_bytes, parts)) == pytest.approx(POOL.memory_bytes(plan))
 
 
-def test_a_cap_is_kept_to_the_byte():
+def test_caps_are_kept_and_fits_meet_the_pool():
     plan = plan_naive([DEEP], 32, SIZES)
     needed = POOL.memory_bytes(plan)
-    assert POOL.fits(plan, needed)
-    assert not POOL.fits(plan, needed - 1)
-
-
-def test_fitting_meets_the_measured_pool():
-    plan = plan_naive([DEEP], 32, SIZES)
+    assert (POOL.fits(plan, needed), POOL.fits(plan, needed - 1)) == (True, False)
     assert POOL.fitted(plan, 9e9).memory_bytes(plan) == pytest.approx(9e9)
-    assert POOL.fitted(plan, POOL.memory_bytes(plan)).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
+    assert POOL.fitted(plan, needed).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
 
 
 @pytest.mark.parametrize(
@@ -116,98 +106,63 @@ def test_what_cannot_be_captured_is_refused(wrong: Callable[[], object], message
         wrong()
 
 
-def test_only_the_single_figure_is_fitted():
+def test_the_readings_err_as_their_module_says():
     rows = validation()
     assert len(rows) == 3 * len(READINGS)
     assert {row.name for row in rows if row.fitted} == {"single"}
-    for row in rows:
-        assert row.error == pytest.approx(row.predicted_gb / MEASURED_GB[row.name] - 1)
-        assert row.num_free <= 1
-        if row.fitted:
-            assert row.error == pytest.approx(0)
-
-
-def test_buffers_alone_explain_the_single_figure():
-    first = READINGS[0]
-    alone = first.pool().memory_bytes(first.plans()["single"]) / GIB
-    assert alone == pytest.approx(MEASURED_GB["single"], rel=0.05)
-
-
-def errors(**chosen: object) -> dict[str, float]:
-    """Errors of the one reading with these settings, by figure."""
-    found = [r for r in READINGS if all(getattr(r, name) == value for name, value in chosen.items())]
-    assert len(found) == 1
-    return {row.name: row.error for row in validation(tuple(found))}
-
-
-def test_one_reading_meets_both_predictions_within_10_percent_and_leaves_little_per_graph():
-    rows = validation()
-    predicted = [row for row in rows if not row.fitted and row.name != "single"]
-    worst = {reading.name: max(abs(r.error) for r in predicted if r.reading == reading.name) for reading in READINGS}
-    within = [reading for reading in READINGS if worst[reading.name] < 0.10]
-    assert [(r.rows, r.context_tokens) for r in within] == [(TOP_KS, RL_CONTEXT)]
-    found = errors(rows=TOP_KS, context_tokens=RL_CONTEXT)
-    assert (found["naive"], found["bucketed"]) == pytest.approx((0.038, -0.083), abs=5e-4)
-    per_graph = next(r.bytes_per_layer for r in rows if r.reading == within[0].name) * 33
-    assert 0.5e6 < per_graph < 1.5e6
-
-
-def test_the_released_codes_strategies_miss_the_buckets():
-    found = errors(rows=SHIPPED, keeps_logits=False, context_tokens=8192, bucket_drafters=True)
-    assert (found["naive"], found["bucketed"]) == pytest.approx((-0.050, -0.293), abs=5e-4)
-
-
-def test_the_readings_spread_as_the_module_says():
+    assert all(row.num_free <= 1 for row in rows)
+    assert [row.error for row in rows if row.fitted] == pytest.approx([0.0] * sum(row.fitted for row in rows))
+    assert [row.error for row in rows] == pytest.approx([r.predicted_gb / MEASURED_GB[r.name] - 1 for r in rows])
     for name, least, most in (("naive", -0.405, 0.106), ("bucketed", -0.721, 0.317)):
-        off = [row.error for row in validation() if row.name == name]
+        off = [row.error for row in rows if row.name == name]
         assert (min(off), max(off)) == pytest.approx((least, most), abs=1e-3)
+    alone = READINGS[0].pool().memory_bytes(READINGS[0].plans()["single"]) / GIB
+    assert alone == pytest.approx(MEASURED_GB["single"], rel=0.05), "the buffers explain it"
+    error = {(row.reading, row.name): row.error for row in rows}
+    off = {reading: (error[reading.name, "naive"], error[reading.name, "bucketed"]) for reading in READINGS}
+    (within,) = [reading for reading, errors in off.items() if max(map(abs, errors)) < 0.10]
+    assert (within.rows, within.context_tokens) == (TOP_KS, RL_CONTEXT)
+    assert off[within] == pytest.approx((0.038, -0.083), abs=5e-4)
+    assert 0.5e6 < 33 * next(row.bytes_per_layer for row in rows if row.reading == within.name) < 1.5e6
+    (released,) = [r for r in READINGS if r.name == "shipped strategies, one logits buffer"]
+    assert off[released] == pytest.approx((-0.050, -0.293), abs=5e-4)
 
 
-def test_a_fixed_policy_is_captured_as_one_strategy():
-    assert plan_for(Policy(selector=FixedSpec(strategy=DEEP)), 32, SIZES) == plan_naive([DEEP], 32, SIZES)
+TABLE = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((2, DEEP), (3, SHORT), (5, NO_SPECULATION)))
+ARMS = (Bucket(min_batch=1, strategies=(DEEP, WIDE)), Bucket(min_batch=3, strategies=(SHORT, NO_SPECULATION)))
+OF_ARMS = [(DEEP, 1), (DEEP, 2), (SHORT, 4), (WIDE, 1), (WIDE, 2)]
+PLAIN, OF_TABLE = [(1, 1), (2, 1), (4, 1), (8, 1)], [(1, 48), (2, 48), (4, 8), (8, 1)]
+GROUPED = BegMabSpec(strategies=(DEEP, WIDE, SHORT), thresholds=(1, 3))
+NEVER, FOUR = Activation(max_requests=0), Activation(max_requests=4)
 
 
-def test_a_policy_that_never_speculates_captures_plain_decoding_alone():
-    plan = plan_for(Policy(selector=NoneSpec()), 8, (1, 2, 4, 8))
-    assert plan.target_graphs == [(1, 1), (2, 1), (4, 1), (8, 1)]
-    assert plan.drafter == ()
-    never = Policy(selector=FixedSpec(strategy=DEEP), activation=Activation(max_requests=0))
-    assert plan_for(never, 8, (1, 2, 4, 8)) == plan
+@pytest.mark.parametrize(
+    ("selector", "activation", "max_batch", "target", "drafter"),
+    [
+        (NoneSpec(), None, 8, PLAIN, []),
+        (FixedSpec(strategy=Strategy.chain("ngram", 4)), None, 2, [(1, 5), (2, 5)], []),
+        (FixedSpec(strategy=DEEP), None, 2, [(1, 48), (2, 48)], [(DEEP, 1), (DEEP, 2)]),
+        (FixedSpec(strategy=DEEP), NEVER, 8, PLAIN, []),
+        (FixedSpec(strategy=DEEP), FOUR, 8, [(1, 48), (2, 48), (4, 48), (8, 1)], [(DEEP, 1), (DEEP, 2), (DEEP, 4)]),
+        (TableSpec(rows=TABLE), None, 8, OF_TABLE, [(DEEP, 1), (DEEP, 2), (SHORT, 4)]),
+        (BegMabSpec(buckets=ARMS), None, 4, [(1, 48), (2, 48), (4, 1), (4, 8)], OF_ARMS),
+        (GROUPED, None, 4, [(1, 48), (2, 48), (4, 8)], OF_ARMS),
+        (ExploreSpec(strategies=(SHORT,)), None, 2, [(1, 8), (2, 8)], [(SHORT, 1), (SHORT, 2)]),
+    ],
+)
+def test_a_policy_is_captured_where_it_may_choose(selector, activation, max_batch, target, drafter):
+    plan = plan_for(Policy(selector=selector, activation=activation), max_batch, (1, 2, 4, 8))
+    assert sorted(plan.target_graphs) == target
+    assert sorted(plan.drafter_graphs, key=str) == sorted(drafter, key=str)
 
 
-def test_the_rows_of_a_table_are_captured_in_their_ranges():
-    rows = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((2, DEEP), (3, SHORT), (5, NO_SPECULATION)))
-    plan = plan_for(Policy(selector=TableSpec(rows=rows)), 8, (1, 2, 4, 8))
-    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 8), (8, 1)]
-    assert sorted(b for _, b in plan.drafter_graphs) == [1, 2, 4]
-
-
-def test_all_arms_of_a_bucket_are_captured_over_it():
-    buckets = (Bucket(min_batch=1, strategies=(DEEP, WIDE)), Bucket(min_batch=3, strategies=(SHORT, NO_SPECULATION)))
-    plan = plan_for(Policy(selector=BegMabSpec(buckets=buckets)), 4, (1, 2, 4))
-    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 1), (4, 8)]
-    assert set(plan.drafter_graphs) == {(DEEP, 1), (DEEP, 2), (WIDE, 1), (WIDE, 2), (SHORT, 4)}
-    grouped = BegMabSpec(strategies=(DEEP, WIDE, SHORT), thresholds=(1, 3))
-    assert set(plan_for(Policy(selector=grouped), 4, (1, 2, 4)).drafter_graphs) == set(plan.drafter_graphs)
-
-
-def test_what_may_be_chosen_anywhere_is_captured_everywhere():
-    explore = Policy(selector=ExploreSpec(strategies=(DEEP, SHORT)))
-    assert sorted(plan_for(explore, 4, (1, 2, 4)).target_graphs) == [(b, v) for b in (1, 2, 4) for v in (8, 48)]
-
-
-def test_speculation_is_captured_up_to_the_activation_and_plain_decoding_beyond():
-    rows = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((1, DEEP), (5, SHORT)))
-    policy = Policy(selector=TableSpec(rows=rows), activation=Activation(max_requests=4))
-    plan = plan_for(policy, 16, (1, 2, 4, 8, 16))
-    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 48), (8, 1), (16, 1)]
-    assert {s for s, _ in plan.drafter_graphs} == {DEEP}
-    waiting = policy.model_copy(update={"activation": Activation(max_requests=4, count="remaining")})
-    both = plan_for(waiting, 16, (1, 2, 4, 8, 16))
-    assert sorted(both.target_graphs) == sorted([*plan.target_graphs, (1, 1), (2, 1), (4, 1)])
+def test_below_an_activation_of_remaining_requests_both_are_captured():
+    waiting = Activation(max_requests=4, count="remaining")
+    both = plan_for(Policy(selector=FixedSpec(strategy=DEEP), activation=waiting), 16, (1, 2, 4, 8, 16))
+    assert sorted(both.target_graphs) == [(1, 1), (1, 48), (2, 1), (2, 48), (4, 1), (4, 48), (8, 1), (16, 1)]
 
 
 @pytest.mark.parametrize("name", ["none", "fixed", "table", "epsilon-greedy", "ucb1", "beg-mab", "explore"])
-def test_every_shipped_policy_has_a_plan_with_a_graph_for_every_batch(name: str):
+def test_every_shipped_policy_has_a_plan(name: str):
     plan = plan_for(load_policy(name), 64, sglang_sizes(64))
     assert max(b for b, _ in plan.target_graphs) == 64

@@ -38,7 +38,7 @@ def measured(*drafters: str, depth: int = 8) -> FittedAcceptance:
     return FittedAcceptance(drafters_by_depth={name: {depth: known} for name in drafters})
 
 
-def test_every_system_and_claim_says_where_it_comes_from_and_what_was_assumed():
+def test_every_system_says_its_source_and_is_no_other():
     assert len(SYSTEMS) >= 20
     for name, system in SYSTEMS.items():
         assert system.name == name
@@ -47,13 +47,15 @@ def test_every_system_and_claim_says_where_it_comes_from_and_what_was_assumed():
     for claim in CLAIMS.values():
         assert 1.0 <= claim.least <= claim.most
         assert all((claim.baseline, claim.setting, claim.source))
+    unnamed = dict.fromkeys(("name", "title", "source", "algorithm"), "") | {"exact": (), "assumptions": ()}
+    assert len({repr(replace(system, **unnamed)) for system in SYSTEMS.values()}) == len(SYSTEMS)
 
 
 @pytest.mark.parametrize(
     ("found", "where"),
     [((1.8, 1.6, 2.0), "within"), ((1.2, 1.1, 1.3), "below"), ((3.0, 2.5, 3.5), "above"), ((1.6, 1.4, 1.8), "open")],
 )
-def test_what_is_found_lies_below_within_or_above_a_claim_or_nobody_knows(found, where):
+def test_a_finding_lies_below_within_or_above_a_claim(found, where):
     assert CLAIMS["tlt"].against(*found) == where
 
 
@@ -65,26 +67,21 @@ def test_a_difference_names_what_of_the_workload_differs():
         assert part in other
 
 
-def test_a_stage_that_is_fused_waits_for_responses_and_for_free_workers():
-    # One of two workers is free from 4 s on and takes 4 s for what ended then; the rest comes at the very end.
-    assert stage_left([4.0, 10.0], [100, 100], [4.0, 10.0], 4.0) == pytest.approx(2.0)
-    # All ended long ago but one token: next to nothing is left.
-    assert stage_left([1.0, 9.0], [99, 1], [1.0, 9.0], 2.0) == pytest.approx(0.02)
-    # Half of the work is done when it ends.
-    assert stage_left([4.0, 6.0], [100, 100], [4.0, 6.0], 4.0) == pytest.approx(3.0)
-    assert stage_left([5.0, 5.0], [10, 10], [5.0, 5.0], 4.0) == 4.0
-    assert stage_left([], [], [0.0], 4.0) == 0.0
+@pytest.mark.parametrize(
+    ("ends", "tokens", "free", "left"),
+    [
+        pytest.param([4.0, 10.0], [100, 100], [4.0, 10.0], 2.0, id="half is done on a worker free from 4 s on"),
+        pytest.param([1.0, 9.0], [99, 1], [1.0, 9.0], 0.04, id="all ended long ago but one token"),
+        pytest.param([4.0, 6.0], [100, 100], [4.0, 6.0], 3.0, id="half of its work is done when it ends"),
+        pytest.param([5.0, 5.0], [10, 10], [5.0, 5.0], 4.0, id="nothing is done"),
+        pytest.param([], [], [0.0], 0.0, id="nothing is to do"),
+    ],
+)
+def test_a_fused_stage_waits_for_responses_and_free_workers(ends, tokens, free, left):
+    assert stage_left(ends, tokens, free, 4.0) == pytest.approx(left)
 
 
-def test_no_row_is_another_under_a_new_name():
-    compositions = [
-        repr(replace(system, name="", title="", source="", algorithm="", exact=(), assumptions=()))
-        for system in SYSTEMS.values()
-    ]
-    assert len(set(compositions)) == len(SYSTEMS)
-
-
-def test_what_changes_tokens_or_trains_on_old_ones_is_not_called_lossless_or_on_policy():
+def test_what_changes_tokens_is_not_called_lossless():
     assert {name for name, system in SYSTEMS.items() if not system.lossless} >= {"spec-rl"}
     assert {name for name, system in SYSTEMS.items() if not system.on_policy} >= {"rhymerl", "streamrl-async"}
     assert all(system.on_policy for system in SYSTEMS.values() if not system.max_staleness and not system.admission)
@@ -105,7 +102,7 @@ def test_seers_accepted_length_by_number_of_siblings(siblings, tokens):
     assert 1 + survival.sum() == pytest.approx(tokens, abs=0.03)
 
 
-def test_a_block_is_drafted_in_one_pass_and_a_chain_in_one_for_each_token():
+def test_a_block_is_drafted_in_one_pass():
     costs = COSTS.model_copy(update={"draft_level_s": 0.0})
     four, eight = Strategy.chain("learned", 4), Strategy.chain("learned", 8)
     plain = COSTS.iteration(NO_SPECULATION).seconds(4, 0)
@@ -116,7 +113,7 @@ def test_a_block_is_drafted_in_one_pass_and_a_chain_in_one_for_each_token():
         assert block.iteration(strategy).seconds(4, 0) == pytest.approx(verified + 0.25 * plain)
 
 
-def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():
+def test_tlt_on_a_gpu_is_its_released_configuration():
     found = bind(SYSTEMS["tlt"], COSTS, TREES)
     buckets = found.policy.selector.buckets
     assert [bucket.min_batch for bucket in buckets] == [1, 2, 5, 21]
@@ -128,7 +125,7 @@ def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():
     assert any("extrapolated for learned:8x4/8" in note for note in found.assumptions)
 
 
-def test_a_static_drafter_is_the_same_drafter_that_nobody_trains():
+def test_a_static_drafter_is_one_that_nobody_trains():
     tlt, static = (bind(SYSTEMS[name], COSTS, TREES) for name in ("tlt", "vllm-dynamic"))
     assert tlt.acceptance == static.acceptance
     assert static.spot is None
@@ -158,11 +155,10 @@ def test_drafters_side_by_side_have_each_its_own_acceptance():
         bind(SYSTEMS["hedgespec"], COSTS, TREES)
 
 
-def test_systems_without_speculation_ask_for_no_acceptance():
-    for name in ("verl", "open-r1"):
-        found = bind(SYSTEMS[name], COSTS, None)
-        assert found.policy.strategies == (NO_SPECULATION,)
-        assert found.acceptance is None
+@pytest.mark.parametrize("name", ["verl", "open-r1"])
+def test_systems_without_speculation_ask_for_no_acceptance(name):
+    found = bind(SYSTEMS[name], COSTS, None)
+    assert (found.policy.strategies, found.acceptance) == ((NO_SPECULATION,), None)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +172,7 @@ def test_systems_without_speculation_ask_for_no_acceptance():
         (FreshAcceptance(base=measured("learned", "suffix")), True, False, True),
     ],
 )
-def test_a_model_speaks_only_of_the_drafters_it_was_made_for(model, learned, ngram, suffix):
+def test_a_model_knows_only_its_drafters(model, learned, ngram, suffix):
     assert [model.knows(name) for name in ("learned", "ngram", "suffix")] == [learned, ngram, suffix]
 
 
@@ -187,7 +183,7 @@ def test_trees_say_nothing_of_drafters_that_look_text_up():
         assert bind(SYSTEMS[name], COSTS, TREES, SIBLINGS).acceptance is SIBLINGS
 
 
-def test_what_is_said_of_model_free_drafters_goes_before_what_is_said_of_any():
+def test_model_free_acceptance_goes_before_any():
     anyone, text = GeometricAcceptance(alpha=0.9), GeometricAcceptance(alpha=0.4)
     assert bind(SYSTEMS["tlt-base"], COSTS, anyone, text).acceptance is text
     tlt = bind(SYSTEMS["tlt"], COSTS, anyone, text)
@@ -195,28 +191,25 @@ def test_what_is_said_of_model_free_drafters_goes_before_what_is_said_of_any():
     assert {s.drafter for s in tlt.policy.strategies if s.speculates} == {"learned"}
 
 
-def test_without_a_learned_drafter_tlt_is_tlt_base_and_says_so():
-    tlt, base = (bind(SYSTEMS[name], COSTS, measured("ngram")) for name in ("tlt", "tlt-base"))
-    assert tlt.policy.selector == base.policy.selector
-    assert "model-free drafter throughout" in tlt.stand_ins[0]
-    assert tlt.stand_ins[0] in tlt.assumptions
-    assert not base.stand_ins
-    assert tlt.spot is None
+BOTH = FreshAcceptance(base=measured("ngram", "learned"))
 
 
-def test_where_both_drafters_are_known_tlt_chooses_between_them():
-    tlt = bind(SYSTEMS["tlt"], COSTS, FreshAcceptance(base=measured("ngram", "learned")))
-    first = tlt.policy.selector.buckets[0].strategies
-    assert first == tuple(Strategy.chain(drafter, depth) for drafter in ("learned", "ngram") for depth in (8, 4))
-    assert tlt.spot is not None
-    assert not tlt.stand_ins
-
-
-def test_a_drafter_that_takes_anothers_place_is_named():
-    das = bind(SYSTEMS["das"], COSTS, measured("ngram"))
-    assert das.policy.strategies[-1] == Strategy.chain("ngram", 8)
-    assert das.stand_ins == ("the acceptance of drafter 'suffix' is not known: 'ngram' takes its place",)
-    assert "suffix" not in das.policy.drafters
+@pytest.mark.parametrize(
+    ("name", "acceptance", "first", "drafters", "is_trained", "stand_ins"),
+    [
+        ("tlt-base", measured("ngram"), ["ngram:8", "ngram:4"], ["ngram"], False, []),
+        ("tlt", measured("ngram"), ["ngram:8", "ngram:4"], ["ngram"], False, ["model-free drafter throughout"]),
+        ("tlt", BOTH, ["learned:8", "learned:4", "ngram:8", "ngram:4"], ["ngram"], True, []),
+        ("das", measured("ngram"), ["ngram:8"], [], False, ["'suffix' is not known: 'ngram'"]),
+    ],
+)
+def test_what_stands_in_for_an_unknown_drafter(name, acceptance, first, drafters, is_trained, stand_ins):
+    found = bind(SYSTEMS[name], COSTS, acceptance)
+    assert [str(s) for s in found.policy.strategies if s.speculates][: len(first)] == first
+    assert list(found.policy.drafters) == drafters
+    assert (found.spot is not None) == is_trained
+    assert all(expected in said for expected, said in zip(stand_ins, found.stand_ins, strict=True))
+    assert set(found.stand_ins) <= set(found.assumptions)
 
 
 @pytest.fixture
@@ -255,11 +248,6 @@ def test_a_systems_policy_is_a_policy_file(tmp_path):
         assert policy.provenance["system"] == system.name
 
 
-def test_das_learns_what_a_pass_and_a_token_cost():
-    budget = length_aware(COSTS.model_copy(update={"draft_level_s": 0.0}))
-    assert (budget.base_s, budget.token_s) == (pytest.approx(4e-3), pytest.approx(1e-4))
-
-
 def test_a_new_system_is_one_more_row():
     ladder = (Rung(min_batch=1, chains=(3,)),)
     mine = System(name="mine", title="Mine", source="this test", drafters=("suffix",), ladder=ladder, lossless=False)
@@ -268,7 +256,7 @@ def test_a_new_system_is_one_more_row():
     assert found.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 3))
 
 
-def test_a_rung_drafts_trees_where_it_can_and_nothing_where_it_has_nothing():
+def test_a_rung_drafts_trees_where_it_can():
     rung = Rung(min_batch=1, trees=((8, 4, 48),), chains=(4,))
     assert strategies(rung, "learned", trees=True) == (Strategy("learned", 8, 4, 48),)
     assert strategies(rung, "ngram", trees=False) == (Strategy.chain("ngram", 4),)
@@ -282,7 +270,12 @@ def test_systems_are_asked_for_by_their_names(names):
     assert [s.name for s in find_systems("all")] == list(SYSTEMS)
 
 
-def test_a_bound_over_two_models_has_the_best_of_each_batch_size():
+def test_das_knows_what_a_pass_and_a_token_cost():
+    budget = length_aware(COSTS.model_copy(update={"draft_level_s": 0.0}))
+    assert (budget.base_s, budget.token_s) == (pytest.approx(4e-3), pytest.approx(1e-4))
+
+
+def test_two_models_bound_has_the_best_by_batch():
     good, bad = measured("learned"), FittedAcceptance(
         drafters_by_depth={"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
     )  # fmt: skip

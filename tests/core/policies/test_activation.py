@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refused import refused
-from tltlab.errors import ConfigError
 from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable, Explore, Fixed
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
+
+from .iterations import at
 
 D4, D2 = Strategy.chain("ngram", 4), Strategy.chain("ngram", 2)
 
@@ -38,10 +38,6 @@ class Spy(Selector):
         return 7.0
 
 
-def at(batch: int, waiting: int = 0, rl_step: int = 0) -> StepState:
-    return StepState(rl_step=rl_step, batch=batch, waiting=waiting)
-
-
 OUTCOME = StepOutcome(elapsed_s=0.01, batch=4)
 
 
@@ -49,9 +45,19 @@ def follow(selector, batches, rl_step=0):
     return [selector.choose(at(batch, rl_step=rl_step)).speculates for batch in batches]
 
 
-def test_it_speculates_at_and_below_the_threshold():
-    selector = ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=0)
-    assert follow(selector, [64, 33, 32, 1]) == [False, False, True, True]
+HOLDS = {
+    "at and below the threshold": (0, [64, 33, 32, 1], [False, False, True, True]),
+    "a switch stays for the hold": (
+        3,
+        [40, 32, 40, 40, 40, 32, 32, 32, 32],
+        [False, True, True, True, False, False, False, True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize(("hold", "batches", "on"), HOLDS.values(), ids=HOLDS)
+def test_it_speculates_up_to_the_threshold(hold, batches, on):
+    assert follow(ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=hold), batches) == on
 
 
 def test_it_counts_the_waiting_requests_if_told_so():
@@ -61,14 +67,8 @@ def test_it_counts_the_waiting_requests_if_told_so():
     assert (running.choose(state), remaining.choose(state)) == (D4, NO_SPECULATION)
 
 
-def test_after_a_switch_it_stays_for_the_hold():
-    selector = ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=3)
-    flutter = [40, 32, 40, 40, 40, 32, 32, 32, 32]
-    assert follow(selector, flutter) == [False, True, True, True, False, False, False, True, True]
-
-
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=80), st.integers(0, 6))
-def test_every_stretch_after_the_first_is_at_least_the_hold(batches, hold):
+def test_every_stretch_lasts_the_hold(batches, hold):
     on = follow(ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=hold), batches)
     stretches = [1]
     for a, b in pairwise(on):
@@ -79,13 +79,13 @@ def test_every_stretch_after_the_first_is_at_least_the_hold(batches, hold):
     assert all(stretch >= hold for stretch in stretches[1:-1])
 
 
-def test_a_new_rl_step_does_not_wait_for_the_hold_of_the_last():
+def test_a_new_rl_step_ends_the_hold():
     selector = ElasticActivation(Fixed(D4), max_requests=32, hold_iterations=10)
     assert follow(selector, [64, 32], rl_step=0) == [False, True]
     assert follow(selector, [64], rl_step=1) == [False]
 
 
-def test_while_off_the_inner_selector_neither_chooses_nor_learns_and_while_on_chances_are_its_own():
+def test_while_off_the_inner_selector_rests():
     spy = Spy()
     selector = ElasticActivation(spy, max_requests=8, hold_iterations=0)
     selector.observe(selector.choose(at(64)), OUTCOME)
@@ -96,28 +96,18 @@ def test_while_off_the_inner_selector_neither_chooses_nor_learns_and_while_on_ch
     assert (spy.asked, spy.told) == (1, [D4])
     assert (selector.propensity_, selector.bucket_) == (0.25, 3)
     assert selector.reward(D4, OUTCOME) == 7.0
-
-
-def test_the_inner_selector_is_not_told_of_a_plain_iteration_that_is_reported_late():
-    spy = Spy()
-    selector = ElasticActivation(spy, max_requests=8, hold_iterations=0)
     plain = selector.choose(at(9))
     selector.choose(at(8))
     selector.observe(plain, OUTCOME)
-    assert spy.told == []
+    assert spy.told == [D4], "nor does it learn of a plain iteration that is reported late"
 
 
-def test_no_speculation_joins_the_strategies_once():
+def test_strategies_and_memory_are_those_of_the_selector():
     assert ElasticActivation(Fixed(D4)).strategies == (NO_SPECULATION, D4)
-    table = BatchTable([(1, D4), (8, NO_SPECULATION)])
-    assert ElasticActivation(table).strategies == (NO_SPECULATION, D4)
-
-
-def test_it_is_memoryless_only_without_a_hold_around_a_memoryless_selector():
+    assert ElasticActivation(BatchTable([(1, D4), (8, NO_SPECULATION)])).strategies == (NO_SPECULATION, D4)
     explore = Explore([D4, D2], rng=np.random.default_rng(0))
-    assert ElasticActivation(Fixed(D4), hold_iterations=0).memoryless
-    assert not ElasticActivation(Fixed(D4), hold_iterations=1).memoryless
-    assert not ElasticActivation(explore, hold_iterations=0).memoryless
+    for inner, hold, memoryless in ((Fixed(D4), 0, True), (Fixed(D4), 1, False), (explore, 0, False)):
+        assert ElasticActivation(inner, hold_iterations=hold).memoryless == memoryless
 
 
 @pytest.mark.parametrize("count", ["running", "remaining"])
@@ -129,16 +119,3 @@ def test_it_keeps_the_contract_around_a_bandit(count, hold_iterations):
 
     check_selector(build)
     check_selector(lambda rng: ElasticActivation(Fixed(D4), 32, count, hold_iterations))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_requests": -1}, ("-1", "10")),
-        ({"hold_iterations": -1}, ("32", "-1")),
-        ({"count": "waiting"}, ("running", "remaining", "waiting")),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with refused(ConfigError, naming=message):
-        ElasticActivation(Fixed(D4), **settings)

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.refused import refused
-from tltlab.errors import ConfigError
 from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -24,9 +22,9 @@ def test_they_keep_the_contract_of_selectors():
     check_selector(lambda rng: ContextTable([(1, Strategy.chain("ngram", 4)), (500, NO_SPECULATION)]))
 
 
-@pytest.mark.parametrize(("accepted", "depth"), [(7, 7), (0, 1), (2, 3)])
-def test_thresholds_follow_what_is_kept_in_small_batches(accepted: float, depth: int):
-    assert depth_after(AcceptedThresholds(), accepted, 200) == depth
+@pytest.mark.parametrize(("accepted", "batch", "depth"), [(7, 2, 7), (0, 2, 1), (2, 2, 3), (7, 64, 0)])
+def test_thresholds_follow_what_is_kept_in_small_batches(accepted: float, batch: int, depth: int):
+    assert depth_after(AcceptedThresholds(), accepted, 200, batch) == depth
 
 
 def test_thresholds_wait_for_the_warm_up():
@@ -36,18 +34,7 @@ def test_thresholds_wait_for_the_warm_up():
     assert depth_after(policy, 0, 1) < first
 
 
-def test_from_64_requests_on_sglang_does_not_draft():
-    assert depth_after(AcceptedThresholds(), 7, 100, batch=64) == 0
-
-
 def test_a_context_table_goes_by_the_mean_context_of_a_request():
     table = ContextTable([(1, Strategy.chain("ngram", 4)), (1000, NO_SPECULATION)])
     chosen = [table.choose(StepState(rl_step=0, batch=4, context_tokens=t)).draft_depth for t in (3996.0, 4000.0)]
     assert chosen == [4, 0]
-
-
-def test_what_makes_no_sense_is_refused():
-    with refused(ConfigError, naming=("ascend",)):
-        AcceptedThresholds(rows=[(1, (3, 1), 0.0)])
-    with refused(ConfigError, naming=("weight",)):
-        AcceptedThresholds(weight=0.0)

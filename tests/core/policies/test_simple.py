@@ -17,27 +17,19 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
+from .iterations import at, play, ran
+
 DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
 
 
-def at(batch: int, **fields: object) -> StepState:
-    return StepState(rl_step=0, batch=batch, **fields)
-
-
-def ran(strategy: Strategy, batch: int, elapsed_s: float, accepted: float = 0.0, **fields: object) -> StepOutcome:
-    num = batch if strategy.speculates else 0
-    drafted, taken = (strategy.draft_depth,) * num, (accepted,) * num
-    return StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=taken, **fields)
-
-
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_policy_keeps_the_contract_with_and_without_its_activation(name):
+def test_every_shipped_policy_keeps_the_contract(name):
     check_selector(SHIPPED[name].selector.build)
     if SHIPPED[name].activation:
         check_selector(SHIPPED[name].build)
 
 
-def test_a_table_looks_up_the_batch_and_reports_the_bucket():
+def test_a_table_looks_up_the_batch():
     table = BatchTable([(2, DEEP), (5, SHALLOW), (33, NO_SPECULATION)])
     found = [(table.choose(at(batch)), table.bucket_) for batch in (1, 2, 4, 5, 32, 33, 4096)]
     assert found == [(DEEP, 0)] * 3 + [(SHALLOW, 1)] * 2 + [(NO_SPECULATION, 2)] * 2
@@ -50,33 +42,20 @@ THRESHOLDS = st.lists(st.integers(1, 600), min_size=1, max_size=6, unique=True).
 
 
 @given(THRESHOLDS, st.integers(0, 5000))
-def test_bucket_lookup_is_total_and_agrees_with_the_definition(thresholds, batch):
+def test_bucket_lookup_agrees_with_its_definition(thresholds, batch):
     bucket = bucket_of(checked_thresholds(thresholds), batch)
     assert 0 <= bucket < len(thresholds)
     assert batch >= thresholds[bucket] or bucket == 0
     assert bucket == len(thresholds) - 1 or batch < thresholds[bucket + 1]
 
 
-@pytest.mark.parametrize("thresholds", [[], [0], [-1, 4], [1, 8, 8], [8, 1]])
-def test_thresholds_must_be_positive_and_ascend(thresholds):
-    with refused(ConfigError, naming=("min_batch",)):
-        BatchTable([(t, DEEP) for t in thresholds])
-
-
-def test_exploration_is_uniform_holds_a_pick_for_a_block_and_reports_its_chance():
+def test_exploration_is_uniform_in_blocks():
     explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=5, rng=np.random.default_rng(0))
     picks = [explore.choose(at(8)) for _ in range(30_000)]
     assert all(len(set(picks[i : i + 5])) == 1 for i in range(0, 30_000, 5))
     for strategy in explore.strategies:
         assert picks[::5].count(strategy) == pytest.approx(2000, abs=150)
     assert explore.propensity_ == 1 / 3
-
-
-def test_a_strategy_given_twice_or_none_at_all_is_refused():
-    with refused(ConfigError, naming=("ngram:8",)):
-        Explore([DEEP, SHALLOW, DEEP], rng=np.random.default_rng(0))
-    with refused(ConfigError):
-        Ucb1([])
 
 
 # The window and the reward
@@ -94,71 +73,47 @@ def test_a_window_summarises_exactly_the_last_values(values, size, statistic):
         assert window.range == (min(last), max(last))
 
 
-def test_the_papers_reward_is_tokens_per_second():
-    # Algorithm 1: a = 6 accepted / 2 requests + 1 bonus = 4; r = 4 * 2 / 0.1 s.
-    outcome = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
-    assert Reward("paper")(Strategy.chain("ngram", 4), outcome) == 80.0
+D4, PLAIN = Strategy.chain("ngram", 4), NO_SPECULATION
+RATES = {1: 100.0, 4: 200.0}
+NOISY = [ran(PLAIN, 4, elapsed_s) for elapsed_s in (0.010, 0.012, 0.500)]
+# Algorithm 1: a = 6 accepted / 2 requests + 1 bonus = 4; r = 4 * 2 / 0.1 s.
+OF_PAPER = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
+
+REWARDS = {
+    "tokens per second": ("paper", None, [], D4, OF_PAPER, 80.0),
+    "plain decoding": ("relative", RATES, [], PLAIN, ran(PLAIN, 4, 0.02), 1.0),
+    "speed-up over it": ("relative", RATES, [], SHALLOW, ran(SHALLOW, 4, 0.02, 1.0), 2.0),
+    "at the same batch": ("relative", RATES, [], SHALLOW, ran(SHALLOW, 1, 0.02, 1.0), 1.0),
+    "the median is learned": ("relative", None, NOISY, SHALLOW, ran(SHALLOW, 4, 0.012, 1.5), 2.5),
+    "nothing is learned yet": ("relative", None, [], SHALLOW, ran(SHALLOW, 4, 0.01), None),
+    "plain is always 1": ("relative", None, [], PLAIN, ran(PLAIN, 4, 0.01), 1.0),
+    "prefill": ("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True), None),
+    "no time": ("paper", None, [], SHALLOW, ran(SHALLOW, 4, 0.0), None),
+    "prefill teaches nothing": (
+        "relative",
+        None,
+        [ran(PLAIN, 4, 0.01, had_prefill=True)],
+        SHALLOW,
+        ran(SHALLOW, 4, 0.01),
+        None,
+    ),
+}
 
 
-def test_the_relative_reward_is_the_speed_up_over_plain_decoding():
-    reward = Reward("relative", plain_rate={1: 100.0, 4: 200.0})
-    assert reward(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.02)) == pytest.approx(1.0)
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.02, accepted=1.0)) == pytest.approx(2.0)
-    assert reward(SHALLOW, ran(SHALLOW, 1, 0.02, accepted=1.0)) == pytest.approx(1.0)
+@pytest.mark.parametrize(("kind", "rates", "plain", "strategy", "outcome", "reward"), REWARDS.values(), ids=REWARDS)
+def test_the_reward_of_an_iteration(kind, rates, plain, strategy, outcome, reward):
+    found = Reward(kind, plain_rate=rates)
+    for each in plain:
+        found.learn(PLAIN, each)
+    assert found(strategy, outcome) == (reward and pytest.approx(reward))
 
 
-def test_plain_time_is_interpolated_between_batches_and_held_beyond():
+def test_plain_time_is_interpolated_between_batches():
     reward = Reward("relative", plain_rate={2: 200.0, 4: 200.0})  # 10 ms at 2, 20 ms at 4
     assert [reward.plain_s(batch) for batch in (1, 2, 3, 4, 64)] == pytest.approx([0.01, 0.01, 0.015, 0.02, 0.02])
 
 
-def test_plain_time_is_learned_from_plain_iterations_as_a_median():
-    reward = Reward("relative")
-    for elapsed_s in (0.010, 0.012, 0.500):
-        reward.learn(NO_SPECULATION, ran(NO_SPECULATION, 4, elapsed_s))
-    assert reward.plain_s(4) == 0.012
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.012, accepted=1.5)) == pytest.approx(2.5)
-
-
-def test_before_any_plain_iteration_speculation_has_no_relative_reward():
-    reward = Reward("relative")
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.01)) is None
-    assert reward(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.01)) == 1.0
-
-
-def test_an_iteration_with_prefill_or_without_a_time_has_no_reward():
-    assert Reward("paper")(SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True)) is None
-    assert Reward("paper")(SHALLOW, ran(SHALLOW, 4, 0.0)) is None
-    reward = Reward("relative")
-    reward.learn(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.01, had_prefill=True))
-    assert reward(SHALLOW, ran(SHALLOW, 4, 0.01)) is None
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("speed",), ("paper", "relative", "speed")),
-        (("paper", {1: 100.0}), ("relative",)),
-        (("relative", {}), ("0",)),
-        (("relative", {1: 0.0}), ("0",)),
-    ],
-)
-def test_reward_settings_that_make_no_sense_are_refused(args, message):
-    with refused(ConfigError, naming=message):
-        Reward(*args)
-
-
 # Bandits without buckets
-
-
-def play(selector: Selector, speed: dict[Strategy, float], num: int, batch: int = 8) -> list[Strategy]:
-    """Ask and tell for `num` iterations; an iteration under s takes 1 / speed[s] seconds and yields batch tokens."""
-    picks = []
-    for _ in range(num):
-        strategy = selector.choose(at(batch))
-        picks.append(strategy)
-        selector.observe(strategy, ran(strategy, batch, 1.0 / speed[strategy]))
-    return picks
 
 
 def test_ucb1_tries_every_arm_then_prefers_the_best():
@@ -186,7 +141,7 @@ def test_ucb1_follows_an_arm_that_becomes_the_better_one():
     assert picks[200:].count(SHALLOW) > 80
 
 
-def test_epsilon_greedy_prefers_the_best_arm_and_explores_now_and_then():
+def test_epsilon_greedy_prefers_the_best_arm():
     bandit = EpsilonGreedy([NO_SPECULATION, SHALLOW, DEEP], epsilon=0.3, rng=np.random.default_rng(0))
     picks = play(bandit, {NO_SPECULATION: 100.0, SHALLOW: 150.0, DEEP: 120.0}, 3000)
     # The best arm: 0.7 + 0.3 / 3; the others 0.1 each.
@@ -205,15 +160,10 @@ def test_mean_and_median_differ_on_an_outlier():
     assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
 
 
-def test_ucb1_refuses_the_state_of_other_arms():
-    with refused(ConfigError, naming=("ngram:8",)):
-        Ucb1([SHALLOW]).load_state_dict(Ucb1([DEEP]).state_dict())
-
-
 OTHER = Strategy.chain("suffix", 8)
 
 
-def test_hedge_weighs_a_loss_by_its_chance_and_keeps_the_contract_and_its_state():
+def test_hedge_weighs_a_loss_by_its_chance():
     check_selector(Hedge.Spec(strategies=(DEEP, OTHER)).build)
     hedge, again = (Hedge([DEEP, OTHER], rng=np.random.default_rng(seed)) for seed in (0, 1))
     chosen = hedge.choose(at(1))
@@ -225,8 +175,6 @@ def test_hedge_weighs_a_loss_by_its_chance_and_keeps_the_contract_and_its_state(
     assert [hedge.choose(at(1)) for _ in range(9)] == [again.choose(at(1)) for _ in range(9)]
     with refused(ConfigError, naming=("suffix:8",)):
         Hedge([DEEP], rng=np.random.default_rng(0)).load_state_dict(hedge.state_dict())
-    with refused(ConfigError, naming=("speculation",)):
-        Hedge([NO_SPECULATION, DEEP], rng=np.random.default_rng(0))
 
 
 # The state of a generator
@@ -283,7 +231,7 @@ def by(condition):
     return lambda self, state: self.strategies[condition(self, state)]
 
 
-def test_the_contract_suite_passes_a_good_selector_also_one_that_reads_requests_when_they_are_there():
+def test_the_contract_suite_passes_a_good_selector():
     reads = by(lambda self, state: bool(state.requests) and state.requests[0].generated_tokens > 100)
     for good in (Good, Remembers, type("Reads", (Good,), {"choose": reads})):
         check_selector(lambda rng, good=good: good())

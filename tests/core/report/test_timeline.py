@@ -10,7 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from tests.refused import refused
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
 from tltlab.report.perfetto import to_perfetto, write_perfetto
 from tltlab.report.timeline import timeline
@@ -35,31 +35,50 @@ def recorded(num_workers=2, spans=None, iterations=None, steps=None, name="small
     return Trace.from_tables(Manifest(kind="recorded", name=name, num_workers=num_workers), tables)
 
 
-def rows(trace, rl_step=0):
-    return [tuple(row) for row in lanes(trace, rl_step).itertuples(index=False)]
+COUNTS = ("prefill_tokens", "draft_depth", "top_k", "num_drafted", "num_accepted", "num_generated")
 
 
-def test_without_spans_a_worker_is_busy_until_its_last_response():
-    assert rows(recorded()) == [
-        ("worker 0", "decode", 0.0, 1.0),
-        ("worker 0", "idle", 1.0, 2.0),
-        ("worker 1", "decode", 0.0, 2.0),
-    ]
+def iterations(**columns):
+    ones = dict.fromkeys(("batch", "context_tokens", "tokens_to_verify"), 1)
+    return pd.DataFrame({"rl_step": 0, "worker": [0], "iteration": 0} | ones | dict.fromkeys(COUNTS, 0) | columns)
 
 
-def test_iterations_become_merged_segments_of_what_they_did():
-    table = pd.DataFrame(
-        {"rl_step": 0, "worker": [0, 0, 0, 1], "iteration": [0, 1, 2, 0], "t_start": [0.0, 0.5, 1.0, 0.0],
-         "duration": [0.5, 0.5, 0.5, 2.0], "batch": 1, "context_tokens": 1, "prefill_tokens": [7, 0, 0, 0],
-         "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": [0, 0, 0, 4], "num_accepted": 0,
-         "num_generated": [0, 1, 1, 1]}
-    )  # fmt: skip
-    assert rows(recorded(iterations=table)) == [
-        ("worker 0", "prefill", 0.0, 0.5),
-        ("worker 0", "decode", 0.5, 1.5),
-        ("worker 0", "idle", 1.5, 2.0),
-        ("worker 1", "speculative_decode", 0.0, 2.0),
-    ]
+def steps(**columns):
+    return pd.DataFrame({"policy_version": 0, "t_start": 0.0} | columns)
+
+
+def told(trace, rl_step=0):
+    """What each lane does, from when to when."""
+    found = {}
+    for lane, kind, start, end in lanes(trace, rl_step).itertuples(index=False):
+        found.setdefault(lane, []).append(f"{kind} {start:g}-{end:g}")
+    return [f"{lane}: {', '.join(does)}" for lane, does in found.items()]
+
+
+TIMES = {"worker": [0, 0, 0, 1], "t_start": [0.0, 0.5, 1.0, 0.0], "duration": [0.5, 0.5, 0.5, 2.0]}
+WORKED = iterations(**TIMES, iteration=[0, 1, 2, 0], prefill_tokens=[7, 0, 0, 0], num_drafted=[0, 0, 0, 4])
+ON_0 = [("worker 0", "decode", 0.0, 0.4), ("worker 0", "decode", 0.4, 0.6), ("worker 0", "spot_train", 1.5, 0.5)]
+SPANS = [*ON_0, ("worker 10", "decode", 0.0, 2.0), ("worker 1", "decode", 0.0, 2.0), ("trainer", "train", 2.0, 1.0)]
+TRAINED = steps(rl_step=[0], reward_s=0.25, train_s=1.0, sync_s=0.5)
+BUSY, REST = ["worker 0: decode 0-1, idle 1-2", "worker 1: decode 0-2"], ["worker 10: decode 0-2", "trainer: train 2-3"]
+
+LANES = {
+    "busy until the last response": ({}, BUSY),
+    "iterations are merged": (
+        {"iterations": WORKED},
+        ["worker 0: prefill 0-0.5, decode 0.5-1.5, idle 1.5-2", "worker 1: speculative_decode 0-2"],
+    ),
+    "spans are merged": ({"spans": SPANS}, ["worker 0: decode 0-1, idle 1-1.5, spot_train 1.5-2", BUSY[1], *REST]),
+    "the trainer comes behind the rollout": (
+        {"steps": TRAINED},
+        [*BUSY, "trainer: reward 2-2.25, train 2.25-3.25, weight_sync 3.25-3.75"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("tables", "expected"), LANES.values(), ids=LANES)
+def test_lanes_have_merged_segments_and_idle_gaps(tables, expected):
+    assert told(recorded(**tables)) == expected
 
 
 def test_a_timeline_knows_what_each_lane_does_when(tmp_path):
@@ -79,51 +98,19 @@ def test_a_timeline_knows_what_each_lane_does_when(tmp_path):
     assert running["texts"] == ["0.00 s: 2 running", "1.00 s: 1 running", "2.00 s: 0 running"]
 
 
-def test_spans_are_merged_and_gaps_are_idle():
-    spans = [
-        ("worker 0", "decode", 0.0, 0.4),
-        ("worker 0", "decode", 0.4, 0.6),
-        ("worker 0", "spot_train", 1.5, 0.5),
-        ("worker 10", "decode", 0.0, 2.0),
-        ("worker 1", "decode", 0.0, 2.0),
-        ("trainer", "train", 2.0, 1.0),
-    ]
-    assert rows(recorded(spans=spans)) == [
-        ("worker 0", "decode", 0.0, 1.0),
-        ("worker 0", "idle", 1.0, 1.5),
-        ("worker 0", "spot_train", 1.5, 2.0),
-        ("worker 1", "decode", 0.0, 2.0),
-        ("worker 10", "decode", 0.0, 2.0),
-        ("trainer", "train", 2.0, 3.0),
-    ]
-
-
-def test_the_trainers_lane_comes_from_steps_behind_the_rollout():
-    steps = pd.DataFrame(
-        {"rl_step": [0], "t_start": 0.0, "policy_version": 0, "reward_s": 0.25, "train_s": 1.0, "sync_s": 0.5}
-    )
-    assert [row for row in rows(recorded(steps=steps)) if row[0] == "trainer"] == [
-        ("trainer", "reward", 2.0, 2.25),
-        ("trainer", "train", 2.25, 3.25),
-        ("trainer", "weight_sync", 3.25, 3.75),
-    ]
-
-
 def test_all_rl_steps_lie_one_after_the_other():
-    starts = {row[2] for row in rows(recorded(1, num_steps=3), "all")}
-    assert starts == {0.0, 1.0, 3.0}
-    steps = pd.DataFrame({"rl_step": [0, 1, 2], "t_start": [0.0, 10.0, 20.0], "policy_version": 0})
-    assert {row[2] for row in rows(recorded(1, num_steps=3, steps=steps), "all")} == {0.0, 10.0, 20.0}
+    assert set(lanes(recorded(1, num_steps=3), "all").iloc[:, 2]) == {0.0, 1.0, 3.0}
+    known = steps(rl_step=[0, 1, 2], t_start=[0.0, 10.0, 20.0])
+    assert set(lanes(recorded(1, num_steps=3, steps=known), "all").iloc[:, 2]) == {0.0, 10.0, 20.0}
 
 
 def test_a_trace_without_times_cannot_be_drawn():
-    with refused(TraceError):
-        timeline(log_normal(prompts=2, rl_steps=1))
-    with refused(TraceError):
-        timeline(log_normal(prompts=2, rl_steps=1), rl_step=0)
+    for asked in ({}, {"rl_step": 0}):
+        with refused(TraceError):
+            timeline(log_normal(prompts=2, rl_steps=1), **asked)
 
 
-def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_idle():
+def test_the_picture_has_a_lane_per_worker():
     figure = timeline(recorded(4))
     above, below = figure.axes
     assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(4)]
@@ -132,14 +119,6 @@ def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_idle():
     assert above.get_xlim() == below.get_xlim() == (0.0, 4.0)
     assert [text.get_text() for text in above.child_axes[0].texts] == ["75 %", "50 %", "25 %", "0 %"]
     assert metrics.worker_bubbles(recorded(4)) == {"worker 0": 0.75, "worker 1": 0.5, "worker 2": 0.25, "worker 3": 0.0}
-
-
-def test_two_traces_share_the_time_axis():
-    figure = timeline(recorded(2), compare=SimpleNamespace(trace=recorded(4, name="other")), title="mine")
-    assert len(figure.axes) == 4
-    assert {axes.get_xlim() for axes in figure.axes} == {(0.0, 4.0)}
-    assert figure.axes[0].get_title(loc="left").startswith("mine")
-    assert figure.axes[2].get_title(loc="left").startswith("other (recorded)")
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
@@ -154,16 +133,19 @@ def test_the_picture_is_written_and_the_same_each_time(tmp_path, suffix, magic):
 
 
 def test_rl_steps_of_two_traces_start_at_the_same_place():
-    late = pd.DataFrame({"rl_step": [0, 1, 2], "t_start": [0.5, 10.0, 20.0], "policy_version": 0})
+    late = steps(rl_step=[0, 1, 2], t_start=[0.5, 10.0, 20.0])
     first, second = recorded(1, num_steps=3), recorded(2, num_steps=3, steps=late, name="other")
     assert aligned_offsets(first, second) == {0: 0.0, 1: 2.0, 2: 5.0}
-    figure = timeline(first, compare=second, rl_step="all")
+    figure = timeline(first, compare=SimpleNamespace(trace=second), rl_step="all", title="mine")
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1, "they share the axis of time"
+    assert figure.axes[0].get_title(loc="left").startswith("mine")
+    assert figure.axes[2].get_title(loc="left").startswith("other (recorded)")
     starts = [[text.get_position()[0] for text in axes.texts] for axes in (figure.axes[1], figure.axes[3])]
     assert starts == [[0.0, 2.0, 5.0]] * 2
     assert "same place in both" in figure.axes[-1].get_xlabel()
 
 
-def test_the_default_is_the_rl_step_of_median_rollout_time_that_both_traces_have():
+def test_the_default_is_the_median_rl_step():
     longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
     assert (median_step(longer), median_step(longer, shorter)) == (1, 0)
     assert "RL step 1" in timeline(longer).axes[0].get_title(loc="left")
@@ -173,9 +155,8 @@ def test_the_default_is_the_rl_step_of_median_rollout_time_that_both_traces_have
         timeline(longer.select([1]), compare=shorter)
 
 
-def test_the_title_names_the_trace_and_the_policy_where_they_have_a_name():
-    steps = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.0, 2.0], "policy_version": 0, "policy": ["none", "tuned"]})
-    trace = recorded(num_steps=2, steps=steps)
+def test_the_title_names_trace_and_policy():
+    trace = recorded(num_steps=2, steps=steps(rl_step=[0, 1], t_start=[0.0, 2.0], policy=["none", "tuned"]))
     titles = [timeline(trace, rl_step=which).axes[0].get_title(loc="left") for which in (1, "all")]
     assert [title.split(":")[0] for title in titles] == ["small (recorded, tuned)", "small (recorded)"]
     trace = recorded(name=None)
@@ -191,10 +172,8 @@ def test_sixty_four_workers_keep_their_lanes_and_some_names():
 
 
 def test_rollouts_alone_have_no_trainer_and_follow_each_other():
-    steps = pd.DataFrame(
-        {"rl_step": [0, 1], "t_start": [0.0, 9.0], "policy_version": 0, "rollout_s": [1.0, 2.0], "train_s": 5.0}
-    )
-    trace = recorded(1, num_steps=2, steps=steps)
+    known = steps(rl_step=[0, 1], t_start=[0.0, 9.0], rollout_s=[1.0, 2.0], train_s=5.0)
+    trace = recorded(1, num_steps=2, steps=known)
     assert set(lanes(trace, "all")["lane"]) == {"worker 0", "trainer"}
     figure = timeline(trace, rl_step="all", rollout_only=True)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0"]
@@ -221,12 +200,7 @@ def test_kinds_that_meet_on_a_lane_keep_apart_in_grey(meet):
     assert apart.min() > 0.06
 
 
-def test_another_format_is_refused():
-    with refused(ConfigError):
-        timeline(recorded(), out="picture.gif")
-
-
-def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
+def test_perfetto_has_tracks_slices_and_a_counter():
     events = to_perfetto(recorded())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names.values()) == {"RL steps", "worker 0", "worker 1"}
@@ -241,8 +215,8 @@ def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
     assert counter == [(0.0, 2), (1e6, 1), (2e6, 0)]
 
 
-def test_two_traces_in_a_perfetto_file_are_two_processes_whose_rl_steps_start_together(tmp_path):
-    late = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.5, 10.0], "policy_version": 0})
+def test_two_traces_are_two_perfetto_processes(tmp_path):
+    late = steps(rl_step=[0, 1], t_start=[0.5, 10.0])
     second = SimpleNamespace(trace=recorded(3, num_steps=2, steps=late, name="other"))
     path = write_perfetto(tmp_path / "new" / "t.json", recorded(num_steps=2), second)
     events = json.loads(path.read_text())["traceEvents"]
@@ -279,11 +253,7 @@ def test_perfetto_files_keep_to_the_trace_event_format(tmp_path, kind):
 
 
 def test_iterations_are_slices_with_arguments():
-    table = pd.DataFrame(
-        {"rl_step": 0, "worker": [0], "iteration": 0, "t_start": 0.5, "duration": 0.25, "batch": 3, "context_tokens": 1,
-         "prefill_tokens": 0, "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5, "num_drafted": 12,
-         "num_accepted": 6, "num_generated": 9}
-    )  # fmt: skip
+    table = iterations(t_start=0.5, duration=0.25, batch=3, draft_depth=4, num_drafted=12, num_accepted=6)
     found = [e for e in to_perfetto(recorded(iterations=table))["traceEvents"] if e["name"] == "iteration"]
     assert [(e["ts"], e["dur"], e["args"]["batch"], e["args"]["num_accepted"]) for e in found] == [(5e5, 2.5e5, 3, 6)]
     json.dumps(found)

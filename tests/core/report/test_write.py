@@ -82,7 +82,7 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
 
 
-def test_how_old_what_is_trained_on_is_and_what_is_dropped_is_told_by_rl_step():
+def test_off_policy_training_is_told_by_rl_step():
     trace = read(TINY)
     assert isinstance(off_policy_part(trace), Absent)
     num = len(trace.steps)
@@ -118,7 +118,7 @@ def parsed(text):
     return links
 
 
-def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
+def test_a_run_says_which_parts_are_left_out(page, made):
     titles = [section.title for section in made.sections]
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "A few responses", "Predicted against measured", "Findings", "Events",
@@ -129,7 +129,7 @@ def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     assert "0.32.0" in text
 
 
-def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(page):
+def test_the_page_asks_for_nothing_outside_itself(page):
     text = page.read_text()
     links = parsed(text)
     assert all(link.startswith(("data:image/", "#")) for link in links.found)
@@ -146,7 +146,7 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(
     assert page.stat().st_size < 1.5e6
 
 
-def test_the_verdict_comes_first_and_a_slider_has_a_timeline_for_each_of_some_rl_steps(page, made):
+def test_the_verdict_comes_before_a_slider_of_timelines(page, made):
     text = page.read_text()
     assert made.verdict.startswith("Workers were idle for ")
     assert text.index("Workers were idle for ") < text.index("<dl class=") < text.index("<h2")
@@ -218,7 +218,7 @@ def test_responses_are_marked_where_a_draft_was_kept(tmp_path):
     assert "token ids are shown" in part.blocks[0].text.lower()
 
 
-def test_the_beginning_of_a_long_response_is_shown_in_its_own_words(tmp_path):
+def test_a_long_response_begins_in_its_own_words(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     (tmp_path / "model").mkdir()
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
@@ -239,7 +239,7 @@ def test_lengths_alone_make_a_page(tmp_path):
     assert "has no times" in reasons["RL steps"]
 
 
-def test_accept_length_is_one_plus_accepted_over_drafts_by_strategies_named_shortly():
+def test_accept_length_is_one_plus_accepted_over_drafts():
     trace = read(TINY)
     part = acceptance_part(trace)
     assert isinstance(part, Section)
@@ -287,7 +287,7 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
     assert "a prediction, not a measurement" in text
 
 
-def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_path):
+def test_whole_rl_steps_decide_which_system_is_fastest(tmp_path):
     base = {"makespan_s": 2.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0, "regret": 0.2, "lossless": True}
     step = {"step_s": 3.0, "step_ratio": 1.0, "step_ratio_low": 1.0, "step_ratio_high": 1.0}
     rollouts_only = base | {"makespan_s": 1.0, "ratio": 0.5} | step | {"step_s": 4.0, "step_ratio": 4 / 3}
@@ -298,7 +298,7 @@ def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_
     assert "tlt is fastest: 0.900 times the RL step time of verl, 95 % interval 0.800 to 0.950." in text
 
 
-def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tmp_path, command):
+def test_an_experiments_folder_is_shown_with_its_picture(tmp_path, command):
     told = {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "off it is", "prediction": False,
             "settings": {"rounds": 3}, "notes": [], "command": "tltlab experiment baseline rounds=3",
             "versions": {"vllm": "0.32.0"}}  # fmt: skip
@@ -318,25 +318,14 @@ def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tm
     assert "0.32.0" in text
 
 
-def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
-    trace = read(TINY).select([0])
-    for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
-        part = verify_part(tmp_path, trace, {"verify": {"steps": steps, "median_error": 0.1}}, compute=True)
-        assert isinstance(part, Absent)
-        assert "summary.json" in part.reason
-
-
-def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, command):
+def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
     (tmp_path / "empty").mkdir()
-    write_json(tmp_path / "other.json", {"makespan_s": 1.0})
-    write_json(tmp_path / "policy.json", {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}})
-    write_json(tmp_path / "broken.json", {"policies": [{"policy": "a"}]})
-    (tmp_path / "list.json").write_text("[]")
-    for key in ("systems", "policies", "candidates"):
-        write_json(tmp_path / f"no-{key}.json", {key: []})
-    write_json(tmp_path / "no-rows.json", {"rows": [], "verdict": "v"})
-    for name in ("empty", "nowhere", "other.json", "policy.json", "broken.json", "list.json", "no-systems.json",
-                 "no-policies.json", "no-candidates.json", "no-rows.json"):  # fmt: skip
+    policy = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}}
+    empty = [{key: []} for key in ("systems", "policies", "candidates")]
+    wrong = [{"makespan_s": 1.0}, policy, {"policies": [{"policy": "a"}]}, [], {"rows": [], "verdict": "v"}, *empty]
+    for n, value in enumerate(wrong):
+        write_json(tmp_path / f"{n}.json", value)
+    for name in ("empty", "nowhere", *(f"{n}.json" for n in range(len(wrong)))):
         for out in ((), ("--out", tmp_path / "x.html")):
             code, _, err = command("report", tmp_path / name, *out)
             assert code == 2
@@ -345,7 +334,7 @@ def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_p
     assert "--out tiny.html" in command("report", TINY)[2], "a trace outside a RUN wants a place for its page"
 
 
-def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, page, command):
+def test_the_command_writes_the_same_bytes(run, page, command):
     """Predictions are in the run's summary, so nothing is left to `--no-verify`."""
     code, out, _ = command("report", run, "--no-verify", "--json")
     assert code == 0
@@ -356,13 +345,17 @@ def test_the_command_says_what_it_wrote_which_is_the_same_bytes_each_time(run, p
     assert "CUDA graphs" in told["left_out"]
 
 
-def test_without_a_summary_predictions_are_computed_or_left_out(tmp_path):
+def test_predictions_are_read_computed_or_left_out(tmp_path):
     trace = read(TINY).select([0, 1, 2])
     absent = Absent(title="Predicted against measured", reason="left out by --no-verify")
     assert verify_part(tmp_path, trace, {}, compute=False) == absent
     computed = verify_part(trace.write(tmp_path / "trace"), trace, {}, compute=True)
     assert isinstance(computed, Section)
     assert computed.title == "Predicted against measured"
+    for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
+        part = verify_part(tmp_path, trace, {"verify": {"steps": steps, "median_error": 0.1}}, compute=True)
+        assert isinstance(part, Absent), "a summary that tltlab did not write"
+        assert "summary.json" in part.reason
 
 
 def test_commands_are_told_as_a_shell_takes_them():
@@ -421,7 +414,7 @@ def test_a_chart_knows_what_it_says_where(tmp_path):
     assert len(point["x"]) == len(point["y"]) == 1
 
 
-def test_the_eleventh_group_of_points_does_not_look_like_the_first():
+def test_twelve_groups_of_points_look_apart():
     names = [f"policy {i}" for i in range(12)]
     figure = scatter_identity(range(12), range(12), xlabel="m", ylabel="p", title="t", labels=names)
     looks = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if line.get_marker() != "None"}
