@@ -82,16 +82,16 @@ def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     assert 1.0 < found.chosen.rl_step.estimate < found.chosen.rollout.estimate
     by_accept = [s.rollout.estimate for s in found.speed_ups]
     assert by_accept == sorted(by_accept)
-    assert f"{found.chosen.rollout.estimate:.2f}x [" in found.verdict
-    assert "at 50 %" in found.verdict
-    assert "at 85 %" in found.verdict
-    share = found.rollout_share
-    assert f"the rollout is {100 * share:.0f} % of the RL step" in found.verdict
-    assert f"more than {1 / (1 - share):.1f}x" in found.verdict
     assert machine.costs.evidence is not None
-    error = machine.costs.evidence.speedup_error()
-    assert found.speedup_error == pytest.approx(error)
-    assert f"Nine in ten such speed-ups are off by less than {100 * error:.0f} %" in found.verdict
+    assert found.speedup_error == pytest.approx(machine.costs.evidence.speedup_error())
+    speed_up, share = found.chosen.rollout.estimate, found.rollout_share
+    figures = (
+        f"{speed_up:.2f}x",
+        f"{100 * share:.0f} %",
+        f"{1 / (1 - share):.1f}x",
+        f"{100 * found.speedup_error:.0f} %",
+    )
+    assert all(figure in found.verdict for figure in figures)
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 12])
@@ -107,23 +107,17 @@ def test_the_verdict_is_a_row_of_its_table(num_steps: int):
 
 
 def test_what_nobody_can_draft_for_is_not_promised():
-    found = what_if([300] * 40, accept=0.02, **FAST)
-    assert "would not make the rollout faster" in found.verdict
-    assert "no interval" not in found.verdict
-    assert "Nine in ten" not in found.verdict, "there is no speed-up to be off"
-    assert not any(row.strategy.speculates for row in found.drafting)
-    assert "(one RL step, no interval)" in what_if([300] * 40, accept=0.9, **FAST).verdict
+    assert not any(row.strategy.speculates for row in what_if([300] * 40, accept=0.02, **FAST).drafting)
 
 
 def test_a_recorded_trace_brings_costs_and_acceptance_of_its_own():
     found = what_if("traces/tiny", **FAST)
     assert found.chosen.accept is None
     assert found.chosen.rl_step is None
-    assert "as many drafted tokens accepted as were recorded" in found.verdict
     assert found.workers == tltlab.read("traces/tiny").manifest.num_workers
 
 
-def test_training_the_drafter_is_told_where_the_trace_knows_how_acceptance_depends_on_it(tmp_path: Path):
+def test_training_the_drafter_is_told_where_the_trace_knows(tmp_path: Path):
     base, half = GeometricAcceptance(alpha=0.8), Freshness(untrained=0.5, floor=0.5)
     trace = tltlab.read(FRAME).write(tmp_path / "trace")
     FreshAcceptance(base=base, freshness=half).write(trace / "acceptance.json")
@@ -139,7 +133,7 @@ def test_training_the_drafter_is_told_where_the_trace_knows_how_acceptance_depen
     assert stale.json()["drafter_training"] is None
 
 
-def test_a_recorded_drafter_of_two_ages_tells_what_training_brought(capsys, tmp_path: Path):
+def test_a_recorded_drafter_s_ages_tell_what_training_brought(capsys, tmp_path: Path):
     asked = ("what-if", "traces/h100-smoke", "--accept", "0.5", "--systems", "verl")
     code, out, _ = typed(capsys, *asked, "--json", "--out", tmp_path / "answer.html")
     known = json.loads(out)["drafter_training"]
@@ -171,20 +165,15 @@ def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
     assert mine.stages.train == known.stages.train
 
 
-def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, capsys):
+def test_the_command_answers_in_json_and_as_a_page(tmp_path: Path, capsys):
     path = files(tmp_path)["lengths.csv"]
-    code, out, err = typed(capsys, "what-if", path, "--systems", "verl,vllm-dynamic", "--out", tmp_path / "answer.html")
+    code, _, err = typed(capsys, "what-if", path, "--systems", "verl,vllm-dynamic", "--out", tmp_path / "answer.html")
     assert code == 0, err
-    assert out.startswith("Speculation would make the rollout ")
-    told = [line.split(":")[0] for line in err.splitlines() if line.startswith("stage ")]
-    assert told == [f"stage {n} of {len(told)}" for n in range(1, len(told) + 1)]
-    assert "ignored       note" in out
     page = (tmp_path / "answer.html").read_text()
     code, text, _ = typed(capsys, "what-if", path, "--systems", "verl,vllm-dynamic", "--json")
     result = json.loads(text)
     assert code == 0
     assert result["verdict"] in page
-    assert "<h1>What speculation would bring</h1>" in page
     assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
     assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g} (" in page
     assert set(result["speedup"]["rollout"]) == {"mean", "low", "high"}
@@ -199,15 +188,15 @@ def test_the_command_says_it_in_words_in_json_and_as_a_page(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--gpus", "8xZ1"], "unknown GPU 'Z1': known are H100"),
-        (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "needs 131 GiB for its weights"),
-        (["--tp", "3"], "no whole number of workers of 3 GPUs"),
-        (["--accept", "70"], "a chance between 0 and 1"),
-        (["--out", "x.doc"], "ends in .html, .png, .svg or .json"),
-        (["--column", "words"], "no column 'words'; there are: step, group"),
+        (["--gpus", "8xZ1"], "'Z1'"),
+        (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "131 GiB"),
+        (["--tp", "3"], "3 GPUs"),
+        (["--accept", "70"], "70"),
+        (["--out", "x.doc"], ".html, .png, .svg or .json"),
+        (["--column", "words"], "'words'"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(tmp_path: Path, capsys, options: list[str], said: str):
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, capsys, options: list[str], said: str):
     code, out, err = typed(capsys, "what-if", files(tmp_path)["lengths.csv"], *options)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
@@ -215,7 +204,6 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, capsys, options: list[str
 
 def test_a_result_in_a_notebook():
     found = what_if(LENGTHS, **FAST)
-    assert repr(found) == f"<WhatIf: {found.verdict}>"
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
     assert len(found.plot().axes) == 2

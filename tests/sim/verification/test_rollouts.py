@@ -22,7 +22,7 @@ from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
-from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
+from tltlab.sim.verification.rollouts import _measured, drawn_lengths, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
@@ -78,7 +78,7 @@ def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     assert verify(record(tmp_path, made, policy), samples=2).median_error < 0.09
 
 
-def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompts_were_as_new(tmp_path: Path):
+def test_drafters_that_remember_are_fitted_on_prompts_as_new(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=6, median=100, sigma=0.7, cap=400, workers=2)
     epoch = (source.workload["rl_step"] >= 3).astype(np.int32)
     source = source.replace(workload=source.workload.assign(epoch=epoch))
@@ -96,7 +96,7 @@ def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompt
     assert worst["das"] < 0.1 < worst["seer"]
 
 
-def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_was_prefilled(tmp_path: Path):
+def test_turns_come_back_and_prefixes_are_what_was_prefilled(tmp_path: Path):
     tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
     lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
     source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
@@ -110,7 +110,7 @@ def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_wa
     assert found["kept"].rows["measured_s"].sum() < found["recomputed"].rows["measured_s"].sum()
 
 
-def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_iterations(tmp_path: Path):
+def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
     late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
@@ -132,7 +132,6 @@ def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_i
     assert found.scaled_worst_error is not None
     assert found.scaled_worst_error < 0.13 < 0.25 < found.worst_error
     assert found.json()["scaled_raw_median_error"] == found.median_error
-    assert "scaled by the speed of each step's own plain iterations (3 of 3 steps" in text(found)
 
 
 def test_without_plain_iterations_no_prediction_is_scaled(run: Path):
@@ -140,7 +139,6 @@ def test_without_plain_iterations_no_prediction_is_scaled(run: Path):
     assert np.isnan(found.rows["plain_time_ratio"].iloc[0])
     assert (found.scaled_steps, found.scaled_median_error) == (0, None)
     assert found.json()["steps"][0]["scaled_s"] is None
-    assert "scaled by" not in text(found)
 
 
 def test_a_step_is_never_fitted_on_itself(run: Path):
@@ -157,7 +155,7 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
     found = verify(tmp_path / "run", rl_steps=[0])
     assert found.repeat_bias == pytest.approx(-0.1)
     assert found.repeat_spread == pytest.approx(0.03 / 0.9)
-    assert "second run" in text(found)
+    assert f"{found.repeat_spread:.1%}" in text(found)
 
 
 def test_drawn_lengths_come_from_history_and_respect_the_cap():
@@ -187,10 +185,6 @@ def test_bad_input_is_a_sentence(run: Path, tmp_path: Path):
         policies_in_force(read(tmp_path / "bare"))
 
 
-def test_nearest_steps_are_the_neighbours():
-    assert nearest([0, 1, 2, 5, 6], 5, 2) == [2, 6]
-
-
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
@@ -208,7 +202,7 @@ def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str
         verify(tmp_path / "run", rl_steps=[2], samples=1)
 
 
-def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(run, tmp_path, monkeypatch):
+def test_costs_of_an_older_run_are_looked_for_from_it_on(run, tmp_path, monkeypatch):
     read(run / "trace").write(tmp_path / "runs" / "first" / "trace")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
@@ -291,14 +285,13 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return make
 
 
-def test_a_class_that_a_run_names_is_imported_only_when_that_is_allowed(
+def test_a_run_s_class_is_imported_only_when_allowed(
     foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     path, before = foreign("own_policy:Mine"), list(sys.path)
     code, out, err = typed(capsys, "verify", path, "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "own_policy:Mine, a class of the run's own" in err
-    assert "--allow-code own_policy" in err
+    assert {"own_policy:Mine,", "own_policy"} <= set(err.split())
     assert typed(capsys, "verify", path, "--allow-code", "own_polic")[0] == 2
 
     code, out, _ = typed(capsys, "report", path, "--json")
@@ -319,6 +312,6 @@ def test_a_module_of_python_is_never_imported_for_a_policy(
     path = foreign("this:Zen")
     code, out, err = typed(capsys, "verify", path, "--allow-code", "this")
     assert (code, out) == (2, "")
-    assert "policy this:Zen: this is a module of Python itself" in err
+    assert "this:Zen" in err
     assert typed(capsys, "simulate", path, "--policy", "this:Zen")[0] == 2
     assert "this" not in sys.modules
