@@ -159,11 +159,8 @@ def test_a_streaming_trainer_takes_groups_as_they_finish():
 @pytest.mark.parametrize(("reward_s", "begins_s"), [(0.0, 1.0), (0.75, 2.0)])
 def test_a_slower_trainer_never_waits_between_groups(reward_s: float, begins_s: float):
     """Groups whole at 1 s and 2 s, graded 0.75 s a response one after the other: the first one's are at 2 s."""
-    simulated, costs = (
-        groups_of(0.5, 1.0, 1.5, 2.0),
-        STREAM.model_copy(update={"reward": RewardCosts(per_response_s=reward_s)}),
-    )
-    streamed = run_steps(simulated, costs, topology=Separate(), streamed=True)
+    costs = STREAM.model_copy(update={"reward": RewardCosts(per_response_s=reward_s)})
+    streamed = run_steps(groups_of(0.5, 1.0, 1.5, 2.0), costs, topology=Separate(), streamed=True)
     assert streamed.step_s == pytest.approx(begins_s + 9 + 0.25)
 
 

@@ -55,11 +55,6 @@ def test_spot_training_does_not_change_the_rollout_beside_it():
     assert found["updates"] > 0
     assert 0 < found["used_share"] <= 1
     assert alone.summary["spot_training"] is None
-    spans = beside.trace.spans
-    assert spans is not None
-    lanes = spans[spans["lane"].str.startswith("worker")].sort_values("t_start", kind="stable")
-    for _, lane in lanes.groupby(["rl_step", "lane"]):
-        assert (lane["t_start"].diff() >= lane["duration"].shift() - 1e-9)[1:].all(), "two things at a time"
     assert alone.summary["bubble_fraction"] == pytest.approx(beside.summary["bubble_fraction"])
 
 
