@@ -57,10 +57,12 @@ def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFr
     assert set(found.index) == set(SYSTEMS)
     assert not any(found["defaults"])
     assert not found.attrs["ranges"]
+    # What goes to another process is pickled.
+    sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, load_acceptance("geometric:0.7")))) for n, s in SYSTEMS.items()}
     plain = {n: s for n, s in SYSTEMS.items() if s.same_work and s.placement == "contiguous" and not s.max_staleness}
     assert len(plain) >= 10
     for name, system in plain.items():
-        bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
+        bound = sent[name]
         workers = 2 if name == "open-r1" else 4
         how = ALIKE | {"acceptance": bound.acceptance, "workers": workers, "admission": system.admission}
         alone = simulate(trace, bound.policy, **how)
@@ -143,18 +145,6 @@ def test_no_system_beats_the_clairvoyant_bound(trace: Trace, mode: str, model_fr
     # One bound for all: regrets differ as makespans do.
     bounds = table["makespan_s"] / (1 + table["regret"].astype(float))
     assert np.ptp(bounds) < 1e-9
-
-
-def test_a_system_can_be_sent_to_another_process():
-    trace = log_normal(prompts=2, group_size=2, rl_steps=1, median=50, cap=200, workers=2)
-    for system in SYSTEMS.values():
-        bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
-        sent = pickle.loads(pickle.dumps(bound))
-        here, there = (
-            simulate_system(trace, one, costs=COSTS, workers=2, decision_block=8).result.makespan_s
-            for one in (bound, sent)
-        )
-        assert here == there
 
 
 def test_repeats_are_averaged_seed_by_seed(trace: Trace):
@@ -263,7 +253,6 @@ def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
     assert whole.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
     assert (whole["regret"].dropna() >= 0).all()
     table = replayed.acceptance
-    assert table is not None
     part = compare_systems(trace.replace(acceptance=table.iloc[1:]), "vllm-dynamic,tlt,das", **some)
     assert part.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
     assert all("that have it" in part.set_index("system").loc[name, "defaults"][0] for name in ("tlt", "das"))
@@ -314,7 +303,7 @@ def test_one_worker_cannot_be_split(trace: Trace):
     assert rows.loc["open-r1", "makespan_s"] == rows.loc["verl", "makespan_s"]
 
 
-def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
     out = tmp_path / "systems.json"
     options = ("--systems", "all", "--stages", "cpu-small", "--rl-steps", "0:2", "--no-ranges")
     code, shown, _ = typed(capsys, "compare", TINY, *options, "--out", out, "--json")
@@ -358,7 +347,7 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys: pytest
         ["simulate", "--system", "das", "--acceptance", "tlt-qwen2.5-32b"],
     ],
 )
-def test_what_does_not_fit_together_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]):
+def test_what_does_not_fit_together_is_refused(argv: list[str], capsys):
     command, *options = argv
     code, shown, said = typed(capsys, command, TINY, *options)
     assert code == 2
@@ -366,7 +355,7 @@ def test_what_does_not_fit_together_is_refused(argv: list[str], capsys: pytest.C
     assert len(said.splitlines()) == 1
 
 
-def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys):
     plain = json.loads(typed(capsys, "simulate", TINY, "--policy", "none", "--json")[1])
     verl = json.loads(typed(capsys, "simulate", TINY, "--system", "verl", "--json")[1])
     assert set(verl) - set(plain) == {"system", "assumptions"}

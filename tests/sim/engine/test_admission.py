@@ -134,7 +134,6 @@ def test_dropping_stale_groups_starves_long_responses(trace: Trace):
     drop, hold = (result.summary["asynchronous"] for result in results)
     for result in results:
         steps = result.trace.steps
-        assert steps is not None
         assert steps["length_bias"].iloc[-1] == pytest.approx(result.summary["asynchronous"]["length_bias"])
         assert ((steps["staleness"] > 0) == (steps["off_policy_share"] > 0)).all()
     assert drop["staleness_max"] <= 1
@@ -153,9 +152,7 @@ def test_a_staleness_bound_of_zero_is_synchronous():
             asynchronous(**wrong)
 
 
-def test_the_command_says_how_stale_and_how_biased_training_is(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_says_how_stale_and_how_biased_training_is(trace: Trace, tmp_path: Path, capsys):
     folder = trace.write(tmp_path / "trace")
     for staleness, keys in ((0, None), (2, {"length_bias", "staleness_mean", "staleness_max", "off_policy_share"})):
         command(trace=folder, staleness=staleness, stale="drop", as_json=True)

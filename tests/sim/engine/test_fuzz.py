@@ -158,15 +158,12 @@ def cases(
 
 def stays_above_its_bound(result: SimResult) -> None:
     bounds_s = result.bounds_s()
-    assert bounds_s is not None
     for rollout, bound_s in zip(result.rollouts, bounds_s, strict=True):
         assert bound_s <= rollout.makespan_s * (1 + 1e-9)
 
 
 def spans_and_iterations_add_up(case: Case, policy: Policy, result: SimResult) -> None:
     trace, rollout = result.trace, result.rollouts[0]
-    assert trace.spans is not None
-    assert trace.iterations is not None
     close = max(1.0, rollout.makespan_s) * 1e-9
     for worker, end_s in enumerate(rollout.worker_end_s):
         spans = trace.spans[trace.spans["lane"] == f"worker {worker}"].sort_values("t_start", kind="stable")
@@ -189,6 +186,7 @@ def spans_and_iterations_add_up(case: Case, policy: Policy, result: SimResult) -
     assert wanted - 1e-3 <= made < wanted + (deepest + 1) * len(rollout.requests)
     if not deepest:
         assert made == pytest.approx(wanted)
+    assert trace.iterations["num_generated"].sum() == pytest.approx(made, abs=len(rollout.logs))
     prefilled = sum(float(log.columns.prefill_tokens.sum()) for log in rollout.logs)
     if case.costs.kv_capacity_tokens is None:
         assert prefilled == pytest.approx(rollout.requests.prompts.sum())
@@ -197,8 +195,6 @@ def spans_and_iterations_add_up(case: Case, policy: Policy, result: SimResult) -
 def is_the_same(one: Trace, other: Trace) -> None:
     for name in ("outcomes", "spans", "iterations", "decisions"):
         first, second = one.table(name), other.table(name)
-        assert first is not None
-        assert second is not None
         assert first.equals(second), name
 
 
@@ -283,11 +279,9 @@ def test_a_switch_into_speculation_is_paid_once():
     how = {"acceptance": "geometric:0.6", "record_iterations": True}
     quick, paid = (simulate(trace, TABLE, costs=c, **how) for c in (COSTS, slow))
     iterations = paid.trace.iterations
-    assert iterations is not None
     before = int((iterations["drafter"] != "none").argmax())
     # Until then no drafter is loaded, and plain decoding pays nothing for one.
     assert 0 < before < len(iterations)
     assert paid.makespan_s == pytest.approx(quick.makespan_s + 3.0 - before * COSTS.need("sd_idle_s"))
     spans = paid.trace.spans
-    assert spans is not None
     assert spans.loc[spans["kind"] == "switch", "duration"].tolist() == [3.0]

@@ -82,7 +82,6 @@ def test_it_joins_the_batch_at_the_iteration_after_its_tool(mode: str, policy: s
     result = simulate(trace, policy, record_iterations=True, **settings)
     assert result.trace.outcomes["t_finish"].tolist() == pytest.approx([4.0, 9.0, 20.0])
     iterations = result.trace.iterations
-    assert iterations is not None
     assert iterations["batch"].tolist() == [2] * 4 + [1] * 3 + [2] * 2 + [1] * 11
     assert iterations["t_start"].tolist() == pytest.approx(list(range(20)))
 
@@ -126,7 +125,6 @@ def test_what_is_cached_goes_where_running_requests_need_the_room():
 def test_a_turn_that_is_cut_is_the_last(cut: Callable[[Trace], Requests]):
     step = cut(trace_of(CALL, [(20, 3, 0.0), (25, 5, 1.0)]))
     assert step.response_tokens == [4, 3, 4]
-    assert step.turns is not None
     assert (step.turns.after, step.turns.first) == ([-1, 2, -1], [0, 1])
 
 
@@ -183,7 +181,7 @@ def test_no_policy_undercuts_the_bound_and_all_tokens_come(drawn: Trace, mode: s
         assert (waits[order["turn"] > 0] > -1e-9).all()
 
 
-def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys):
     def run(*args: object) -> str:
         code, shown, _ = typed(capsys, *args)
         assert code == 0
@@ -233,7 +231,6 @@ def simulate_one(step: Requests) -> float:
     selector = load_policy("none").build(np.random.default_rng(0))
     simulator = RolloutSimulator(costs=SECOND, selectors=[selector])
     simulator.prepare(Regimes((NO_SPECULATION,), SECOND, None), FluidBatch)
-    assert step.turns is not None
     return simulator.rollout(step, [step.turns.first]).makespan_s
 
 
@@ -268,5 +265,4 @@ def test_a_step_that_ends_during_a_tool_call_goes_on_behind_it():
         assert again.jobs[0] is work.jobs[1]
         assert again.requests.response_tokens[: len(left)] == left
         assert again.requests.prompt_tokens[0] == prompt
-        assert again.requests.turns is not None
         assert again.requests.turns.tool_s[0] == 0.0

@@ -133,7 +133,7 @@ def test_what_cannot_be_swept_is_refused(axes: dict, policies: str, naming: tupl
         tltlab.sweep(FRAME, axes, policies, CONFIG)
 
 
-def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path, capsys):
     FRAME.to_csv(tmp_path / "lengths.csv", index=False)
     asked = ("sweep", tmp_path / "lengths.csv", "--workers", "1,2", "--acceptance", "0.8", "--costs", "cpu-small")
     asked = (*asked, "--policies", "ngram:4")

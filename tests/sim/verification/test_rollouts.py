@@ -65,7 +65,6 @@ def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     few = COSTS.model_copy(update={"max_num_seqs": 5})
     made = simulate(source, "none", costs=few, record_iterations=True).trace
     found = verify(record(tmp_path, made, "none"), samples=1)
-    assert made.iterations is not None
     assert made.iterations["batch"].max() == 5
     assert found.rows["error"].abs().max() < 0.01
 
@@ -116,8 +115,6 @@ def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
     made = simulate(source, late, **SAMPLED).trace
     iterations, steps = made.iterations, made.steps
-    assert iterations is not None
-    assert steps is not None
     for rows, names in ((iterations, ("duration", "draft_duration", "t_start")), (steps, ("rollout_s",))):
         for name in names:
             rows[name] = rows[name] * rows["rl_step"].map(slowness)
@@ -129,7 +126,6 @@ def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
         rows.loc[2, "predicted_s"] * rows.loc[2, "plain_time_ratio"], rel=0.01
     )
     assert found.scaled_steps == 3
-    assert found.scaled_worst_error is not None
     assert found.scaled_worst_error < 0.13 < 0.25 < found.worst_error
     assert found.json()["scaled_raw_median_error"] == found.median_error
 
@@ -166,7 +162,7 @@ def test_drawn_lengths_come_from_history_and_respect_the_cap():
     assert len(drawn) == len(step.outcomes)
 
 
-def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys: pytest.CaptureFixture[str]):
+def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys):
     command(GCD, rl_steps="4:5", samples=1, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {"median_error", "worst_error", "repeat_spread", "steps"} <= found.keys()
@@ -219,7 +215,6 @@ def test_costs_of_an_older_run_are_looked_for_from_it_on(run, tmp_path, monkeypa
 def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
     trace = read(run / "trace")
     steps = trace.steps
-    assert steps is not None
     steps = steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))
     (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
     # Then it took from the first request to the last response's end, where these are known.
@@ -233,8 +228,6 @@ def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
 
 def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
     trace = read(run / "trace")
-    assert trace.steps is not None
-    assert trace.iterations is not None
     unnamed = trace.replace(steps=trace.steps.assign(policy=None))
     with refused(ConfigError):
         policies_in_force(unnamed)
@@ -245,7 +238,6 @@ def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
 def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
     trace = read(run / "trace")
     steps = trace.steps
-    assert steps is not None
     names = ["none", "none", "explore", "explore", "none", "none"]
     trace.replace(steps=steps.assign(policy=names)).write(tmp_path / "named")
     found = policies_in_force(read(tmp_path / "named"))
@@ -268,7 +260,7 @@ class Mine(Selector):
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def foreign(tmp_path: Path, monkeypatch) -> Callable[[str], Path]:
     """Makes a small RUN whose policies.json names a class; the current folder has the module `own_policy`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_policy", raising=False)
@@ -285,9 +277,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return make
 
 
-def test_a_run_s_class_is_imported_only_when_allowed(
-    foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_a_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Path], capsys, tmp_path: Path):
     path, before = foreign("own_policy:Mine"), list(sys.path)
     code, out, err = typed(capsys, "verify", path, "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -305,9 +295,7 @@ def test_a_run_s_class_is_imported_only_when_allowed(
     assert sys.path == before
 
 
-def test_a_module_of_python_is_never_imported_for_a_policy(
-    foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_module_of_python_is_never_imported_for_a_policy(foreign: Callable[[str], Path], capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "this", raising=False)
     path = foreign("this:Zen")
     code, out, err = typed(capsys, "verify", path, "--allow-code", "this")
