@@ -27,45 +27,25 @@ FRAME = pd.DataFrame(ROWS, columns=["step", "group", "prompt_len", "response_len
 FAST = {"systems": "verl,vllm-dynamic"}
 
 
-def files(folder: Path) -> dict[str, Path]:
-    """The same responses as five programs would have written them."""
-    FRAME.assign(note="x").to_csv(folder / "lengths.csv", index=False)
-    FRAME.to_csv(folder / "lengths.tsv", index=False, sep="\t")
-    FRAME.rename(columns={"group": "uid"}).to_json(folder / "lengths.jsonl", orient="records", lines=True)
-    FRAME.to_parquet(folder / "lengths.parquet")
-    (folder / "verl").mkdir()
-    for step, rows in FRAME.groupby("step"):
-        records = [
-            {"input": f"{r.group}", "output": "x", "score": 1.0, "step": step, "gts": "1",
-             "prompt_tokens": r.prompt_len, "response_tokens": r.response_length}
-            for r in rows.itertuples()
-        ]  # fmt: skip
-        (folder / "verl" / f"{step}.jsonl").write_text("\n".join(map(json.dumps, records)))
-    names = ("lengths.csv", "lengths.tsv", "lengths.jsonl", "lengths.parquet", "verl")
-    return {name: folder / name for name in names}
-
-
 @pytest.fixture(autouse=True)
 def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance that nobody asks for is only in the picture."""
     monkeypatch.setattr(questions, "_CURVE", ())
 
 
-def test_five_files_of_different_origin_have_one_answer(tmp_path: Path):
-    answers = {name: what_if(path, **FAST) for name, path in files(tmp_path).items()}
-    for name, found in answers.items():
-        assert len(found.trace.rl_steps) == 3, name
-        assert found.trace.outcomes["response_tokens"].tolist() == LENGTHS.ravel().tolist()
-        assert found.verdict == answers["lengths.csv"].verdict
-    assert answers["lengths.csv"].ignored == ["note"]
-    assert answers["lengths.csv"].used == {
-        "response_tokens": "response_length", "rl_step": "step", "prompt_id": "group", "prompt_tokens": "prompt_len",
-    }  # fmt: skip
-    groups = LENGTHS.shape[1] // 4
-    for name in ("lengths.tsv", "lengths.jsonl", "lengths.parquet"):
-        assert answers[name].used["prompt_id"] in ("group", "uid")
-        assert answers[name].trace.workload["prompt_id"].nunique() == groups
-    assert answers["verl"].ignored == ("output", "gts")
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    FRAME.assign(note="x").to_csv(tmp_path / "lengths.csv", index=False)
+    return tmp_path / "lengths.csv"
+
+
+def test_an_answer_tells_which_columns_it_used(lengths: Path):
+    found, same = what_if(lengths, **FAST), what_if(FRAME.rename(columns={"group": "uid"}), **FAST)
+    assert found.trace.outcomes["response_tokens"].tolist() == LENGTHS.ravel().tolist()
+    assert (len(found.trace.rl_steps), found.trace.workload["prompt_id"].nunique()) == (3, LENGTHS.shape[1] // 4)
+    assert (found.ignored, found.verdict) == (["note"], same.verdict)
+    used = {"response_tokens": "response_length", "rl_step": "step", "prompt_tokens": "prompt_len"}
+    assert (found.used, same.used) == (used | {"prompt_id": "group"}, used | {"prompt_id": "uid"})
 
 
 def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
@@ -163,14 +143,12 @@ def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
     assert mine.stages.train == known.stages.train
 
 
-def test_the_command_answers_in_json_and_as_a_page(tmp_path: Path, capsys):
-    path = files(tmp_path)["lengths.csv"]
-    code, _, err = typed(capsys, "what-if", path, "--systems", "verl,vllm-dynamic", "--out", tmp_path / "answer.html")
+def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path, capsys):
+    asked = ("what-if", lengths, "--systems", "verl,vllm-dynamic")
+    code, _, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")
     assert code == 0, err
     page = (tmp_path / "answer.html").read_text()
-    code, text, _ = typed(capsys, "what-if", path, "--systems", "verl,vllm-dynamic", "--json")
-    result = json.loads(text)
-    assert code == 0
+    result = json.loads(typed(capsys, *asked, "--json")[1])
     assert result["verdict"] in page
     assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
     assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g} (" in page
@@ -179,7 +157,7 @@ def test_the_command_answers_in_json_and_as_a_page(tmp_path: Path, capsys):
     assert result["columns"]["ignored"] == ["note"]
     assert result["distance"] == "measured together"
     assert {row["system"] for row in result["systems"]} == {"verdict-table", "vllm-dynamic", "verl"}
-    assert typed(capsys, "what-if", path, "--systems", "verl", "--out", tmp_path / "p.svg")[0] == 0
+    assert typed(capsys, "what-if", lengths, "--systems", "verl", "--out", tmp_path / "p.svg")[0] == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
@@ -194,8 +172,8 @@ def test_the_command_answers_in_json_and_as_a_page(tmp_path: Path, capsys):
         (["--column", "words"], "'words'"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(tmp_path: Path, capsys, options: list[str], said: str):
-    code, out, err = typed(capsys, "what-if", files(tmp_path)["lengths.csv"], *options)
+def test_what_cannot_be_asked_is_refused(lengths: Path, capsys, options: list[str], said: str):
+    code, out, err = typed(capsys, "what-if", lengths, *options)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
 

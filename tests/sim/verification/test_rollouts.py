@@ -57,7 +57,16 @@ def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path)
     # A forecast needs history.
     rows = found.rows.set_index("rl_step")
     assert np.isnan(rows.loc[0, "forecast_s"])
+    # Its speculative RL steps have no plain iterations, without which no prediction is scaled.
+    assert np.isnan(rows.loc[1, "plain_time_ratio"])
+    assert found.json()["steps"][1]["scaled_s"] is None
     assert rows.loc[4, "forecast_low_s"] <= rows.loc[4, "forecast_s"] <= rows.loc[4, "forecast_high_s"]
+
+
+def test_a_step_is_never_fitted_on_itself(run: Path):
+    found = verify(run, rl_steps=[1, 3], window=3)
+    assert found.rows["fitted_on"].tolist() == [[0, 2, 3], [1, 2, 4]]
+    assert (found.scaled_steps, found.scaled_median_error) == (0, None)
 
 
 def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
@@ -122,25 +131,10 @@ def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     rows = found.rows.set_index("rl_step")
     assert rows["plain_time_ratio"].tolist() == pytest.approx([1.0, 1.6, 0.8], rel=0.1)
     assert rows.loc[2, "error"] < -0.25
-    assert rows.loc[2, "scaled_s"] == pytest.approx(
-        rows.loc[2, "predicted_s"] * rows.loc[2, "plain_time_ratio"], rel=0.01
-    )
+    assert rows.loc[2, "scaled_s"] == pytest.approx(rows.loc[2, ["predicted_s", "plain_time_ratio"]].prod(), rel=0.01)
     assert found.scaled_steps == 3
     assert found.scaled_worst_error < 0.13 < 0.25 < found.worst_error
     assert found.json()["scaled_raw_median_error"] == found.median_error
-
-
-def test_without_plain_iterations_no_prediction_is_scaled(run: Path):
-    found = verify(run, rl_steps=[1])
-    assert np.isnan(found.rows["plain_time_ratio"].iloc[0])
-    assert (found.scaled_steps, found.scaled_median_error) == (0, None)
-    assert found.json()["steps"][0]["scaled_s"] is None
-
-
-def test_a_step_is_never_fitted_on_itself(run: Path):
-    rows = verify(run, rl_steps=[2, 3], window=3).rows
-    assert [step in fitted for step, fitted in zip(rows["rl_step"], rows["fitted_on"], strict=True)] == [False, False]
-    assert rows["fitted_on"].tolist() == [[0, 1, 3], [1, 2, 4]]
 
 
 def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: Path):
@@ -171,7 +165,7 @@ def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys):
     assert found["worst_error"] < 0.5
 
 
-def test_bad_input_is_a_sentence(run: Path, tmp_path: Path):
+def test_runs_that_cannot_be_verified_are_refused(run: Path, tmp_path: Path):
     with refused(ConfigError, naming=("iterations",)):
         verify(log_normal(rl_steps=3, workers=2).write(tmp_path / "lengths"))
     with refused(ConfigError, naming=("9",)):
@@ -214,8 +208,7 @@ def test_costs_of_an_older_run_are_looked_for_from_it_on(run, tmp_path, monkeypa
 
 def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
     trace = read(run / "trace")
-    steps = trace.steps
-    steps = steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))
+    steps = trace.steps.assign(rollout_s=lambda rows: rows["rollout_s"].where(rows["rl_step"] != 3))
     (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
     # Then it took from the first request to the last response's end, where these are known.
     trace.replace(steps=steps).write(tmp_path / "trace")
@@ -237,9 +230,8 @@ def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
 
 def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
     trace = read(run / "trace")
-    steps = trace.steps
     names = ["none", "none", "explore", "explore", "none", "none"]
-    trace.replace(steps=steps.assign(policy=names)).write(tmp_path / "named")
+    trace.replace(steps=trace.steps.assign(policy=names)).write(tmp_path / "named")
     found = policies_in_force(read(tmp_path / "named"))
     assert [found[step].since for step in range(6)] == [0, 0, 2, 2, 4, 4]
 
