@@ -15,7 +15,7 @@ from bench.simulator import COSTS, example_bandit, random_tables
 from tests.refused import refused
 from tltlab import ConfigError, Selector, compare, load_policy, read, simulate, timeline, tune, what_if
 from tltlab.calibration.api import calibrate
-from tltlab.errors import InputError
+from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
@@ -122,11 +122,9 @@ def test_a_list_goes_by_the_names_of_what_is_in_it(scenario: Scenario):
     found = compare(scenario, [Halving, "none", Strategy.chain("ngram", 2)])
     assert set(found["policy"]) == {"Halving", "none", "ngram:2"}
     assert set(compare(scenario, "none, beg-mab")["policy"]) == {"none", "beg-mab"}
-    with refused(ConfigError):
-        compare(scenario, [Halving, Halving(2)])
 
 
-def test_a_policy_is_a_name_a_class_an_instance_a_spec_or_a_list_of_them(tmp_path: Path):
+def test_policies_are_given_in_many_ways(tmp_path: Path):
     load_policy("table").write(tmp_path / "mine.json")
     spec = {"kind": "fixed", "strategy": {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}}
     drawing, file, chain = Drawing(np.random.default_rng(0)), tmp_path / "mine.json", Strategy.chain("ngram", 4)
@@ -145,7 +143,7 @@ def test_a_policy_is_a_name_a_class_an_instance_a_spec_or_a_list_of_them(tmp_pat
     assert dict(zip(named["policy"], named["makespan_s"], strict=True)) == pytest.approx(expected)
 
 
-def test_a_trace_is_a_path_an_object_a_frame_or_an_array():
+def test_traces_are_given_in_many_ways():
     frame = pd.DataFrame({"length": LENGTHS})
     sources = [LENGTHS, np.array(LENGTHS), frame, frame["length"], read(frame)]
     assert len({simulate(source, Halving, **SETTINGS).makespan_s for source in sources}) == 1
@@ -159,9 +157,8 @@ def test_a_trace_is_a_path_an_object_a_frame_or_an_array():
     assert given == loaded
 
 
-def test_results_are_short_in_text_and_tables_in_a_notebook():
+def test_results_are_tables_and_pictures_in_a_notebook():
     result = simulate(LENGTHS, Halving, **SETTINGS)
-    assert repr(result).startswith("<SimResult Halving: ")
     assert "makespan_s" in result._repr_html_()
     assert result.to_frame()["makespan_s"].tolist() == [result.makespan_s]
     assert result.to_frame()["lower_bound_s"][0] <= result.makespan_s
@@ -170,7 +167,6 @@ def test_results_are_short_in_text_and_tables_in_a_notebook():
     assert type(rows.to_frame()) is pd.DataFrame
     assert [label.get_text() for label in rows.plot().axes[0].get_yticklabels()] == ["Halving", "none"]
     tuned = tune(np.array([[30] * 12 + [200] * 2] * 4), trials=0, repeats=1, depths=(2,), **SETTINGS)
-    assert repr(tuned).startswith(f"<TuneResult {tuned.name}: ")
     assert tuned.to_frame()["name"].tolist() == [row.name for row in tuned.candidates]
     assert tuned.plot().axes
 
@@ -182,65 +178,55 @@ def test_the_package_says_its_version_and_its_names():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "naming"),
+    ("call", "naming"),
     [
-        (lambda: simulate(TINY, 7), InputError, (7,)),
-        (lambda: simulate(TINY, int), InputError, ()),
-        (lambda: simulate(TINY, {"kind": "beg-map"}), InputError, ("beg-map",)),
-        (lambda: simulate(TINY, Halving("8")), InputError, ("TypeError", "test_sweep")),
-        (lambda: simulate(None, "none"), InputError, ()),
-        (lambda: compare(TINY, 3), InputError, (3,)),
-        (lambda: tune(3), InputError, (3,)),
-        (lambda: tune([]), InputError, ()),
+        (lambda: simulate(TINY, 7), (7,)),
+        (lambda: simulate(TINY, int), ()),
+        (lambda: simulate(TINY, {"kind": "beg-map"}), ("beg-map",)),
+        (lambda: simulate(TINY, Halving("8")), ("TypeError", "test_sweep")),
+        (lambda: compare(TINY, 3), (3,)),
+        (lambda: tune([]), ()),
+        (lambda: sweep(TINY, {}), ("policy",)),
+        (lambda: compare(TINY, [Halving, Halving(2)]), ()),
+        (lambda: compare(TINY, "none", jobs=0), ("jobs",)),
+        (lambda: compare(TINY, "none", repeats=0), ("repeats",)),
+        (lambda: compare(TINY, "none", baseline="tlt"), ("tlt",)),
         # A misspelt keyword is answered with the nearest.
-        (lambda: simulate(LENGTHS, worker=2), ConfigError, ("worker",)),
-        (lambda: simulate(LENGTHS, record_iteration=True), ConfigError, ("record_iterations",)),
-        (lambda: compare(LENGTHS, "none", repeat=2), ConfigError, ("repeat",)),
-        (lambda: compare(LENGTHS, "none", cost="cpu-small"), ConfigError, ("costs",)),
-        (lambda: tune(LENGTHS, trails=3), ConfigError, ("trails",)),
-        (lambda: what_if(LENGTHS, gpu="8xH100"), ConfigError, ("gpu", "what_if")),
-        # What a policy raises is one line with its place.
-        (
-            lambda: simulate(LENGTHS, Misspelt, **SETTINGS),
-            ConfigError,
-            ("AttributeError", "batsh", "batch", "test_sweep"),
-        ),
-        (lambda: simulate(LENGTHS, Late, **SETTINGS), ConfigError, ("ValueError", "test_sweep")),
-        (
-            lambda: simulate(LENGTHS, LateName, **SETTINGS),
-            ConfigError,
-            ("LateName", "NameError", "batch", "test_sweep"),
-        ),
+        (lambda: simulate(LENGTHS, worker=2), ("worker",)),
+        (lambda: simulate(LENGTHS, record_iteration=True), ("record_iterations",)),
+        (lambda: compare(LENGTHS, "none", repeat=2), ("repeat",)),
+        (lambda: compare(LENGTHS, "none", cost="cpu-small"), ("costs",)),
+        (lambda: tune(LENGTHS, trails=3), ("trails",)),
+        (lambda: what_if(LENGTHS, gpu="8xH100"), ("gpu", "what_if")),
+        # What a policy raises is told with its place.
+        (lambda: simulate(LENGTHS, Misspelt, **SETTINGS), ("AttributeError", "batsh", "batch", "test_sweep")),
+        (lambda: simulate(LENGTHS, Late, **SETTINGS), ("ValueError", "test_sweep")),
+        (lambda: simulate(LENGTHS, LateName, **SETTINGS), ("LateName", "NameError", "batch", "test_sweep")),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], error: type[InputError], naming: tuple):
-    with refused(error, naming=naming):
+def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], naming: tuple):
+    with refused(ConfigError, naming=naming):
         call()
 
 
-@pytest.mark.parametrize(
-    ("options", "naming"),
-    [({"jobs": 0}, ("jobs",)), ({"repeats": 0}, ("repeats",)), ({"baseline": "tlt"}, ("tlt",))],
-)
-def test_impossible_comparisons_are_refused(scenario: Scenario, options: dict, naming: tuple):
-    with refused(ConfigError, naming=naming):
-        compare(scenario, random_tables(2), **options)
-    with refused(ConfigError, naming=("policy",)):
-        sweep(scenario, {})
+def test_what_is_no_trace_is_refused():
+    for run in (lambda: tune(3), lambda: simulate(3, "none"), lambda: simulate(None, "none")):
+        with refused(TraceError):
+            run()
 
 
 @pytest.mark.engine
-def test_an_unknown_cluster_is_a_sentence(scenario: Scenario):
+def test_an_unknown_cluster_is_refused(scenario: Scenario):
     with refused(ConfigError, naming=("nonsense://x",)):
         sweep(scenario, random_tables(2), jobs=2, ray_address="nonsense://x")
 
 
 @pytest.mark.parametrize("source", [Halving, Halving(), Drawing, lambda rng: Drawing(rng=rng)])
-def test_the_contract_takes_a_class_an_instance_or_what_builds_one(source):
+def test_the_contract_takes_whatever_builds_a_selector(source):
     check_selector(source)
 
 
-def test_what_a_policy_raises_is_one_line_on_the_command_line(tmp_path: Path, capsys, monkeypatch):
+def test_the_command_tells_where_a_policy_failed(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.csv").write_text("\n".join(map(str, LENGTHS)))
     (tmp_path / "misspelt.py").write_text(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,9 +20,7 @@ from tltlab.policies.policy import LengthAwareBudgetSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.by_request import RateBatch, Rates
-from tltlab.sim.engine.drawn import SampledBatch
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -159,17 +155,6 @@ def known(levels: dict[tuple[int, str, int, int], float]) -> CurveAcceptance:
     return CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": rows})})
 
 
-@pytest.mark.parametrize(
-    ("sampled", "plain"), [(False, FluidBatch), (True, lambda requests: SampledBatch(requests, 5))]
-)
-def test_without_differences_it_is_the_plain_batch(sampled: bool, plain: Callable[[Requests], FluidBatch]):
-    model, requests = GeometricAcceptance(alpha=0.7), requests_of([30, 700, 90, 210, 3, 400], group=4)
-    regimes = Regimes((NO_SPECULATION, CHAINS[0]), COSTS, model)
-    before = RolloutSimulator(costs=COSTS, selectors=[up_to(99, CHAINS[0])]).prepare(regimes, plain)
-    after = run(requests, Rates(model=model, costs=COSTS, seed=5, sampled=sampled), CHAINS[0])
-    assert after.finish_s == pytest.approx(before.rollout(requests, [list(range(6))]).finish_s, rel=1e-9)
-
-
 def test_a_request_that_is_easier_to_draft_for_finishes_first():
     model = known({(0, "p0", 0, 0): -2.0, (0, "p0", 1, 0): 2.0})
     finish = run(requests_of([500, 500], group=4), Rates(model=model, costs=COSTS), CHAINS[0]).finish_s
@@ -218,7 +203,7 @@ class Noting(UniformBudget):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
+def test_a_budget_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
     chain = Strategy("ngram", 6, 1, 4)
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Noting(0, 1, 5)], sampled=sampled)
     batch = running(rates, [900, 900, 900])
@@ -257,7 +242,7 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -
         batch.advance(nominal(CHAINS[0]).at(CHAINS[0], 2), 1, np.inf)
 
 
-def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
+def test_trees_have_no_budget_and_refresh_is_positive() -> None:
     tree = Strategy("eagle", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
     batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
@@ -266,14 +251,6 @@ def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
         batch.advance(regimes.at(tree, 1), 1, np.inf)
     with refused(ConfigError, naming=("refresh",)):
         Rates(model=CURVES, costs=COSTS, refresh=0)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_same_seed_gives_the_same_run_and_another_one_another(sampled: bool) -> None:
-    requests = requests_of([30, 700, 90, 210], group=4)
-    runs = [run(requests, Rates(model=CURVES, costs=COSTS, seed=s, sampled=sampled), CHAINS[0]) for s in (1, 1, 2)]
-    assert runs[0].finish_s.tolist() == runs[1].finish_s.tolist()
-    assert runs[0].finish_s.tolist() != runs[2].finish_s.tolist()
 
 
 # Verified tokens are dear: 80 of them take as long as all else.
@@ -309,7 +286,7 @@ def test_after_a_rollout_workers_are_told_of_each_other_s_requests():
 
 
 @pytest.mark.parametrize(("tokens_to_verify", "most"), [(9, 0.8), (5, 0.96)])
-def test_drafting_by_length_beats_drafting_evenly_where_verifying_is_dear(tokens_to_verify: int, most: float):
+def test_drafting_by_length_beats_drafting_evenly(tokens_to_verify: int, most: float):
     """Prompts come back: from the second RL step on their lengths are known. The even split has the same total."""
     trace = generate(
         of_regime("reasoning"), num_rl_steps=3, prompts_per_step=16, group_size=8, num_prompts=16, seed=1, num_workers=2

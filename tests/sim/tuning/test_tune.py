@@ -40,6 +40,7 @@ NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
 CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
 SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4)}
 WITHOUT_LUCK = SMALL | {"trials": 0, "repeats": 1}
+POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
 CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
 
 
@@ -181,7 +182,7 @@ def test_one_held_out_step_gives_no_interval_and_no_praise():
     json.dumps(found.json(), allow_nan=False)
 
 
-def test_the_result_does_not_depend_on_processes_and_repeats_itself(tuned: TuneResult):
+def test_processes_do_not_change_the_result(tuned: TuneResult):
     again = tune(TRACE, **SMALL, jobs=2)
     assert again.json() | {"wall_s": 0} == tuned.json() | {"wall_s": 0}
 
@@ -213,11 +214,10 @@ def test_a_bandit_must_explore_only_where_there_is_noise():
 
 
 def test_graph_memory_is_a_cap_on_every_policy():
-    pool = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
     options = SMALL | {"drafters": ["learned"], "repeats": 1}
     free = tune(TRACE, **options)
-    plain = pool.memory_bytes(plan_for(load_policy("none"), 16, sglang_sizes(16)))
-    room = GraphMemory(pool=pool, cap_bytes=1.5 * plain, max_batch=16, sizes=sglang_sizes(16))
+    plain = POOL.memory_bytes(plan_for(load_policy("none"), 16, sglang_sizes(16)))
+    room = GraphMemory(pool=POOL, cap_bytes=1.5 * plain, max_batch=16, sizes=sglang_sizes(16))
     capped = tune(TRACE, **options, graphs=room)
     assert not room.holds(free.policy)
     assert room.holds(capped.policy)
@@ -226,15 +226,14 @@ def test_graph_memory_is_a_cap_on_every_policy():
         tune(TRACE, **options, graphs=replace(room, cap_bytes=1.0))
 
 
-def test_batches_above_the_largest_captured_one_count_for_the_last_row():
+def test_batches_that_are_not_captured_count_for_the_last():
     """Speculation pays at batches 1 to 4 and not at 16, where nearly all the time goes: the last row is for those."""
     few, many = Strategy.chain("ngram", 4), NO_SPECULATION
     seconds = {
         (s, b): float((b > 4) == (s == few)) * (9.0 if b > 4 else 1.0) + 1.0 for s in (few, many) for b in range(1, 17)
     }
     prices = Prices(strategies=(many, few), seconds=seconds, max_batch=16)
-    pool = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
-    room = GraphMemory(pool=pool, cap_bytes=2**40, max_batch=8, sizes=sglang_sizes(8))
+    room = GraphMemory(pool=POOL, cap_bytes=2**40, max_batch=8, sizes=sglang_sizes(8))
     assert [(row.min_batch, row.strategy) for row in prices.table(4, room).rows] == [(1, few), (5, many)]
     low = replace(room, max_batch=2, sizes=sglang_sizes(2))
     assert [(row.min_batch, row.strategy) for row in prices.table(4, low).rows] == [(1, few), (2, many)]
@@ -311,21 +310,6 @@ def test_depths_that_acceptance_does_not_cover_are_left_out_with_a_note():
     assert "fixed ngram:4" in found.searched
 
 
-def test_the_command_writes_a_policy_that_the_simulator_takes(tmp_path: Path, capsys):
-    out = tmp_path / "policy.json"
-    code, shown, _ = typed(capsys, "tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--json")
-    assert code == 0
-    told = json.loads(shown)
-    assert {"policy", "name", "worth_it", "verdict", "candidates", "buckets", "tuned_on", "judged_on", "trials",
-            "wall_s"} <= set(told)  # fmt: skip
-    assert {"name", "makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "regret_to_bound"} <= set(
-        told["candidates"][0]
-    )
-    policy = load_policy(out)
-    assert policy.provenance["verdict"] == told["verdict"]
-    assert simulate(read(TINY), out, placement="recorded").makespan_s > 0
-
-
 def test_the_command_refuses_before_it_works(tmp_path: Path, capsys):
     (tmp_path / "file").write_text("")
     new = ("--out", tmp_path / "new" / "p.json")
@@ -376,7 +360,7 @@ def test_an_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
         tune(SHORT, **settings | {"acceptance": "geometric:0.6"}, journal=journal)
 
 
-def test_the_command_goes_on_when_it_is_told_to_and_draws_its_trials(tmp_path: Path, capsys):
+def test_the_command_resumes_and_writes_policy_and_picture(tmp_path: Path, capsys):
     out, plot = tmp_path / "policy.json", tmp_path / "history.png"
     journal = tmp_path / "policy.json.trials"
     args = ("tune", TINY, "--out", out, "--trials", 2, "--repeats", 1, "--depths", 4, "--max-buckets", 2)
@@ -384,7 +368,13 @@ def test_the_command_goes_on_when_it_is_told_to_and_draws_its_trials(tmp_path: P
     for options, message in (((), "--resume"), (("--resume", "--plot", "x.pdf"), ".png or .svg")):
         code, _, told = typed(capsys, *args, *options)
         assert (code, message in told) == (2, True)
-    assert typed(capsys, *args, "--resume", "--plot", plot)[0] == 0
+    code, shown, _ = typed(capsys, *args, "--resume", "--plot", plot, "--json")
+    told = json.loads(shown)
+    assert code == 0
+    assert {"policy", "name", "worth_it", "buckets", "tuned_on", "judged_on", "trials", "wall_s"} <= set(told)
+    assert {"makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "regret_to_bound"} <= set(told["candidates"][0])
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert load_policy(out).provenance["trials"] == 2
+    policy = load_policy(out)
+    assert (policy.provenance["trials"], policy.provenance["verdict"]) == (2, told["verdict"])
+    assert simulate(read(TINY), out, placement="recorded").makespan_s > 0
     assert not journal.exists()
