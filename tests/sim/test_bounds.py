@@ -31,6 +31,7 @@ from .workloads import FEW, FREE, HALF, Handing, with_positions
 CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)
 BOTH = (NO_SPECULATION, CHAIN)
+CERTAIN = "geometric:1.0"
 CLOSE = 1 + 1e-9
 
 Gain = Callable[[int, float, int, Strategy], float]
@@ -222,11 +223,7 @@ def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small
         # Two seats on one worker, 4 + 4 + 4 tokens: at best both seats are full in all of 6 iterations.
         (small(4, 4, 4, base_s=1.0, max_num_seqs=2), 6.0, None),
         # Plain: 1 s a token. Drafting 3 with certain acceptance: 4 tokens for 2.5 s.
-        (
-            replace(small(6, prompt=0, base_s=1.0, sd_base_s=1.5), strategies=BOTH, acceptance="geometric:1.0"),
-            4.5,
-            None,
-        ),
+        (replace(small(6, prompt=0, base_s=1.0, sd_base_s=1.5), strategies=BOTH, acceptance=CERTAIN), 4.5, None),
         # Per-request cost alone: the makespan is the work of the busier worker, and these lengths split evenly, or not.
         (small(5, 4, 3, 2, workers=2, per_request_s=1e-2), 0.07, 0.07),
         (small(2, 2, 2, workers=2, per_request_s=1e-2), 0.04, 0.03),
@@ -258,7 +255,7 @@ def test_where_path_or_area_decides_the_bound_is_the_optimum(instance: Small):
 
 @FEW
 @given(st.integers(1, 12), st.integers(0, 20), st.sampled_from([(CHAIN,), BOTH, (SHORT, CHAIN)]))
-def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(length, seed, strategies):
+def test_a_lone_replayed_response_meets_the_best_path(length, seed, strategies):
     instance = Small(
         prompts=(3,), lengths=(length,), strategies=strategies, workers=1, acceptance="trace", mode="fluid", seed=seed,
         costs=costs(base_s=1e-2, per_token_s=1e-3, per_context_s=1e-4, draft_level_s=2e-3, prefill_per_token_s=1e-3),
@@ -275,15 +272,12 @@ def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(length, s
     st.one_of(st.none(), st.integers(1, 6)),
 )
 def test_no_placement_and_no_policy_beats_the_shared_bound(lengths, workers, placement, speculates, seats):
-    costs = COSTS.model_copy(update={"max_num_seqs": seats})
+    costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
-    trace = of_lengths(lengths, workers=workers)
-    scenario = Scenario.of(trace, costs=costs, acceptance="geometric:0.7", placement=placement)
-    step = scenario.steps[0]
-    regimes = Regimes(policy.strategies, costs, GeometricAcceptance(alpha=0.7))
+    scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)
+    step, regimes = scenario.steps[0], Regimes(policy.strategies, costs, model)
     bound_s = shared_bound_s(step, regimes, costs, workers, largest_batch(step, costs))
     assert bound_s <= scenario.rollouts(policy)[0].makespan_s * (1 + 1e-9)
-    model = GeometricAcceptance(alpha=0.7)
     older_s = lower_bound_s(step, regimes.up_to(len(lengths)), costs, workers, model, "fluid", 0)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
 
