@@ -17,7 +17,6 @@ def agreement(trace: Trace, drafter: str) -> pd.DataFrame:
     """
     drafts, notes = recorded_drafts(trace)
     assert notes == []
-    assert trace.acceptance is not None
     rows = trace.acceptance.query("drafter == @drafter and drafter_age == 0")
     caps = trace.workload[[*KEY, "max_response_tokens"]]
     pairs = drafts.merge(rows, on=[*KEY, "drafter"]).merge(caps, on=list(KEY))

@@ -1,7 +1,7 @@
 """What each command prints, held by one file a command in `printed/`; `pytest --update-golden` writes them anew.
 
-Seconds of this machine, its environment and temporary paths are replaced by their names; numbers may differ by 1 %, as
-processors round differently. Other tests check facts and leave sentences alone.
+Seconds of this machine, its environment, sizes of pages and temporary paths are replaced by their names; numbers may
+differ by 1 %, as processors round differently. Other tests check facts and leave sentences alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "compare": (
         ("compare", TINY, "--systems", "verl,tlt,das", *H100, *GEOMETRIC),
         ("compare", TINY, "--policies", "none,fixed,adaptive", *GEOMETRIC),
+        ("compare", TINY, "--systems", "verl,das,seer,open-r1"),
+        ("compare", TINY, "--systems", "verl,das", *H100, "--acceptance", "tlt-qwen2.5-32b"),
+        ("compare", TINY, "--systems", "verl,das", "--rl-steps", "0:2", "--no-ranges", "--claims"),
     ),
     "costs": (
         ("costs",),
@@ -30,6 +33,13 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("costs", "vllm:2xH100:Qwen3-32B:fp8", "--batch", "1,8"),
     ),
     "doctor": (("doctor", TINY),),
+    "experiment": (("experiment",),),
+    "export-policy": (("export-policy", "table", "--max-batch", "16"),),
+    "new": (
+        ("new", "policy", "halving"), ("new", "reward"), ("new", "recipe", "mine"), ("new", "experiment"),
+        ("new", "policy", "halving"), ("new", "recipie"), ("new", "policy", "My-Policy"),
+    ),
+    "report": (("report", TINY, "--no-verify", "--out", "{tmp}/page.html"),),
     "settings": (("settings", "rollout"),),
     "simulate": (
         ("simulate", TINY, "--policy", "beg-mab", *GEOMETRIC),
@@ -43,13 +53,24 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trace", "validate", TINY),
         ("trace", "import", "{lengths}", "--out", "{tmp}/imported"),
         ("trace", "generate", "--out", "{tmp}/drawn", "--prompts", "8", "--group-size", "4", "--rl-steps", "2"),
+        ("trace", "annotate", TINY, "--drafter", "ngram", "--out", "{tmp}/annotated"),
     ),
+    "train": (("train", "qwen2.5-7b-tlt", "--dry-run"),),
     "tune": (("tune", TINY, "--out", "{tmp}/policy.json", *GEOMETRIC, "--trials", "2"),),
-    "what-if": (("what-if", "{lengths}", "--gpus", "8xH100", "--model", "Qwen2.5-7B"),),
+    "verify": (("verify", "traces/gcd-small", "--rl-steps", "4:6", "--samples", "1"),),
+    "what-if": (
+        ("what-if", "{lengths}", "--gpus", "8xH100", "--model", "Qwen2.5-7B"),
+        ("what-if", TINY, "--systems", "verl,vllm-dynamic"),
+        ("what-if", TINY, "--systems", "verl", "--gpus", "H100", "--model", "Qwen2.5-7B", "--accept", "0.02"),
+        ("what-if", "{lengths}", "--gpus", "8xZ1"),
+        ("what-if", "{lengths}", "--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"),
+        ("what-if", "{lengths}", "--column", "words"),
+    ),
 }  # fmt: skip
 LENGTHS = "step,group,response_len\n" + "".join(f"0,{i // 4},{40 + 7 * i + i**3 // 90}\n" for i in range(64))
 OF_THIS_MACHINE = (
     (r"(simulated in|in|takes|took)( +)[\d.]+ s\b", r"\1\2SECONDS s"),
+    (r"\([\d.]+ MB\)", "(SIZE MB)"),
     (r"; \d+ s\n", "; SECONDS s\n"),
     (r"(?s)\nenvironment\n.*", "\nENVIRONMENT\n"),
 )
@@ -63,7 +84,8 @@ def test_output_is_as_recorded(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    (tmp_path / "traces").symlink_to(Path(__file__).parents[2] / "traces")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     lengths = tmp_path / "lengths.csv"
     lengths.write_text(LENGTHS)

@@ -165,7 +165,6 @@ def check_finished(run: Path, calm: Path) -> None:
 
 def check_drafter(trace: Trace) -> None:
     """What the drafter was is told of the RL steps that count, once each: it went back with the run."""
-    assert trace.steps is not None
     assert trace.steps["drafter_updates"].is_monotonic_increasing
     assert trace.steps["drafter_updates"].iloc[-1] > 0
     swapped = trace.steps["drafter_version"].diff().fillna(0)
@@ -173,7 +172,6 @@ def check_drafter(trace: Trace) -> None:
     ages = list(trace.steps["drafter_age"])
     assert ages == [0, *(0 if swap else age + 1 for age, swap in zip(ages, swapped.iloc[1:], strict=False))]
     acceptance = trace.table("acceptance")
-    assert acceptance is not None
     assert not acceptance.duplicated(["rl_step", "prompt_id", "sample", "drafter_age"]).any()
 
 

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import tltlab
 from tests.refused import refused
@@ -27,7 +26,7 @@ def test_a_trace_of_ours_passes_and_one_with_another_bit_does_not(tmp_path: Path
         data = bytearray((damaged / name).read_bytes())
         data[200] ^= 1
         (damaged / name).write_bytes(data)
-        with pytest.raises((checker.Fault, ValueError, KeyError)):
+        with refused((checker.Fault, ValueError, KeyError)):
             checker.trace(damaged)
 
 
@@ -67,8 +66,8 @@ def test_requests_without_outcomes_and_tokens_of_another_number_are_found():
         for row in table:
             row["turn"] = 0
     checker.responses(Path("here"), rows)
-    for table, said in (("outcomes", "other keys"), ("workload", "other keys")):
-        with pytest.raises(checker.Fault, match=said):
+    for table in ("outcomes", "workload"):
+        with refused(checker.Fault):
             checker.responses(Path("here"), rows | {table: rows[table][1:]})
     rows["tokens"][0]["token_ids"].append(1)
     with refused(checker.Fault):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, count, product
 
 import numpy as np
 import pytest
@@ -16,23 +16,22 @@ from bench.simulator import COSTS, example_table
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.policy import load_policy
-from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
 from tltlab.sim.bounds import envelope, largest_batch, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
-from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from ..traces_of_lengths import of_lengths
-from .workloads import FEW, FREE, HALF, with_positions
+from .workloads import FEW, FREE, HALF, Handing, with_positions
 
 CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)
 BOTH = (NO_SPECULATION, CHAIN)
+CERTAIN = "geometric:1.0"
 CLOSE = 1 + 1e-9
 
 Gain = Callable[[int, float, int, Strategy], float]
@@ -143,30 +142,6 @@ def optimum(small: Small) -> float:
     )
 
 
-class Choosing(Selector):
-    """Asks `rule` for the strategy at a batch size and a count of decisions."""
-
-    def __init__(self, strategies: tuple[Strategy, ...], rule: Callable[[int, int], int]) -> None:
-        self.strategies = strategies
-        self.rule = rule
-        self.decisions = 0
-
-    def choose(self, state: StepState) -> Strategy:
-        self.decisions += 1
-        return self.strategies[self.rule(state.batch, self.decisions) % len(self.strategies)]
-
-
-@dataclass(frozen=True)
-class By:
-    """A policy whose choice follows a rule."""
-
-    strategies: tuple[Strategy, ...]
-    rule: Callable[[int, int], int]
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Choosing(self.strategies, self.rule)
-
-
 RULES: dict[str, Callable[[int, int], int]] = {
     "first": lambda batch, decisions: 0,
     "last": lambda batch, decisions: -1,
@@ -177,9 +152,11 @@ RULES: dict[str, Callable[[int, int], int]] = {
 
 def simulated(small: Small, rule: str = "last", placement: str = "round_robin") -> tuple[float, float]:
     """Makespan and lower bound of one simulation."""
+    decisions, chosen = count(1), small.strategies
+    policy = Handing(*chosen, rule=lambda state: chosen[RULES[rule](state.batch, next(decisions)) % len(chosen)])
     result = simulate(
-        small.trace(), By(small.strategies, RULES[rule]), costs=small.costs, acceptance=small.acceptance,
-        workers=small.workers, placement=placement, mode=small.mode, seed=small.seed,
+        small.trace(), policy, costs=small.costs, acceptance=small.acceptance, workers=small.workers,
+        placement=placement, mode=small.mode, seed=small.seed,
     )  # fmt: skip
     (bound_s,) = result.bounds_s() or ()
     return result.makespan_s, bound_s
@@ -235,23 +212,27 @@ def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small
     assert best <= makespan * CLOSE
 
 
-def test_the_search_splits_and_batches_as_a_hand_would():
-    # One iteration costs 1 s whatever its batch: 5 iterations if the longest runs throughout, on one worker or two.
-    assert optimum(small(5, 3, 2, base_s=1.0)) == 5.0
-    # With a seat for one, 5 + 3 + 2 on one worker, and 5 beside 3 + 2 on two.
-    assert optimum(small(5, 3, 2, base_s=1.0, max_num_seqs=1)) == 10.0
-    assert optimum(small(5, 3, 2, base_s=1.0, max_num_seqs=1, workers=2)) == 5.0
-    # Two seats on one worker, 4 + 4 + 4 tokens: at best both seats are full in all of 6 iterations.
-    assert optimum(small(4, 4, 4, base_s=1.0, max_num_seqs=2)) == 6.0
-
-
-def test_the_search_speculates_where_it_pays():
-    # Plain: 1 s a token. Drafting 3 with certain acceptance: 4 tokens for 2.5 s.
-    instance = Small(
-        prompts=(0,), lengths=(6,), costs=costs(base_s=1.0, sd_base_s=1.5), strategies=BOTH, workers=1,
-        acceptance="geometric:1.0", mode="fluid",
-    )  # fmt: skip
-    assert optimum(instance) == 2.5 + 1.0 + 1.0
+@pytest.mark.parametrize(
+    ("instance", "optimum_s", "bound_s"),
+    [
+        # One iteration costs 1 s whatever its batch: 5 iterations if the longest runs throughout.
+        (small(5, 3, 2, base_s=1.0), 5.0, None),
+        # With a seat for one, 5 + 3 + 2 on one worker, and 5 beside 3 + 2 on two.
+        (small(5, 3, 2, base_s=1.0, max_num_seqs=1), 10.0, None),
+        (small(5, 3, 2, base_s=1.0, max_num_seqs=1, workers=2), 5.0, None),
+        # Two seats on one worker, 4 + 4 + 4 tokens: at best both seats are full in all of 6 iterations.
+        (small(4, 4, 4, base_s=1.0, max_num_seqs=2), 6.0, None),
+        # Plain: 1 s a token. Drafting 3 with certain acceptance: 4 tokens for 2.5 s.
+        (replace(small(6, prompt=0, base_s=1.0, sd_base_s=1.5), strategies=BOTH, acceptance=CERTAIN), 4.5, None),
+        # Per-request cost alone: the makespan is the work of the busier worker, and these lengths split evenly, or not.
+        (small(5, 4, 3, 2, workers=2, per_request_s=1e-2), 0.07, 0.07),
+        (small(2, 2, 2, workers=2, per_request_s=1e-2), 0.04, 0.03),
+    ],
+)
+def test_the_search_finds_what_a_hand_would(instance: Small, optimum_s: float, bound_s: float | None):
+    assert optimum(instance) == pytest.approx(optimum_s)
+    if bound_s is not None:
+        assert simulated(instance)[1] == pytest.approx(bound_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -274,27 +255,12 @@ def test_where_path_or_area_decides_the_bound_is_the_optimum(instance: Small):
 
 @FEW
 @given(st.integers(1, 12), st.integers(0, 20), st.sampled_from([(CHAIN,), BOTH, (SHORT, CHAIN)]))
-def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(length, seed, strategies):
+def test_a_lone_replayed_response_meets_the_best_path(length, seed, strategies):
     instance = Small(
         prompts=(3,), lengths=(length,), strategies=strategies, workers=1, acceptance="trace", mode="fluid", seed=seed,
         costs=costs(base_s=1e-2, per_token_s=1e-3, per_context_s=1e-4, draft_level_s=2e-3, prefill_per_token_s=1e-3),
     )  # fmt: skip
     assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-9)
-
-
-def test_work_that_does_not_batch_meets_the_area():
-    # Per-request cost alone: the makespan is the work of the busier worker, and these lengths split evenly.
-    instance = small(5, 4, 3, 2, workers=2, per_request_s=1e-2)
-    assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-6) == pytest.approx(0.07)
-
-
-def test_an_uneven_split_leaves_the_optimum_above_the_area():
-    instance = small(2, 2, 2, workers=2, per_request_s=1e-2)
-    assert optimum(instance) == pytest.approx(0.04)
-    assert simulated(instance)[1] == pytest.approx(0.03, rel=1e-6)
-
-
-PER_REQUEST = FREE.model_copy(update={"base_s": 1.0, "per_request_s": 0.5})
 
 
 @HALF
@@ -306,33 +272,30 @@ PER_REQUEST = FREE.model_copy(update={"base_s": 1.0, "per_request_s": 0.5})
     st.one_of(st.none(), st.integers(1, 6)),
 )
 def test_no_placement_and_no_policy_beats_the_shared_bound(lengths, workers, placement, speculates, seats):
-    costs = COSTS.model_copy(update={"max_num_seqs": seats})
+    costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
-    trace = of_lengths(lengths, workers=workers)
-    scenario = Scenario.of(trace, costs=costs, acceptance="geometric:0.7", placement=placement)
-    step = scenario.steps[0]
-    regimes = Regimes(policy.strategies, costs, GeometricAcceptance(alpha=0.7))
+    scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)
+    step, regimes = scenario.steps[0], Regimes(policy.strategies, costs, model)
     bound_s = shared_bound_s(step, regimes, costs, workers, largest_batch(step, costs))
     assert bound_s <= scenario.rollouts(policy)[0].makespan_s * (1 + 1e-9)
-    model = GeometricAcceptance(alpha=0.7)
     older_s = lower_bound_s(step, regimes.up_to(len(lengths)), costs, workers, model, "fluid", 0)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
 
 
-def test_the_shared_bound_is_exact_where_one_worker_must_run_all_alike():
-    trace = of_lengths([100] * 8, workers=1)
-    scenario = Scenario.of(trace, costs=PER_REQUEST)
+def test_the_shared_bound_is_exact_on_one_worker():
+    per_request = costs(base_s=1.0, per_request_s=0.5)
+    scenario = Scenario.of(of_lengths([100] * 8, workers=1), costs=per_request)
     makespan_s = scenario.rollouts(load_policy("none"))[0].makespan_s
     assert makespan_s == 100 * (1.0 + 0.5 * 8)
     assert scenario.bounds_s([NO_SPECULATION])[0] == pytest.approx(makespan_s)
 
 
-def test_a_long_response_among_many_short_ones_needs_room_of_its_own():
-    trace = of_lengths([1000] + [200] * 30, workers=2)
-    scenario = Scenario.of(trace, costs=PER_REQUEST)
-    step, regimes = scenario.steps[0], Regimes([NO_SPECULATION], PER_REQUEST, None)
-    older_s = lower_bound_s(step, regimes.up_to(31), PER_REQUEST, 2, None, "fluid", 0)
-    assert shared_bound_s(step, regimes, PER_REQUEST, 2, 31) > 1.1 * older_s
+def test_a_long_response_needs_room_of_its_own():
+    per_request = costs(base_s=1.0, per_request_s=0.5)
+    step = Scenario.of(of_lengths([1000] + [200] * 30, workers=2), costs=per_request).steps[0]
+    regimes = Regimes([NO_SPECULATION], per_request, None)
+    older_s = lower_bound_s(step, regimes.up_to(31), per_request, 2, None, "fluid", 0)
+    assert shared_bound_s(step, regimes, per_request, 2, 31) > 1.1 * older_s
 
 
 def test_an_envelope_leaves_out_what_lies_above_it():

@@ -38,7 +38,7 @@ def held_s(result, end_s):
     return sum(min(s.end_s, end_s) - s.start_s for s in result.spans if s.kind == "spot_train")
 
 
-def test_one_idle_worker_trains_from_its_set_up_to_the_end_of_the_rollout():
+def test_one_idle_worker_trains_until_the_rollout_ends():
     result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [10.0, 60.0])
     assert result.trained.updates == (60 - 10 - 5) * 4 // 8
     assert result.trained.tokens == 22 * 800
@@ -47,7 +47,7 @@ def test_one_idle_worker_trains_from_its_set_up_to_the_end_of_the_rollout():
     assert result.release_delay_s == 0.0
 
 
-def test_workers_train_and_the_last_checkpoint_is_written_on_their_own_lanes():
+def test_training_and_its_last_checkpoint_have_own_lanes():
     result = rollout(SimulatedSpotTrainer(SIMPLE), [10.0, 20.0, 60.0])
     spans = [(s.lane, s.kind, s.start_s, s.end_s) for s in result.spans]
     assert spans == [
@@ -61,7 +61,7 @@ def test_workers_train_and_the_last_checkpoint_is_written_on_their_own_lanes():
     assert {s.kind for s in result.spans} <= set(SPAN_KINDS)
 
 
-def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages():
+def test_without_idle_time_the_drafter_ages():
     spot = SimulatedSpotTrainer(SIMPLE)
     assert rollout(spot, [10.0, 60.0]).drafter.age == 0
     done = spot.drafter.updates
@@ -69,34 +69,28 @@ def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages
     assert (result.trained.updates, result.used_share, result.spans) == (0, 0.0, ())
     assert (result.drafter.age, result.drafter.updates) == (1, done)
     assert rollout(spot, [10.0, 60.0]).drafter.updates == 2 * done
+    # Responses of the rollout before are data from the start, of which half are carried here.
+    carried = SimulatedSpotTrainer(changed(checkpoint_every=None, carried_share=0.5))
+    rollout(carried, [10.0, 60.0])
+    assert rollout(carried, [0.0, 40.0]).trained.updates == 17
 
 
-def test_responses_of_the_rollout_before_are_data_from_the_start():
-    spot = SimulatedSpotTrainer(changed(checkpoint_every=None, carried_share=0.5))
-    rollout(spot, [10.0, 60.0])
-    assert rollout(spot, [0.0, 40.0]).trained.updates == 17
-
-
-def test_a_trainer_that_finishes_its_update_keeps_the_rl_step_waiting_for_it():
-    result = rollout(SimulatedSpotTrainer(changed(on_stop="finish", checkpoint_every=None)), [10.0, 60.5])
-    assert result.trained.updates == 23
-    assert result.release_delay_s == 0.5
-    assert result.spans[0].end_s == 61.0
-
-
-def test_a_trainer_that_does_not_yield_in_time_is_killed_and_loses_what_was_not_saved():
-    spot = SimulatedSpotTrainer(changed(yield_s=9.0), CoordinatorConfig(yield_timeout_s=3.0))
-    result = rollout(spot, [10.0, 60.0])
-    assert result.release_delay_s == 3.0
-    assert (result.trained.updates, result.trained.updates_lost) == (20, 1)
-    assert result.drafter.updates == 20
-    assert {s.kind for s in result.spans} == {"spot_train"}
-    assert max(s.end_s for s in result.spans) == 63.0
-
-
-def test_yielding_exactly_at_the_bound_is_in_time():
-    result = rollout(SimulatedSpotTrainer(changed(yield_s=3.0), CoordinatorConfig(yield_timeout_s=3.0)), [10.0, 60.0])
-    assert (result.release_delay_s, result.trained.updates_lost) == (3.0, 0)
+@pytest.mark.parametrize(
+    ("fields", "ends_s", "delay_s", "updates", "lost", "end_s"),
+    [
+        pytest.param({"yield_s": 9.0}, [10.0, 60.0], 3.0, 20, 1, 63.0, id="killed, what was not saved is lost"),
+        pytest.param({"yield_s": 3.0}, [10.0, 60.0], 3.0, 21, 0, 63.0, id="in time exactly at the bound"),
+        pytest.param(
+            {"on_stop": "finish", "checkpoint_every": None}, [10.0, 60.5], 0.5, 23, 0, 61.0, id="finishes its update"
+        ),
+    ],
+)
+def test_the_rl_step_waits_until_trainers_have_yielded(fields, ends_s, delay_s, updates, lost, end_s):
+    result = rollout(SimulatedSpotTrainer(changed(**fields), CoordinatorConfig(yield_timeout_s=3.0)), ends_s)
+    assert result.release_delay_s == delay_s
+    assert (result.trained.updates, result.trained.updates_lost, result.drafter.updates) == (updates, lost, updates)
+    assert ("checkpoint" in {s.kind for s in result.spans}) == (not lost)
+    assert max(s.end_s for s in result.spans if s.kind == "spot_train") == end_s
 
 
 EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)

@@ -1,7 +1,8 @@
-"""Many policies at once: the numbers are those of one at a time, wherever they run."""
+"""Policies and traces as people give them in Python, one or many at once: the numbers are the same."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,24 +10,62 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import tltlab
 from bench.simulator import COSTS, example_bandit, random_tables
 from tests.refused import refused
+from tltlab import ConfigError, Selector, compare, load_policy, read, simulate, timeline, tune, what_if
 from tltlab.calibration.api import calibrate
-from tltlab.errors import ConfigError, InputError
+from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import load_policy
-from tltlab.policies.selector import Selector
-from tltlab.report.timeline import timeline
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.simulate import simulate
-from tltlab.sim.sweep import compare, sweep
+from tltlab.sim.sweep import sweep
 from tltlab.sim.systems import compare_systems
-from tltlab.sim.tuning.tune import tune
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import read
+from tltlab.testing import check_selector
 
-TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
+from .workloads import TINY, typed
+
+LENGTHS = [60] * 30 + [1500] * 2
+SETTINGS = {"workers": 2, "costs": "cpu-small", "acceptance": "geometric:0.7"}
+
+
+class Halving(Selector):
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
+
+    def __init__(self, border: int = 8) -> None:
+        self.border = border
+
+    def choose(self, state: StepState) -> Strategy:
+        return self.strategies[state.batch <= self.border]
+
+
+class Drawing(Halving):
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()
+        self.rng = rng
+
+
+class Misspelt(Halving):
+    def choose(self, state: StepState) -> Strategy:
+        return self.strategies[state.batsh <= 8]
+
+
+class Late(Halving):
+    """Fails long after the contract's story has ended, in a library that it calls."""
+
+    calls = 0
+
+    def choose(self, state: StepState) -> Strategy:
+        self.calls += 1
+        return self.strategies[0 if self.calls < 1000 else np.zeros(3).reshape(2, 2)]
+
+
+class LateName(Late):
+    def choose(self, state: StepState) -> Strategy:
+        self.calls += 1
+        batch = state.batch
+        return self.strategies[0] if self.calls < 1000 else self.strategies[batch + bacth]  # noqa: F821
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +88,7 @@ def test_a_ray_cluster_does_not_change_the_numbers(scenario: Scenario):
     pd.testing.assert_frame_equal(sweep(scenario, policies, jobs=2, ray_address="local"), sweep(scenario, policies))
 
 
-def test_a_local_cluster_is_one_of_its_own_whoever_elses_runs_on_the_machine(
-    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_local_cluster_is_one_of_its_own(scenario: Scenario, monkeypatch: pytest.MonkeyPatch):
     asked: list[str | None] = []
 
     def init(address: str | None, **_: object) -> None:
@@ -73,16 +110,6 @@ def test_a_comparison_is_paired(scenario: Scenario):
     assert (found["regret"] >= 0).all()
 
 
-class Halving(Selector):
-    strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
-
-    def __init__(self, border: int = 8) -> None:
-        self.border = border
-
-    def choose(self, state: StepState) -> Strategy:
-        return self.strategies[state.batch <= self.border]
-
-
 def test_workers_get_copies_of_a_selector(scenario: Scenario):
     learner = load_policy("beg-mab").build(np.random.default_rng(0))
     before = learner.state_dict()
@@ -92,58 +119,122 @@ def test_workers_get_copies_of_a_selector(scenario: Scenario):
 
 
 def test_a_list_goes_by_the_names_of_what_is_in_it(scenario: Scenario):
-    assert set(compare(scenario, [Halving, "none", Strategy.chain("ngram", 2)])["policy"]) == {
-        "Halving", "none", "ngram:2",
-    }  # fmt: skip
+    found = compare(scenario, [Halving, "none", Strategy.chain("ngram", 2)])
+    assert set(found["policy"]) == {"Halving", "none", "ngram:2"}
     assert set(compare(scenario, "none, beg-mab")["policy"]) == {"none", "beg-mab"}
-    with refused(ConfigError):
-        compare(scenario, [Halving, Halving(2)])
 
 
-def test_a_trace_is_given_by_its_path_too():
-    trace, settings = TINY, {"acceptance": "geometric:0.7"}
-    by_path = simulate(trace, Halving, **settings)
+def test_policies_are_given_in_many_ways(tmp_path: Path):
+    load_policy("table").write(tmp_path / "mine.json")
+    spec = {"kind": "fixed", "strategy": {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}}
+    drawing, file, chain = Drawing(np.random.default_rng(0)), tmp_path / "mine.json", Strategy.chain("ngram", 4)
+    own = {"kind": "table", "rows": [{"min_batch": 1, "strategy": chain}, {"min_batch": 9, "strategy": NO_SPECULATION}]}
+    given = ["none", Halving, drawing, spec, file, chain, Halving(), own, load_policy(Halving)]
+    given.append(f"{__name__}:Halving")
+    alone = [simulate(LENGTHS, policy, **SETTINGS).makespan_s for policy in given]
+    assert alone[3] == alone[5]
+    assert len({alone[at] for at in (1, 2, 6, 8, 9)}) == 1
+    assert alone[7] == pytest.approx(alone[1], rel=1e-12)
+    assert alone[1] < alone[0]
+    rows = compare(LENGTHS, given[:6], **SETTINGS)
+    assert sorted(rows["makespan_s"]) == pytest.approx(sorted(alone[:6]), rel=1e-12)
+    named = compare(LENGTHS, dict(zip("abcdefghij", given, strict=True)), **SETTINGS)
+    expected = dict(zip("abcdefghij", alone, strict=True))
+    assert dict(zip(named["policy"], named["makespan_s"], strict=True)) == pytest.approx(expected)
+
+
+def test_traces_are_given_in_many_ways():
+    frame = pd.DataFrame({"length": LENGTHS})
+    sources = [LENGTHS, np.array(LENGTHS), frame, frame["length"], read(frame)]
+    assert len({simulate(source, Halving, **SETTINGS).makespan_s for source in sources}) == 1
+    by_path = simulate(TINY, Halving, acceptance="geometric:0.7")
     assert by_path.policy == "Halving"
-    assert calibrate(trace).costs == calibrate(read(trace)).costs
-    assert timeline(trace, compare=by_path).axes
-    assert by_path.makespan_s == simulate(read(trace), Halving(), **settings).makespan_s
-    assert sweep(trace, "none")["makespan_s"].tolist() == sweep(Scenario.of(trace), "none")["makespan_s"].tolist()
-    assert (
-        compare_systems(trace, "verl")["makespan_s"].tolist()
-        == compare_systems(read(trace), "verl")["makespan_s"].tolist()
-    )
+    assert by_path.makespan_s == simulate(read(TINY), Halving(), acceptance="geometric:0.7").makespan_s
+    assert calibrate(TINY).costs == calibrate(read(TINY)).costs
+    assert timeline(TINY, compare=by_path).axes
+    assert sweep(TINY, "none")["makespan_s"].tolist() == sweep(Scenario.of(TINY), "none")["makespan_s"].tolist()
+    given, loaded = (compare_systems(trace, "verl")["makespan_s"].tolist() for trace in (TINY, read(TINY)))
+    assert given == loaded
+
+
+def test_results_are_tables_and_pictures_in_a_notebook():
+    result = simulate(LENGTHS, Halving, **SETTINGS)
+    assert "makespan_s" in result._repr_html_()
+    assert result.to_frame()["makespan_s"].tolist() == [result.makespan_s]
+    assert result.to_frame()["lower_bound_s"][0] <= result.makespan_s
+    assert result.plot().axes
+    rows = compare(LENGTHS, ["none", Halving], **SETTINGS)
+    assert type(rows.to_frame()) is pd.DataFrame
+    assert [label.get_text() for label in rows.plot().axes[0].get_yticklabels()] == ["Halving", "none"]
+    tuned = tune(np.array([[30] * 12 + [200] * 2] * 4), trials=0, repeats=1, depths=(2,), **SETTINGS)
+    assert tuned.to_frame()["name"].tolist() == [row.name for row in tuned.candidates]
+    assert tuned.plot().axes
+
+
+def test_the_package_says_its_version_and_its_names():
+    assert re.match(r"\d+\.\d+", tltlab.__version__)
+    assert {"simulate", "compare", "tune", "what_if", "__version__"} <= set(dir(tltlab))
+    assert (Path(tltlab.__file__).parent / "py.typed").is_file()
 
 
 @pytest.mark.parametrize(
-    ("call", "complaint"),
+    ("call", "naming"),
     [
-        (lambda: simulate(TINY, 7), ("7",)),
+        (lambda: simulate(TINY, 7), (7,)),
         (lambda: simulate(TINY, int), ()),
         (lambda: simulate(TINY, {"kind": "beg-map"}), ("beg-map",)),
         (lambda: simulate(TINY, Halving("8")), ("TypeError", "test_sweep")),
-        (lambda: simulate(None, "none"), ()),
-        (lambda: compare(TINY, 3), ("3",)),
-        (lambda: tune(3), ("3",)),
+        (lambda: compare(TINY, 3), (3,)),
         (lambda: tune([]), ()),
+        (lambda: sweep(TINY, {}), ("policy",)),
+        (lambda: compare(TINY, [Halving, Halving(2)]), ()),
+        (lambda: compare(TINY, "none", jobs=0), ("jobs",)),
+        (lambda: compare(TINY, "none", repeats=0), ("repeats",)),
+        (lambda: compare(TINY, "none", baseline="tlt"), ("tlt",)),
+        # A misspelt keyword is answered with the nearest.
+        (lambda: simulate(LENGTHS, worker=2), ("worker",)),
+        (lambda: simulate(LENGTHS, record_iteration=True), ("record_iterations",)),
+        (lambda: compare(LENGTHS, "none", repeat=2), ("repeat",)),
+        (lambda: compare(LENGTHS, "none", cost="cpu-small"), ("costs",)),
+        (lambda: tune(LENGTHS, trails=3), ("trails",)),
+        (lambda: what_if(LENGTHS, gpu="8xH100"), ("gpu", "what_if")),
+        # What a policy raises is told with its place.
+        (lambda: simulate(LENGTHS, Misspelt, **SETTINGS), ("AttributeError", "batsh", "batch", "test_sweep")),
+        (lambda: simulate(LENGTHS, Late, **SETTINGS), ("ValueError", "test_sweep")),
+        (lambda: simulate(LENGTHS, LateName, **SETTINGS), ("LateName", "NameError", "batch", "test_sweep")),
     ],
 )
-def test_what_is_no_policy_or_no_trace_is_a_sentence(call: Callable[[], object], complaint: tuple):
-    with refused(InputError, naming=complaint):
+def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], naming: tuple):
+    with refused(ConfigError, naming=naming):
         call()
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [({"jobs": 0}, ("jobs",)), ({"repeats": 0}, ("repeats",)), ({"baseline": "tlt"}, ("tlt",))],
-)
-def test_bad_input_is_a_sentence(scenario: Scenario, options: dict, complaint: tuple):
-    with refused(ConfigError, naming=complaint):
-        compare(scenario, random_tables(2), **options)
-    with refused(ConfigError, naming=("policy",)):
-        sweep(scenario, {})
+def test_what_is_no_trace_is_refused():
+    for run in (lambda: tune(3), lambda: simulate(3, "none"), lambda: simulate(None, "none")):
+        with refused(TraceError):
+            run()
 
 
 @pytest.mark.engine
-def test_an_unknown_cluster_is_a_sentence(scenario: Scenario):
+def test_an_unknown_cluster_is_refused(scenario: Scenario):
     with refused(ConfigError, naming=("nonsense://x",)):
         sweep(scenario, random_tables(2), jobs=2, ray_address="nonsense://x")
+
+
+@pytest.mark.parametrize("source", [Halving, Halving(), Drawing, lambda rng: Drawing(rng=rng)])
+def test_the_contract_takes_whatever_builds_a_selector(source):
+    check_selector(source)
+
+
+def test_the_command_tells_where_a_policy_failed(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.csv").write_text("\n".join(map(str, LENGTHS)))
+    (tmp_path / "misspelt.py").write_text(
+        "from tltlab import NO_SPECULATION, Selector\nclass Mine(Selector):\n    strategies = (NO_SPECULATION,)\n"
+        "    def choose(self, state):\n        return self.strategies[state.wating]\n"
+    )
+    code, _, said = typed(capsys, "simulate", "lengths.csv", "--workers", 2, "--policy", "misspelt:Mine")
+    assert code == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("tltlab:")]
+    assert "waiting" in line
+    assert "misspelt.py, line 5" in line

@@ -1,6 +1,7 @@
 """Requests, costs and ways to ask that the simulator's tests share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,7 +10,10 @@ from hypothesis import settings
 
 from tltlab.cli.app import main
 from tltlab.costs.base import LinearCosts
+from tltlab.policies.selector import Selector
 from tltlab.sim.engine.requests import Requests
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -25,6 +29,51 @@ FREE = LinearCosts(
     draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0,
 )  # fmt: skip
 """Nothing costs anything: what a test means to cost it names with `model_copy`."""
+
+
+ONE_SECOND = FREE.model_copy(update={"base_s": 1.0})
+"""An iteration takes a second, whatever runs."""
+TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
+
+
+class Ruled(Selector):
+    """Chooses by a rule, and remembers the states that it was asked in and the outcomes that it was told."""
+
+    def __init__(
+        self, strategies: tuple[Strategy, ...], rule: Callable[[StepState], Strategy], *, memoryless: bool = False
+    ) -> None:
+        self.strategies, self.rule, self.memoryless = strategies, rule, memoryless
+        self.states: list[StepState] = []
+        self.outcomes: list[StepOutcome] = []
+
+    def choose(self, state: StepState) -> Strategy:
+        self.states.append(state)
+        return self.rule(state)
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        self.outcomes.append(outcome)
+
+
+class Handing:
+    """A policy whose selectors follow a rule; without one they choose the last strategy."""
+
+    def __init__(
+        self, *strategies: Strategy, rule: Callable[[StepState], Strategy] | None = None, memoryless: bool = False
+    ) -> None:
+        self.strategies, self.memoryless = strategies, memoryless
+        self.rule = rule or (lambda state: strategies[-1])
+        self.built: list[Ruled] = []
+
+    def build(self, rng: np.random.Generator | None = None) -> Ruled:
+        self.built.append(Ruled(self.strategies, self.rule, memoryless=self.memoryless))
+        return self.built[-1]
+
+
+def up_to(most: int, chain: Strategy, *, memoryless: bool = True) -> Ruled:
+    """A selector that speculates with one chain while at most `most` requests run."""
+    return Ruled(
+        (NO_SPECULATION, chain), lambda state: chain if state.batch <= most else NO_SPECULATION, memoryless=memoryless
+    )
 
 
 def requests_of(

@@ -1,8 +1,6 @@
-"""Requests with gains of their own: fast batches against an iteration-by-iteration oracle, fluid against sampled."""
+"""Requests with gains or drafts of their own: batches against an oracle, fluid against sampled, budgets."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,18 +14,23 @@ from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
+from tltlab.lengths.generate import generate, log_normal
+from tltlab.lengths.model import of_regime
+from tltlab.policies.policy import LengthAwareBudgetSpec, Policy
 from tltlab.policies.selector import Selector
-from tltlab.sim.engine.batch import FluidBatch
+from tltlab.policies.specs import FixedSpec
+from tltlab.sim import Scenario, simulate
 from tltlab.sim.engine.by_request import RateBatch, Rates
-from tltlab.sim.engine.drawn import SampledBatch
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.engine.worker import RolloutSimulator
-from tltlab.state import StepState
+from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
+from tltlab.sim.scenario import tell_each_other
+from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import read
 
-from ..workloads import COSTS, HALF, requests_of
+from ..workloads import COSTS, FREE, HALF, TINY, requests_of, up_to
 from .slow_oracle import finish_times
 
 CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
@@ -36,28 +39,15 @@ CURVES = CurveAcceptance(curves={"ngram": CURVE})
 SIBLINGS = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.6, own_tokens=300)
 
 
-class Deep(Selector):
-    """Speculates with one chain while at most `most` requests run."""
-
-    def __init__(self, chain: Strategy, most: int, memoryless: bool = True) -> None:
-        self.strategies = (NO_SPECULATION, chain)
-        self.chain, self.most, self.memoryless = chain, most, memoryless
-
-    def choose(self, state: StepState) -> Strategy:
-        return self.chain if state.batch <= self.most else NO_SPECULATION
-
-
 def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
     """Costs of the strategies; the gain in them is not used by batches that have their own."""
     return Regimes((NO_SPECULATION, chain), costs, GeometricAcceptance(alpha=0.0))
 
 
-def run(
-    requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, costs: LinearCosts = COSTS, asks: int = 0
-):
-    selectors: list[Selector] = [Deep(chain, most, memoryless=not asks)]
-    engine = RolloutSimulator(costs=costs, selectors=selectors, decision_block=asks or 1)
-    engine.prepare(nominal(chain, costs), rates)
+def run(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, asks: int = 0) -> SimulatedRollout:
+    selectors: list[Selector] = [up_to(most, chain, memoryless=not asks)]
+    engine = RolloutSimulator(costs=rates.costs, selectors=selectors, decision_block=asks or 1)
+    engine.prepare(nominal(chain, rates.costs), rates)
     return engine.rollout(requests, [list(range(len(requests)))])
 
 
@@ -100,12 +90,10 @@ class Walker:
         return Settling((NO_SPECULATION, chain), costs, GeometricAcceptance(alpha=0.0))
 
 
-def slowly(
-    requests: Requests, model: RequestAcceptance, chain: Strategy, *, sampled: bool, most: int, costs: LinearCosts
-) -> dict[int, float]:
-    walker = Walker(requests, model, 3, sampled)
-    queue = list(range(len(requests)))
-    return finish_times(requests, queue, Deep(chain, most), walker.settling(costs, chain), costs, gain=walker)
+def slowly(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99) -> dict[int, float]:
+    walker = Walker(requests, rates.model, rates.seed, rates.sampled)
+    regimes, queue = walker.settling(rates.costs, chain), list(range(len(requests)))
+    return finish_times(requests, queue, up_to(most, chain), regimes, rates.costs, gain=walker)
 
 
 @HALF
@@ -118,33 +106,27 @@ def slowly(
     st.none() | st.integers(90, 220),
     st.sampled_from([0, 1, 3]),
 )
-def test_asked_at_every_iteration_it_takes_the_time_of_its_iterations(
-    lengths: list[int],
-    chain: Strategy,
-    model: RequestAcceptance,
-    sampled: bool,
-    most: int,
-    capacity: int | None,
-    asks: int,
-) -> None:
+def test_asked_at_every_iteration_it_takes_their_time(lengths, chain, model, sampled, most, capacity, asks):
     requests, costs = requests_of(lengths, group=4), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
     rates = Rates(model=model, costs=costs, seed=3, sampled=sampled, refresh=1)
-    fast = run(requests, rates, chain, most=most, costs=costs, asks=asks)
-    slow = slowly(requests, model, chain, sampled=sampled, most=most, costs=costs)
-    for request, finish in slow.items():
+    fast = run(requests, rates, chain, most=most, asks=asks)
+    for request, finish in slowly(requests, rates, chain, most=most).items():
         assert fast.finish_s[request] == pytest.approx(finish, rel=1e-9)
 
 
 @pytest.mark.parametrize("model", [CURVES, SIBLINGS], ids=["curves", "siblings"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_held_for_many_iterations_the_chances_stay_close_to_those_of_each(model, sampled):
-    lengths = np.random.default_rng(1).lognormal(6.3, 0.8, 24).astype(int).clip(1, 4000).tolist()
-    requests = requests_of(lengths, group=4)
-    fast = run(requests, Rates(model=model, costs=COSTS, seed=3, sampled=sampled), CHAINS[0])
-    slow = slowly(requests, model, CHAINS[0], sampled=sampled, most=99, costs=COSTS)
+def test_chances_held_for_many_iterations_stay_close(model: RequestAcceptance, sampled: bool):
+    requests = requests_of(drawn_lengths(1, 6.3, 0.8, 4000), group=4)
+    rates = Rates(model=model, costs=COSTS, seed=3, sampled=sampled)
+    fast, slow = run(requests, rates, CHAINS[0]), slowly(requests, rates, CHAINS[0])
     error = np.array([fast.finish_s[r] / t - 1 for r, t in slow.items()])
     assert abs(fast.makespan_s / max(slow.values()) - 1) < 0.005
     assert np.abs(error).mean() < 0.01
+
+
+def drawn_lengths(seed: int, mu: float, sigma: float, cap: int) -> list[int]:
+    return np.random.default_rng(seed).lognormal(mu, sigma, 24).astype(int).clip(1, cap).tolist()
 
 
 @pytest.mark.parametrize(
@@ -152,13 +134,12 @@ def test_held_for_many_iterations_the_chances_stay_close_to_those_of_each(model,
     [(CURVES, None), (SIBLINGS, None), (CURVES, AcceptanceBudget()), (GeometricAcceptance(alpha=0.7), UniformBudget())],
     ids=["curves", "siblings", "curves with a budget", "alike with a budget"],
 )
-def test_fluid_is_within_one_percent_of_the_mean_of_sampled_runs(model, budget: DraftBudget | None) -> None:
-    lengths = np.random.default_rng(2).lognormal(7.0, 0.7, 24).astype(int).clip(1, 8000).tolist()
-    requests = requests_of(lengths, group=4)
+def test_fluid_is_the_mean_of_sampled_runs(model: RequestAcceptance, budget: DraftBudget | None):
+    requests = requests_of(drawn_lengths(2, 7.0, 0.7, 8000), group=4)
     chain = Strategy("ngram", 8, 1, 5) if budget else CHAINS[0]
     # Levels are drawn from the seed too: they are made known, so that only the luck of the drafts differs.
-    if isinstance(model, CurveAcceptance):
-        model = known(model, requests)
+    if model is CURVES:
+        model = known(dict(zip(requests.keys, CURVES.levels("ngram", requests.keys, 0), strict=True)))
 
     def makespan(seed: int, sampled: bool) -> float:
         rates = Rates(model=model, costs=COSTS, seed=seed, sampled=sampled, budgets=[budget] if budget else [])
@@ -168,35 +149,19 @@ def test_fluid_is_within_one_percent_of_the_mean_of_sampled_runs(model, budget: 
     assert makespan(0, False) == pytest.approx(sampled, rel=0.01)
 
 
-def known(model: CurveAcceptance, requests: Requests) -> CurveAcceptance:
-    levels = model.levels("ngram", requests.keys, 0)
-    rows = tuple(
-        KnownLevel(rl_step=k[0], prompt_id=k[1], sample=k[2], level=level)
-        for k, level in zip(requests.keys, levels, strict=True)
-    )
-    return CurveAcceptance(curves={"ngram": model.curves["ngram"].model_copy(update={"known": rows})})
+def known(levels: dict[tuple[int, str, int, int], float]) -> CurveAcceptance:
+    """The curves of responses whose levels are known."""
+    rows = tuple(KnownLevel(rl_step=k[0], prompt_id=k[1], sample=k[2], level=level) for k, level in levels.items())
+    return CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": rows})})
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_without_differences_it_is_the_plain_batch(sampled: bool) -> None:
-    model = GeometricAcceptance(alpha=0.7)
-    requests = requests_of([30, 700, 90, 210, 3, 400], group=4)
-    regimes = Regimes((NO_SPECULATION, CHAINS[0]), COSTS, model)
-    plain: Callable[[Requests], FluidBatch | SampledBatch] = (lambda r: SampledBatch(r, 5)) if sampled else FluidBatch
-    queue = [list(range(6))]
-    before = RolloutSimulator(costs=COSTS, selectors=[Deep(CHAINS[0], 99)]).prepare(regimes, plain)
-    after = run(requests, Rates(model=model, costs=COSTS, seed=5, sampled=sampled), CHAINS[0])
-    assert after.finish_s == pytest.approx(before.rollout(requests, queue).finish_s, rel=1e-9)
-
-
-def test_a_request_that_is_easier_to_draft_for_finishes_first() -> None:
-    rows = tuple(KnownLevel(rl_step=0, prompt_id="p0", sample=s, level=level) for s, level in ((0, -2.0), (1, 2.0)))
-    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": rows})})
+def test_a_request_that_is_easier_to_draft_for_finishes_first():
+    model = known({(0, "p0", 0, 0): -2.0, (0, "p0", 1, 0): 2.0})
     finish = run(requests_of([500, 500], group=4), Rates(model=model, costs=COSTS), CHAINS[0]).finish_s
     assert finish[1] < 0.7 * finish[0]
 
 
-def test_what_finished_on_another_worker_helps_only_after_it_did() -> None:
+def test_what_ended_elsewhere_helps_only_after_it_did() -> None:
     requests = requests_of([40, 400], group=2)
     rates = Rates(model=SIBLINGS, costs=COSTS)
     first, second = rates(requests), rates(requests)
@@ -221,20 +186,26 @@ def running(rates: Rates, lengths: list[int]) -> RateBatch:
     return batch
 
 
-class Fixed(DraftBudget):
-    """Gives the i-th request `tokens[i]`."""
+class Noting(UniformBudget):
+    """An even split, or the tokens that are given, which notes what was accepted lately and which requests finished."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
+        self.seen: list[list[float | None]] = []
+        self.ended: list[tuple[tuple[int, str, int, int], int, int, int]] = []
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-        return list(self.tokens[: state.batch])
+        self.seen.append([request.recent_acceptance for request in state.requests])
+        return list(self.tokens[: state.batch]) if self.tokens else super().allot(state, strategy)
+
+    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
+        self.ended.append((request.key, request.generated_tokens, drafted, accepted))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
+def test_a_budget_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
     chain = Strategy("ngram", 6, 1, 4)
-    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Fixed(0, 1, 5)], sampled=sampled)
+    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Noting(0, 1, 5)], sampled=sampled)
     batch = running(rates, [900, 900, 900])
     macro = batch.advance(nominal(chain).at(chain, 3), 1, np.inf)
     assert macro.gains[:, 0].tolist() == [1, 2, 6]
@@ -244,19 +215,11 @@ def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled:
     assert macro.regime.strategy == chain
 
 
-def test_a_budget_sees_what_was_accepted_lately() -> None:
-    seen: list[list[float | None]] = []
-
-    class Watching(UniformBudget):
-        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-            seen.append([request.recent_acceptance for request in state.requests])
-            return super().allot(state, strategy)
-
-    run(requests_of([300, 300], group=4), Rates(model=CURVES, costs=COSTS, budgets=[Watching()]), CHAINS[0])
-    assert seen[0] == [None, None]
-    first, second = seen[1]
-    assert first is not None
-    assert second is not None
+def test_a_budget_sees_what_was_accepted_lately():
+    budget = Noting()
+    run(requests_of([300, 300], group=4), Rates(model=CURVES, costs=COSTS, budgets=[budget]), CHAINS[0])
+    assert budget.seen[0] == [None, None]
+    first, second = budget.seen[1]
     assert first != second
     assert 0 < first < 5
 
@@ -274,12 +237,12 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
 
 @pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
 def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -> None:
-    batch = running(Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)]), [50, 50])
+    batch = running(Rates(model=CURVES, costs=COSTS, budgets=[Noting(*tokens)]), [50, 50])
     with refused(ConfigError):
         batch.advance(nominal(CHAINS[0]).at(CHAINS[0], 2), 1, np.inf)
 
 
-def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
+def test_trees_have_no_budget_and_refresh_is_positive() -> None:
     tree = Strategy("eagle", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
     batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
@@ -290,9 +253,56 @@ def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
         Rates(model=CURVES, costs=COSTS, refresh=0)
 
 
+# Verified tokens are dear: 80 of them take as long as all else.
+DEAR = FREE.model_copy(
+    update={
+        "base_s": 4e-3, "per_request_s": 4e-5, "per_token_s": 1e-4, "per_context_s": 2e-8, "prefill_per_token_s": 1e-6
+    }
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_same_seed_gives_the_same_run_and_another_one_another(sampled: bool) -> None:
-    requests = requests_of([30, 700, 90, 210], group=4)
-    runs = [run(requests, Rates(model=CURVES, costs=COSTS, seed=s, sampled=sampled), CHAINS[0]) for s in (1, 1, 2)]
-    assert runs[0].finish_s.tolist() == runs[1].finish_s.tolist()
-    assert runs[0].finish_s.tolist() != runs[2].finish_s.tolist()
+def test_a_budget_is_told_of_each_request_once(sampled: bool):
+    chain, budget, lengths = CHAINS[0], Noting(), [24, 41, 90]
+    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=DEAR, budgets=[budget], sampled=sampled, refresh=3)
+    batch, regimes = running(rates, lengths), nominal(chain, DEAR)
+    while len(batch):
+        batch.advance(regimes.at(chain, len(batch)), np.inf, np.inf)
+    assert len(budget.ended) == 2, "the last one counts when its time has passed"
+    batch.settle()
+    passes = [-(-tokens // 6) for tokens in lengths]
+    assert budget.ended == [((0, "p0", i, 0), lengths[i], 5 * n, 5 * n) for i, n in enumerate(passes)]
+
+
+def test_after_a_rollout_workers_are_told_of_each_other_s_requests():
+    trace = log_normal(prompts=6, group_size=2, rl_steps=1, workers=3)
+    (rollout,) = simulate(trace, costs=DEAR).rollouts
+    budgets = [Noting() for _ in range(3)]
+    tell_each_other(budgets, rollout)
+    for worker, budget in enumerate(budgets):
+        elsewhere = np.flatnonzero(rollout.worker_of != worker)
+        assert [key for key, *_ in budget.ended] == [rollout.requests.keys[r] for r in elsewhere]
+        assert all(drafted == accepted == 0 for *_, drafted, accepted in budget.ended)
+
+
+@pytest.mark.parametrize(("tokens_to_verify", "most"), [(9, 0.8), (5, 0.96)])
+def test_drafting_by_length_beats_drafting_evenly(tokens_to_verify: int, most: float):
+    """Prompts come back: from the second RL step on their lengths are known. The even split has the same total."""
+    trace = generate(
+        of_regime("reasoning"), num_rl_steps=3, prompts_per_step=16, group_size=8, num_prompts=16, seed=1, num_workers=2
+    )
+    scenario = Scenario.of(trace, costs=DEAR, acceptance="geometric:0.6")
+    chosen = FixedSpec(strategy=Strategy("suffix", 8, 1, tokens_to_verify))
+    by_length, even = (
+        np.mean([rollout.makespan_s for rollout in scenario.rollouts(Policy(selector=chosen, budget=budget))[1:]])
+        for budget in (LengthAwareBudgetSpec(base_s=8e-3, token_s=1e-4), None)
+    )
+    assert by_length < most * even
+
+
+def test_the_shipped_budget_runs_and_repeats_itself():
+    runs = [simulate(read(TINY), "das", acceptance="geometric:0.6", rl_steps=[0, 1]) for _ in range(2)]
+    assert runs[0].summary["makespan_s_per_step"] == runs[1].summary["makespan_s_per_step"]
+    assert runs[0].summary["regret"] is None, "the bound drafts for all alike"
+    with refused(ConfigError, naming=("suffix",)):
+        simulate(read(TINY.parent / "subset-sum-small"), "das")

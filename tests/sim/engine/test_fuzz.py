@@ -1,4 +1,4 @@
-"""Random scenarios of every kind: what holds for all of them, whatever limits, costs, acceptance and policy meet."""
+"""What holds of every simulation, whatever lengths, limits, costs, acceptance and policy meet."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcceptance
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
@@ -17,7 +18,8 @@ from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
-from tltlab.policies.policy import Activation, Policy
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import SimResult, simulate
@@ -27,6 +29,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from ...traces_of_lengths import of_lengths
+from .. import workloads
 from ..workloads import FEW, HALF
 
 CAPACITY_TOKENS = st.integers(420, 2000)
@@ -155,15 +158,12 @@ def cases(
 
 def stays_above_its_bound(result: SimResult) -> None:
     bounds_s = result.bounds_s()
-    assert bounds_s is not None
     for rollout, bound_s in zip(result.rollouts, bounds_s, strict=True):
         assert bound_s <= rollout.makespan_s * (1 + 1e-9)
 
 
-def spans_and_iterations_add_up(case: Case, result: SimResult) -> None:
+def spans_and_iterations_add_up(case: Case, policy: Policy, result: SimResult) -> None:
     trace, rollout = result.trace, result.rollouts[0]
-    assert trace.spans is not None
-    assert trace.iterations is not None
     close = max(1.0, rollout.makespan_s) * 1e-9
     for worker, end_s in enumerate(rollout.worker_end_s):
         spans = trace.spans[trace.spans["lane"] == f"worker {worker}"].sort_values("t_start", kind="stable")
@@ -175,8 +175,18 @@ def spans_and_iterations_add_up(case: Case, result: SimResult) -> None:
         outside_s = case.costs.outside_s if len(rows) else 0.0
         assert rows["duration"].sum() + outside_s == pytest.approx(end_s, abs=close)
         assert (rows["duration"] >= 0).all()
-    made = sum(float(log.columns.tokens.sum()) for log in rollout.logs)
-    assert made >= rollout.requests.lengths.sum() - 1e-3
+    columns = [log.columns for log in rollout.logs]
+    busy = [
+        case.costs.outside_s * (len(c.seconds) > 0) + float((c.seconds + c.prefill_s + c.switch_s).sum())
+        for c in columns
+    ]
+    assert busy == pytest.approx(rollout.worker_end_s, abs=close)
+    made, wanted = sum(float(c.tokens.sum()) for c in columns), rollout.requests.lengths.sum()
+    deepest = max(strategy.draft_depth for strategy in policy.strategies)
+    assert wanted - 1e-3 <= made < wanted + (deepest + 1) * len(rollout.requests)
+    if not deepest:
+        assert made == pytest.approx(wanted)
+    assert trace.iterations["num_generated"].sum() == pytest.approx(made, abs=len(rollout.logs))
     prefilled = sum(float(log.columns.prefill_tokens.sum()) for log in rollout.logs)
     if case.costs.kv_capacity_tokens is None:
         assert prefilled == pytest.approx(rollout.requests.prompts.sum())
@@ -185,8 +195,6 @@ def spans_and_iterations_add_up(case: Case, result: SimResult) -> None:
 def is_the_same(one: Trace, other: Trace) -> None:
     for name in ("outcomes", "spans", "iterations", "decisions"):
         first, second = one.table(name), other.table(name)
-        assert first is not None
-        assert second is not None
         assert first.equals(second), name
 
 
@@ -195,7 +203,7 @@ def is_the_same(one: Trace, other: Trace) -> None:
 def test_any_scenario_stays_above_its_bound_adds_up_and_repeats_itself(case: Case, policy: Policy):
     result = case.simulate(policy)
     stays_above_its_bound(result)
-    spans_and_iterations_add_up(case, result)
+    spans_and_iterations_add_up(case, policy, result)
     is_the_same(result.trace, case.simulate(policy).trace)
 
 
@@ -219,3 +227,61 @@ def test_the_closed_form_is_the_engine_asked_at_every_iteration(case: Case, poli
     (quick,), (slow,) = scenario.rollouts(policy), scenario.rollouts(AskedEveryTime(policy))
     assert quick.finish_s == pytest.approx(slow.finish_s, rel=1e-9)
     assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
+
+
+COSTS = workloads.COSTS.model_copy(update={"prefill_per_token_s": 1e-6, "far_token_s": 1e-5})
+CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4)))
+ROWS = ((1, Strategy.chain("learned", 6)), (4, Strategy.chain("learned", 2)), (9, NO_SPECULATION))
+TABLE = Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=batch, strategy=arm) for batch, arm in ROWS)))
+LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=24)
+TERMS = [name for name in LinearCosts.model_fields if name.endswith("_s")]
+
+
+@HALF
+@given(LENGTHS, st.sampled_from(TERMS), st.floats(1e-5, 1e-2), st.sampled_from([load_policy("none"), CHAIN, TABLE]))
+def test_no_cost_term_makes_a_rollout_faster(lengths: list[int], term: str, more: float, policy: Policy):
+    trace = of_lengths(lengths, workers=2)
+    dearer = COSTS.model_copy(update={term: getattr(COSTS, term) + more})
+    cheap, dear = (simulate(trace, policy, costs=c, acceptance="geometric:0.6").makespan_s for c in (COSTS, dearer))
+    assert dear >= cheap
+
+
+def test_every_cost_term_counts_where_everything_happens():
+    trace = of_lengths([9] * 130 + [10, 300, 40, 5, 80, 12, 7, 9, 11, 30, 22, 6], workers=1)
+    base = simulate(trace, TABLE, costs=COSTS, acceptance="geometric:0.6").makespan_s
+    for term in TERMS:
+        dearer = COSTS.model_copy(update={term: getattr(COSTS, term) + 1e-3})
+        assert simulate(trace, TABLE, costs=dearer, acceptance="geometric:0.6").makespan_s > base, term
+
+
+@pytest.mark.parametrize("policy", [CHAIN, TABLE], ids=["chain", "table"])
+def test_fluid_is_within_a_percent_of_the_mean_of_sampled_runs(policy: Policy):
+    trace = log_normal(prompts=32, rl_steps=1, median=1500, sigma=0.8, cap=8192, workers=4)
+    options = {"costs": COSTS, "acceptance": "geometric:0.7"}
+    fluid = simulate(trace, policy, **options).makespan_s
+    sampled = [simulate(trace, policy, mode="sampled", seed=seed, **options).makespan_s for seed in range(8)]
+    assert fluid == pytest.approx(np.mean(sampled), rel=0.01)
+
+
+@HALF
+@given(LENGTHS, st.integers(1, 4))
+def test_three_ways_to_simulate_plain_decoding_agree(lengths: list[int], workers: int):
+    scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=COSTS)
+    step, queues = scenario.steps[0], scenario.queues[0]
+    expected = pytest.approx(scenario.rollouts(load_policy("none"))[0].makespan_s, rel=1e-9)
+    assert per_iteration_makespan_s(step, queues, COSTS) == expected
+    assert closed_form_makespan_s(step, queues, COSTS) == expected
+
+
+def test_a_switch_into_speculation_is_paid_once():
+    trace = of_lengths([10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120], workers=1)
+    slow = COSTS.model_copy(update={"switch_s": 3.0})
+    how = {"acceptance": "geometric:0.6", "record_iterations": True}
+    quick, paid = (simulate(trace, TABLE, costs=c, **how) for c in (COSTS, slow))
+    iterations = paid.trace.iterations
+    before = int((iterations["drafter"] != "none").argmax())
+    # Until then no drafter is loaded, and plain decoding pays nothing for one.
+    assert 0 < before < len(iterations)
+    assert paid.makespan_s == pytest.approx(quick.makespan_s + 3.0 - before * COSTS.need("sd_idle_s"))
+    spans = paid.trace.spans
+    assert spans.loc[spans["kind"] == "switch", "duration"].tolist() == [3.0]

@@ -134,24 +134,18 @@ ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
 
 
 @HALF
-@given(requests(), costs(), st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
-def test_plain_decoding_takes_the_time_of_its_iterations(req, cost, workers, placement):
-    assert_agree(req, cost, None, FluidBatch, None, workers=workers, placement=placement)
+@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
+def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement):
+    model = None if threshold is None else GeometricAcceptance(alpha=alpha)
+    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement=placement)
 
 
 @HALF
 @given(requests(), costs(), ALPHAS, THRESHOLDS, st.integers(1, 40))
-def test_prompts_that_ride_in_iterations_take_the_time_of_these(req, cost, alpha, threshold, budget):
+def test_prompts_that_ride_take_the_time_of_iterations(req, cost, alpha, threshold, budget):
     riding = ROOFLINE.model_copy(update=cost.limits() | {"max_num_batched_tokens": budget})
     model = GeometricAcceptance(alpha=alpha)
     assert_agree(req, riding, model, FluidBatch, threshold, placement="round_robin")
-
-
-@HALF
-@given(requests(), costs(), ALPHAS, THRESHOLDS, st.integers(1, 3))
-def test_fluid_speculation_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers):
-    model = GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement="round_robin")
 
 
 @HALF
@@ -169,13 +163,13 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, 
 
 @HALF
 @given(requests(), costs(), THRESHOLDS, st.integers(1, 4))
-def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(req, cost, threshold, border):
+def test_acceptance_by_batch_takes_the_time_of_its_iterations(req, cost, threshold, border):
     assert_agree(req, cost, by_batch(border), FluidBatch, threshold)
 
 
 @HALF
 @given(requests(), costs(), ALPHAS, THRESHOLDS, SEEDS)
-def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterations(req, cost, alpha, threshold, seed):
+def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha, threshold, seed):
     model = SpreadAcceptance(base=GeometricAcceptance(alpha=alpha), spread=1.0)
     levels = model.levels("ngram", req.keys, seed)
 
@@ -190,9 +184,7 @@ def test_requests_with_an_acceptance_of_their_own_take_the_time_of_their_iterati
 
 @HALF
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
-def test_the_end_of_a_rollout_in_closed_form_is_that_of_its_iterations_also_where_acceptance_differs_by_batch(
-    req: Requests, cost: LinearCosts, deep: int, shallow: int, border: int
-) -> None:
+def test_an_end_in_closed_form_is_that_of_its_iterations(req, cost, deep, shallow, border):
     model = SpreadAcceptance(base=by_batch(border), spread=0.7)
     regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
     made = []

@@ -90,7 +90,6 @@ def copied(run: Path, folder: Path, **tables: pd.DataFrame | None) -> Path:
 
 def ends_of(trace: Trace) -> list[float]:
     """When each worker of an RL step had nothing left."""
-    assert trace.iterations is not None
     return (
         (trace.iterations["t_start"] + trace.iterations["duration"]).groupby(trace.iterations["worker"]).max().tolist()
     )
@@ -112,7 +111,6 @@ def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path
 
 def test_the_drafter_s_state_must_be_told_by_every_step_that_counts(run: Path):
     trace = read(run)
-    assert trace.steps is not None
     steps = trace.steps
     steps["drafter_age"] = steps["drafter_age"].where(steps["rl_step"] != 3)
     partly = DrafterStates(trace=trace.replace(steps=steps))

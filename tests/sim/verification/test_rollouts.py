@@ -22,7 +22,7 @@ from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
-from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
+from tltlab.sim.verification.rollouts import _measured, drawn_lengths, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
@@ -57,7 +57,16 @@ def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path)
     # A forecast needs history.
     rows = found.rows.set_index("rl_step")
     assert np.isnan(rows.loc[0, "forecast_s"])
+    # Its speculative RL steps have no plain iterations, without which no prediction is scaled.
+    assert np.isnan(rows.loc[1, "plain_time_ratio"])
+    assert found.json()["steps"][1]["scaled_s"] is None
     assert rows.loc[4, "forecast_low_s"] <= rows.loc[4, "forecast_s"] <= rows.loc[4, "forecast_high_s"]
+
+
+def test_a_step_is_never_fitted_on_itself(run: Path):
+    found = verify(run, rl_steps=[1, 3], window=3)
+    assert found.rows["fitted_on"].tolist() == [[0, 2, 3], [1, 2, 4]]
+    assert (found.scaled_steps, found.scaled_median_error) == (0, None)
 
 
 def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
@@ -65,7 +74,6 @@ def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     few = COSTS.model_copy(update={"max_num_seqs": 5})
     made = simulate(source, "none", costs=few, record_iterations=True).trace
     found = verify(record(tmp_path, made, "none"), samples=1)
-    assert made.iterations is not None
     assert made.iterations["batch"].max() == 5
     assert found.rows["error"].abs().max() < 0.01
 
@@ -78,7 +86,7 @@ def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     assert verify(record(tmp_path, made, policy), samples=2).median_error < 0.09
 
 
-def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompts_were_as_new(tmp_path: Path):
+def test_drafters_that_remember_are_fitted_on_prompts_as_new(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=6, median=100, sigma=0.7, cap=400, workers=2)
     epoch = (source.workload["rl_step"] >= 3).astype(np.int32)
     source = source.replace(workload=source.workload.assign(epoch=epoch))
@@ -96,7 +104,7 @@ def test_drafters_that_remember_prompts_are_predicted_from_rl_steps_whose_prompt
     assert worst["das"] < 0.1 < worst["seer"]
 
 
-def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_was_prefilled(tmp_path: Path):
+def test_turns_come_back_and_prefixes_are_what_was_prefilled(tmp_path: Path):
     tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
     lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
     source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
@@ -110,14 +118,12 @@ def test_turns_come_back_when_the_engine_has_taken_them_and_prefixes_are_what_wa
     assert found["kept"].rows["measured_s"].sum() < found["recomputed"].rows["measured_s"].sum()
 
 
-def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_iterations(tmp_path: Path):
+def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
     late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
     made = simulate(source, late, **SAMPLED).trace
     iterations, steps = made.iterations, made.steps
-    assert iterations is not None
-    assert steps is not None
     for rows, names in ((iterations, ("duration", "draft_duration", "t_start")), (steps, ("rollout_s",))):
         for name in names:
             rows[name] = rows[name] * rows["rl_step"].map(slowness)
@@ -125,28 +131,10 @@ def test_a_step_on_a_slower_machine_is_predicted_at_the_speed_of_its_own_plain_i
     rows = found.rows.set_index("rl_step")
     assert rows["plain_time_ratio"].tolist() == pytest.approx([1.0, 1.6, 0.8], rel=0.1)
     assert rows.loc[2, "error"] < -0.25
-    assert rows.loc[2, "scaled_s"] == pytest.approx(
-        rows.loc[2, "predicted_s"] * rows.loc[2, "plain_time_ratio"], rel=0.01
-    )
+    assert rows.loc[2, "scaled_s"] == pytest.approx(rows.loc[2, ["predicted_s", "plain_time_ratio"]].prod(), rel=0.01)
     assert found.scaled_steps == 3
-    assert found.scaled_worst_error is not None
     assert found.scaled_worst_error < 0.13 < 0.25 < found.worst_error
     assert found.json()["scaled_raw_median_error"] == found.median_error
-    assert "scaled by the speed of each step's own plain iterations (3 of 3 steps" in text(found)
-
-
-def test_without_plain_iterations_no_prediction_is_scaled(run: Path):
-    found = verify(run, rl_steps=[1])
-    assert np.isnan(found.rows["plain_time_ratio"].iloc[0])
-    assert (found.scaled_steps, found.scaled_median_error) == (0, None)
-    assert found.json()["steps"][0]["scaled_s"] is None
-    assert "scaled by" not in text(found)
-
-
-def test_a_step_is_never_fitted_on_itself(run: Path):
-    rows = verify(run, rl_steps=[2, 3], window=3).rows
-    assert [step in fitted for step, fitted in zip(rows["rl_step"], rows["fitted_on"], strict=True)] == [False, False]
-    assert rows["fitted_on"].tolist() == [[0, 1, 3], [1, 2, 4]]
 
 
 def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: Path):
@@ -157,7 +145,7 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
     found = verify(tmp_path / "run", rl_steps=[0])
     assert found.repeat_bias == pytest.approx(-0.1)
     assert found.repeat_spread == pytest.approx(0.03 / 0.9)
-    assert "second run" in text(found)
+    assert f"{found.repeat_spread:.1%}" in text(found)
 
 
 def test_drawn_lengths_come_from_history_and_respect_the_cap():
@@ -168,7 +156,7 @@ def test_drawn_lengths_come_from_history_and_respect_the_cap():
     assert len(drawn) == len(step.outcomes)
 
 
-def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys: pytest.CaptureFixture[str]):
+def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys):
     command(GCD, rl_steps="4:5", samples=1, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {"median_error", "worst_error", "repeat_spread", "steps"} <= found.keys()
@@ -177,7 +165,7 @@ def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys: pytest.Captu
     assert found["worst_error"] < 0.5
 
 
-def test_bad_input_is_a_sentence(run: Path, tmp_path: Path):
+def test_runs_that_cannot_be_verified_are_refused(run: Path, tmp_path: Path):
     with refused(ConfigError, naming=("iterations",)):
         verify(log_normal(rl_steps=3, workers=2).write(tmp_path / "lengths"))
     with refused(ConfigError, naming=("9",)):
@@ -185,10 +173,6 @@ def test_bad_input_is_a_sentence(run: Path, tmp_path: Path):
     read(run / "trace").write(tmp_path / "bare")
     with refused(ConfigError, naming=("ours", "1")):
         policies_in_force(read(tmp_path / "bare"))
-
-
-def test_nearest_steps_are_the_neighbours():
-    assert nearest([0, 1, 2, 5, 6], 5, 2) == [2, 6]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +192,7 @@ def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str
         verify(tmp_path / "run", rl_steps=[2], samples=1)
 
 
-def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(run, tmp_path, monkeypatch):
+def test_costs_of_an_older_run_are_looked_for_from_it_on(run, tmp_path, monkeypatch):
     read(run / "trace").write(tmp_path / "runs" / "first" / "trace")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
@@ -224,9 +208,7 @@ def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(run, t
 
 def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
     trace = read(run / "trace")
-    steps = trace.steps
-    assert steps is not None
-    steps = steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))
+    steps = trace.steps.assign(rollout_s=lambda rows: rows["rollout_s"].where(rows["rl_step"] != 3))
     (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
     # Then it took from the first request to the last response's end, where these are known.
     trace.replace(steps=steps).write(tmp_path / "trace")
@@ -239,8 +221,6 @@ def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
 
 def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
     trace = read(run / "trace")
-    assert trace.steps is not None
-    assert trace.iterations is not None
     unnamed = trace.replace(steps=trace.steps.assign(policy=None))
     with refused(ConfigError):
         policies_in_force(unnamed)
@@ -250,10 +230,8 @@ def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
 
 def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
     trace = read(run / "trace")
-    steps = trace.steps
-    assert steps is not None
     names = ["none", "none", "explore", "explore", "none", "none"]
-    trace.replace(steps=steps.assign(policy=names)).write(tmp_path / "named")
+    trace.replace(steps=trace.steps.assign(policy=names)).write(tmp_path / "named")
     found = policies_in_force(read(tmp_path / "named"))
     assert [found[step].since for step in range(6)] == [0, 0, 2, 2, 4, 4]
 
@@ -274,7 +252,7 @@ class Mine(Selector):
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def foreign(tmp_path: Path, monkeypatch) -> Callable[[str], Path]:
     """Makes a small RUN whose policies.json names a class; the current folder has the module `own_policy`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_policy", raising=False)
@@ -291,14 +269,11 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return make
 
 
-def test_a_class_that_a_run_names_is_imported_only_when_that_is_allowed(
-    foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_a_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Path], capsys, tmp_path: Path):
     path, before = foreign("own_policy:Mine"), list(sys.path)
     code, out, err = typed(capsys, "verify", path, "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "own_policy:Mine, a class of the run's own" in err
-    assert "--allow-code own_policy" in err
+    assert {"own_policy:Mine,", "own_policy"} <= set(err.split())
     assert typed(capsys, "verify", path, "--allow-code", "own_polic")[0] == 2
 
     code, out, _ = typed(capsys, "report", path, "--json")
@@ -312,13 +287,11 @@ def test_a_class_that_a_run_names_is_imported_only_when_that_is_allowed(
     assert sys.path == before
 
 
-def test_a_module_of_python_is_never_imported_for_a_policy(
-    foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_module_of_python_is_never_imported_for_a_policy(foreign: Callable[[str], Path], capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "this", raising=False)
     path = foreign("this:Zen")
     code, out, err = typed(capsys, "verify", path, "--allow-code", "this")
     assert (code, out) == (2, "")
-    assert "policy this:Zen: this is a module of Python itself" in err
+    assert "this:Zen" in err
     assert typed(capsys, "simulate", path, "--policy", "this:Zen")[0] == 2
     assert "this" not in sys.modules
