@@ -12,10 +12,9 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.recipe.drafter import LossConfig
 
-from ..small_heads import drafted_states, made_head, made_sequence, made_target
+from ..small_heads import HALF, drafted_states, made_head, made_sequence, made_target
 
 KINDS = ["eagle", "hass", "eagle3"]
-HALF = [1, 2, 5, 7, 8, 12]
 
 
 def slow_loss(
