@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -183,6 +182,25 @@ class Story:
     def updates(self, worker: int) -> int:
         return int(self.run.training.processes.answers("num_updates", workers=[worker]).get(worker, -1))
 
+    def trains(self, *idle: int, more: int = 0) -> int:
+        """Begin a rollout in which the workers `idle` train until each is more than `more` updates ahead of the drafter
+        in service; how many that one has."""
+        start = self.run.served.updates
+        self.rollout(*idle)
+        until(lambda: min(map(self.updates, idle)) > start + more)
+        return start
+
+    def ends(self) -> None:
+        """End the rollout, for which no trainer is waited for in vain."""
+        assert self.end() < YIELD_S
+
+    def restarted(self, worker: int, old: int) -> None:
+        """Until another process than `old` trains beside a worker."""
+        until(lambda: self.pids.get(worker, old) != old)
+
+    def logged(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
     def end(self) -> float:
         """End the rollout and bring the drafter to the engines; returns how long the end took."""
         begin = time.monotonic()
@@ -206,8 +224,7 @@ def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     story = Story(tmp_path_factory.mktemp("story"))
     try:
         # Each test, the first one too, finds a drafter that was trained.
-        story.rollout(1, 2)
-        until(lambda: min(story.updates(1), story.updates(2)) > 10)
+        story.trains(1, 2, more=10)
         story.end()
         yield story
     finally:
@@ -223,11 +240,10 @@ def story(told: Story) -> Story:
 
 
 def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
-    given, start = len(story.workers[0].given), story.run.served.updates
-    story.rollout(1, 2)
-    until(lambda: min(story.updates(1), story.updates(2)) > start + 10)
+    given = len(story.workers[0].given)
+    story.trains(1, 2, more=10)
     assert len(story.workers[0].given) == given, "weights change in mid-rollout"
-    assert story.end() < YIELD_S
+    story.ends()
     assert story.said == []
     weights, predicted = story.workers[0].given[-1]
     assert 0.1 < predicted[0] <= 1.0
@@ -240,11 +256,10 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     assert {row["worker"] for row in rows if row["members"] == 2} == {1, 2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
     story.run.save()
-    final = load_head(story.folder / "drafter" / "final").state_dict()
-    assert same(final, weights)
+    assert same(load_head(story.folder / "drafter" / "final").state_dict(), weights)
 
 
-def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(story: Story, tmp_path: Path):
+def test_a_drafter_goes_on_from_a_checkpoint(story: Story, tmp_path: Path):
     run, saved = story.run, tmp_path / "checkpoint"
     state = json.loads(json.dumps(run.state_dict(saved)))
     weights, predicted = story.workers[0].given[-1]
@@ -264,8 +279,7 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         assert resumed.state_dict(saved) == state
         assert set(resumed.training.processes.answers("num_updates").values()) == {run.served.updates}
         for own in resumed.training.processes.answers("state").values():
-            there = ray.get(run.served.training)
-            assert same(own, there)
+            assert same(own, ray.get(run.served.training))
         assert asked_of(resumed, held) == had
         # A worker that is started again is another object in the same place.
         workers[1] = StandIn(workers[1].feed)
@@ -288,25 +302,20 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
             worker.feed.close()
 
 
-def test_through_a_gate_goes_only_what_drafts_better_on_what_nobody_learned_from(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_gate_passes_only_a_better_drafter(story: Story, monkeypatch: pytest.MonkeyPatch):
     run = story.run
     monkeypatch.setattr(run, "schedule", TrainingSchedule(ScheduleConfig(kind="gated"), pretrained=True))
     for forgets, passes in ((forget_served, True), (forget_trained, False)):
-        before = run.served
-        story.rollout(1)
-        until(lambda before=before: story.updates(1) > before.updates)  # type: ignore[misc]
+        before = story.trains(1)
         run.rollout_ends(story.rl_step)
         story.trainers(forgets)
         story.end()
-        assert (run.served.updates > before.updates) is passes
+        assert (run.served.updates > before) is passes
         attempt = run.schedule.attempts[-1]
         assert (attempt.rl_step, attempt.better) == (story.rl_step, passes)
         # It is not sure that training pays now: the next rollout is to train in any case.
         run.schedule.attempts.clear()
-    said = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()][-4:]
-    assert any("does not serve" in json.dumps(event) for event in said)
+    assert any("does not serve" in json.dumps(event) for event in story.logged()[-4:])
     run.training.publish(run.served)  # type: ignore[union-attr]
     assert set(story.trainers(SpotTrainer.num_updates)) == {run.served.updates}
 
@@ -329,7 +338,7 @@ def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
     return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
 
 
-def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(story: Story, tmp_path: Path):
+def test_a_dying_trainer_costs_a_checkpoint_its_data(story: Story, tmp_path: Path):
     had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
     assert had[2]
     story.trainers(partial(dies_writing, folder=saved), 2)
@@ -339,7 +348,7 @@ def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(stor
     assert not [name for name in found if name.startswith("data-2")]
     data = read_data(saved / "data-1.safetensors")
     assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
-    until(lambda: story.pids.get(2) != pid)
+    story.restarted(2, pid)
 
 
 def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
@@ -353,14 +362,11 @@ def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
     trainer._feed.settle = die  # type: ignore[method-assign,assignment]
 
 
-def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_the_one_that_it_began_with(
-    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, worker = story.run, story.workers[0]
     saved, then = tmp_path / "checkpoint", story.rl_step + 1
     state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
-    story.rollout(1)
-    until(lambda: story.updates(1) > state["updates"])
+    story.trains(1)
     story.end()
     assert run.served.updates > state["updates"]
     # Trainers that begin from a checkpoint are in the test above.
@@ -374,15 +380,13 @@ def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_
         assert len(worker.given) == given, "engines are given what they have, and forget how it did"
     run.went_back(0, story.origin, None)
     story.rl_step = -1
-    first = load_head(story.folder / "drafter" / "initial").serving_weights()
     began_with, predicted = worker.given[-1]
     assert predicted == []
-    assert same(began_with, first)
+    assert same(began_with, load_head(story.folder / "drafter" / "initial").serving_weights())
     assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
     assert story.trainers(held) == [[], [], []]
-    story.rollout(1)
-    until(lambda: story.updates(1) > 0)
-    assert story.end() < YIELD_S
+    story.trains(1)
+    story.ends()
     assert run.served.updates > 0
     assert [row["drafter_age"] for row in story.rows["steps"]] == [0]
     assert {row["drafter_age"] for row in story.rows["acceptance"]} == {0}
@@ -390,35 +394,29 @@ def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_
     assert [row.rl_step for row in run.schedule.record] == [0]
 
 
-def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
-    story.rollout(2)
-    start = story.run.served.updates
-    saved = story.folder / "drafter" / "worker-2"
-    until(lambda: story.updates(2) > start + 20)
+def test_a_killed_trainer_goes_on_from_its_checkpoint(story: Story):
+    story.trains(2, more=20)
     before, old = story.updates(2), story.pids[2]
     os.kill(old, signal.SIGKILL)
-    until(lambda: story.pids.get(2, old) != old)
-    assert list(saved.glob("checkpoint-*"))
+    story.restarted(2, old)
+    assert list((story.folder / "drafter" / "worker-2").glob("checkpoint-*"))
     again = story.updates(2)
     assert again >= before - 10, "at most two checkpoints' worth is lost, the last may have been under way"
     # What it had to learn from has died with it.
     story.teach(2)
     until(lambda: story.updates(2) > again)
-    assert story.end() < YIELD_S
-    assert any(re.search(r"trainer of worker 2 died \(.*\); it is started again", said) for said in story.said)
+    story.ends()
+    assert any("died" in said and "worker 2" in said for said in story.said)
     assert story.run.served.updates > again
-    events = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()]
-    assert [(e["rl_step"], e["worker"]) for e in events if "died" in e["event"]][-1] == (story.rl_step, 2)
+    assert [(e["rl_step"], e["worker"]) for e in story.logged() if "died" in e["event"]][-1] == (story.rl_step, 2)
 
 
-def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollout_does_not_wait(story: Story):
-    story.rollout(1, 2)
-    start = story.run.served.updates
-    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
+def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):
+    story.trains(1, 2, more=5)
     os.kill(story.pids[2], signal.SIGKILL)
     at = story.updates(1)
     until(lambda: story.updates(1) > at + 10)
-    assert story.end() < YIELD_S
+    story.ends()
     ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
     assert ended.count((2, "killed")) == 1
     assert not [worker for worker, how in ended if how == "failed"]
@@ -450,15 +448,12 @@ def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: None):
-    story.rollout(1, 2)
-    start = story.run.served.updates
-    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
-    hanging = story.pids[2]
+    start, hanging = story.trains(1, 2, more=5), story.pids[2]
     os.kill(hanging, signal.SIGSTOP)
     waited = story.end()
     assert HANGING_S - 0.5 < waited < HANGING_S + 100
     assert not alive(hanging)
-    until(lambda: story.pids.get(2, hanging) != hanging)
+    story.restarted(2, hanging)
     assert story.run.served.updates > start, "what the others have is used"
     ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
     assert ended == {1: "stopped", 2: "killed"}
@@ -466,7 +461,7 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: No
     assert lost["t_start"] + lost["duration"] > HANGING_S
     assert (lost["term"], lost["updates"]) == (story.rows["spot_training"][0]["term"], 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
-    assert any("did not yield within 10 s" in said for said in story.said + story.events.take())
+    assert any("10 s" in said for said in story.said + story.events.take())
 
 
 def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
@@ -478,7 +473,7 @@ def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, 
     story.end()
     assert time.monotonic() - begin < 200
     assert not alive(hanging)
-    until(lambda: story.pids.get(0, hanging) != hanging)
+    story.restarted(0, hanging)
     assert any("did not answer" in said for said in story.said + story.events.take())
 
 
@@ -489,8 +484,8 @@ def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
     story.rollout(1, sequences=broken)
     until(lambda: any(story.trainers(failed)))
-    assert story.end() < YIELD_S
-    assert any(re.search("drafter training on worker 1 failed: .*not finite", said) for said in story.said)
+    story.ends()
+    assert any("worker 1" in said and "not finite" in said for said in story.said)
     assert (len(story.workers[0].given), story.run.served.updates) == (served, updates)
 
 
@@ -498,29 +493,22 @@ def failed(trainer: SpotTrainer) -> bool:
     return any(row["ended"] == "failed" for row in trainer._rows)
 
 
-def no_room(trainer: SpotTrainer) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-
-
-def room(trainer: SpotTrainer) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+def has_room(trainer: SpotTrainer, size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def test_a_disk_without_room_costs_checkpoints_only(story: Story):
-    story.trainers(no_room, 2)
-    story.rollout(2)
-    start = story.run.served.updates
-    until(lambda: story.updates(2) > start + 12)
-    assert story.end() < YIELD_S
-    story.trainers(room, 2)
-    assert any("a checkpoint of the drafter on worker 2 failed" in said for said in story.said)
+    story.trainers(partial(has_room, size=1024), 2)
+    start = story.trains(2, more=12)
+    story.ends()
+    story.trainers(partial(has_room, size=resource.RLIM_INFINITY), 2)
+    assert any("checkpoint" in said and "worker 2" in said for said in story.said)
     assert story.run.served.updates > start + 12
 
 
 def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeypatch: pytest.MonkeyPatch):
-    story.rollout(1)
-    dead, start = story.run.training.server, story.run.served.updates
-    until(lambda: story.updates(1) > start)
+    story.trains(1)
+    dead = story.run.training.server
 
     def fail(*args: Any) -> None:
         raise ZeroDivisionError("a defect")
@@ -532,12 +520,10 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
     os.kill(story.pids[2], signal.SIGKILL)
     until(lambda: story.run.training.server is not dead)
     until(lambda: story.updates(1) > at + 5)
-    assert story.end() < YIELD_S
-    assert any("a defect" in said and "taken over" in said for said in story.said)
-    story.rollout(1)
-    start = story.run.served.updates
-    until(lambda: story.updates(1) > start)
-    assert story.end() < YIELD_S
+    story.ends()
+    assert any("a defect" in said for said in story.said)
+    start = story.trains(1)
+    story.ends()
     assert story.run.served.updates > start
 
 
@@ -553,9 +539,7 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
         ("tcp://*:5555", "ha", None),
     ],
 )
-def test_workers_on_other_machines_find_the_coordinator_at_rays_address_or_the_recipes(
-    endpoint: str | None, nodes: str, found: str | None
-):
+def test_other_machines_find_the_coordinator(endpoint: str | None, nodes: str, found: str | None):
     config = DrafterConfig(endpoint=endpoint)
     addresses = machine_addresses(list(nodes), "h", {"h": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3"})
     assert set(addresses) == {"h", *nodes}
@@ -574,9 +558,7 @@ def test_closing_leaves_nothing(story: Story):
     place, pids = story.run._sockets, list(story.pids.values())
     assert place is not None
     assert place.exists()
-    story.rollout(1)
-    start = story.updates(1)
-    until(lambda: story.updates(1) > start)
+    story.trains(1)
     story.run.save()
     story.close()
     until(lambda: not any(map(alive, pids)))
@@ -723,7 +705,7 @@ def title(process: psutil.Process) -> str:
         ('drafter.schedule={"kind": "sometimes"}', ()),
     ],
 )
-def test_a_recipe_whose_drafter_cannot_be_is_refused_before_anything_starts(
+def test_an_impossible_drafter_is_refused_before_the_start(
     learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     override: str, complaint: tuple,
 ):  # fmt: skip
