@@ -139,27 +139,7 @@ def test_rounding_is_forgiven_and_a_shortfall_is_not():
     assert "commonest token" in comparison(first_kept=0.1).fault
 
 
-def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, tmp_path: Path):
-    run = tmp_path / "run"
-    run.mkdir()
-    recipe = {"model": str(target), "data": {"train": "train.jsonl", "heldout": "heldout.jsonl", "chat": True}}
-    (run / "run.json").write_text(json.dumps({"recipe": recipe}))
-    with refused(ConfigError):
-        find_source(run)
-    new_head(target, "eagle", 0).save(run / "drafter" / "final")
-    found = find_source(run)
-    assert found == ExportSource(
-        head=run / "drafter" / "final", target=target, prompts=Path("heldout.jsonl"), chat=True
-    )
-    (run / "checkpoints" / "final").mkdir(parents=True)
-    assert find_source(run).target == run / "checkpoints" / "final"
-    mine = find_source(run, target, "mine.jsonl", prompt_column="q", chat=False)
-    assert mine == ExportSource(head=found.head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
-
-
-def test_what_a_run_or_a_head_names_is_found_from_any_folder(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_run_or_a_head_names_is_found(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As it was named where the run was started: a folder above the run, or one that its recipe has."""
     project, run, elsewhere = tmp_path / "project", tmp_path / "project" / "runs" / "first", tmp_path / "elsewhere"
     run.mkdir(parents=True)
@@ -167,8 +147,11 @@ def test_what_a_run_or_a_head_names_is_found_from_any_folder(
     shutil.copytree(target, project / "models" / "small")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "heldout.jsonl").write_text("")
-    recipe = {"model": "models/small", "data": {"heldout": "data/heldout.jsonl"}, "code": [str(tmp_path)]}
+    data = {"train": "train.jsonl", "heldout": "data/heldout.jsonl", "chat": True}
+    recipe = {"model": "models/small", "data": data, "code": [str(tmp_path)]}
     (run / "run.json").write_text(json.dumps({"recipe": recipe}))
+    with refused(ConfigError):
+        find_source(run)
     new_head(target, "eagle", 0).save(run / "drafter" / "final")
     (run / "drafter" / "final" / "training.json").write_text(json.dumps({"model": "models/small"}))
     for folder, to_run in ((project, "runs/first"), (run, "."), (elsewhere, "../project/runs/first")):
@@ -178,6 +161,12 @@ def test_what_a_run_or_a_head_names_is_found_from_any_folder(
         assert found.target == project / "models" / "small"
         assert found.prompts == tmp_path / "data" / "heldout.jsonl"
         assert find_source(Path(to_run) / "drafter" / "final").target == found.target
+    head = run / "drafter" / "final"
+    assert find_source(run).chat
+    mine = ExportSource(head=head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
+    assert find_source(run, target, "mine.jsonl", prompt_column="q", chat=False) == mine
+    (run / "checkpoints" / "final").mkdir(parents=True)
+    assert find_source(run).target == run / "checkpoints" / "final"
 
 
 def test_wrong_input_is_refused_and_nothing_is_written(target: Path, tmp_path: Path):
