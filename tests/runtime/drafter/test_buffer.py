@@ -66,16 +66,6 @@ def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
     return same(part, whole.stretch(start, part.num_rows))
 
 
-def test_an_empty_buffer_gives_nothing_one_sequence_itself():
-    assert filled().sample(100, rng()) == []
-    only = made(1, 10)
-    buffer = filled(only)
-    assert buffer.sample(0, rng()) == buffer.sample(1, rng()) == []
-    for _ in range(3):
-        (got,) = buffer.sample(100, rng())
-        assert same(got, only)
-
-
 def test_half_of_an_update_is_the_longest_of_the_steps_before():
     buffer = filled(*(made(n, 20 + 10 * n) for n in range(8)))
     buffer.begin(1)

@@ -36,7 +36,6 @@ from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
-from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.spot import IdleWorkerTraining, _host_and_port, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
@@ -48,6 +47,7 @@ from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recovery import repair
 
+from ...nemesis.engines import title
 from . import drafting_text as text
 from .drafting_text import same, until
 
@@ -121,22 +121,17 @@ class Story:
     def __init__(self, folder: Path) -> None:
         text.head(folder / "model")
         self.folder, self.rl_step = folder, -1
-        recipe = Recipe.model_validate(
-            {
-                "model": str(folder / "model"),
-                "reward": "none:none",
-                "data": {"train": "none"},
-                "rollout": {"num_workers": 3, "max_draft_depth": 4},
-                "drafter": {
-                    "schedule": {"kind": "always"},
-                    "optim": {"lr": 3e-3},
-                    "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
-                    "tokens_per_update": 128,
-                    "checkpoint_every": 5,
-                    "nice": 0,
-                },
-            }
-        )
+        drafter = {
+            "schedule": {"kind": "always"},
+            "optim": {"lr": 3e-3},
+            "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
+            "tokens_per_update": 128,
+            "checkpoint_every": 5,
+            "nice": 0,
+        }
+        base = {"model": str(folder / "model"), "reward": "none:none", "data": {"train": "none"}}
+        rollout = {"num_workers": 3, "max_draft_depth": 4}
+        recipe = Recipe.model_validate(base | {"rollout": rollout, "drafter": drafter})
         assert recipe.drafter is not None
         self.events = RunEvents(folder / "events.jsonl")
         self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
@@ -151,7 +146,7 @@ class Story:
         assert self.run.training.processes is not None
         return self.run.training.processes.pids()
 
-    def rollout(self, *idle: int, sequences: list[TrainingSequence] | None = None) -> int:
+    def rollout(self, *idle: int) -> None:
         """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
         self.rl_step += 1
         self.events.rl_step = self.rl_step
@@ -160,19 +155,14 @@ class Story:
         for worker in self.workers:
             worker.feed.status(self.rl_step, busy=True)
         for n in idle:
-            self.teach(n, sequences)
+            self.teach(n)
             self.workers[n].feed.status(self.rl_step, busy=False)
-        return self.rl_step
 
-    def teach(self, worker: int, sequences: list[TrainingSequence] | None = None) -> None:
-        until(lambda: self.hears(worker))
-        for sequence in sequences or [text.sequence(100 * self.rl_step + n) for n in range(24)]:
-            self.workers[worker].feed.sequence(replace(sequence, key=(self.rl_step, *sequence.key[1:])))
-
-    def hears(self, worker: int) -> bool:
-        """Whether its trainer is connected: what is handed over before is dropped."""
-        (rl_step,) = asked_of(self.run, lambda trainer: trainer._rl_step, worker)
-        return bool(rl_step == self.rl_step)
+    def teach(self, worker: int) -> None:
+        # What is handed over before a trainer is connected is dropped.
+        until(lambda: asked_of(self.run, lambda trainer: trainer._rl_step, worker) == [self.rl_step])
+        for n in range(24):
+            self.workers[worker].feed.sequence(text.sequence(100 * self.rl_step + n, rl_step=self.rl_step))
 
     def trainers(self, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
         """What `ask` finds in each trainer's process, or in those of `workers`."""
@@ -190,16 +180,16 @@ class Story:
         until(lambda: min(map(self.updates, idle)) > start + more)
         return start
 
-    def ends(self) -> None:
-        """End the rollout, for which no trainer is waited for in vain."""
-        assert self.end() < YIELD_S
-
     def restarted(self, worker: int, old: int) -> None:
         """Until another process than `old` trains beside a worker."""
         until(lambda: self.pids.get(worker, old) != old)
 
     def logged(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    def ends(self) -> None:
+        """End the rollout, for which no trainer is waited for in vain."""
+        assert self.end() < YIELD_S
 
     def end(self) -> float:
         """End the rollout and bring the drafter to the engines; returns how long the end took."""
@@ -212,6 +202,16 @@ class Story:
         self.rows = self.run.rows(self.rl_step, 0.01)
         self.said = self.events.take()
         return waited
+
+    def heard(self, *facts: str) -> bool:
+        """Whether one event of the last rollout, or since, names all of these."""
+        return any(all(fact in said for fact in facts) for said in self.said + self.events.take())
+
+    def kill(self, worker: int, how: int = signal.SIGKILL) -> int:
+        """Kill or stop the trainer of a worker; its process."""
+        pid = self.pids[worker]
+        os.kill(pid, how)
+        return pid
 
     def close(self) -> None:
         self.run.close()
@@ -321,14 +321,14 @@ def test_a_gate_passes_only_a_better_drafter(story: Story, monkeypatch: pytest.M
 
 
 def forget_served(trainer: SpotTrainer) -> None:
-    forget(next(reversed(trainer._published.values()))[1])
+    zero(next(reversed(trainer._published.values()))[1])
 
 
 def forget_trained(trainer: SpotTrainer) -> None:
-    forget(trainer.training.head)
+    zero(trainer.training.head)
 
 
-def forget(head: torch.nn.Module) -> None:
+def zero(head: torch.nn.Module) -> None:
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
@@ -396,9 +396,8 @@ def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path,
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint(story: Story):
     story.trains(2, more=20)
-    before, old = story.updates(2), story.pids[2]
-    os.kill(old, signal.SIGKILL)
-    story.restarted(2, old)
+    before = story.updates(2)
+    story.restarted(2, story.kill(2))
     assert list((story.folder / "drafter" / "worker-2").glob("checkpoint-*"))
     again = story.updates(2)
     assert again >= before - 10, "at most two checkpoints' worth is lost, the last may have been under way"
@@ -406,14 +405,14 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(story: Story):
     story.teach(2)
     until(lambda: story.updates(2) > again)
     story.ends()
-    assert any("died" in said and "worker 2" in said for said in story.said)
+    assert story.heard("died", "worker 2")
     assert story.run.served.updates > again
     assert [(e["rl_step"], e["worker"]) for e in story.logged() if "died" in e["event"]][-1] == (story.rl_step, 2)
 
 
 def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):
     story.trains(1, 2, more=5)
-    os.kill(story.pids[2], signal.SIGKILL)
+    story.kill(2)
     at = story.updates(1)
     until(lambda: story.updates(1) > at + 10)
     story.ends()
@@ -448,8 +447,7 @@ def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: None):
-    start, hanging = story.trains(1, 2, more=5), story.pids[2]
-    os.kill(hanging, signal.SIGSTOP)
+    start, hanging = story.trains(1, 2, more=5), story.kill(2, signal.SIGSTOP)
     waited = story.end()
     assert HANGING_S - 0.5 < waited < HANGING_S + 100
     assert not alive(hanging)
@@ -461,48 +459,30 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: No
     assert lost["t_start"] + lost["duration"] > HANGING_S
     assert (lost["term"], lost["updates"]) == (story.rows["spot_training"][0]["term"], 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
-    assert any("10 s" in said for said in story.said + story.events.take())
+    assert story.heard("10 s")
 
 
-def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
+def test_a_hanging_trainer_that_is_idle_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer_processes, "ANSWER_S", 4.0)
     story.rollout()
-    hanging = story.pids[0]
-    os.kill(hanging, signal.SIGSTOP)
+    hanging = story.kill(0, signal.SIGSTOP)
     begin = time.monotonic()
     story.end()
     assert time.monotonic() - begin < 200
     assert not alive(hanging)
     story.restarted(0, hanging)
-    assert any("did not answer" in said for said in story.said + story.events.take())
-
-
-def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
-    served, updates = len(story.workers[0].given), story.run.served.updates
-    story.trainers(lambda trainer: trainer.buffer._sequences.clear())
-    story.trainers(lambda trainer: trainer.buffer._first_out.clear())
-    broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
-    story.rollout(1, sequences=broken)
-    until(lambda: any(story.trainers(failed)))
-    story.ends()
-    assert any("worker 1" in said and "not finite" in said for said in story.said)
-    assert (len(story.workers[0].given), story.run.served.updates) == (served, updates)
-
-
-def failed(trainer: SpotTrainer) -> bool:
-    return any(row["ended"] == "failed" for row in trainer._rows)
-
-
-def has_room(trainer: SpotTrainer, size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    assert story.heard("did not answer")
 
 
 def test_a_disk_without_room_costs_checkpoints_only(story: Story):
+    def has_room(trainer: SpotTrainer, size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
     story.trainers(partial(has_room, size=1024), 2)
     start = story.trains(2, more=12)
     story.ends()
     story.trainers(partial(has_room, size=resource.RLIM_INFINITY), 2)
-    assert any("checkpoint" in said and "worker 2" in said for said in story.said)
+    assert story.heard("checkpoint", "worker 2")
     assert story.run.served.updates > start + 12
 
 
@@ -517,11 +497,11 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
     story.workers[2].feed.status(story.rl_step, busy=False)
     until(lambda: not dead._thread.is_alive())  # type: ignore[union-attr]
     at = story.updates(1)
-    os.kill(story.pids[2], signal.SIGKILL)
+    story.kill(2)
     until(lambda: story.run.training.server is not dead)
     until(lambda: story.updates(1) > at + 5)
     story.ends()
-    assert any("a defect" in said for said in story.said)
+    assert story.heard("a defect")
     start = story.trains(1)
     story.ends()
     assert story.run.served.updates > start
@@ -544,14 +524,9 @@ def test_other_machines_find_the_coordinator(endpoint: str | None, nodes: str, f
     addresses = machine_addresses(list(nodes), "h", {"h": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3"})
     assert set(addresses) == {"h", *nodes}
     assert (addresses["h"] == "127.0.0.1") == (set(nodes) == {"h"})
-    refusal = refused(ConfigError)
-    with refusal if found is None else contextlib.nullcontext():
+    with refused(ConfigError) if found is None else contextlib.nullcontext():
         assert coordinator_endpoint(config, "ipc:///tmp/c", addresses, "h") == found
-
-
-@pytest.mark.parametrize("address", ["[::1]:5555", "::1:5555"])
-def test_an_ipv6_address_may_have_brackets_where_members_meet(address: str):
-    assert _host_and_port(address) == ("::1", 5555)
+    assert [_host_and_port(address) for address in ("[::1]:5555", "::1:5555")] == [("::1", 5555)] * 2
 
 
 def test_closing_leaves_nothing(story: Story):
@@ -605,7 +580,7 @@ def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.engine
-def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_not(
+def test_with_engines_only_a_collapsed_drafter_stops_serving(
     learning: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
@@ -630,9 +605,8 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
         monkeypatch.setattr(drafting, "_start_training", lambda: None)
         drafting.went_back(0, origin, None)
         assert_engines_draft_with(load_head(drafting.head).serving_weights(), run)
-        assert [(report.updates, report.serves) for report in drafting._ask_engines("drafter_report")] == [
-            (0, False)
-        ] * 2
+        reports = drafting._ask_engines("drafter_report")
+        assert [(report.updates, report.serves) for report in reports] == [(0, False)] * 2
     trace = tltlab.read(tmp_path / "run" / "trace")
     assert trace.steps is not None
     assert trace.steps["drafter_version"].iloc[-1] >= 2
@@ -656,7 +630,7 @@ def boast(trainer: SpotTrainer) -> None:
 
 
 @pytest.mark.engine
-def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(learning: Path, recipe_file: Path):
+def test_an_interrupted_run_leaves_nothing_behind(learning: Path, recipe_file: Path):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         places, out = Path(temporary) / "t", Path(temporary) / "run"
         places.mkdir()
@@ -687,36 +661,25 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")
 
 
-def title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("overrides", "facts"),
     [
         ("drafter.checkpoint=/no/such/head", ()),
-        ("drafter.checkpoint=WIDER", ("hidden_size", "32")),
-        ('drafter.loss={"kind": "eagle3"}', ("eagle3",)),
+        ("drafter.checkpoint=FOLDER/wide", ("hidden_size", "32")),
+        ('drafter.loss={"kind":"eagle3"} drafter.checkpoint=FOLDER/eagle', ("eagle3",)),
         ("drafter.fallback=oracle", ("oracle", "model-free")),
-        ('rollout.drafters.other={"kind": "learned", "method": "eagle", "model": "x"}', ()),
-        ('drafter.schedule={"kind": "sometimes"}', ()),
+        ('rollout.drafters.other={"kind":"learned","method":"eagle","model":"x"}', ()),
+        ('drafter.schedule={"kind":"sometimes"}', ()),
     ],
 )
-def test_an_impossible_drafter_is_refused_before_the_start(
-    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    override: str, complaint: tuple,
-):  # fmt: skip
+def test_an_impossible_drafter_is_refused(
+    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch, overrides: str, facts: tuple
+):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
-    text.head(tmp_path / "wider").save(tmp_path / "head")
+    text.head(tmp_path / "model").save(tmp_path / "wide")
     new_head(random_model, "eagle", 0).save(tmp_path / "eagle")
-    overrides = [override.replace("WIDER", str(tmp_path / "head"))]
-    if "eagle3" in override:
-        overrides.append(f"drafter.checkpoint={tmp_path / 'eagle'}")
-    with refused(ConfigError, naming=complaint):
-        train(load_recipe(learning, overrides), tmp_path / "out")
+    with refused(ConfigError, naming=facts):
+        train(load_recipe(learning, overrides.replace("FOLDER", str(tmp_path)).split()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

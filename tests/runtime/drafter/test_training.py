@@ -129,23 +129,6 @@ def test_only_what_is_trained_is_state(tmp_path: Path):
     assert not any(VOCAB in value.shape for value in state.values())
 
 
-def test_training_goes_on_from_its_state_bit_by_bit(tmp_path: Path):
-    straight, first = training(tmp_path / "a", warmup=4), training(tmp_path / "b", warmup=4)
-    texts = [[sequence(10 * n + i) for i in range(2)] for n in range(6)]
-    for some in texts:
-        straight.update(some)
-    for some in texts[:3]:
-        first.update(some)
-    second = DrafterTraining(head(tmp_path / "c", seed=9), frozen(), LOSS, first.optim)
-    state = first.state_dict()
-    first.update(texts[0])
-    second.load_state_dict(state)
-    for some in texts[3:]:
-        second.update(some)
-    assert second.updates == 6
-    assert same(straight.state_dict(), second.state_dict())
-
-
 def test_the_state_of_another_head_is_refused(tmp_path: Path):
     state = training(tmp_path).state_dict()
     state.pop("exp_avg.fc.weight")

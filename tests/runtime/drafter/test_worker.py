@@ -209,7 +209,7 @@ def test_states_not_finite_end_the_period_only(bench: Bench):
     assert "not finite" in row["detail"]
     assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
-    assert trainer.predicted() == []
+    assert trainer.predicted() == [], "the run has nothing new to serve"
     bench.ends(0)
     bench.begin(1)
     bench.begin(2)
