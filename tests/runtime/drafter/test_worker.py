@@ -175,19 +175,30 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench: Bench):
     assert trainer.num_updates() == done
 
 
-def test_a_worker_whose_engine_gets_work_again_stops(bench: Bench):
-    trainer = bench.taught()
-    bench.trains(1, 0, 3)
-    bench.status(1, 0, busy=True)
+@pytest.mark.parametrize(("most", "ended"), [(0, "stopped"), (6, "declined")], ids=["requests", "updates"])
+def test_requests_or_enough_updates_end_training(bench: Bench, most: int, ended: str):
+    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": most}) if most else CONFIG)
+    bench.trains(1, 0, most or 3)
+    if not most:
+        bench.status(1, 0, busy=True)
     (row,) = until(trainer.take_rows)
-    assert row["ended"] == "stopped"
+    assert row["ended"] == ended
+    assert row["updates"] == trainer.num_updates() >= (most or 3)
+    assert not most or row["updates"] == most
     bench.ends(0)
 
 
 def test_an_empty_buffer_waits_and_one_sequence_is_enough(bench: Bench):
     trainer = bench.taught(some=[])
+    sample, empty = trainer.buffer.sample, threading.Event()
+
+    def watched(*args: Any) -> list[TrainingSequence]:
+        empty.set()
+        return sample(*args)
+
+    trainer.buffer.sample = watched  # type: ignore[method-assign]
     bench.status(1, 0, busy=False)
-    time.sleep(0.1)
+    assert empty.wait(300)
     assert trainer.num_updates() == 0
     bench.teach(1, sequences(number=1))
     until(lambda: trainer.num_updates() >= 3)
@@ -229,9 +240,8 @@ def test_a_new_process_goes_on_from_whichever_is_further(bench: Bench):
             assert same(again.state(), state if served is None else served)
             assert list(again._published) == [3]
             (updates, _) = again._published[3]
-            assert updates == (0 if served is None else int(served["counters"][0])), (
-                "what serves is not what is trained"
-            )
+            # What serves is what is trained.
+            assert updates == (0 if served is None else int(served["counters"][0]))
 
 
 def test_a_later_run_learns_from_the_same_data(bench: Bench, tmp_path: Path):
@@ -301,14 +311,6 @@ def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
     (row,) = here.take_rows()
     assert (row["ended"], row["members"]) == ("stopped", 2)
     assert "died or hangs" in row["detail"]
-
-
-def test_a_trainer_does_no_more_updates_than_it_may(bench: Bench):
-    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": 6}))
-    bench.status(1, 0, busy=False)
-    (row,) = until(trainer.take_rows)
-    assert (row["ended"], row["updates"], trainer.num_updates()) == ("declined", 6, 6)
-    bench.server.rollout_ended(0)
 
 
 def test_every_eighth_response_is_held_out(bench: Bench):
