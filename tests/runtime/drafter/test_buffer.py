@@ -66,7 +66,7 @@ def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
     return same(part, whole.stretch(start, part.num_rows))
 
 
-def test_half_of_an_update_is_the_longest_of_the_steps_before():
+def test_half_an_update_is_of_earlier_steps():
     buffer = filled(*(made(n, 20 + 10 * n) for n in range(8)))
     buffer.begin(1)
     for n in range(10, 30):
@@ -90,7 +90,7 @@ def test_what_one_side_lacks_the_other_gives():
     assert sorted(numbers(drawn)) == [2, 3, 4]
 
 
-def test_every_sequence_is_drawn_once_before_any_is_drawn_twice():
+def test_every_sequence_is_drawn_once_an_epoch():
     buffer = filled(*(made(n, 40) for n in range(10)))
     source = rng()
     for _ in range(3):
@@ -113,14 +113,14 @@ def test_a_long_sequence_is_cut_to_random_stretches():
     assert min(starts) < 450 < 850 < max(starts)
 
 
-def test_few_rows_left_are_not_filled_with_a_stretch_without_context():
+def test_few_rows_left_stay_empty():
     buffer = filled(*(made(n, 100) for n in range(4)))
     drawn = buffer.sample(100 + SHORTEST_STRETCH - 1, rng())
     assert [sequence.num_rows for sequence in drawn] == [100]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_read_from_a_file_draws_the_same(dtype: torch.dtype, tmp_path: Path):
+def test_a_buffer_from_a_file_draws_alike(dtype: torch.dtype, tmp_path: Path):
     held = [made(n, 6 + n, rl_step=n // 4, aux=n == 2) for n in range(8)]
     buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
     generator = rng(3)
@@ -143,7 +143,7 @@ def test_a_buffer_read_from_a_file_draws_the_same(dtype: torch.dtype, tmp_path: 
         assert all(map(same, drawn, again))
 
 
-def test_a_damaged_file_or_a_full_disk_is_refused(tmp_path: Path):
+def test_damaged_files_and_full_disks_are_refused(tmp_path: Path):
     path = tmp_path / "data-0.safetensors"
     data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
     write_data(path, data)

@@ -46,7 +46,7 @@ def loaded(folder: Path, size: int = 1000) -> float | None:
     return float(value)
 
 
-def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path):
+def test_training_goes_on_bit_by_bit(tmp_path: Path):
     optim = OptimConfig(lr=3e-3, warmup=4)
     training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), optim)
     saved = DrafterCheckpoint(tmp_path / "saved")
@@ -66,7 +66,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path):
     saved.close()
 
 
-def test_two_are_kept_and_numbers_go_on_in_another_process(tmp_path: Path):
+def test_two_are_kept_and_numbers_go_on(tmp_path: Path):
     assert DrafterCheckpoint(tmp_path).latest() is None
     assert loaded(tmp_path) is None
     for first in (0, 3):
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     assert "NotADirectoryError" in saved.failures[0] or "FileExistsError" in saved.failures[0]
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
+def test_a_damaged_checkpoint_gives_way(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
     for n in (1.0, 2.0):
         save(saved, state(n))

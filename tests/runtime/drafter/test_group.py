@@ -105,7 +105,7 @@ def test_two_members_end_where_one_does(point: MeetingPoint, tmp_path: Path, kin
         assert torch.allclose(left[name], value, rtol=0, atol=1e-6 if name.startswith("exp_avg.") else 1e-5), name
 
 
-def test_members_that_train_differently_say_so_and_share_nothing(point: MeetingPoint, tmp_path: Path):
+def test_members_that_train_differently_share_nothing(point: MeetingPoint, tmp_path: Path):
     def shares_another_drafter(rank: int) -> None:
         training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
         before = training.state_dict()
@@ -201,7 +201,7 @@ def test_a_meeting_point_listens_at_one_address(point: MeetingPoint):
         MeetingPoint(port=int(port))
 
 
-def test_what_cannot_be_is_a_mistake_of_the_caller(point: MeetingPoint):
+def test_what_cannot_be_is_the_callers_mistake(point: MeetingPoint):
     store = meeting(point.address, "term-1", 1.0)
     with refused(ConfigError, naming=("0", "1")):
         DrafterGroup.join(store, 2, 2, 1.0)

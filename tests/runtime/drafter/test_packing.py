@@ -44,7 +44,7 @@ def changed(sequence: TrainingSequence, row: int) -> TrainingSequence:
     return dataclasses.replace(sequence, hidden=hidden, aux=aux, token_ids=tokens)
 
 
-def test_a_row_joins_a_state_and_the_next_token():
+def test_a_row_joins_state_and_next_token():
     sequence = made_sequence(5, first_position=7, prompt_tokens=4)
     batch = pack([sequence])
     assert batch.lengths == (4,)

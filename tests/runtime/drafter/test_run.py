@@ -446,7 +446,7 @@ def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         until(lambda: server._state.config is patient.coordinator)
 
 
-def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: None):
+def test_a_hanging_trainer_is_killed_at_the_bound(story: Story, impatient: None):
     start, hanging = story.trains(1, 2, more=5), story.kill(2, signal.SIGSTOP)
     waited = story.end()
     assert HANGING_S - 0.5 < waited < HANGING_S + 100
@@ -462,7 +462,7 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: No
     assert story.heard("10 s")
 
 
-def test_a_hanging_trainer_that_is_idle_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
+def test_a_hanging_idle_trainer_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer_processes, "ANSWER_S", 4.0)
     story.rollout()
     hanging = story.kill(0, signal.SIGSTOP)
@@ -683,7 +683,7 @@ def test_an_impossible_drafter_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_policy_that_never_drafts_with_it_is_told(recipe_file: Path, tmp_path: Path):
+def test_a_policy_without_the_drafter_is_told(recipe_file: Path, tmp_path: Path):
     events = RunEvents(tmp_path / "events.jsonl")
     for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
         policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))

@@ -206,7 +206,7 @@ def test_bad_updates_end_with_the_last_good_drafter(tmp_path: Path):
     assert not made.update([sequence(60)]).skipped
 
 
-def test_members_keep_the_same_state_when_one_of_them_would(pair: Pair):
+def test_members_keep_the_same_state(pair: Pair):
     members = (pair.left, pair.right)
     pair.left.keep_s, pair.right.keep_s = 0.0, math.inf
     for n in range(3):
@@ -231,7 +231,7 @@ def test_what_is_not_finite_is_never_applied(tmp_path: Path):
     assert weights.predict([sequence(2)])[0] > 0
 
 
-def test_a_lost_member_leaves_the_state_as_it_was(tmp_path: Path):
+def test_a_lost_member_changes_no_state(tmp_path: Path):
     made, alone = training(tmp_path / "a"), training(tmp_path / "b")
     for one in (made, alone):
         one.update([sequence(0)])
@@ -246,7 +246,7 @@ def test_a_lost_member_leaves_the_state_as_it_was(tmp_path: Path):
     assert same(made.state_dict(), alone.state_dict())
 
 
-def test_it_learns_from_the_target_as_it_is_now(tmp_path: Path):
+def test_it_learns_from_the_target_as_is(tmp_path: Path):
     made = training(tmp_path)
     old = frozen()
     before = made.predict([sequence(0)])

@@ -188,7 +188,7 @@ def test_requests_or_enough_updates_end_training(bench: Bench, most: int, ended:
     bench.ends(0)
 
 
-def test_an_empty_buffer_waits_and_one_sequence_is_enough(bench: Bench):
+def test_one_sequence_is_enough_to_train(bench: Bench):
     trainer = bench.taught(some=[])
     sample, empty = trainer.buffer.sample, threading.Event()
 
@@ -229,7 +229,7 @@ def test_states_not_finite_end_the_period_only(bench: Bench):
     bench.ends(2)
 
 
-def test_a_new_process_goes_on_from_whichever_is_further(bench: Bench):
+def test_a_new_process_starts_from_the_furthest(bench: Bench):
     trainer = bench.taught()
     bench.trains(1, 0, 7)
     bench.ends(0)
@@ -265,7 +265,7 @@ def test_a_later_run_learns_from_the_same_data(bench: Bench, tmp_path: Path):
             assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
 
 
-def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
+def test_a_group_starts_from_its_furthest_member(bench: Bench):
     """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
     old = bench.taught(worker=2)
     bench.trains(2, 0, 20)
@@ -287,7 +287,7 @@ def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
     assert rows[1]["updates"] == old.num_updates() - before
 
 
-def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
+def test_others_go_on_without_a_hanging_member(bench: Bench):
     # Members wait for one another half as long as the coordinator waits for them.
     soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=6.0)})
     here, hanging = bench.add(1, soon), bench.add(2, soon)

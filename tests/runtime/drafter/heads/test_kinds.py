@@ -147,7 +147,7 @@ def test_states_are_those_that_enter_the_layers(kind: str, targets: dict[str, Pa
 
 
 @given(st.integers(1, 128))
-def test_the_depths_that_eagle3_reads_are_distinct_and_there(num_layers: int):
+def test_the_layers_that_eagle3_reads_are_there(num_layers: int):
     layers = default_aux_layers(num_layers)
     assert list(layers) == sorted(set(layers))
     assert len(layers) == min(3, num_layers + 1)
@@ -206,7 +206,7 @@ def test_a_seed_makes_the_same_head(method: Any, kind: str, targets: dict[str, P
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
-def test_a_start_by_least_squares_is_worth_many_updates(targets: dict[str, Path]):
+def test_a_fitted_start_is_worth_many_updates(targets: dict[str, Path]):
     folder = targets["llama"]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
     heads = {name: new_head(folder, "eagle", 0) for name in ("fitted", "new", "random")}

@@ -198,7 +198,7 @@ def test_a_whole_lm_head_may_be_the_targets(target: Path, tmp_path: Path):
         assert torch.equal(head.output_weight(FrozenTarget.from_folder(target)), theirs) == shared
 
 
-def test_a_head_of_the_hub_is_found_in_its_cache(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_hubs_cache_is_looked_into(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

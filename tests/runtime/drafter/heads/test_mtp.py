@@ -53,7 +53,7 @@ def same(one: MtpHead, other: MtpHead) -> bool:
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
-def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model: Path, tmp_path: Path):
+def test_it_is_read_saved_and_read_again(mimo: Path, random_model: Path, tmp_path: Path):
     head = new_head(mimo, "mtp", 0)
     again = load_head(head.save(tmp_path / "head"))
     assert isinstance(head, MtpHead)

@@ -90,7 +90,7 @@ def text_of(propose: Callable[[list[int], int], list[int]], num_tokens: int, see
 
 
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_one_pass_keeps_what_chains_at_every_position_keep(draft_model, depth: int):
+def test_one_pass_keeps_what_chains_keep(draft_model, depth: int):
     model = AutoModelForCausalLM.from_pretrained(draft_model, dtype=torch.float32).eval()
     with torch.inference_mode():
         text = text_of(greedy_chain(model), 32, seed=depth)

@@ -43,7 +43,7 @@ def agreeable(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequenc
 
 @pytest.mark.parametrize(("method", "vocabulary"), [("eagle", None), ("eagle3", None), ("eagle3", HALF)])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_kept_is_what_chains_drafted_one_by_one_keep(
+def test_kept_is_that_of_single_chains(
     method: str, vocabulary: list[int] | None, depth: int, monkeypatch: pytest.MonkeyPatch
 ):
     head, frozen = made_head(method, vocabulary=vocabulary), made_target()
@@ -67,7 +67,7 @@ def test_tokens_without_two_before_them_keep_0(rows: int, prompt: int, expected:
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_the_share_kept_on_text_of_the_target_is_what_training_predicts(method: str):
+def test_training_predicts_the_share_kept(method: str):
     """`accept` is a mean of probabilities, `kept_along` counts tokens: on sampled text they estimate the same."""
     head, frozen = made_head(method, std=0.15), made_target()
     sequences = [made_sequence(250, seed=seed) for seed in range(16)]

@@ -105,7 +105,7 @@ def test_a_head_that_learned_nothing_is_not_exported(target: Path, heads: dict[s
 
 
 @pytest.mark.engine
-def test_a_checkpoint_that_is_not_the_heads_falls_short(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_another_heads_checkpoint_falls_short(target: Path, heads: dict[str, Path], tmp_path: Path):
     head = load_head(heads["eagle"])
     with torch.no_grad():
         head.get_parameter("fc.weight").neg_()
@@ -139,7 +139,7 @@ def test_rounding_is_forgiven_and_a_shortfall_is_not():
     assert "commonest token" in comparison(first_kept=0.1).fault
 
 
-def test_what_a_run_or_a_head_names_is_found(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_run_names_is_found(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As it was named where the run was started: a folder above the run, or one that its recipe has."""
     project, run, elsewhere = tmp_path / "project", tmp_path / "project" / "runs" / "first", tmp_path / "elsewhere"
     run.mkdir(parents=True)

@@ -85,7 +85,7 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
-def test_a_drafter_learns_and_the_report_says_how_much(trained: Callable[[str], Trained], kind: str):
+def test_the_report_says_how_much_is_learned(trained: Callable[[str], Trained], kind: str):
     out, report = trained(kind)
     before, after = report["before"], report["after"]
     assert before["accept_length"] < 1.3 < 1.8 < after["accept_length"]
@@ -101,9 +101,7 @@ def text_of(row: dict[str, list[int]]) -> PromptedText:
     return PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"])
 
 
-def test_the_report_is_what_the_head_does_on_unseen_prompts(
-    target: Path, data: Path, trained: Callable[[str], Trained]
-):
+def test_the_report_holds_on_unseen_prompts(target: Path, data: Path, trained: Callable[[str], Trained]):
     out, report = trained("eagle")
     texts = list(map(text_of, map(json.loads, data.read_text().splitlines())))
     heldout = split_by_prompt(texts, 0.2, np.random.default_rng([0, 2]))[1]
@@ -113,7 +111,7 @@ def test_the_report_is_what_the_head_does_on_unseen_prompts(
     assert asdict(found) == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
 
 
-def test_acceptance_is_what_drafts_counted_one_by_one_keep(target: Path):
+def test_acceptance_is_that_of_counted_drafts(target: Path):
     """The slow way: count, at every position, how far each draft goes."""
     model, frozen = load_target(target)
     head = new_head(target, "eagle", seed=1)
@@ -128,7 +126,7 @@ def test_acceptance_is_what_drafts_counted_one_by_one_keep(target: Path):
         assert found.positions[step] == (pytest.approx(expected) if reached else None)
 
 
-def test_a_walk_makes_every_token_but_the_first_in_some_pass():
+def test_a_walk_makes_every_token_once():
     rng = np.random.default_rng(0)
     for length in range(20):
         kept = [int(min(k, length - at)) for at, k in enumerate(rng.integers(0, 5, length))]
@@ -137,7 +135,7 @@ def test_a_walk_makes_every_token_but_the_first_in_some_pass():
         assert made == list(range(1, length))
 
 
-def test_training_stops_when_the_held_out_accept_length_is_reached(target: Path, data: Path, tmp_path: Path):
+def test_training_stops_at_an_accept_length(target: Path, data: Path, tmp_path: Path):
     report = train_drafter(target, data, tmp_path / "head", config(until_accept_length=1.5, updates=400), quiet)
     assert report["updates"] < 400
     lengths = [check["accept_length"] for check in report["checks"]]
@@ -189,7 +187,7 @@ def test_texts_are_drawn_at_random_and_none_twice(target: Path, tmp_path: Path):
     assert all(25 <= count <= 80 for count in seen.values())
 
 
-def test_no_prompt_is_both_trained_on_and_held_out():
+def test_no_held_out_prompt_is_trained_on():
     texts = [PromptedText(prompt_token_ids=[n % 7, 1], token_ids=[n]) for n in range(40)]
     trained, heldout = split_by_prompt(texts, 0.3, np.random.default_rng(0))
     assert len(trained) + len(heldout) == 40
@@ -198,7 +196,7 @@ def test_no_prompt_is_both_trained_on_and_held_out():
     assert len(sides[1]) == 2
 
 
-def test_texts_come_from_a_trace_a_parquet_file_or_a_jsonl_file(target: Path, tmp_path: Path):
+def test_texts_come_from_traces_and_files(target: Path, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(target)
     rows = [{"prompt": "w1 w2", "response": "w3 w4 w5"}, {"prompt": "w2 w2", "response": "w6"}]
     path = tmp_path / "text.jsonl"
@@ -227,7 +225,7 @@ def test_texts_come_from_a_trace_a_parquet_file_or_a_jsonl_file(target: Path, tm
 
 
 @pytest.mark.engine
-def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(random_model: Path, tmp_path: Path):
+def test_the_command_answers_prompts_and_reports(random_model: Path, tmp_path: Path):
     (tmp_path / "target").mkdir()
     target = easy_target(random_model, tmp_path / "target", LONG_CONTEXT)
     app = typer.Typer()
