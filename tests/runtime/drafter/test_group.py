@@ -75,9 +75,7 @@ def test_a_process_joins_and_leaves_many_groups(point: MeetingPoint):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
-def test_two_members_with_parts_of_the_data_end_where_one_with_all_of_it_does(
-    point: MeetingPoint, tmp_path: Path, kind: str
-):
+def test_two_members_end_where_one_does(point: MeetingPoint, tmp_path: Path, kind: str):
     """They begin with heads of their own; sharing makes them the leader's."""
     members = [made(tmp_path / str(rank), seed=rank, kind=kind) for rank in range(2)]
     alone = made(tmp_path / "alone", kind=kind)
@@ -107,7 +105,7 @@ def test_two_members_with_parts_of_the_data_end_where_one_with_all_of_it_does(
         assert torch.allclose(left[name], value, rtol=0, atol=1e-6 if name.startswith("exp_avg.") else 1e-5), name
 
 
-def test_members_that_train_differently_say_so_and_share_nothing(point: MeetingPoint, tmp_path: Path):
+def test_members_that_train_differently_share_nothing(point: MeetingPoint, tmp_path: Path):
     def shares_another_drafter(rank: int) -> None:
         training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
         before = training.state_dict()
@@ -158,9 +156,7 @@ def dies_in_mid_sum(address: str, folder: Path, how: int) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded_time(
-    point: MeetingPoint, tmp_path: Path, how: int
-):
+def test_a_lost_member_costs_the_others_one_update(point: MeetingPoint, tmp_path: Path, how: int):
     """The others go on, first alone and then in a new group."""
 
     def goes_on(rank: int) -> None:
@@ -187,7 +183,7 @@ def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded
         lost.join()
 
 
-def test_a_group_that_never_fills_or_whose_driver_is_gone_is_lost_in_time(point: MeetingPoint):
+def test_a_group_that_never_fills_is_lost(point: MeetingPoint):
     began = time.perf_counter()
     with refused(GroupLost, naming=("2", "0.2")):
         DrafterGroup.join(meeting(point.address, "term-1", 0.2), 0, 2, 0.2)
@@ -197,7 +193,7 @@ def test_a_group_that_never_fills_or_whose_driver_is_gone_is_lost_in_time(point:
     assert time.perf_counter() - began < 120
 
 
-def test_a_meeting_point_listens_at_one_address_and_says_when_it_cannot(point: MeetingPoint):
+def test_a_meeting_point_listens_at_one_address(point: MeetingPoint):
     host, port = point.address.split(":")
     with socket.create_connection((host, int(port))), refused(OSError, naming=("refused",)):
         socket.create_connection(("127.0.0.9", int(port)))
@@ -205,7 +201,7 @@ def test_a_meeting_point_listens_at_one_address_and_says_when_it_cannot(point: M
         MeetingPoint(port=int(port))
 
 
-def test_what_cannot_be_is_a_mistake_of_the_caller(point: MeetingPoint):
+def test_what_cannot_be_is_the_callers_mistake(point: MeetingPoint):
     store = meeting(point.address, "term-1", 1.0)
     with refused(ConfigError, naming=("0", "1")):
         DrafterGroup.join(store, 2, 2, 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -37,7 +36,6 @@ from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
-from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.spot import IdleWorkerTraining, _host_and_port, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
@@ -49,6 +47,7 @@ from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recovery import repair
 
+from ...nemesis.engines import title
 from . import drafting_text as text
 from .drafting_text import same, until
 
@@ -122,22 +121,17 @@ class Story:
     def __init__(self, folder: Path) -> None:
         text.head(folder / "model")
         self.folder, self.rl_step = folder, -1
-        recipe = Recipe.model_validate(
-            {
-                "model": str(folder / "model"),
-                "reward": "none:none",
-                "data": {"train": "none"},
-                "rollout": {"num_workers": 3, "max_draft_depth": 4},
-                "drafter": {
-                    "schedule": {"kind": "always"},
-                    "optim": {"lr": 3e-3},
-                    "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
-                    "tokens_per_update": 128,
-                    "checkpoint_every": 5,
-                    "nice": 0,
-                },
-            }
-        )
+        drafter = {
+            "schedule": {"kind": "always"},
+            "optim": {"lr": 3e-3},
+            "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
+            "tokens_per_update": 128,
+            "checkpoint_every": 5,
+            "nice": 0,
+        }
+        base = {"model": str(folder / "model"), "reward": "none:none", "data": {"train": "none"}}
+        rollout = {"num_workers": 3, "max_draft_depth": 4}
+        recipe = Recipe.model_validate(base | {"rollout": rollout, "drafter": drafter})
         assert recipe.drafter is not None
         self.events = RunEvents(folder / "events.jsonl")
         self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
@@ -152,7 +146,7 @@ class Story:
         assert self.run.training.processes is not None
         return self.run.training.processes.pids()
 
-    def rollout(self, *idle: int, sequences: list[TrainingSequence] | None = None) -> int:
+    def rollout(self, *idle: int) -> None:
         """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
         self.rl_step += 1
         self.events.rl_step = self.rl_step
@@ -161,19 +155,14 @@ class Story:
         for worker in self.workers:
             worker.feed.status(self.rl_step, busy=True)
         for n in idle:
-            self.teach(n, sequences)
+            self.teach(n)
             self.workers[n].feed.status(self.rl_step, busy=False)
-        return self.rl_step
 
-    def teach(self, worker: int, sequences: list[TrainingSequence] | None = None) -> None:
-        until(lambda: self.hears(worker))
-        for sequence in sequences or [text.sequence(100 * self.rl_step + n) for n in range(24)]:
-            self.workers[worker].feed.sequence(replace(sequence, key=(self.rl_step, *sequence.key[1:])))
-
-    def hears(self, worker: int) -> bool:
-        """Whether its trainer is connected: what is handed over before is dropped."""
-        (rl_step,) = asked_of(self.run, lambda trainer: trainer._rl_step, worker)
-        return bool(rl_step == self.rl_step)
+    def teach(self, worker: int) -> None:
+        # What is handed over before a trainer is connected is dropped.
+        until(lambda: asked_of(self.run, lambda trainer: trainer._rl_step, worker) == [self.rl_step])
+        for n in range(24):
+            self.workers[worker].feed.sequence(text.sequence(100 * self.rl_step + n, rl_step=self.rl_step))
 
     def trainers(self, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
         """What `ask` finds in each trainer's process, or in those of `workers`."""
@@ -182,6 +171,25 @@ class Story:
 
     def updates(self, worker: int) -> int:
         return int(self.run.training.processes.answers("num_updates", workers=[worker]).get(worker, -1))
+
+    def trains(self, *idle: int, more: int = 0) -> int:
+        """Begin a rollout in which the workers `idle` train until each is more than `more` updates ahead of the drafter
+        in service; how many that one has."""
+        start = self.run.served.updates
+        self.rollout(*idle)
+        until(lambda: min(map(self.updates, idle)) > start + more)
+        return start
+
+    def restarted(self, worker: int, old: int) -> None:
+        """Until another process than `old` trains beside a worker."""
+        until(lambda: self.pids.get(worker, old) != old)
+
+    def logged(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    def ends(self) -> None:
+        """End the rollout, for which no trainer is waited for in vain."""
+        assert self.end() < YIELD_S
 
     def end(self) -> float:
         """End the rollout and bring the drafter to the engines; returns how long the end took."""
@@ -195,6 +203,16 @@ class Story:
         self.said = self.events.take()
         return waited
 
+    def heard(self, *facts: str) -> bool:
+        """Whether one event of the last rollout, or since, names all of these."""
+        return any(all(fact in said for fact in facts) for said in self.said + self.events.take())
+
+    def kill(self, worker: int, how: int = signal.SIGKILL) -> int:
+        """Kill or stop the trainer of a worker; its process."""
+        pid = self.pids[worker]
+        os.kill(pid, how)
+        return pid
+
     def close(self) -> None:
         self.run.close()
         for worker in self.workers:
@@ -206,8 +224,7 @@ def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     story = Story(tmp_path_factory.mktemp("story"))
     try:
         # Each test, the first one too, finds a drafter that was trained.
-        story.rollout(1, 2)
-        until(lambda: min(story.updates(1), story.updates(2)) > 10)
+        story.trains(1, 2, more=10)
         story.end()
         yield story
     finally:
@@ -223,11 +240,10 @@ def story(told: Story) -> Story:
 
 
 def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
-    given, start = len(story.workers[0].given), story.run.served.updates
-    story.rollout(1, 2)
-    until(lambda: min(story.updates(1), story.updates(2)) > start + 10)
+    given = len(story.workers[0].given)
+    story.trains(1, 2, more=10)
     assert len(story.workers[0].given) == given, "weights change in mid-rollout"
-    assert story.end() < YIELD_S
+    story.ends()
     assert story.said == []
     weights, predicted = story.workers[0].given[-1]
     assert 0.1 < predicted[0] <= 1.0
@@ -240,11 +256,10 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     assert {row["worker"] for row in rows if row["members"] == 2} == {1, 2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
     story.run.save()
-    final = load_head(story.folder / "drafter" / "final").state_dict()
-    assert same(final, weights)
+    assert same(load_head(story.folder / "drafter" / "final").state_dict(), weights)
 
 
-def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(story: Story, tmp_path: Path):
+def test_a_drafter_goes_on_from_a_checkpoint(story: Story, tmp_path: Path):
     run, saved = story.run, tmp_path / "checkpoint"
     state = json.loads(json.dumps(run.state_dict(saved)))
     weights, predicted = story.workers[0].given[-1]
@@ -264,8 +279,7 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         assert resumed.state_dict(saved) == state
         assert set(resumed.training.processes.answers("num_updates").values()) == {run.served.updates}
         for own in resumed.training.processes.answers("state").values():
-            there = ray.get(run.served.training)
-            assert same(own, there)
+            assert same(own, ray.get(run.served.training))
         assert asked_of(resumed, held) == had
         # A worker that is started again is another object in the same place.
         workers[1] = StandIn(workers[1].feed)
@@ -288,38 +302,33 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
             worker.feed.close()
 
 
-def test_through_a_gate_goes_only_what_drafts_better_on_what_nobody_learned_from(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_gate_passes_only_a_better_drafter(story: Story, monkeypatch: pytest.MonkeyPatch):
     run = story.run
     monkeypatch.setattr(run, "schedule", TrainingSchedule(ScheduleConfig(kind="gated"), pretrained=True))
     for forgets, passes in ((forget_served, True), (forget_trained, False)):
-        before = run.served
-        story.rollout(1)
-        until(lambda before=before: story.updates(1) > before.updates)  # type: ignore[misc]
+        before = story.trains(1)
         run.rollout_ends(story.rl_step)
         story.trainers(forgets)
         story.end()
-        assert (run.served.updates > before.updates) is passes
+        assert (run.served.updates > before) is passes
         attempt = run.schedule.attempts[-1]
         assert (attempt.rl_step, attempt.better) == (story.rl_step, passes)
         # It is not sure that training pays now: the next rollout is to train in any case.
         run.schedule.attempts.clear()
-    said = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()][-4:]
-    assert any("does not serve" in json.dumps(event) for event in said)
+    assert any("does not serve" in json.dumps(event) for event in story.logged()[-4:])
     run.training.publish(run.served)  # type: ignore[union-attr]
     assert set(story.trainers(SpotTrainer.num_updates)) == {run.served.updates}
 
 
 def forget_served(trainer: SpotTrainer) -> None:
-    forget(next(reversed(trainer._published.values()))[1])
+    zero(next(reversed(trainer._published.values()))[1])
 
 
 def forget_trained(trainer: SpotTrainer) -> None:
-    forget(trainer.training.head)
+    zero(trainer.training.head)
 
 
-def forget(head: torch.nn.Module) -> None:
+def zero(head: torch.nn.Module) -> None:
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
@@ -329,7 +338,7 @@ def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
     return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
 
 
-def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(story: Story, tmp_path: Path):
+def test_a_dying_trainer_costs_a_checkpoint_its_data(story: Story, tmp_path: Path):
     had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
     assert had[2]
     story.trainers(partial(dies_writing, folder=saved), 2)
@@ -339,7 +348,7 @@ def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(stor
     assert not [name for name in found if name.startswith("data-2")]
     data = read_data(saved / "data-1.safetensors")
     assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
-    until(lambda: story.pids.get(2) != pid)
+    story.restarted(2, pid)
 
 
 def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
@@ -353,14 +362,11 @@ def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
     trainer._feed.settle = die  # type: ignore[method-assign,assignment]
 
 
-def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_the_one_that_it_began_with(
-    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, worker = story.run, story.workers[0]
     saved, then = tmp_path / "checkpoint", story.rl_step + 1
     state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
-    story.rollout(1)
-    until(lambda: story.updates(1) > state["updates"])
+    story.trains(1)
     story.end()
     assert run.served.updates > state["updates"]
     # Trainers that begin from a checkpoint are in the test above.
@@ -374,15 +380,13 @@ def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_
         assert len(worker.given) == given, "engines are given what they have, and forget how it did"
     run.went_back(0, story.origin, None)
     story.rl_step = -1
-    first = load_head(story.folder / "drafter" / "initial").serving_weights()
     began_with, predicted = worker.given[-1]
     assert predicted == []
-    assert same(began_with, first)
+    assert same(began_with, load_head(story.folder / "drafter" / "initial").serving_weights())
     assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
     assert story.trainers(held) == [[], [], []]
-    story.rollout(1)
-    until(lambda: story.updates(1) > 0)
-    assert story.end() < YIELD_S
+    story.trains(1)
+    story.ends()
     assert run.served.updates > 0
     assert [row["drafter_age"] for row in story.rows["steps"]] == [0]
     assert {row["drafter_age"] for row in story.rows["acceptance"]} == {0}
@@ -390,35 +394,28 @@ def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_
     assert [row.rl_step for row in run.schedule.record] == [0]
 
 
-def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
-    story.rollout(2)
-    start = story.run.served.updates
-    saved = story.folder / "drafter" / "worker-2"
-    until(lambda: story.updates(2) > start + 20)
-    before, old = story.updates(2), story.pids[2]
-    os.kill(old, signal.SIGKILL)
-    until(lambda: story.pids.get(2, old) != old)
-    assert list(saved.glob("checkpoint-*"))
+def test_a_killed_trainer_goes_on_from_its_checkpoint(story: Story):
+    story.trains(2, more=20)
+    before = story.updates(2)
+    story.restarted(2, story.kill(2))
+    assert list((story.folder / "drafter" / "worker-2").glob("checkpoint-*"))
     again = story.updates(2)
     assert again >= before - 10, "at most two checkpoints' worth is lost, the last may have been under way"
     # What it had to learn from has died with it.
     story.teach(2)
     until(lambda: story.updates(2) > again)
-    assert story.end() < YIELD_S
-    assert any(re.search(r"trainer of worker 2 died \(.*\); it is started again", said) for said in story.said)
+    story.ends()
+    assert story.heard("died", "worker 2")
     assert story.run.served.updates > again
-    events = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()]
-    assert [(e["rl_step"], e["worker"]) for e in events if "died" in e["event"]][-1] == (story.rl_step, 2)
+    assert [(e["rl_step"], e["worker"]) for e in story.logged() if "died" in e["event"]][-1] == (story.rl_step, 2)
 
 
-def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollout_does_not_wait(story: Story):
-    story.rollout(1, 2)
-    start = story.run.served.updates
-    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
-    os.kill(story.pids[2], signal.SIGKILL)
+def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):
+    story.trains(1, 2, more=5)
+    story.kill(2)
     at = story.updates(1)
     until(lambda: story.updates(1) > at + 10)
-    assert story.end() < YIELD_S
+    story.ends()
     ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
     assert ended.count((2, "killed")) == 1
     assert not [worker for worker, how in ended if how == "failed"]
@@ -449,16 +446,12 @@ def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         until(lambda: server._state.config is patient.coordinator)
 
 
-def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: None):
-    story.rollout(1, 2)
-    start = story.run.served.updates
-    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
-    hanging = story.pids[2]
-    os.kill(hanging, signal.SIGSTOP)
+def test_a_hanging_trainer_is_killed_at_the_bound(story: Story, impatient: None):
+    start, hanging = story.trains(1, 2, more=5), story.kill(2, signal.SIGSTOP)
     waited = story.end()
     assert HANGING_S - 0.5 < waited < HANGING_S + 100
     assert not alive(hanging)
-    until(lambda: story.pids.get(2, hanging) != hanging)
+    story.restarted(2, hanging)
     assert story.run.served.updates > start, "what the others have is used"
     ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
     assert ended == {1: "stopped", 2: "killed"}
@@ -466,61 +459,36 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: No
     assert lost["t_start"] + lost["duration"] > HANGING_S
     assert (lost["term"], lost["updates"]) == (story.rows["spot_training"][0]["term"], 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
-    assert any("did not yield within 10 s" in said for said in story.said + story.events.take())
+    assert story.heard("10 s")
 
 
-def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
+def test_a_hanging_idle_trainer_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer_processes, "ANSWER_S", 4.0)
     story.rollout()
-    hanging = story.pids[0]
-    os.kill(hanging, signal.SIGSTOP)
+    hanging = story.kill(0, signal.SIGSTOP)
     begin = time.monotonic()
     story.end()
     assert time.monotonic() - begin < 200
     assert not alive(hanging)
-    until(lambda: story.pids.get(0, hanging) != hanging)
-    assert any("did not answer" in said for said in story.said + story.events.take())
-
-
-def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
-    served, updates = len(story.workers[0].given), story.run.served.updates
-    story.trainers(lambda trainer: trainer.buffer._sequences.clear())
-    story.trainers(lambda trainer: trainer.buffer._first_out.clear())
-    broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
-    story.rollout(1, sequences=broken)
-    until(lambda: any(story.trainers(failed)))
-    assert story.end() < YIELD_S
-    assert any(re.search("drafter training on worker 1 failed: .*not finite", said) for said in story.said)
-    assert (len(story.workers[0].given), story.run.served.updates) == (served, updates)
-
-
-def failed(trainer: SpotTrainer) -> bool:
-    return any(row["ended"] == "failed" for row in trainer._rows)
-
-
-def no_room(trainer: SpotTrainer) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-
-
-def room(trainer: SpotTrainer) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    story.restarted(0, hanging)
+    assert story.heard("did not answer")
 
 
 def test_a_disk_without_room_costs_checkpoints_only(story: Story):
-    story.trainers(no_room, 2)
-    story.rollout(2)
-    start = story.run.served.updates
-    until(lambda: story.updates(2) > start + 12)
-    assert story.end() < YIELD_S
-    story.trainers(room, 2)
-    assert any("a checkpoint of the drafter on worker 2 failed" in said for said in story.said)
+    def has_room(trainer: SpotTrainer, size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    story.trainers(partial(has_room, size=1024), 2)
+    start = story.trains(2, more=12)
+    story.ends()
+    story.trainers(partial(has_room, size=resource.RLIM_INFINITY), 2)
+    assert story.heard("checkpoint", "worker 2")
     assert story.run.served.updates > start + 12
 
 
 def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeypatch: pytest.MonkeyPatch):
-    story.rollout(1)
-    dead, start = story.run.training.server, story.run.served.updates
-    until(lambda: story.updates(1) > start)
+    story.trains(1)
+    dead = story.run.training.server
 
     def fail(*args: Any) -> None:
         raise ZeroDivisionError("a defect")
@@ -529,15 +497,13 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
     story.workers[2].feed.status(story.rl_step, busy=False)
     until(lambda: not dead._thread.is_alive())  # type: ignore[union-attr]
     at = story.updates(1)
-    os.kill(story.pids[2], signal.SIGKILL)
+    story.kill(2)
     until(lambda: story.run.training.server is not dead)
     until(lambda: story.updates(1) > at + 5)
-    assert story.end() < YIELD_S
-    assert any("a defect" in said and "taken over" in said for said in story.said)
-    story.rollout(1)
-    start = story.run.served.updates
-    until(lambda: story.updates(1) > start)
-    assert story.end() < YIELD_S
+    story.ends()
+    assert story.heard("a defect")
+    start = story.trains(1)
+    story.ends()
     assert story.run.served.updates > start
 
 
@@ -553,30 +519,21 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
         ("tcp://*:5555", "ha", None),
     ],
 )
-def test_workers_on_other_machines_find_the_coordinator_at_rays_address_or_the_recipes(
-    endpoint: str | None, nodes: str, found: str | None
-):
+def test_other_machines_find_the_coordinator(endpoint: str | None, nodes: str, found: str | None):
     config = DrafterConfig(endpoint=endpoint)
     addresses = machine_addresses(list(nodes), "h", {"h": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3"})
     assert set(addresses) == {"h", *nodes}
     assert (addresses["h"] == "127.0.0.1") == (set(nodes) == {"h"})
-    refusal = refused(ConfigError)
-    with refusal if found is None else contextlib.nullcontext():
+    with refused(ConfigError) if found is None else contextlib.nullcontext():
         assert coordinator_endpoint(config, "ipc:///tmp/c", addresses, "h") == found
-
-
-@pytest.mark.parametrize("address", ["[::1]:5555", "::1:5555"])
-def test_an_ipv6_address_may_have_brackets_where_members_meet(address: str):
-    assert _host_and_port(address) == ("::1", 5555)
+    assert [_host_and_port(address) for address in ("[::1]:5555", "::1:5555")] == [("::1", 5555)] * 2
 
 
 def test_closing_leaves_nothing(story: Story):
     place, pids = story.run._sockets, list(story.pids.values())
     assert place is not None
     assert place.exists()
-    story.rollout(1)
-    start = story.updates(1)
-    until(lambda: story.updates(1) > start)
+    story.trains(1)
     story.run.save()
     story.close()
     until(lambda: not any(map(alive, pids)))
@@ -623,7 +580,7 @@ def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.engine
-def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_not(
+def test_with_engines_only_a_collapsed_drafter_stops_serving(
     learning: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
@@ -648,9 +605,8 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
         monkeypatch.setattr(drafting, "_start_training", lambda: None)
         drafting.went_back(0, origin, None)
         assert_engines_draft_with(load_head(drafting.head).serving_weights(), run)
-        assert [(report.updates, report.serves) for report in drafting._ask_engines("drafter_report")] == [
-            (0, False)
-        ] * 2
+        reports = drafting._ask_engines("drafter_report")
+        assert [(report.updates, report.serves) for report in reports] == [(0, False)] * 2
     trace = tltlab.read(tmp_path / "run" / "trace")
     assert trace.steps is not None
     assert trace.steps["drafter_version"].iloc[-1] >= 2
@@ -674,7 +630,7 @@ def boast(trainer: SpotTrainer) -> None:
 
 
 @pytest.mark.engine
-def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(learning: Path, recipe_file: Path):
+def test_an_interrupted_run_leaves_nothing_behind(learning: Path, recipe_file: Path):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         places, out = Path(temporary) / "t", Path(temporary) / "run"
         places.mkdir()
@@ -705,40 +661,29 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")
 
 
-def title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("overrides", "facts"),
     [
         ("drafter.checkpoint=/no/such/head", ()),
-        ("drafter.checkpoint=WIDER", ("hidden_size", "32")),
-        ('drafter.loss={"kind": "eagle3"}', ("eagle3",)),
+        ("drafter.checkpoint=FOLDER/wide", ("hidden_size", "32")),
+        ('drafter.loss={"kind":"eagle3"} drafter.checkpoint=FOLDER/eagle', ("eagle3",)),
         ("drafter.fallback=oracle", ("oracle", "model-free")),
-        ('rollout.drafters.other={"kind": "learned", "method": "eagle", "model": "x"}', ()),
-        ('drafter.schedule={"kind": "sometimes"}', ()),
+        ('rollout.drafters.other={"kind":"learned","method":"eagle","model":"x"}', ()),
+        ('drafter.schedule={"kind":"sometimes"}', ()),
     ],
 )
-def test_a_recipe_whose_drafter_cannot_be_is_refused_before_anything_starts(
-    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    override: str, complaint: tuple,
-):  # fmt: skip
+def test_an_impossible_drafter_is_refused(
+    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch, overrides: str, facts: tuple
+):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
-    text.head(tmp_path / "wider").save(tmp_path / "head")
+    text.head(tmp_path / "model").save(tmp_path / "wide")
     new_head(random_model, "eagle", 0).save(tmp_path / "eagle")
-    overrides = [override.replace("WIDER", str(tmp_path / "head"))]
-    if "eagle3" in override:
-        overrides.append(f"drafter.checkpoint={tmp_path / 'eagle'}")
-    with refused(ConfigError, naming=complaint):
-        train(load_recipe(learning, overrides), tmp_path / "out")
+    with refused(ConfigError, naming=facts):
+        train(load_recipe(learning, overrides.replace("FOLDER", str(tmp_path)).split()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_policy_that_never_drafts_with_it_is_told(recipe_file: Path, tmp_path: Path):
+def test_a_policy_without_the_drafter_is_told(recipe_file: Path, tmp_path: Path):
     events = RunEvents(tmp_path / "events.jsonl")
     for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
         policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))

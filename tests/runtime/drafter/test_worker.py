@@ -82,11 +82,13 @@ class Bench:
             self.senders[worker].sequence(sequence)
         until(lambda: len(trainer._keys) == num_before + len(sequences))
 
-    def taught(self, config: DrafterConfig = CONFIG) -> SpotTrainer:
-        """The trainer of worker 1 in rollout 0, with something to learn from."""
-        trainer = self.add(1, config)
+    def taught(
+        self, config: DrafterConfig = CONFIG, worker: int = 1, some: list[TrainingSequence] | None = None
+    ) -> SpotTrainer:
+        """The trainer of a worker in rollout 0, with something to learn from."""
+        trainer = self.add(worker, config)
         self.begin(0)
-        self.teach(1, sequences())
+        self.teach(worker, sequences() if some is None else some)
         return trainer
 
     def begin(self, rl_step: int) -> None:
@@ -96,15 +98,30 @@ class Bench:
             self.status(worker, rl_step, busy=True)
             until(lambda trainer=trainer: trainer._rl_step == rl_step)
 
-    def idle(self, worker: int, rl_step: int) -> None:
+    def trains(self, worker: int, rl_step: int, num_updates: int) -> None:
+        """A worker runs out of requests, and its trainer has done so many updates at least."""
         self.status(worker, rl_step, busy=False)
+        until(lambda: self.trainers[worker].num_updates() >= num_updates)
 
-    def end(self, worker: int) -> SpotTrainer:
-        """The trainer of a worker, whose thread has ended."""
-        trainer = self.trainers[worker]
-        trainer.close()
+    def ends(self, rl_step: int) -> float:
+        """The rollout ends, and nobody is waited for in vain; how long it waited."""
+        waited = self.server.rollout_ended(rl_step)
+        assert waited < CONFIG.coordinator.yield_timeout_s
+        return waited
+
+    @contextlib.contextmanager
+    def again(self, state: dict[str, Any] | None, rl_step: int, **data: Any) -> Iterator[SpotTrainer]:
+        """The trainer of worker 1 in another process, whose own has ended."""
+        again = SpotTrainer(self.trainers[1].place, CONFIG)
+        again.start(text.frozen(), state, rl_step, **data)
+        yield again
+        again._client.close()
+        again._feed.close()
+
+    def end(self) -> None:
+        """End the trainer that was added last, and its thread."""
+        next(reversed(self.trainers.values())).close()
         until(lambda: not self._threads[-1].is_alive())
-        return trainer
 
     def close(self) -> None:
         for trainer in self.trainers.values():
@@ -129,7 +146,7 @@ def sequences(rl_step: int = 0, number: int = 24) -> list[TrainingSequence]:
     return [text.sequence(100 * rl_step + n, rl_step=rl_step) for n in range(number)]
 
 
-def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(bench: Bench):
+def test_an_idle_worker_trains_until_the_rollout_ends(bench: Bench):
     trainer = bench.taught()
     assert trainer.num_updates() == 0, "it trains while its engine generates"
     before = trainer.predicted()
@@ -140,9 +157,8 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
         return update(*args, **kwargs)
 
     trainer.training.update = watched  # type: ignore[method-assign]
-    bench.idle(1, 0)
-    until(lambda: trainer.num_updates() >= 30)
-    waited = bench.server.rollout_ended(0)
+    bench.trains(1, 0, 30)
+    waited = bench.ends(0)
     (row,) = trainer.take_rows()
     assert trainer.take_rows() == []
     assert (row["rl_step"], row["worker"], row["members"], row["ended"]) == (0, 1, 1, "stopped")
@@ -150,7 +166,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
     assert row["tokens"] >= 100 * row["updates"]
     assert row["checkpoints"] == row["updates"] // 5 + (row["updates"] % 5 > 0)
     assert sum(late) <= 1, "the optimizer step under way was to be the last"
-    assert 0 < row["yield_s"] <= waited < CONFIG.coordinator.yield_timeout_s
+    assert 0 < row["yield_s"] <= waited
     assert row["train_s"] > 0
     assert row["setup_s"] + row["train_s"] + row["wait_s"] + row["blocked_s"] <= row["duration"]
     assert trainer.predicted()[0] > before[0] + 0.05
@@ -159,25 +175,34 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
     assert trainer.num_updates() == done
 
 
-def test_a_worker_whose_engine_gets_work_again_stops(bench: Bench):
-    trainer = bench.taught()
-    bench.idle(1, 0)
-    until(lambda: trainer.num_updates() > 2)
-    bench.status(1, 0, busy=True)
+@pytest.mark.parametrize(("most", "ended"), [(0, "stopped"), (6, "declined")], ids=["requests", "updates"])
+def test_requests_or_enough_updates_end_training(bench: Bench, most: int, ended: str):
+    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": most}) if most else CONFIG)
+    bench.trains(1, 0, most or 3)
+    if not most:
+        bench.status(1, 0, busy=True)
     (row,) = until(trainer.take_rows)
-    assert row["ended"] == "stopped"
-    assert bench.server.rollout_ended(0) < CONFIG.coordinator.yield_timeout_s
+    assert row["ended"] == ended
+    assert row["updates"] == trainer.num_updates() >= (most or 3)
+    assert not most or row["updates"] == most
+    bench.ends(0)
 
 
-def test_an_empty_buffer_waits_and_one_sequence_is_enough(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
-    bench.idle(1, 0)
-    time.sleep(0.1)
+def test_one_sequence_is_enough_to_train(bench: Bench):
+    trainer = bench.taught(some=[])
+    sample, empty = trainer.buffer.sample, threading.Event()
+
+    def watched(*args: Any) -> list[TrainingSequence]:
+        empty.set()
+        return sample(*args)
+
+    trainer.buffer.sample = watched  # type: ignore[method-assign]
+    bench.status(1, 0, busy=False)
+    assert empty.wait(300)
     assert trainer.num_updates() == 0
     bench.teach(1, sequences(number=1))
     until(lambda: trainer.num_updates() >= 3)
-    bench.server.rollout_ended(0)
+    bench.ends(0)
     (row,) = trainer.take_rows()
     assert row["wait_s"] > 0
     assert row["tokens"] == 24 * row["updates"]
@@ -185,108 +210,91 @@ def test_an_empty_buffer_waits_and_one_sequence_is_enough(bench: Bench):
     assert all(torch.isfinite(value).all() for value in trainer.weights().values())
 
 
-def test_states_that_are_not_finite_end_the_period_and_not_the_drafter(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
+def test_states_not_finite_end_the_period_only(bench: Bench):
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in sequences(number=16)]
-    bench.teach(1, broken)
+    trainer = bench.taught(some=broken)
     good = trainer.weights()
-    bench.idle(1, 0)
+    bench.status(1, 0, busy=False)
     (row,) = until(trainer.take_rows)
     assert row["ended"] == "failed"
     assert "not finite" in row["detail"]
     assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
-    assert trainer.predicted() == []
-    assert bench.server.rollout_ended(0) < CONFIG.coordinator.yield_timeout_s
+    assert trainer.predicted() == [], "the run has nothing new to serve"
+    bench.ends(0)
     bench.begin(1)
     bench.begin(2)
     bench.teach(1, sequences(2))
-    bench.idle(1, 2)
-    until(lambda: trainer.num_updates() > 3)
-    assert bench.server.rollout_ended(2) < CONFIG.coordinator.yield_timeout_s
+    bench.trains(1, 2, 4)
+    bench.ends(2)
 
 
-def test_a_new_process_goes_on_from_the_checkpoint_unless_the_drafter_in_service_is_further(bench: Bench):
+def test_a_new_process_starts_from_the_furthest(bench: Bench):
     trainer = bench.taught()
-    bench.idle(1, 0)
-    until(lambda: trainer.num_updates() >= 7)
-    bench.server.rollout_ended(0)
+    bench.trains(1, 0, 7)
+    bench.ends(0)
     state = trainer.state()
-    bench.end(1)
-    again = SpotTrainer(trainer.place, CONFIG)
+    bench.end()
     for served in (None, state | {"counters": state["counters"] + 100}):
-        again.start(text.frozen(), served, 3)
-        assert same(again.state(), state if served is None else served)
-        assert list(again._published) == [3]
-        (updates, _) = again._published[3]
-        assert updates == (0 if served is None else int(served["counters"][0])), "what serves is not what is trained"
-        again._published.clear()
-        again._client.close()
-        again._feed.close()
+        with bench.again(served, 3) as again:
+            assert same(again.state(), state if served is None else served)
+            assert list(again._published) == [3]
+            (updates, _) = again._published[3]
+            # What serves is what is trained.
+            assert updates == (0 if served is None else int(served["counters"][0]))
 
 
-def test_a_process_of_a_later_run_learns_from_what_this_one_would_have_learned_from(bench: Bench, tmp_path: Path):
-    trainer = bench.add(1)
+def test_a_later_run_learns_from_the_same_data(bench: Bench, tmp_path: Path):
+    trainer = bench.taught(some=[])
     trainer.save_data(tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    bench.begin(0)
     bench.teach(1, sequences())
-    bench.idle(1, 0)
-    until(lambda: trainer.num_updates() >= 7)
-    bench.server.rollout_ended(0)
+    bench.trains(1, 0, 7)
+    bench.ends(0)
     trainer.save_data(tmp_path / "data")
     assert trainer.data_bytes() == sum(s.nbytes for s in [*trainer.buffer.sequences(), *trainer._heldout])
-    bench.end(1)
-    again = SpotTrainer(trainer.place, CONFIG)
-    again.start(text.frozen(), None, 1, anew=True, data=tmp_path / "data")
-    assert again.num_updates() == 0, "it goes on from a future that was left"
-    assert len(again._heldout) == len(trainer._heldout) > 0
-    for each in (trainer, again):
-        each.buffer.begin(1)
-    for _ in range(3):
-        drawn, expected = again.buffer.sample(128, again.rng), trainer.buffer.sample(128, trainer.rng)
-        assert [s.key for s in drawn] == [s.key for s in expected]
-        assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
-    again._client.close()
-    again._feed.close()
+    bench.end()
+    with bench.again(None, 1, anew=True, data=tmp_path / "data") as again:
+        assert again.num_updates() == 0, "it goes on from a future that was left"
+        assert len(again._heldout) == len(trainer._heldout) > 0
+        for each in (trainer, again):
+            each.buffer.begin(1)
+        for _ in range(3):
+            drawn, expected = again.buffer.sample(128, again.rng), trainer.buffer.sample(128, trainer.rng)
+            assert [s.key for s in drawn] == [s.key for s in expected]
+            assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
 
 
-def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
+def test_a_group_starts_from_its_furthest_member(bench: Bench):
     """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
-    old = bench.add(2)
-    bench.begin(0)
-    bench.teach(2, sequences())
-    bench.idle(2, 0)
-    until(lambda: old.num_updates() >= 20)
-    bench.server.rollout_ended(0)
+    old = bench.taught(worker=2)
+    bench.trains(2, 0, 20)
+    bench.ends(0)
     new = bench.add(1)
     before = old.num_updates()
     bench.begin(1)
     bench.teach(1, sequences(1))
-    bench.idle(1, 1)
-    until(lambda: new.num_updates() > 0)
-    bench.idle(2, 1)
+    bench.trains(1, 1, 1)
+    bench.status(2, 1, busy=False)
     until(lambda: new.num_updates() > before + 5)
     period = bench.server._state.period
     assert period is not None
     assert period.leader == 1
     bench.server.rollout_ended(1)
-    states = [new.state(), old.state()]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert same(new.state(), old.state())
     rows = [new.take_rows()[-1], old.take_rows()[-1]]
     assert [row["members"] for row in rows] == [2, 2]
     assert rows[1]["updates"] == old.num_updates() - before
 
 
-def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
+def test_others_go_on_without_a_hanging_member(bench: Bench):
     # Members wait for one another half as long as the coordinator waits for them.
     soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=6.0)})
     here, hanging = bench.add(1, soon), bench.add(2, soon)
     bench.begin(0)
     for worker in (1, 2):
         bench.teach(worker, sequences())
-        bench.idle(worker, 0)
+        bench.status(worker, 0, busy=False)
     until(lambda: min(here.num_updates(), hanging.num_updates()) > 3)
     update, wakes = hanging.training.update, threading.Event()
 
@@ -305,18 +313,8 @@ def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
     assert "died or hangs" in row["detail"]
 
 
-def test_a_trainer_does_no_more_updates_than_it_may(bench: Bench):
-    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": 6}))
-    bench.idle(1, 0)
-    (row,) = until(trainer.take_rows)
-    assert (row["ended"], row["updates"], trainer.num_updates()) == ("declined", 6, 6)
-    bench.server.rollout_ended(0)
-
-
-def test_every_eighth_response_is_kept_apart_and_a_sample_is_annotated(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
-    bench.teach(1, sequences(number=2 * HELD_OUT))
+def test_every_eighth_response_is_held_out(bench: Bench):
+    trainer = bench.taught(some=sequences(number=2 * HELD_OUT))
     assert len(trainer.buffer) == 2 * HELD_OUT - 2
     for rl_step in (4, 5, 6):
         trainer.publish(None, rl_step)
@@ -326,11 +324,9 @@ def test_every_eighth_response_is_kept_apart_and_a_sample_is_annotated(bench: Be
     assert all(len(row["accept_if_drafted"]) == 25 - 4 for row in rows)
 
 
-def test_a_response_that_is_rolled_out_once_more_is_one_response_and_the_later_counts(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
+def test_a_response_rolled_out_again_replaces_the_first(bench: Bench):
     first = sequences(number=2)
-    bench.teach(1, first)
+    trainer = bench.taught(some=first)
     trainer._on_sequence(replace(text.sequence(7, rows=20), key=first[0].key))
     assert (len(trainer._keys), len(trainer.buffer)) == (2, 2)
     lengths = {(row["prompt_id"], row["sample"]): len(row["accept_if_drafted"]) for row in trainer.annotate()}
@@ -338,12 +334,10 @@ def test_a_response_that_is_rolled_out_once_more_is_one_response_and_the_later_c
     assert lengths[first[0].key[1:3]] < lengths[first[1].key[1:3]]
 
 
-def test_a_response_whose_prompt_was_cached_gets_its_states_from_a_sibling(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
+def test_a_cached_prompts_states_come_from_a_sibling(bench: Bench):
     whole = text.sequence(5, rows=24, prompt=10)
     cached = replace(text.sequence(6, rows=20, prompt=2), key=(0, "p5", 1, 0), first_position=8)
-    bench.teach(1, [whole, cached])
+    trainer = bench.taught(some=[whole, cached])
     joined = next(s for s in trainer.buffer._sequences.values() if s.key == cached.key)
     assert (joined.first_position, joined.prompt_tokens, joined.num_rows) == (0, 10, 28)
     assert torch.equal(joined.hidden[:8], whole.hidden[:8])
@@ -353,12 +347,11 @@ def test_a_response_whose_prompt_was_cached_gets_its_states_from_a_sibling(bench
     assert kept.num_rows == 10, "the sibling's response is the buffer's"
 
 
-def test_what_is_kept_beside_the_buffer_is_bounded_by_bytes_too(bench: Bench):
-    one = text.sequence(0, rows=24, prompt=10)
-    most = 8 * 3 * one.nbytes
-    trainer = bench.add(1, CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": most})}))
-    bench.begin(0)
-    bench.teach(1, [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)])
+def test_what_is_kept_beside_the_buffer_is_bounded(bench: Bench):
+    some = [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)]
+    most = 3 * some[0].nbytes
+    config = CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": 8 * most})})
+    trainer = bench.taught(config, some=some)
     assert 1 < len(trainer._heldout) <= 3
     assert 1 < len(trainer._prompts) <= 7
-    assert trainer._prompt_bytes == sum(prompt.nbytes for prompt in trainer._prompts.values()) <= 3 * one.nbytes
+    assert trainer._prompt_bytes == sum(prompt.nbytes for prompt in trainer._prompts.values()) <= most

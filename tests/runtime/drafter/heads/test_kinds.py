@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -120,7 +117,7 @@ def test_embedding_and_lm_head_are_the_targets_own(kind: str, targets: dict[str,
     assert again.lm_head.dtype == torch.float64
 
 
-def test_a_target_in_several_files_is_read_and_one_without_an_lm_head_is_refused(targets, tmp_path):
+def test_a_target_in_several_files_is_read(targets, tmp_path):
     loaded(targets["llama"]).save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
     parts, whole = FrozenTarget.from_folder(tmp_path / "parts"), FrozenTarget.from_folder(targets["llama"])
@@ -136,7 +133,7 @@ def test_a_target_in_several_files_is_read_and_one_without_an_lm_head_is_refused
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_those_that_enter_the_layers_and_the_last_after_the_norm(kind: str, targets: dict[str, Path]):
+def test_states_are_those_that_enter_the_layers(kind: str, targets: dict[str, Path]):
     model, tokens = loaded(targets[kind]), torch.arange(4, 20)
     hidden, aux = hidden_states_of(model, tokens, (0, 1, model.config.num_hidden_layers))
     with torch.no_grad():
@@ -150,7 +147,7 @@ def test_states_are_those_that_enter_the_layers_and_the_last_after_the_norm(kind
 
 
 @given(st.integers(1, 128))
-def test_the_depths_that_eagle3_reads_are_distinct_and_there(num_layers: int):
+def test_the_layers_that_eagle3_reads_are_there(num_layers: int):
     layers = default_aux_layers(num_layers)
     assert list(layers) == sorted(set(layers))
     assert len(layers) == min(3, num_layers + 1)
@@ -169,33 +166,28 @@ def test_a_checkpoint_is_the_head(method: str, vocabulary: list[int] | None, tmp
     one, other = (drafter_loss(h, frozen, batch, LossConfig(kind="hass")) for h in (head, again))
     assert torch.equal(one.loss, other.loss)
     assert one.accept == other.accept
+    weights = head.serving_weights()
+    assert not [name for name in weights if "embed" in name or (vocabulary is None and "lm_head" in name)]
+    with torch.no_grad():
+        head.get_parameter("fc.weight").zero_()
+    assert weights["fc.weight"].any(), "copies"
     if vocabulary is not None:
         assert again.draft_ids is not None
         assert again.draft_ids.tolist() == vocabulary
         assert again.get_buffer("t2d").nonzero()[:, 0].tolist() == vocabulary
 
 
-def test_serving_weights_are_copies_and_hold_nothing_of_the_target():
-    for method in ("eagle", "eagle3"):
-        head = made_head(method)
-        weights = head.serving_weights()
-        assert not [name for name in weights if "embed" in name or "lm_head" in name]
-        with torch.no_grad():
-            head.get_parameter("fc.weight").zero_()
-        assert weights["fc.weight"].any()
-
-
 def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path):
     made_head("eagle3").save(tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    for change, complaint in (
-        ({"speculators_model_type": "dflash"}, "of kind 'dflash' is not one we can read"),
-        ({"norm_before_fc": True}, "input_norm.weight is missing, unknown or of another shape"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, "fc.weight is missing, unknown or of another shape"),
-        ({"transformer_layer_config": 3}, "no readable config.json"),
+    for change, facts in (
+        ({"speculators_model_type": "dflash"}, ("'dflash'",)),
+        ({"norm_before_fc": True}, ("input_norm.weight",)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, ("fc.weight",)),
+        ({"transformer_layer_config": 3}, ("config.json",)),
     ):
         (tmp_path / "head" / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ConfigError, match=complaint):
+        with refused(ConfigError, naming=facts):
             load_head(tmp_path / "head")
     with refused(ConfigError):
         load_head(tmp_path)
@@ -208,13 +200,13 @@ def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path)
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_makes_the_same_new_head_for_any_target(method: Any, kind: str, targets: dict[str, Path]):
+def test_a_seed_makes_the_same_head(method: Any, kind: str, targets: dict[str, Path]):
     first, again, other = (new_head(targets[kind], method, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
-def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights(targets: dict[str, Path]):
+def test_a_fitted_start_is_worth_many_updates(targets: dict[str, Path]):
     folder = targets["llama"]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
     heads = {name: new_head(folder, "eagle", 0) for name in ("fitted", "new", "random")}
@@ -270,9 +262,13 @@ def accepted(engine: Engine, prompt: list[int]) -> tuple[list[int], list[int]]:
     return rollout.responses[0].token_ids, [row["accepted_per_request"][0] for row in drafted]
 
 
-def predicted(kept: list[int]) -> list[int]:
-    """What an engine accepts of each draft."""
-    return [kept[at] for at in walk(kept)]
+def borne_out(drafts: list[int], kept: list[int]) -> bool:
+    """Whether an engine accepted of each draft what is `kept` here at each position.
+
+    The last draft may reach beyond the response's end, where the text does not tell.
+    """
+    expected = [kept[at] for at in walk(kept)]
+    return drafts[:-1] == expected[: len(drafts) - 1] and len(expected) - 1 <= len(drafts) <= len(expected)
 
 
 LAYOUTS: dict[str, Maker] = {
@@ -291,9 +287,7 @@ LAYOUTS: dict[str, Maker] = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_accepts_of_the_drafts_of_others_heads_trained_on_what_the_captured_states_foretell(
-    kind: str, targets: dict[str, Path], tmp_path: Path
-):
+def test_vllm_accepts_of_others_heads_what_is_foretold(kind: str, targets: dict[str, Path], tmp_path: Path):
     depth, folder = 4, targets[kind]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
     LAYOUTS[kind](tmp_path / "theirs", folder)
@@ -318,10 +312,7 @@ def test_vllm_accepts_of_the_drafts_of_others_heads_trained_on_what_the_captured
     for drafter, found in ((load_head(fresh, target=folder), untrained), (head, trained)):
         for prompt, (response, drafts) in zip(prompts, found, strict=True):
             sequence = along(model, drafter.aux_layers, prompt, response)
-            expected = predicted(kept_along(drafter, frozen, sequence, depth).tolist())
-            # The last draft may reach beyond the response's end, where the text does not tell.
-            assert drafts[:-1] == expected[: len(drafts) - 1]
-            assert len(drafts) in (len(expected), len(expected) - 1)
+            assert borne_out(drafts, kept_along(drafter, frozen, sequence, depth).tolist())
     before, after = (sum(sum(drafts) for _, drafts in found) for found in (untrained, trained))
     assert after > before + 20
     if method == "eagle":
@@ -331,29 +322,4 @@ def test_vllm_accepts_of_the_drafts_of_others_heads_trained_on_what_the_captured
             times_s=np.arange(60.0),
         )  # fmt: skip
         (row,) = annotator.annotate([recorded], depth)
-        assert predicted(row.tolist())[: len(trained[0][1]) - 1] == trained[0][1][:-1]
-
-
-def padded_loss(head: DrafterHead, frozen: FrozenTarget, sequences: Sequence[TrainingSequence]) -> Tensor:
-    """The EAGLE loss of a batch filled up to its longest sequence, as TLT's code does, where what was filled in counts
-    nothing."""
-    tokens = pad_sequence([s.token_ids[1:-1] for s in sequences], batch_first=True)
-    hidden = pad_sequence([s.hidden[:-1] for s in sequences], batch_first=True)
-    target = pad_sequence([s.hidden[1:] for s in sequences], batch_first=True)
-    rows = torch.arange(tokens.shape[1])
-    ends = torch.tensor([s.num_rows - 1 for s in sequences])
-    starts = torch.tensor([s.prompt_tokens - 2 for s in sequences])
-    counted = ((rows < ends[:, None]) & (rows >= starts[:, None])).float()
-    states = head(functional.embedding(tokens, frozen.embedding), hidden, rows.expand(len(sequences), -1))
-    distance = functional.smooth_l1_loss(states, target, reduction="none").mean(-1)
-    probabilities = torch.softmax(target @ frozen.lm_head.T, -1)
-    cross = -(probabilities * torch.log_softmax(head.logits(states, frozen), -1)).sum(-1)
-    per_row = LossConfig().hidden_weight * distance + LossConfig().token_weight * cross
-    return (per_row * counted).sum() / counted.sum()
-
-
-def test_packed_and_padded_sequences_have_the_same_loss():
-    head, frozen = made_head("eagle", std=0.1), made_target()
-    sequences = [made_sequence(n, seed=n, prompt_tokens=p) for n, p in ((30, 4), (5, 0), (12, 9))]
-    packed = drafter_loss(head, frozen, pack(sequences), LossConfig()).loss
-    assert float(padded_loss(head, frozen, sequences).detach()) == pytest.approx(float(packed.detach()), rel=1e-4)
+        assert borne_out(trained[0][1], row.tolist())

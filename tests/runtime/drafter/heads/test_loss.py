@@ -12,10 +12,9 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.recipe.drafter import LossConfig
 
-from ..small_heads import drafted_states, made_head, made_sequence, made_target
+from ..small_heads import HALF, drafted_states, made_head, made_sequence, made_target
 
 KINDS = ["eagle", "hass", "eagle3"]
-HALF = [1, 2, 5, 7, 8, 12]
 
 
 def slow_loss(
@@ -65,7 +64,7 @@ def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence
 
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, None) for kind in KINDS), ("eagle3", HALF)])
-def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(kind: str, vocabulary: list[int] | None):
+def test_the_loss_is_that_of_single_chains(kind: str, vocabulary: list[int] | None):
     config = LossConfig(kind=kind, unroll=3, hidden_weight=0.7, token_weight=0.3)
     head, frozen = made_head(config.method, vocabulary=vocabulary), made_target()
     sequences = [made_sequence(n, seed=n, first_position=n, prompt_tokens=p) for n, p in ((14, 0), (9, 5), (3, 20))]
@@ -86,17 +85,6 @@ def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(kind: str, vocabula
         assert (gradients[name] - value.grad).norm() < 1e-3 * value.grad.norm(), name
 
 
-def test_eagle_is_smooth_l1_and_a_tenth_of_the_cross_entropy():
-    head, frozen, sequence = made_head("eagle"), made_target(), made_sequence(20)
-    found = drafter_loss(head, frozen, pack([sequence]), LossConfig())
-    out = head(frozen.embedding[sequence.token_ids[1:-1]][None], sequence.hidden[None, :-1])[0]
-    target = sequence.hidden[1:]
-    smooth = torch.nn.functional.smooth_l1_loss(out, target)
-    cross = torch.nn.functional.cross_entropy(out @ frozen.lm_head.T, torch.softmax(target @ frozen.lm_head.T, -1))
-    assert float(found.loss.detach()) == pytest.approx(float((smooth + 0.1 * cross).detach()), rel=1e-5)
-    assert len(found.accept) == 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
     config = LossConfig(kind=kind, unroll=2)
@@ -109,7 +97,7 @@ def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
     head.zero_grad()
 
 
-def test_logits_in_parts_give_the_same_loss_and_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_logits_in_parts_change_nothing(monkeypatch: pytest.MonkeyPatch):
     head, frozen, batch = made_head("eagle3"), made_target(), pack([made_sequence(40)])
     found = {}
     for limit in (1 << 26, 13 * 7):

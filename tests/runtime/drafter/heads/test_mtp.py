@@ -26,16 +26,15 @@ from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.trainer import Trainer
 
 from ...engine.asking import fixed, kept_and_refused, request, texts
-from .test_kinds import accepted, drafting, predicted
+from .test_kinds import accepted, borne_out, drafting
 
 DEPTH = 3
 
 
 def made_mimo(out: Path, steps: int) -> float:
     """Make a small model with an MTP layer; its loss at the end."""
-    size = Size(
-        hidden=64, layers=1, mlp=64, steps=steps, tokens_per_batch=512, measured_prompts=1, samples_per_prompt=2
-    )
+    lengths = {"steps": steps, "tokens_per_batch": 512, "measured_prompts": 1, "samples_per_prompt": 2}
+    size = Size(hidden=64, layers=1, mlp=64, **lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tltlab.runtime.models.make.MAX_RESPONSE_TOKENS", 64)
         report = make_model(out, size=size, task="subset-sum", seed=0, progress=lambda message: None, mtp=True)
@@ -54,7 +53,7 @@ def same(one: MtpHead, other: MtpHead) -> bool:
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
-def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model: Path, tmp_path: Path):
+def test_it_is_read_saved_and_read_again(mimo: Path, random_model: Path, tmp_path: Path):
     head = new_head(mimo, "mtp", 0)
     again = load_head(head.save(tmp_path / "head"))
     assert isinstance(head, MtpHead)
@@ -77,7 +76,7 @@ def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model
         Engine(str(random_model), drafters={"mtp": LearnedSpec(method="mtp")})
 
 
-def test_the_targets_distributions_follow_from_states_before_its_norm(mimo: Path):
+def test_the_targets_distributions_follow_from_its_states(mimo: Path):
     model = AutoModelForCausalLM.from_pretrained(mimo)
     ids = torch.arange(4, 40)
     states = hidden_states_of(model, ids, ())[0]
@@ -97,7 +96,7 @@ def test_a_trained_model_still_has_it(mimo: Path, tmp_path: Path):
 
 
 @pytest.mark.engine
-def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained_on_captured_states(tmp_path: Path):
+def test_vllm_drafts_with_it_what_is_foretold(tmp_path: Path):
     # One that has learned its task's words, and its MTP layer hardly what it says.
     mimo = tmp_path / "mimo"
     assert made_mimo(mimo, steps=60) < 4.0
@@ -116,9 +115,7 @@ def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained
             assert sequence.token_ids.tolist() == prompt + response
             states = hidden_states_of(model, sequence.token_ids[:-1], ())[0]
             torch.testing.assert_close(sequence.hidden, states, atol=1e-4, rtol=0)
-            expected = predicted(kept_along(head, frozen, sequence, DEPTH).tolist())
-            # The last draft may reach beyond the response's end, where the text does not tell.
-            assert drafts[:-1] == expected[: len(drafts) - 1]
+            assert borne_out(drafts, kept_along(head, frozen, sequence, DEPTH).tolist())
             total += sum(drafts)
         return total
 

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 
-def easy_target(random_model: Path, folder: Path, max_positions: int = 256) -> Path:
-    """The random model with weak attention and sharp logits: the next token follows mostly from the last one."""
-    for file in random_model.iterdir():
+def changed_model(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+    """A copy of a model folder with its weights changed one by one."""
+    for file in source.iterdir():
         if file.suffix in (".json", ".jsonl"):
             (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    changed = {name: change(name, weight).contiguous() for name, weight in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def easy_target(random_model: Path, folder: Path, max_positions: int = 256, sharper: float = 4.0) -> Path:
+    """The random model with weak attention and sharp logits: the next token follows mostly from the last one."""
+    factors = {"o_proj": 0.1, "lm_head": sharper}
+    changed_model(
+        random_model, folder, lambda name, weight: weight * next((f for p, f in factors.items() if p in name), 1.0)
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_positions}))
-    weights = load_file(random_model / "model.safetensors")
-    weights["lm_head.weight"] *= 4.0
-    weak = {name: weight * (0.1 if "o_proj" in name else 1.0) for name, weight in weights.items()}
-    save_file(weak, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int], int], list[int]]) -> list[int]:
+    """Tokens kept at each position from `start` on, drafting anew at every one."""
+    kept = []
+    for at in range(start, len(text)):
+        draft, count = propose(text[:at], depth), 0
+        while count < min(len(draft), len(text) - at) and draft[count] == text[at + count]:
+            count += 1
+        kept.append(count)
+    return kept
 
 
 def quiet(message: str) -> None:

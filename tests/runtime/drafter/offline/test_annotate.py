@@ -10,10 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import tltlab
 from tests.refused import refused
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
 from tltlab.cli.annotate import parse_drafter
@@ -24,32 +23,23 @@ from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
+from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
 from ....annotation_agreement import agreement
+from .easy_target import changed_model, easy_target, naive
 
 WORDS = 24
-
-
-def changed_model(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
-    """A copy of a model folder with its weights changed one by one."""
-    for file in source.iterdir():
-        if file.suffix == ".json":
-            (folder / file.name).write_bytes(file.read_bytes())
-    weights = load_file(source / "model.safetensors")
-    changed = {name: change(name, weight).contiguous() for name, weight in weights.items()}
-    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")
 def target_folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random model with weak attention."""
-    folder = tmp_path_factory.mktemp("target")
-    return changed_model(random_model, folder, lambda name, weight: weight * (0.1 if "o_proj" in name else 1.0))
+    return easy_target(random_model, tmp_path_factory.mktemp("target"), sharper=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +70,6 @@ def response_of(prompt: list[int], *token_ids: int) -> RecordedResponse:
     )  # fmt: skip
 
 
-def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int], int], list[int]]) -> list[int]:
-    """Tokens kept at each position from `start` on, drafting anew at every one."""
-    kept = []
-    for at in range(start, len(text)):
-        draft, count = propose(text[:at], depth), 0
-        while count < min(len(draft), len(text) - at) and draft[count] == text[at + count]:
-            count += 1
-        kept.append(count)
-    return kept
-
-
 def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
     def propose(text: list[int], depth: int) -> list[int]:
         chain = list(text)
@@ -111,7 +90,7 @@ def text_of(propose: Callable[[list[int], int], list[int]], num_tokens: int, see
 
 
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_keeps(draft_model, depth: int):
+def test_one_pass_keeps_what_chains_keep(draft_model, depth: int):
     model = AutoModelForCausalLM.from_pretrained(draft_model, dtype=torch.float32).eval()
     with torch.inference_mode():
         text = text_of(greedy_chain(model), 32, seed=depth)
@@ -142,20 +121,20 @@ def test_the_folder_says_what_a_learned_drafter_is(eagle_head, draft_model, targ
 
 
 def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
-    for method, folder, target, complaint in (
-        ("eagle", eagle_head, None, "give --model"),
-        ("draft_model", tmp_path / "none", None, "no such folder"),
-        ("draft_model", tmp_path, None, "no language model there"),
-        ("medusa", eagle_head, None, "'medusa' cannot be annotated"),
-        ("eagle3", eagle_head, str(draft_model), "holds a head of method 'eagle', not 'eagle3'"),
+    for method, folder, target, naming in (
+        ("eagle", eagle_head, None, ("--model",)),
+        ("draft_model", tmp_path / "none", None, (tmp_path / "none",)),
+        ("draft_model", tmp_path, None, (tmp_path,)),
+        ("medusa", eagle_head, None, ("'medusa'",)),
+        ("eagle3", eagle_head, str(draft_model), ("'eagle'", "'eagle3'")),
     ):
-        with pytest.raises(ConfigError, match=complaint):
+        with refused(ConfigError, naming=naming):
             learned_annotator(method, str(folder), target)
     with refused(ConfigError, naming=("99", "23")):
         learned_annotator("draft_model", str(draft_model), None).annotate([response_of([5], 99)], 4)
 
 
-def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
+def recorded(folder: Path, engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
     """Four groups of four responses under one strategy, as a trace."""
     rng = np.random.default_rng(rl_step)
     prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(4)]
@@ -167,26 +146,13 @@ def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: f
     ]
     engine.set_policy(Fixed(strategy))
     rollout = engine.generate(requests, rl_step=rl_step, temperature=temperature)
-    keys = pd.DataFrame([r.key for r in rollout.responses], columns=["rl_step", "prompt_id", "sample", "turn"])
-    tables = {
-        "workload": keys.assign(
-            epoch=0, prompt_tokens=12, max_response_tokens=[r.max_response_tokens for r in requests], policy_version=0
-        ),
-        "outcomes": keys.assign(
-            response_tokens=[len(r.token_ids) for r in rollout.responses],
-            finish_reason=[r.finish_reason for r in rollout.responses],
-            worker=0,
-            t_submit=0.0,
-            t_first_token=[r.t_first_token for r in rollout.responses],
-            t_finish=[r.t_finish for r in rollout.responses],
-        ),
-        "tokens": keys.assign(
-            prompt_token_ids=[r.prompt_token_ids for r in requests],
-            token_ids=[r.token_ids for r in rollout.responses],
-        ),
-        "iterations": pd.DataFrame(rollout.iterations),
-    }
-    return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
+    metrics = {"drift_kl": 0.0}
+    step = StepReport(rl_step=rl_step, policy="", reward_mean=0.0, num_tokens=0, rollout_s=1.0, metrics=metrics)
+    at = {"epochs": [0] * 16, "policy_version": 0, "t_start": 0.0, "drafter": {}}
+    with Recorder(folder, Manifest(kind="recorded", num_workers=1)) as recorder:
+        for table, rows in step_rows(step, requests, [rollout], [0.0] * 16, **at).items():
+            recorder.append(table, rows)
+    return tltlab.read(folder)
 
 
 def drafts_of(trace: Trace, name: str, annotator: Annotator) -> pd.DataFrame:
@@ -195,7 +161,7 @@ def drafts_of(trace: Trace, name: str, annotator: Annotator) -> pd.DataFrame:
 
 
 @pytest.mark.engine
-def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_folder):
+def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_folder, tmp_path):
     """One engine with all drafters; that of an EAGLE head is beside the heads' own tests."""
     specs = {"ngram": NgramSpec(), "suffix": SuffixSpec(scopes=("request", "group"))}
     learned = LearnedSpec(method="draft_model", model=str(draft_model))
@@ -208,7 +174,8 @@ def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_fo
     drafters = specs | {"learned": learned}
     with closing(Engine(str(target_folder), drafters=drafters, max_draft_depth=6, vllm_args=args)) as engine:
         for rl_step, (name, temperature, annotator) in enumerate(cases):
-            trace = recorded(engine, Strategy.chain(name, 6), rl_step=rl_step, temperature=temperature)
+            folder, strategy = tmp_path / str(rl_step), Strategy.chain(name, 6)
+            trace = recorded(folder, engine, strategy, rl_step=rl_step, temperature=temperature)
             drafts = drafts_of(trace, name, annotator)
             assert len(drafts) > 100
             assert 0.05 < drafts["recorded"].mean() < 5.5

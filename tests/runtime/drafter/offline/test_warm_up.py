@@ -85,9 +85,7 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
-def test_a_drafter_learns_and_the_report_tells_held_out_acceptance_before_and_after(
-    trained: Callable[[str], Trained], kind: str
-):
+def test_the_report_says_how_much_is_learned(trained: Callable[[str], Trained], kind: str):
     out, report = trained(kind)
     before, after = report["before"], report["after"]
     assert before["accept_length"] < 1.3 < 1.8 < after["accept_length"]
@@ -99,28 +97,26 @@ def test_a_drafter_learns_and_the_report_tells_held_out_acceptance_before_and_af
     assert load_head(out).method == ("eagle3" if kind == "eagle3" else "eagle")
 
 
-def test_what_is_reported_is_what_the_written_head_does_on_prompts_it_was_not_trained_on(
-    target: Path, data: Path, trained: Callable[[str], Trained]
-):
+def text_of(row: dict[str, list[int]]) -> PromptedText:
+    return PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"])
+
+
+def test_the_report_holds_on_unseen_prompts(target: Path, data: Path, trained: Callable[[str], Trained]):
     out, report = trained("eagle")
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    texts = [PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"]) for row in rows]
+    texts = list(map(text_of, map(json.loads, data.read_text().splitlines())))
     heldout = split_by_prompt(texts, 0.2, np.random.default_rng([0, 2]))[1]
     model, frozen = load_target(target)
-    head = load_head(out)
     states = TargetStates(model, (), 1 << 20)
-    found = acceptance_along(head, frozen, [states.of(text) for text in heldout], 6)
+    found = acceptance_along(load_head(out), frozen, [states.of(text) for text in heldout], 6)
     assert asdict(found) == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
 
 
-def test_chances_by_position_multiply_to_the_accepted_length_where_the_text_does_not_end(target: Path):
+def test_acceptance_is_that_of_counted_drafts(target: Path):
     """The slow way: count, at every position, how far each draft goes."""
     model, frozen = load_target(target)
     head = new_head(target, "eagle", seed=1)
     [row] = sampled_rows(target, 1, 30)
-    sequence = TargetStates(model, (), 1 << 20).of(
-        PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"])
-    )
+    sequence = TargetStates(model, (), 1 << 20).of(text_of(row))
     kept = kept_along(head, frozen, sequence, 4).tolist()
     found = acceptance_along(head, frozen, [sequence], 4)
     assert found.accept_length == pytest.approx(1 + sum(kept) / len(kept))
@@ -130,7 +126,7 @@ def test_chances_by_position_multiply_to_the_accepted_length_where_the_text_does
         assert found.positions[step] == (pytest.approx(expected) if reached else None)
 
 
-def test_a_walk_makes_every_token_but_the_first_in_some_pass():
+def test_a_walk_makes_every_token_once():
     rng = np.random.default_rng(0)
     for length in range(20):
         kept = [int(min(k, length - at)) for at, k in enumerate(rng.integers(0, 5, length))]
@@ -139,7 +135,7 @@ def test_a_walk_makes_every_token_but_the_first_in_some_pass():
         assert made == list(range(1, length))
 
 
-def test_training_stops_when_the_held_out_accept_length_is_reached(target: Path, data: Path, tmp_path: Path):
+def test_training_stops_at_an_accept_length(target: Path, data: Path, tmp_path: Path):
     report = train_drafter(target, data, tmp_path / "head", config(until_accept_length=1.5, updates=400), quiet)
     assert report["updates"] < 400
     lengths = [check["accept_length"] for check in report["checks"]]
@@ -157,14 +153,14 @@ def test_training_goes_on_from_a_head(target: Path, data: Path, tmp_path: Path, 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_states_that_do_not_fit_are_computed_again_and_nothing_else_changes(target: Path, data: Path, tmp_path: Path):
+def test_states_that_do_not_fit_are_computed_again(target: Path, data: Path, tmp_path: Path):
     kept = train_drafter(target, data, tmp_path / "kept", config(updates=4), quiet)
     again = train_drafter(target, data, tmp_path / "again", config(updates=4, max_bytes=50_000), quiet)
     assert again["target_tokens"] > 2 * kept["target_tokens"] == 2 * 48 * 45
     assert again["after"] == kept["after"]
 
 
-def test_an_epoch_uses_each_text_once_and_a_long_one_is_cut_where_its_response_is(target: Path):
+def test_an_epoch_uses_each_text_once(target: Path):
     model, _ = load_target(target)
     texts = [PromptedText(prompt_token_ids=[4] * n, token_ids=[5] * 10) for n in range(2, 10)]
     epochs = Epochs(texts, TargetStates(model, (), 1 << 20), np.random.default_rng(0))
@@ -191,7 +187,7 @@ def test_texts_are_drawn_at_random_and_none_twice(target: Path, tmp_path: Path):
     assert all(25 <= count <= 80 for count in seen.values())
 
 
-def test_no_prompt_is_both_trained_on_and_held_out():
+def test_no_held_out_prompt_is_trained_on():
     texts = [PromptedText(prompt_token_ids=[n % 7, 1], token_ids=[n]) for n in range(40)]
     trained, heldout = split_by_prompt(texts, 0.3, np.random.default_rng(0))
     assert len(trained) + len(heldout) == 40
@@ -200,7 +196,7 @@ def test_no_prompt_is_both_trained_on_and_held_out():
     assert len(sides[1]) == 2
 
 
-def test_texts_come_from_a_trace_a_parquet_file_or_a_jsonl_file(target: Path, tmp_path: Path):
+def test_texts_come_from_traces_and_files(target: Path, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(target)
     rows = [{"prompt": "w1 w2", "response": "w3 w4 w5"}, {"prompt": "w2 w2", "response": "w6"}]
     path = tmp_path / "text.jsonl"
@@ -229,7 +225,7 @@ def test_texts_come_from_a_trace_a_parquet_file_or_a_jsonl_file(target: Path, tm
 
 
 @pytest.mark.engine
-def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(random_model: Path, tmp_path: Path):
+def test_the_command_answers_prompts_and_reports(random_model: Path, tmp_path: Path):
     (tmp_path / "target").mkdir()
     target = easy_target(random_model, tmp_path / "target", LONG_CONTEXT)
     app = typer.Typer()
@@ -249,83 +245,68 @@ def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(random_mo
     ]
 
 
-def test_a_target_whose_states_are_not_finite_is_told_before_training(random_model: Path, data: Path, tmp_path: Path):
-    (tmp_path / "broken").mkdir()
-    target = easy_target(random_model, tmp_path / "broken")
-    weights = load_file(target / "model.safetensors")
-    weights["model.norm.weight"][3] = torch.nan
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    with refused(RunError, naming=("NaN",)):
-        train_drafter(target, data, tmp_path / "heads" / "new", config(), quiet)
-    assert list((tmp_path / "heads").iterdir()) == []
-
-
-def test_what_is_interrupted_leaves_nothing_behind(target: Path, data: Path, tmp_path: Path):
+def test_what_fails_leaves_nothing_behind(target: Path, random_model: Path, data: Path, tmp_path: Path):
     def stop(message: str) -> None:
         if message.startswith("update 2"):
             raise KeyboardInterrupt
 
+    out = tmp_path / "heads" / "new"
     with pytest.raises(KeyboardInterrupt):
-        train_drafter(target, data, tmp_path / "heads" / "new", config(check_every=1), stop)
+        train_drafter(target, data, out, config(check_every=1), stop)
+    with largest_file(1 << 16), refused(RunError):
+        train_drafter(target, data, out, config(updates=1), quiet)
+    (tmp_path / "broken").mkdir()
+    broken = easy_target(random_model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with refused(RunError, naming=("NaN",)):
+        train_drafter(broken, data, out, config(), quiet)
     assert list((tmp_path / "heads").iterdir()) == []
 
 
-def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(target: Path, data: Path, tmp_path: Path):
-    with largest_file(1 << 16), refused(RunError) as caught:
-        train_drafter(target, data, tmp_path / "heads" / "new", config(updates=1), quiet)
-    assert "\n" not in str(caught.value)
-    assert list((tmp_path / "heads").iterdir()) == []
-
-
-def test_wrong_input_is_refused_in_one_sentence_and_nothing_is_written(target: Path, data: Path, tmp_path: Path):
+def test_wrong_input_is_refused_and_nothing_is_written(target: Path, data: Path, tmp_path: Path):
     new_head(target, "eagle3", 0).save(tmp_path / "eagle3")
-    narrow = tmp_path / "narrow"
-    narrow.mkdir()
+    for name in ("narrow", "full"):
+        (tmp_path / name).mkdir()
     shape = json.loads((target / "config.json").read_text())
-    (narrow / "config.json").write_text(json.dumps(shape | {"hidden_size": 32}))
-    new_head(narrow, "eagle", 0).save(tmp_path / "small")
-    files = {
-        "empty": "",
-        "broken": "{",
-        "mixed": '{"prompt": [4, 5], "response": [6]}\n{"prompt": [4, 5]}\n',
-        "messages": '{"prompt": [{"role": "user", "content": "w1"}], "response": [6]}\n',
-        "negative": '{"prompt": [4, -1], "response": [6]}\n{"prompt": [5], "response": [7]}\n',
-        "text": '{"prompt": "w1 w2", "response": "w3"}\n',
-        "foreign": '{"prompt": [4, 5], "response": [999]}\n{"prompt": [5], "response": [7]}\n',
-        "short": '{"prompt": [4], "response": [6]}\n{"prompt": [5], "response": [7]}\n',
-        "one": '{"prompt": [4, 5], "response": [6]}\n' * 3,
-        "column": '{"question": "w1"}\n',
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "precious.txt").write_text("mine")
+    (tmp_path / "narrow" / "config.json").write_text(json.dumps(shape | {"hidden_size": 32}))
+    new_head(tmp_path / "narrow", "eagle", 0).save(tmp_path / "small")
+    (tmp_path / "full" / "precious.txt").write_text("mine")
+    words = tmp_path / "words.jsonl"
+    words.write_text('{"prompt": "w1 w2", "response": "w3"}\n')
     out = tmp_path / "out"
-    cases: list[tuple[Path, Path, Path, WarmUpConfig, str]] = [
-        (tmp_path / "nowhere", data, out, config(), "no such folder"),
-        (target, tmp_path / "nowhere.jsonl", out, config(), "cannot read"),
-        (target, target, out, config(), "neither a trace nor"),
-        (target, tmp_path / "empty.jsonl", out, config(), "nothing to train"),
-        (target, tmp_path / "broken.jsonl", out, config(), "line 1 is not JSON"),
-        (target, tmp_path / "mixed.jsonl", out, config(), "unlike the first"),
-        (target, tmp_path / "messages.jsonl", out, config(), "not of token ids"),
-        (target, tmp_path / "text.jsonl", out, config(texts=TextConfig(chat=True)), "no chat template"),
-        (target, tmp_path / "foreign.jsonl", out, config(), "token 999, and the model's vocabulary goes from 0 to 23"),
-        (target, tmp_path / "negative.jsonl", out, config(), "token -1"),
-        (target, tmp_path / "short.jsonl", out, config(), "long enough"),
-        (target, tmp_path / "one.jsonl", out, config(), "one prompt"),
-        (target, tmp_path / "column.jsonl", out, config(), "no column 'prompt'"),
-        (target, data, out, config(head=str(tmp_path / "eagle3")), "holds an eagle3 head"),
-        (target, data, out, config(head=str(tmp_path / "small")), "hidden_size 32"),
-        (target, data, out, config("eagle3", head=str(tmp_path / "small")), "trains eagle3 heads"),
-        (target, data, out, config(head=str(tmp_path / "nowhere")), "nowhere: no such folder"),
-        (target, data, full, config(), "name another folder"),
+    cases: list[tuple[Path, Path, Path, WarmUpConfig, tuple[object, ...]]] = [
+        (tmp_path / "nowhere", data, out, config(), ("nowhere",)),
+        (target, tmp_path / "nowhere.jsonl", out, config(), ("nowhere.jsonl",)),
+        (target, target, out, config(), (target,)),
+        (target, words, out, config(texts=TextConfig(chat=True)), ("chat template",)),
+        (target, data, out, config(head=str(tmp_path / "eagle3")), ("an eagle3", "eagle heads")),
+        (target, data, out, config(head=str(tmp_path / "small")), ("hidden_size", 32)),
+        (target, data, out, config("eagle3", head=str(tmp_path / "small")), ("an eagle", "eagle3 heads")),
+        (target, data, out, config(head=str(tmp_path / "nowhere")), ("nowhere",)),
+        (target, data, tmp_path / "full", config(), (tmp_path / "full",)),
     ]
-    for model, source, where, settings, said in cases:
-        with pytest.raises(InputError, match=said) as caught:
+    last = '{"prompt": [5], "response": [7]}\n'
+    for number, (text, naming) in enumerate(
+        [
+            ("", (tmp_path / "0.jsonl",)),
+            ("{", ("line 1", "JSON")),
+            ('{"prompt": [4, 5], "response": [6]}\n{"prompt": [4, 5]}\n', ("row 1", "response")),
+            ('{"prompt": [{"role": "user", "content": "w1"}], "response": [6]}\n', ("token ids",)),
+            ('{"prompt": [4, -1], "response": [6]}\n' + last, (-1,)),
+            ('{"prompt": [4, 5], "response": [999]}\n' + last, (999, 0, 23)),
+            ('{"prompt": [4], "response": [6]}\n' + last, ("2 texts",)),
+            ('{"prompt": [4, 5], "response": [6]}\n' * 3, ("one prompt",)),
+            ('{"question": "w1"}\n', ("'prompt'", "question")),
+        ]
+    ):
+        (tmp_path / f"{number}.jsonl").write_text(text)
+        cases.append((target, tmp_path / f"{number}.jsonl", out, config(), naming))
+    for model, source, where, settings, naming in cases:
+        with refused(InputError, naming=naming) as caught:
             train_drafter(model, source, where, settings, quiet)
-        assert caught.value.exit_code == 2
+        assert caught.value.exit_code == 2  # type: ignore[attr-defined]
         assert "\n" not in str(caught.value)
     assert not out.exists()
     assert not list(tmp_path.glob(".*"))
