@@ -30,11 +30,12 @@ LEARNED = LearnedSpec(method="eagle", model="a/head")
 
 
 class Parrot(Drafter):
-    """Drafts the request's last token again and again; keeps what it was told."""
+    """Drafts the request's last token again and again, keeps what it was told, and takes `token_s` for each token."""
 
-    def __init__(self, expected: float = 1.0) -> None:
-        self.expected = expected
+    def __init__(self, expected: float = 1.0, token_s: float = 0.0) -> None:
+        self.expected, self.token_s, self.now_s = expected, token_s, 0.0
         self.texts: dict[Key, list[int]] = {}
+        self.told: list[tuple[str, int]] = []
         self.seen: list[tuple[Key, int, int]] = []
 
     def open(self, key: Key, tokens: Sequence[int]) -> None:
@@ -43,6 +44,8 @@ class Parrot(Drafter):
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         self.texts[key] += tokens
+        self.told.append((key[1], len(tokens)))
+        self.now_s += len(tokens) * self.token_s
 
     def propose(self, key: Key, depth: int) -> Draft:
         return Draft([self.texts[key][-1]] * depth, self.expected)
@@ -56,21 +59,7 @@ class Parrot(Drafter):
     def forget(self) -> None:
         self.texts = {}
 
-    @property
-    def memory_bytes(self) -> int:
-        return 0
-
-
-class Listening(Parrot):
-    """Notes in which order it is told what."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[tuple[str, int]] = []
-
-    def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        super().extend(key, tokens)
-        self.told.append((key[1], len(tokens)))
+    memory_bytes = 0  # type: ignore[assignment]
 
 
 class Looked(dict[str, Any]):
@@ -104,37 +93,45 @@ class Script(Selector):
 
 
 class Played:
-    """An engine of one request, played step by step: each iteration keeps `kept` drafted tokens and adds one."""
+    """An engine of some requests: an iteration keeps `kept` tokens of each one's draft and adds one."""
 
-    def __init__(self, control: Control, max_tokens: int = 100) -> None:
+    def __init__(self, control: Control, names: str = "r", max_tokens: int = 100) -> None:
         self.control = control
-        self.output: list[int] = []
-        self.draft: list[int] = []
+        self.outputs: dict[str, list[int]] = {name: [] for name in names}
+        self.drafts: dict[str, list[int]] = {}
         self.depths: list[int] = []
         self.learned: list[int] = []
         control.begin(0)
-        control.add("r", KEY, [1, 2, 3], self.output, max_tokens)
+        for name, output in self.outputs.items():
+            control.add(name, (0, name, 0, 0), [1, 2, 3], output, max_tokens)
 
-    def iterate(self, kept: int = 0) -> None:
-        control = self.control
-        control.iteration_starts()
-        drafts = {"r": self.draft} if self.draft else {}
-        what = scheduled("r", drafts=drafts, context_tokens=3 + len(self.output), prefill_tokens=3 * (not self.output))
-        self.depths.append(control.scheduled(what))
-        time.sleep(0.001)
-        control.sampled(what, [kept + 1])
-        self.output += [*self.draft[:kept], 9]
-        (self.draft,) = control.drafts(["r"], [self.learned], 0.0) or [[]]
+    def iterate(self, kept: int = 0) -> list[list[int]]:
+        """The drafts of all requests, the last one's first."""
+        ids = list(self.outputs)
+        self.control.iteration_starts()
+        what = scheduled(*ids, drafts={name: draft for name, draft in self.drafts.items() if draft})
+        self.depths.append(self.control.scheduled(what))
+        self.control.sampled(what, [kept + 1] * len(ids))
+        for name, output in self.outputs.items():
+            output += [*self.drafts.get(name, ())[:kept], 9]
+        drafts = self.control.drafts(ids[::-1], [self.learned] * len(ids), 0.0)
+        self.drafts = dict(zip(ids[::-1], drafts, strict=bool(drafts)))
+        return drafts
+
+    @property
+    def draft(self) -> list[int]:
+        """The draft of the only request."""
+        return self.drafts.get("r", [])
 
 
-KEY: Key = (0, "p", 0, 0)
+KEY: Key = (0, "r", 0, 0)
 
 
 def played(*choices: Strategy, max_tokens: int = 100, **drafters: object) -> tuple[Played, Script]:
     control = Control(DrafterPool(drafters or {"parrot": Parrot()}, 8))  # type: ignore[arg-type]
     script = Script(*choices)
     control.set_selector(script)
-    return Played(control, max_tokens), script
+    return Played(control, max_tokens=max_tokens), script
 
 
 def chain(depth: int, drafter: str = "parrot") -> Strategy:
@@ -200,47 +197,18 @@ def test_drafters_learn_what_was_kept_and_policies_see_it():
     assert script.state.requests[0].generated_tokens == 8
 
 
-def test_a_budget_shares_out_the_drafts():
-    class Stingy(DraftBudget):
-        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-            return [1] * state.batch
-
-    engine, script = played(*[chain(4)] * 2)
-    engine.control.set_selector(script, Stingy())
-    engine.iterate()
-    assert engine.draft == [9]
-
-
-class Raising(Script):
-    """Chooses in the order given, and raises in its third call of one method."""
-
-    def __init__(self, where: str, *choices: Strategy) -> None:
-        super().__init__(*choices)
-        self.where = where
-        self.calls = 0
-
-    def _called(self, where: str) -> None:
-        self.calls += where == self.where
-        if self.calls == 3:
-            raise IndexError("no such arm")
-
-    def choose(self, state: StepState) -> Strategy:
-        self._called("choose")
-        return super().choose(state)
-
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        self._called("observe")
-        super().observe(strategy, outcome)
-
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
-        self._called("reward")
-        return 1.0
-
-
 @pytest.mark.parametrize("where", ["choose", "observe", "reward"])
-def test_a_policy_that_raises_is_said_once_and_the_engine_goes_on_plainly(where: str, caplog: pytest.LogCaptureFixture):
+def test_a_policy_that_raises_is_asked_no_more(where: str, caplog: pytest.LogCaptureFixture):
+    calls, stock = [], getattr(Script, where)
+
+    def third_raises(self: Script, *args: Any) -> Any:
+        calls.append(where)
+        if len(calls) == 3:
+            raise IndexError("no such arm")
+        return stock(self, *args)
+
+    policy = type("Raising", (Script,), {where: third_raises})(*[chain(2)] * 9)
     engine, _ = played(chain(2))
-    policy = Raising(where, *[chain(2)] * 9)
     engine.control.set_selector(policy)
     drafted = []
     for _ in range(8):
@@ -249,65 +217,43 @@ def test_a_policy_that_raises_is_said_once_and_the_engine_goes_on_plainly(where:
     # What the third choice brought is known two iterations later.
     assert drafted == ([2, 2, 0, 0, 0, 0, 0, 0] if where == "choose" else [2, 2, 2, 2, 0, 0, 0, 0])
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "no such arm" in text)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"the policy raised IndexError: no such arm ({__file__}, line {line}); the engine goes on without speculation"
-    ]
+    (record,) = caplog.records
+    assert all(fact in record.getMessage() for fact in ("IndexError: no such arm", __file__, f"line {line}"))
     rows, _, _ = engine.control.end()
     assert [row["draft_depth"] for row in rows] == [0, *drafted[:-1]]
-    assert policy.calls == 3
+    assert len(calls) == 3
     engine.control.set_selector(Script(chain(2)))
     assert engine.control.failure == ""
     engine.iterate()
     assert engine.draft == [9, 9]
 
 
-@pytest.mark.parametrize("shares", [[], "many"])
-def test_a_budget_that_raises_or_shares_out_to_others_drafts_nothing_more(
-    shares: object, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("shares", "draft"), [([1], [9]), ([], []), (None, [])], ids=["one", "too few", "raises"])
+def test_a_budget_shares_out_drafts_until_it_fails(
+    shares: list[int], draft: list[int], caplog: pytest.LogCaptureFixture
 ):
-    class Wrong(DraftBudget):
+    class Shares(DraftBudget):
         def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-            return [0] * shares if shares else shares  # type: ignore[operator]
+            return list(shares)
 
         def finished(self, request: object, *, drafted: int, accepted: int) -> None:
-            raise AssertionError("who has failed is asked no more")
+            assert draft, "who has failed is asked no more"
 
     engine, script = played(*[chain(4)] * 3)
-    engine.control.set_selector(script, Wrong())
+    engine.control.set_selector(script, Shares())
     engine.iterate()
     engine.iterate()
-    assert engine.draft == []
+    assert engine.draft == draft
     assert engine.control.finish("r") is not None
-    (record,) = caplog.records
-    assert engine.control.failure in record.getMessage()
-
-
-class Batch:
-    """An engine of several requests; an iteration gives each a token and verifies nothing."""
-
-    def __init__(self, control: Control, names: str) -> None:
-        self.control = control
-        self.outputs: dict[str, list[int]] = {name: [] for name in names}
-        control.begin(0)
-        for name, output in self.outputs.items():
-            control.add(name, (0, name, 0, 0), [1, 2], output, 1000)
-
-    def iterate(self) -> list[list[int]]:
-        ids = list(self.outputs)
-        self.control.iteration_starts()
-        what = scheduled(*ids)
-        self.control.scheduled(what)
-        self.control.sampled(what, [1] * len(ids))
-        for output in self.outputs.values():
-            output.append(len(output) + 5)
-        return self.control.drafts(ids[::-1], [[] for _ in ids], 0.0)
+    assert len(caplog.records) == (not draft)
+    assert engine.control.failure in caplog.text
 
 
 def test_drafters_hear_nothing_until_they_are_asked_and_then_each_request_once_in_order_of_admission():
-    asked, other = Listening(), Listening()
+    asked, other = Parrot(), Parrot()
     control = Control(DrafterPool({"asked": asked, "other": other}, 8))
     control.set_selector(Script(*[NO_SPECULATION] * 4, chain(2, "asked"), chain(2, "other"), chain(2, "asked")))
-    batch = Batch(control, "bac")
+    batch = Played(control, "bac")
     for _ in range(4):
         assert batch.iterate() == []
     assert asked.told == other.told == []
@@ -334,9 +280,9 @@ def test_no_request_is_looked_up_while_nothing_is_drafted_and_the_policy_reads_n
             assert [len(state.requests), state.requests[-1].generated_tokens] == [3, 6]
             return NO_SPECULATION
 
-    control = Control(DrafterPool({"parrot": Listening()}, 8))
+    control = Control(DrafterPool({"parrot": Parrot()}, 8))
     control.set_selector(Plain())
-    batch = Batch(control, "abc")
+    batch = Played(control, "abc")
     batch.iterate()
     control.live = looked = Looked(control.live)
     for _ in range(5):
@@ -347,22 +293,12 @@ def test_no_request_is_looked_up_while_nothing_is_drafted_and_the_policy_reads_n
     assert looked.looks == 3
 
 
-class Slow(Listening):
-    """Takes a second for each token it is told, by a clock that is set by hand."""
-
-    now_s = 0.0
-
-    def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        super().extend(key, tokens)
-        self.now_s += len(tokens)
-
-
 def test_a_choice_pays_for_its_own_tokens_and_not_for_those_of_the_iterations_nobody_asked_in():
-    slow = Slow()
+    slow = Parrot(token_s=1.0)
     control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
     script = Script(chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3)
     control.set_selector(script)
-    batch = Batch(control, "a")
+    batch = Played(control, "a")
     for _ in range(7):
         batch.iterate()
     rows, _, _ = control.end()
@@ -373,14 +309,14 @@ def test_a_choice_pays_for_its_own_tokens_and_not_for_those_of_the_iterations_no
 
 
 def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_account():
-    class Piecemeal(Slow):
+    class Piecemeal(Parrot):
         """Puts in a token a second, at most three at once."""
 
         piece_tokens = 3 - 8
         waiting = 0
 
         def extend(self, key: Key, tokens: Sequence[int]) -> None:
-            Listening.extend(self, key, tokens)
+            super().extend(key, tokens)
             self.waiting += len(tokens)
 
         def catch_up(self, most: int | None = None) -> bool:
@@ -393,7 +329,7 @@ def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_a
     control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
     script = Script(*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6)
     control.set_selector(script)
-    batch = Batch(control, "a")
+    batch = Played(control, "a")
     for _ in range(15):
         batch.iterate()
     rows, _, _ = control.end()
