@@ -16,10 +16,10 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import AsynchronousRollouts, first_version
-from tltlab.runtime.rollout.synchronous import SynchronousRollouts, rollouts_of
+from tltlab.runtime.rollout.synchronous import SynchronousRollouts
 from tltlab.runtime.rollout.worker import enough
 
-from .scripted_engines import ScriptedEngines, data_order, prompts, recipe
+from .scripted_engines import ScriptedEngines, ways
 from .test_partial import CAP, length, reward
 
 PER_STEP, GROUP, WORKERS, STEPS = 4, 3, 2, 16
@@ -53,14 +53,8 @@ class SwappingEngines(ScriptedEngines):
 
 
 def made(staleness: int, stale: str = "hold") -> tuple[SwappingEngines, AsynchronousRollouts]:
-    rollout = {
-        "num_workers": WORKERS, "prompts_per_step": PER_STEP, "group_size": GROUP, "max_response_tokens": CAP,
-        "staleness": staleness, "stale": stale,
-    }  # fmt: skip
-    rollouts = rollouts_of(recipe(rollout), prompts(200), data_order(200))
-    assert isinstance(rollouts, AsynchronousRollouts)
-    engines = SwappingEngines(WORKERS, length)
-    return engines, rollouts
+    sizes = {"num_workers": WORKERS, "prompts_per_step": PER_STEP, "group_size": GROUP, "max_response_tokens": CAP}
+    return SwappingEngines(WORKERS, length), ways(sizes | {"staleness": staleness, "stale": stale}, 200)
 
 
 def collect(engines: SwappingEngines, rollouts: AsynchronousRollouts, steps: range, staleness: int) -> list[Collected]:
@@ -109,10 +103,8 @@ def test_the_rule_is_areals():
     for per_step, staleness, rl_step in ((2, 1, 5), (3, 2, 7), (4, 4, 9)):
         first = [first_version(n, rl_step, per_step, staleness) for n in range((staleness + 1) * per_step)]
         for version in range(rl_step - staleness, rl_step + 1):
-            may = may_start(
-                running=0, accepted=rl_step * per_step, version=version, batch=per_step, staleness=staleness,
-                most_running=10**6,
-            )  # fmt: skip
+            limits = {"batch": per_step, "staleness": staleness, "most_running": 10**6}
+            may = may_start(running=0, accepted=rl_step * per_step, version=version, **limits)
             assert may == sum(each <= version for each in first)
 
 
@@ -133,7 +125,7 @@ def test_a_run_goes_on_with_its_groups_and_what_it_knows_of_lengths(tmp_path: Pa
 
 
 def test_a_bound_of_zero_is_synchronous():
-    assert isinstance(rollouts_of(recipe({"staleness": 0}), prompts(50), data_order(50)), SynchronousRollouts)
+    assert isinstance(ways({"staleness": 0}, 50), SynchronousRollouts)
 
 
 def test_calls_of_another_thread_are_made_between_two_iterations():
