@@ -127,11 +127,13 @@ class Played:
 KEY: Key = (0, "r", 0, 0)
 
 
-def played(*choices: Strategy, max_tokens: int = 100, **drafters: object) -> tuple[Played, Script]:
-    control = Control(DrafterPool(drafters or {"parrot": Parrot()}, 8))  # type: ignore[arg-type]
+def played(
+    *choices: Strategy, names: str = "r", max_tokens: int = 100, clock: Any = time.perf_counter, **drafters: Any
+) -> tuple[Played, Script]:
+    control = Control(DrafterPool(drafters or {"parrot": Parrot()}, 8), clock=clock)
     script = Script(*choices)
     control.set_selector(script)
-    return Played(control, max_tokens=max_tokens), script
+    return Played(control, names, max_tokens), script
 
 
 def chain(depth: int, drafter: str = "parrot") -> Strategy:
@@ -143,12 +145,8 @@ def test_a_choice_is_judged_by_the_iteration_that_verifies_it():
     for kept in (0, 3, 1, 0):
         engine.iterate(kept)
     rows, decisions, _ = engine.control.end()
-    assert [(r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows] == [
-        (0, 0, 0),
-        (4, 4, 3),
-        (2, 2, 1),
-        (0, 0, 0),
-    ]
+    found = [(r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows]
+    assert found == [(0, 0, 0), (4, 4, 3), (2, 2, 1), (0, 0, 0)]
     assert [row["next_draft_depth"] for row in rows] == [4, 2, 0, 0]
     assert [(s.draft_depth, list(o.accepted)) for s, o in script.told] == [(4, [3]), (2, [1]), (0, [0])]
     assert [d["iteration"] for d in decisions] == [1, 2, 3]
@@ -165,14 +163,12 @@ def test_a_request_is_never_drafted_beyond_its_cap():
 def test_a_finished_request_is_not_drafted_for_and_what_runs_goes_on():
     engine, _ = played(chain(2), chain(2))
     engine.iterate()
-    live = engine.control.finish("r")
-    assert live is not None
-    assert live.key == KEY
+    assert engine.control.finish("r").key == KEY
     assert engine.control.drafts(["r"], [[]], 0.0) == [[]]
     assert engine.control.finish("r") is None
 
 
-def test_what_a_policy_takes_to_learn_at_the_end_counts_as_the_policys_time_alone():
+def test_what_a_policy_takes_to_learn_at_the_end_is_its_time():
     class Slow(Script):
         def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
             time.sleep(0.02)
@@ -249,11 +245,11 @@ def test_a_budget_shares_out_drafts_until_it_fails(
     assert engine.control.failure in caplog.text
 
 
-def test_drafters_hear_nothing_until_they_are_asked_and_then_each_request_once_in_order_of_admission():
+def test_drafters_hear_each_request_once_they_are_asked():
+    """And in the order of admission."""
     asked, other = Parrot(), Parrot()
-    control = Control(DrafterPool({"asked": asked, "other": other}, 8))
-    control.set_selector(Script(*[NO_SPECULATION] * 4, chain(2, "asked"), chain(2, "other"), chain(2, "asked")))
-    batch = Played(control, "bac")
+    choices = [*[NO_SPECULATION] * 4, chain(2, "asked"), chain(2, "other"), chain(2, "asked")]
+    batch, _ = played(*choices, names="bac", asked=asked, other=other)
     for _ in range(4):
         assert batch.iterate() == []
     assert asked.told == other.told == []
@@ -261,54 +257,44 @@ def test_drafters_hear_nothing_until_they_are_asked_and_then_each_request_once_i
     assert (asked.told, other.told) == ([("b", 5), ("a", 5), ("c", 5)], [])
     batch.iterate()
     assert other.told == [("b", 6), ("a", 6), ("c", 6)]
-    control.finish("a")
+    batch.control.finish("a")
     assert (asked.told[3:], other.told[3:]) == ([("a", 1)], [])
     assert asked.texts.keys() == {(0, "b", 0, 0), (0, "c", 0, 0)}
 
 
-def test_no_request_is_looked_up_while_nothing_is_drafted_and_the_policy_reads_none():
-    class Plain(Selector):
-        strategies = (NO_SPECULATION,)
-
-        def choose(self, state: StepState) -> Strategy:
-            assert state.batch == 3
-            return NO_SPECULATION
-
-    class Reader(Plain):
+def test_no_request_is_looked_up_that_nobody_asks_for():
+    class Reader(Script):
         def choose(self, state: StepState) -> Strategy:
             assert [request.prompt_id for request in state.requests] == ["a", "b", "c"]
             assert [len(state.requests), state.requests[-1].generated_tokens] == [3, 6]
-            return NO_SPECULATION
+            return super().choose(state)
 
-    control = Control(DrafterPool({"parrot": Parrot()}, 8))
-    control.set_selector(Plain())
-    batch = Played(control, "abc")
+    batch, script = played(*[NO_SPECULATION] * 6, names="abc")
     batch.iterate()
-    control.live = looked = Looked(control.live)
+    batch.control.live = looked = Looked(batch.control.live)
     for _ in range(5):
         batch.iterate()
+    assert script.state.batch == 3
     assert looked.looks == 0
-    control.set_selector(Reader())
+    batch.control.set_selector(Reader(NO_SPECULATION))
     batch.iterate()
     assert looked.looks == 3
 
 
-def test_a_choice_pays_for_its_own_tokens_and_not_for_those_of_the_iterations_nobody_asked_in():
+def test_a_choice_pays_for_its_own_tokens_alone():
     slow = Parrot(token_s=1.0)
-    control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
-    script = Script(chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3)
-    control.set_selector(script)
-    batch = Played(control, "a")
+    choices = [chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3]
+    batch, script = played(*choices, names="a", clock=lambda: slow.now_s, slow=slow)
     for _ in range(7):
         batch.iterate()
-    rows, _, _ = control.end()
+    rows, _, _ = batch.control.end()
     # What came before the first draft of a rollout is paid by nobody, of the four tokens after the pause one is paid.
     assert [row["draft_duration"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
     assert [outcome.elapsed_s for _, outcome in script.told] == [0, 0, 0, 0, 1, 1]
     assert slow.told == [("a", 1), ("a", 4), ("a", 1), ("a", 1)]
 
 
-def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_account():
+def test_what_came_while_a_drafter_was_off_costs_nobody():
     class Piecemeal(Parrot):
         """Puts in a token a second, at most three at once."""
 
@@ -326,13 +312,11 @@ def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_a
             return not self.waiting
 
     slow = Piecemeal()
-    control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
-    script = Script(*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6)
-    control.set_selector(script)
-    batch = Played(control, "a")
+    choices = [*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6]
+    batch, script = played(*choices, names="a", clock=lambda: slow.now_s, slow=slow)
     for _ in range(15):
         batch.iterate()
-    rows, _, _ = control.end()
+    rows, _, _ = batch.control.end()
     # Ten tokens, then one more each: 3 of 10, 3 of 8, 3 of 6, 3 of 4, 2 of 2, 1 of 1.
     assert slow.told == [("a", 10), *[("a", 1)] * 5]
     assert slow.waiting == 0
@@ -354,12 +338,9 @@ def test_a_policy_change_in_mid_rollout_shows_the_new_drafter_what_is_running():
 def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
     engine, _ = played(chain(3, "learned"), chain(2), NO_SPECULATION, learned=LEARNED, parrot=Parrot())
     engine.learned = [5, 6, 7, 8]
-    engine.iterate()
-    assert engine.draft == [5, 6, 7]
-    engine.iterate()
-    assert engine.draft == [9, 9]
-    engine.iterate()
-    assert engine.draft == []
+    for draft in ([5, 6, 7], [9, 9], []):
+        engine.iterate()
+        assert engine.draft == draft
     assert engine.depths == [3, 0, 0]
 
 
@@ -390,9 +371,7 @@ def test_a_policys_randomness_is_its_seeds():
 
     first = depths(1, 2)
     assert len(set(first)) > 1
-    assert depths(1, 2) == first
-    assert depths(1, 3) != first
-    assert depths(2, 2) != first
+    assert [depths(*seed) == first for seed in ((1, 2), (1, 3), (2, 2))] == [True, False, False]
 
 
 def test_a_choices_outcome_is_told_to_the_selector_that_made_it():
@@ -410,9 +389,8 @@ def test_a_choices_outcome_is_told_to_the_selector_that_made_it():
 
 
 def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
-    control = Control(DrafterPool({"ngram": NgramSpec(min_match=1)}, 4))
-    control.set_selector(Script(*[chain(2, "ngram")] * 4))
-    engine = Played(control)
+    engine, _ = played(*[chain(2, "ngram")] * 4, ngram=NgramSpec(min_match=1))
+    control = engine.control
     engine.iterate()
     engine.iterate()
     assert len(control.end()[0]) == 2

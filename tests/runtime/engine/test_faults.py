@@ -82,26 +82,23 @@ def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engi
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 2
 
 
+BAD = {"key": (0, "bad", 0, 0)}
+
+
 @pytest.mark.parametrize(
-    ("asked", "complaint"),
+    ("bad", "facts"),
     [
-        (requests(1, 5, prompt_tokens=CONTEXT), ("96",)),
-        ([*requests(1, 5), *requests(1, 5)], ()),
+        (BAD | {"prompt_token_ids": [1, *[5] * (CONTEXT - 1)]}, (CONTEXT,)),
+        ({}, ()),
+        (BAD | {"prompt_token_ids": [1, 999]}, ()),
+        (BAD | {"max_response_tokens": 0}, (1,)),
     ],
+    ids=["no room", "the same twice", "no such word", "nothing asked"],
 )
-def test_requests_that_cannot_be_told_apart_or_have_no_room_are_refused(engine: Engine, asked: list, complaint: tuple):
-    with refused(ConfigError, naming=complaint):
-        engine.generate(asked, rl_step=0, temperature=0.9)
-
-
-@pytest.mark.parametrize(
-    ("bad", "complaint"),
-    [({"prompt_token_ids": [1, 999]}, ()), ({"max_response_tokens": 0}, ("1",))],
-)
-def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad: dict, complaint: tuple):
+def test_a_request_that_is_refused_leaves_nothing_running(engine: Engine, bad: dict[str, Any], facts: tuple[int, ...]):
     fine = request("fine", 0, [1, 5], 30)
-    with refused(ConfigError, naming=complaint):
-        engine.generate([fine, replace(fine, key=(0, "bad", 0, 0), **bad)], rl_step=0, temperature=0.9)
+    with refused(ConfigError, naming=facts):
+        engine.generate([fine, replace(fine, **bad)], rl_step=0, temperature=0.9)
     (other,) = engine.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
     assert len(other.token_ids) == 4
     assert engine.control.live == {}
@@ -122,7 +119,7 @@ def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: En
         engine.update_draft_weights([])
 
 
-def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_token_untold(narrow: Engine):
+def test_a_narrow_iteration_leaves_nothing_of_an_earlier_choice(narrow: Engine):
     # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
     rollout = narrow.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
     assert [row["prefill_tokens"] for row in rollout.iterations if row["prefill_tokens"]] == [32, 2]
@@ -135,7 +132,7 @@ def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_to
     assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
 
 
-def test_a_transfer_that_is_cut_off_leaves_an_engine_that_says_so_until_all_has_come(
+def test_an_engine_waits_for_all_of_a_transfer_that_is_cut_off(
     narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]
 ):
     def texts() -> list[Sequence[int]]:
@@ -193,15 +190,16 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
     assert caught.value.lost == [(1, "p0", 0, 0), (1, "p0", 1, 0)]
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "why"),
-    [
-        ("no.such.weight", 64, ()),
-        ("model.layers.1.mlp.down_proj.weight", 5, ()),
-        ("model.layers.0.self_attn.k_proj.weight", 64, ("4096",)),
-    ],
-)
-def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engine, name: str, rows: int, why: tuple):
+WRONG_WEIGHTS = {
+    "no.such.weight": (64, ()),
+    "model.layers.1.mlp.down_proj.weight": (5, ()),
+    "model.layers.0.self_attn.k_proj.weight": (64, ("4096",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_weights_that_are_not_the_models_end_the_engine(narrow: Engine, name: str):
+    rows, why = WRONG_WEIGHTS[name]
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
     narrow._death = narrow.weights.unusable = ""
     with refused(ConfigError, naming=("none",)):
@@ -223,15 +221,14 @@ class Settled:
 
 
 def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch):
-    with refused(ConfigError, naming=("pipeline_parallel_size=2",)):
-        Engine(str(random_model), vllm_args={"pipeline_parallel_size": 2})
-    with refused(ConfigError, naming=("data_parallel_size=2",)):
-        Engine(str(random_model), vllm_args={"data_parallel_size": 2})
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        with refused(ConfigError, naming=(f"{name}=2",)):
+            Engine(str(random_model), vllm_args={name: 2})
     monkeypatch.setattr("vllm.LLM", Settled)
     with refused(ConfigError):
         Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
-    with refused(ConfigError, naming=("cannot",)):
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path):
+    with refused(ConfigError):
         Engine(str(tmp_path / "nothing"), max_draft_depth=0)

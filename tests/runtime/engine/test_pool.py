@@ -29,7 +29,7 @@ def pool(fallback: str | None = "ngram", predicted: float | None = 0.9, **config
     """A pool with a canary, and with weights of the learned drafter whose first tokens are `predicted`."""
     drafters = {"learned": HEAD.model_copy(update={"fallback": fallback}), "ngram": NgramSpec()}
     pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
-    pool.guard(CanaryConfig(min_drafts=20, **config))  # type: ignore[arg-type]
+    pool.guard(CanaryConfig(min_drafts=20, **config))
     if predicted is not None:
         pool.updated([predicted])
     return pool
@@ -40,7 +40,7 @@ def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
         pool.observe("learned", [(KEY, 3, kept)])
 
 
-def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stood_in_for():
+def test_what_collapses_in_mid_iteration_is_verified_as_made():
     """Depth, proposal and verification of one iteration are three moments; the canary may trip at any of them."""
     drafters = pool()
     control = Control(drafters)
@@ -51,8 +51,7 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
     depths, makers, draft = [], [], []
     for n in range(24):
         control.iteration_starts()
-        drafts = {"r": draft} if draft else {}
-        what = scheduled("r", drafts=drafts)
+        what = scheduled("r", drafts={"r": draft} if draft else {})
         depths.append(control.scheduled(what))
         if draft:
             makers.append(live.drafter)
