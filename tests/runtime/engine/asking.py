@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,16 @@ def scheduled(
         request_ids=list(request_ids), drafts=drafts or {}, waiting=waiting, context_tokens=context_tokens,
         prefill_tokens=prefill_tokens, free_kv_tokens=100,
     )  # fmt: skip
+
+
+def run_program(text: str, *arguments: object) -> tuple[str, str]:
+    """What a program in a process of its own prints and says; it can import these tests."""
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ["PYTHONPATH"]])
+    command = [sys.executable, "-W", "ignore", "-c", text, *map(str, arguments)]
+    environ = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
 
 
 def texts(rollout: Rollout) -> list[list[int]]:

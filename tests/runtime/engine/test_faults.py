@@ -31,11 +31,6 @@ ALONE: dict[Key, Sequence[int]] = {}
 """What requests get that run one by one and are never preempted."""
 
 
-@pytest.fixture
-def engine(cramped: Engine) -> Engine:
-    return cramped
-
-
 @pytest.fixture(scope="module")
 def narrow(random_model: Path) -> Iterator[Engine]:
     """An iteration of it has room for few drafts; in the end it dies."""
@@ -47,37 +42,37 @@ def narrow(random_model: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("policy", [SUFFIX, switching(Strategy.chain("suffix", 6), Strategy.chain("ngram", 3))])
 def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(
-    engine: Engine, policy: Policy, preempted: list[str]
+    cramped: Engine, policy: Policy, preempted: list[str]
 ):
     plenty = requests(12, 60)
     if not ALONE:
-        engine.set_policy(None)
-        alone = [engine.generate([one], rl_step=0, temperature=0.0).responses[0] for one in plenty]
+        cramped.set_policy(None)
+        alone = [cramped.generate([one], rl_step=0, temperature=0.0).responses[0] for one in plenty]
         ALONE.update({r.key: r.token_ids for r in alone})
-    engine.set_policy(policy)
-    rollout = engine.generate(plenty, rl_step=0, temperature=0.0)
+    cramped.set_policy(policy)
+    rollout = cramped.generate(plenty, rl_step=0, temperature=0.0)
     assert preempted, "the test needs preemption"
     assert {r.key: r.token_ids for r in rollout.responses} == ALONE
     # Drafts kept beyond a cap may add to the log.
     assert sum(r["num_generated"] for r in rollout.iterations) >= sum(len(r.token_ids) for r in rollout.responses)
-    assert engine.control.live == {}
+    assert cramped.control.live == {}
 
 
-def test_aborted_requests_come_back_with_what_they_have(engine: Engine):
-    engine.set_policy(SUFFIX)
+def test_aborted_requests_come_back_with_what_they_have(cramped: Engine):
+    cramped.set_policy(SUFFIX)
     asked = [*requests(3, 5), *requests(4, 60, rl_step=1)]
-    rollout = engine.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
+    rollout = cramped.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
     assert [r.key for r in rollout.responses] == [r.key for r in asked]
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 3 + ["abort"] * 4
     assert all(0 < len(r.token_ids) < 60 for r in rollout.responses[3:])
-    assert engine.control.live == {}
-    again = engine.generate(requests(4, 8), rl_step=0, temperature=0.9)
+    assert cramped.control.live == {}
+    again = cramped.generate(requests(4, 8), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [8] * 4
 
 
-def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engine):
-    engine.set_policy(SUFFIX)
-    rollout = engine.generate(requests(2, 500), rl_step=0, temperature=0.9)
+def test_a_response_that_reaches_the_end_of_the_context_stops_there(cramped: Engine):
+    cramped.set_policy(SUFFIX)
+    rollout = cramped.generate(requests(2, 500), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in rollout.responses] == [CONTEXT - 6] * 2
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 2
 
@@ -95,28 +90,28 @@ BAD = {"key": (0, "bad", 0, 0)}
     ],
     ids=["no room", "the same twice", "no such word", "nothing asked"],
 )
-def test_a_request_that_is_refused_leaves_nothing_running(engine: Engine, bad: dict[str, Any], facts: tuple[int, ...]):
+def test_a_request_that_is_refused_leaves_nothing_running(cramped: Engine, bad: dict[str, Any], facts: tuple[int, ...]):
     fine = request("fine", 0, [1, 5], 30)
     with refused(ConfigError, naming=facts):
-        engine.generate([fine, replace(fine, **bad)], rl_step=0, temperature=0.9)
-    (other,) = engine.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
+        cramped.generate([fine, replace(fine, **bad)], rl_step=0, temperature=0.9)
+    (other,) = cramped.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
     assert len(other.token_ids) == 4
-    assert engine.control.live == {}
+    assert cramped.control.live == {}
 
 
-def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine):
+def test_an_interrupted_rollout_does_not_answer_for_the_next_one(cramped: Engine):
     def interrupted(ended: Sequence[Key]) -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
-    again = engine.generate(requests(2, 4), rl_step=0, temperature=0.9)
+        cramped.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
+    again = cramped.generate(requests(2, 4), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
 
 
-def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: Engine):
+def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(cramped: Engine):
     with refused(ConfigError):
-        engine.update_draft_weights([])
+        cramped.update_draft_weights([])
 
 
 def test_a_narrow_iteration_leaves_nothing_of_an_earlier_choice(narrow: Engine):
