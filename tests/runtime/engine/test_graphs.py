@@ -52,9 +52,8 @@ def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
 
     plan = plan_graphs(load_policy(policy), 40, fill=fill)
     captured = v2_manager(plan)._capture_descs
-    assert set(plan.full_graphs()) == {
-        (d.num_tokens, d.uniform_token_count - 1) for d in captured[CUDAGraphMode.FULL]
-    }  # fmt: skip
+    full = {(d.num_tokens, d.uniform_token_count - 1) for d in captured[CUDAGraphMode.FULL]}
+    assert set(plan.full_graphs()) == full
     assert [d.num_tokens for d in captured[CUDAGraphMode.PIECEWISE]][::-1] == list(plan.piecewise_graphs())
     assert plan.kinds() == dispatched_kinds(plan)
     assert set(plan.kinds().values()) <= {"full", "piecewise"}
@@ -65,9 +64,8 @@ def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
 @pytest.mark.parametrize("any_lengths", [False, True])
 @pytest.mark.parametrize("max_tokens", [100, 8192])
 def test_graphs_are_those_of_vllms_v1_dispatcher(policy: str | Policy, any_lengths: bool, max_tokens: int):
-    plan = plan_graphs(
-        load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, deepest=9, max_tokens=max_tokens
-    )
+    sizes = {"deepest": 9, "max_tokens": max_tokens}
+    plan = plan_graphs(load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, **sizes)
     runner = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=v1_dispatcher(plan)))
     captured = captured_graphs(runner)
     assert captured.full == plan.full_graphs()
@@ -130,7 +128,10 @@ def of(policy: Policy, **drafters: DrafterSpec) -> Policy:
 
 
 MIXED = TableSpec(
-    rows=tuple(TableRow(min_batch=n, strategy=Strategy.chain(name, 4)) for n, name in ((1, "suffix"), (4, "learned")))
+    rows=(
+        TableRow(min_batch=1, strategy=Strategy.chain("suffix", 4)),
+        TableRow(min_batch=4, strategy=Strategy.chain("learned", 4)),
+    )
 )
 STOCK: dict[str, Policy] = {
     **SHIPPED,
@@ -209,9 +210,8 @@ def test_vllm_takes_the_schedule_and_has_every_depth_in_it(name: str):
     assert graphs.cudagraph_capture_sizes == list(plan.capture_sizes)
     assert config.num_speculative_tokens == plan.depths[-1]
     if plan.schedule:
-        lookup = build_dynamic_sd_schedule_lookup(
-            config.num_speculative_tokens_per_batch_size, plan.max_num_seqs, config.num_speculative_tokens
-        )
+        schedule, deepest = config.num_speculative_tokens_per_batch_size, config.num_speculative_tokens
+        lookup = build_dynamic_sd_schedule_lookup(schedule, plan.max_num_seqs, deepest)
         assert set(lookup[1:]) == set(plan.depths)
         if not plan.chosen_at_run_time:
             assert set(enumerate(lookup[1:], start=1)) == set(plan.may_run)
@@ -220,12 +220,9 @@ def test_vllm_takes_the_schedule_and_has_every_depth_in_it(name: str):
 def test_a_table_is_vllms_schedule():
     plan = plan_graphs(table((1, 8), (5, 2), activation=Activation(max_requests=16, hold_iterations=0)), 64)
     assert plan.schedule == ((1, 4, 8), (5, 16, 2), (17, 64, 0))
-    assert plan.settings()["speculative_config"] == {
-        "method": "eagle",
-        "model": "heads/eagle",
-        "num_speculative_tokens": 8,
-        "num_speculative_tokens_per_batch_size": [[1, 4, 8], [5, 16, 2], [17, 64, 0]],
-    }
+    drafts = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 8}
+    schedule = {"num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule]}
+    assert plan.settings()["speculative_config"] == drafts | schedule
 
 
 def test_capture_sizes_are_the_buckets_own_and_equal_sizes_are_shared():
@@ -245,12 +242,8 @@ def test_a_network_that_drafts_level_by_level_has_graphs_of_one_token_per_reques
 
 
 def test_a_depth_that_never_varies_needs_no_schedule():
-    assert plan_graphs(fixed("ngram", 4), 8).settings()["speculative_config"] == {
-        "method": "ngram",
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 5,
-        "num_speculative_tokens": 4,
-    }
+    drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
+    assert plan_graphs(fixed("ngram", 4), 8).settings()["speculative_config"] == drafts
     assert "speculative_config" not in plan_graphs(load_policy("none"), 8).settings()
 
 

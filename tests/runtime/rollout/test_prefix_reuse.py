@@ -64,12 +64,10 @@ class ToyPolicy:
 
 def test_a_token_is_kept_by_the_ratio_of_its_probabilities():
     now, then = np.log([0.2, 0.5, 0.1]), np.log([0.4, 0.25, 0.5])
-    assert keep_chances(now, then, 1.0) == pytest.approx([0.5, 1.0, 0.2])
-    assert keep_chances(now, then, 1.5) == pytest.approx([0.75, 1.0, 0.3])
-    assert keep_chances(now, then, 1e9) == pytest.approx([1.0, 1.0, 1.0])
-    assert kept_prefix(now, then, 1.0, np.array([0.49, 0.99, 0.19])) == 3
-    assert kept_prefix(now, then, 1.0, np.array([0.49, 0.99, 0.21])) == 2
-    assert kept_prefix(now, then, 1.0, np.array([0.51, 0.0, 0.0])) == 0
+    for leniency, chances in ((1.0, [0.5, 1.0, 0.2]), (1.5, [0.75, 1.0, 0.3]), (1e9, [1.0, 1.0, 1.0])):
+        assert keep_chances(now, then, leniency) == pytest.approx(chances)
+    for num, draws in enumerate(([0.51, 0.0, 0.0], [0.49, 1.0, 0.0], [0.49, 0.99, 0.21], [0.49, 0.99, 0.19])):
+        assert kept_prefix(now, then, 1.0, np.array(draws)) == num
     assert kept_prefix(np.array([-np.inf]), np.array([-1.0]), 1.0, np.array([0.0])) == 0
     assert kept_prefix(now, now, 1.0, np.full(3, np.nextafter(1, 0))) == 3
 

@@ -36,6 +36,8 @@ from tltlab.runtime.ray.actors import actor_env, runtime_env
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read_one
 
+from ..asking import run_program
+
 pytestmark = pytest.mark.engine
 STRATEGY_COLUMNS = ("drafter", "draft_depth", "top_k", "tokens_to_verify")
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
@@ -44,8 +46,7 @@ UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
 PROGRAM = """
 import json, os, sys
-root, model, traces = sys.argv[1:]
-sys.path.insert(0, root)
+model, traces = sys.argv[1:]
 from tests.runtime.engine.asking import changed, requests, settings
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.engine import Engine
@@ -124,10 +125,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(random_model: Path, traces: Path) -> tuple[dict[str, Any], str]:
     """What `PROGRAM` found, and all that it said."""
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[4]), str(random_model), str(traces)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+    printed, said = run_program(PROGRAM, random_model, traces)
+    return json.loads(printed.splitlines()[-1]), printed + said
 
 
 def test_an_engine_leaves_environment_path_and_compilation_as_they_were(program: tuple[dict[str, Any], str]):
@@ -136,21 +135,19 @@ def test_an_engine_leaves_environment_path_and_compilation_as_they_were(program:
     assert found == {"created": [], "used": [], "failed": []}
 
 
-def test_what_a_program_recorded_is_a_trace_when_it_has_ended_however_its_requests_did(
-    program: tuple[dict[str, Any], str], traces: Path
-):
+def test_what_a_program_recorded_is_a_trace_once_it_ends(program: tuple[dict[str, Any], str], traces: Path):
     assert program[0]["exits"] == [["length"] * 3, ["repetition"] * 3]
     outcomes = tltlab.read(traces / "exits").outcomes
     assert outcomes["finish_reason"].tolist() == ["length"] * 3 + ["stop"] * 3 + ["abort", "length"]
     assert outcomes["response_tokens"].tolist()[:6] == [20] * 3 + [3] * 3
-    assert f"follows the policy beg-mab and records to {traces / 'exits'}" in program[1]
+    assert str(traces / "exits") in program[1]
 
 
 def test_an_engine_that_pools_goes_on_unrecorded_and_says_so_once(program: tuple[dict[str, Any], str], traces: Path):
     """By variables, and where its arguments ask for a recording."""
     found, said = program
     assert found["pools"] == [3, True, False]
-    assert said.count("it pools and generates nothing") == said.count("nothing is recorded") == 1
+    assert said.count("it pools") == 1
     assert not [item.name for item in traces.iterdir() if item.name.startswith("pools")]
 
 
@@ -212,14 +209,14 @@ class Server:
     def __init__(self, model: Path, log: Path, port: int, environ: dict[str, str]) -> None:
         self.model, self.log = model, log
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "8"]
-        limits += ["--kv-cache-memory-bytes", str(1 << 25), "--enforce-eager", "--port", str(port)]
-        limits += ["--distributed-executor-backend", "uni", "--dtype", "float32"]
+        limits = f"--max-model-len 128 --block-size 32 --num-gpu-blocks-override 8 --kv-cache-memory-bytes {1 << 25}"
+        backend = "--enforce-eager --distributed-executor-backend uni --dtype float32"
+        command = f"-m vllm.entrypoints.openai.api_server --model {model} --port {port} {limits} {backend}".split()
         # A server's core is in another process all the same; where this is on, on a CPU the model is in a third one.
         environ = os.environ | UNCOMPILED | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environ
-        with open(log, "w") as file:
-            self.process = subprocess.Popen([*command, *limits], env=environ, stdout=file, stderr=subprocess.STDOUT)
+        with open(log, "w") as out:
+            told: Any = {"env": environ, "stdout": out, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen([sys.executable, *command], **told)
 
     def ask(self, **body: Any) -> None:
         data = json.dumps({"model": str(self.model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
@@ -267,7 +264,7 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
     return server_of
 
 
-def test_64_streams_of_openai_clients_have_the_text_that_a_server_without_a_policy_gives(served: Served):
+def test_64_streams_have_the_text_of_a_server_without_policy(served: Served):
     """Requests are preempted with drafts and without."""
     assert all(metrics["vllm:num_preemptions_total",] > 0 for metrics in served.metrics.values())
     assert len(set(served.texts[-1])) > 32
@@ -291,7 +288,7 @@ def test_the_metrics_endpoint_tells_what_the_trace_does(served: Served):
     assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
 
 
-def test_a_server_that_is_told_to_end_leaves_a_valid_trace_of_what_it_did(served: Served):
+def test_a_server_that_is_told_to_end_leaves_a_trace(served: Served):
     trace = tltlab.read(served.trace)
     # A busy machine may hand in requests so slowly that a session ends in between. What comes right after a request
     # with a key is of its RL step.
@@ -301,9 +298,8 @@ def test_a_server_that_is_told_to_end_leaves_a_valid_trace_of_what_it_did(served
     assert trace.iterations.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
     assert list(nameless["response_tokens"]) == [100] * 6
     assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
-    assert [list(named["response_tokens"]), list(named["prompt_id"])] == [[10], ["p0"]]
+    assert named[["response_tokens", "prompt_id"]].to_numpy().tolist() == [[10, "p0"]]
     assert PROMPTS[0] in [list(prompt) for prompt in trace.tokens.query("rl_step == 7")["prompt_token_ids"]]
-    assert trace.manifest.engine is not None
     assert trace.manifest.engine.startswith("vllm ")
 
 
@@ -315,10 +311,8 @@ class Actor:
         from vllm import LLM, SamplingParams
 
         torch._dynamo.config.disable = True  # what it imported read no environment
-        self.llm = LLM(
-            model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
-            distributed_executor_backend="uni",
-        )  # fmt: skip
+        limits = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 25, "distributed_executor_backend": "uni"}
+        self.llm = LLM(model, enforce_eager=True, dtype="float32", **limits)
         self.settings = SamplingParams(ignore_eos=True, max_tokens=24)
         self.prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
@@ -365,24 +359,21 @@ def actors(one_ray: None, random_model: Path, tmp_path_factory: pytest.TempPathF
     return sorted(folder.iterdir(), key=lambda path: path.suffix != ".recording")
 
 
-def test_engines_in_rays_actors_get_the_variables_and_record_side_by_side(actors: list[Path]):
+def test_engines_in_rays_actors_record_side_by_side(actors: list[Path]):
     assert sorted(path.name.removesuffix(".recording") for path in actors) == ["x", "x-1"]
     assert [path.suffix for path in actors] == [".recording", ""]
     # One by one: `read` puts together what overlaps in time.
     assert read_one(actors[1]).outcomes["response_tokens"].tolist() == [24] * 6
 
 
-def test_what_was_durable_when_a_program_was_killed_is_read_simulated_and_tuned(actors: list[Path]):
+def test_what_a_killed_program_made_durable_is_simulated(actors: list[Path]):
     trace = read_one(actors[0])
     assert trace.outcomes["response_tokens"].tolist() == [24] * 12
     # New weights begin an RL step, and nothing else does.
     assert trace.outcomes.groupby("rl_step").size().tolist() == [3, 9]
     assert trace.workload["policy_version"].tolist() == [0] * 3 + [1] * 9
-    notes = trace.manifest.notes or ""
-    assert "ends with a weight update" in notes
-    assert "unfinished: the recording was interrupted" in notes
-    simulated = tltlab.sim.simulate(trace, policy="beg-mab")
-    assert simulated.summary["acceptance"].startswith("measured in the trace's iterations")
+    assert all(fact in trace.manifest.notes for fact in ("weight update", "unfinished"))
+    assert "measured" in tltlab.sim.simulate(trace, policy="beg-mab").summary["acceptance"]
 
 
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")

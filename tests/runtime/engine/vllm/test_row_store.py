@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -44,17 +46,15 @@ class Writer:
         return first, [rows[position] for position in range(first, num_rows)]
 
     def check(self, name: str, num_rows: int) -> None:
-        found = self.store.close(name, num_rows)
+        found: Any = self.store.close(name, num_rows)
         first, values = self.expected(name, num_rows)
-        assert found is not None
-        assert found.aux is not None
         assert found.first == first
         assert found.hidden.tolist() == [[value] * WIDTH for value in values]
         assert found.aux.tolist() == [[value + 0.25] * WIDTH + [value + 0.5] * WIDTH for value in values]
 
 
-def store(pages: int) -> RowStore:
-    return RowStore(pages * PAGE * WIDTH * 3 * 4, CONTEXT)
+def store(pages: int, *expected: Any) -> RowStore:
+    return RowStore(pages * PAGE * WIDTH * 3 * 4, CONTEXT, *expected)
 
 
 @settings(max_examples=20)
@@ -104,9 +104,7 @@ def test_where_no_page_is_left_shorter_requests_give_theirs():
 
 def test_when_full_those_stay_that_get_long():
     lengths = {"short": 50, "middle": 500, "long": 5000, "longest": 6000}
-    few = RowStore(
-        6 * PAGE * WIDTH * 3 * 4, CONTEXT, lambda names, ends: np.maximum([lengths[name] for name in names], ends)
-    )
+    few = store(6, lambda names, ends: np.maximum([lengths[name] for name in names], ends))
     writer = Writer(few)
     for name in ("short", "middle", "long"):
         few.open(name)
@@ -126,11 +124,11 @@ def test_when_full_those_stay_that_get_long():
     writer.check("longest", 2 * PAGE)
 
 
-@pytest.mark.parametrize(("max_bytes", "num_rows", "counts"), [(10 * PAGE * WIDTH * 3 * 4, 9, (0, 1)), (1, 8, (1, 0))])
-def test_without_its_last_rows_or_a_page_nothing_comes(max_bytes: int, num_rows: int, counts: tuple[int, int]):
-    writer = Writer(RowStore(max_bytes, CONTEXT))
+@pytest.mark.parametrize(("pages", "num_rows", "counts"), [(10, 9, (0, 1)), (0, 8, (1, 0))])
+def test_without_its_last_rows_or_a_page_nothing_comes(pages: int, num_rows: int, counts: tuple[int, int]):
+    writer = Writer(store(pages))
     writer.store.open("a")
     writer.iteration([("a", 0, 8)])
     assert writer.store.close("a", num_rows) is None
     assert (writer.store.skipped, writer.store.lost) == counts
-    assert writer.store.peak_bytes <= max_bytes
+    assert writer.store.peak_bytes <= writer.store.max_bytes

@@ -43,11 +43,6 @@ LEARNED = Strategy.chain("learned", 4)
 HEAD = LearnedSpec(method="draft_model", model="the/target")
 
 
-@pytest.fixture
-def engine(roomy: Engine) -> Engine:
-    return roomy
-
-
 def scheduled_by(
     cls: Any,
     engine: Engine,
@@ -160,9 +155,9 @@ class OneEach(DraftBudget):
         return list(range(state.batch))
 
 
-def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_known(engine: Engine):
+def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_known(roomy: Engine):
     selector = Told()
-    worker = Overlapped.of(engine, selector)
+    worker = Overlapped.of(roomy, selector)
     worker.add(40, "a", "b")
     outputs = worker.goes_on(0, 3, 1, 0, 2)
     depths = [o.num_spec_tokens_to_schedule for o in outputs]
@@ -179,15 +174,15 @@ def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_k
     assert all(b["t_start"] >= a["t_start"] + a["duration"] for a, b in pairwise(rows))
 
 
-def test_a_budget_trims_each_requests_placeholders(engine: Engine):
-    worker = Overlapped.of(engine, Fixed(LEARNED), OneEach())
+def test_a_budget_trims_each_requests_placeholders(roomy: Engine):
+    worker = Overlapped.of(roomy, Fixed(LEARNED), OneEach())
     worker.add(40, *"abc")
     _, after = worker.goes_on()
     assert [len(after.scheduled_spec_decode_tokens.get(i, ())) for i in "abc"] == [0, 1, 2]
 
 
-def test_every_token_is_counted_once_and_nothing_stays(engine: Engine):
-    worker = Overlapped.of(engine, Told())
+def test_every_token_is_counted_once_and_nothing_stays(roomy: Engine):
+    worker = Overlapped.of(roomy, Told())
     worker.add(11, "a")
     worker.add(7, "b")
     requests = dict(worker.scheduler.requests)
@@ -197,10 +192,10 @@ def test_every_token_is_counted_once_and_nothing_stays(engine: Engine):
     assert worker.scheduler.control.live == {}
 
 
-def test_an_iteration_of_what_has_ended_is_of_no_rollout(engine: Engine):
+def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy: Engine):
     from vllm.v1.request import RequestStatus
 
-    worker = Overlapped.of(engine, Told())
+    worker = Overlapped.of(roomy, Told())
     worker.add(1, "a")
     worker.schedule()
     worker.add(2, "b")
@@ -217,8 +212,8 @@ def test_an_iteration_of_what_has_ended_is_of_no_rollout(engine: Engine):
     assert [key[1] for key in first] == ["c"]
 
 
-def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine: Engine):
-    worker = Overlapped.of(engine, Told())
+def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(roomy: Engine):
+    worker = Overlapped.of(roomy, Told())
     for name in "ab":
         worker.add(20, name)
         worker.schedule()
@@ -228,12 +223,12 @@ def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine
     assert [row["prefill_tokens"] for row in rows] == [3, 3]
 
 
-def test_without_a_policy_vllms_own_drafts_are_recorded(engine: Engine, tmp_path: Path):
+def test_without_a_policy_vllms_own_drafts_are_recorded(roomy: Engine, tmp_path: Path):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     depths = []
     for settings in ({}, vllm_options(None, record=tmp_path / "trace")["additional_config"]):
-        worker = Overlapped(scheduled_by(AsyncScheduler, engine, settings=settings))
+        worker = Overlapped(scheduled_by(AsyncScheduler, roomy, settings=settings))
         worker.add(40, "a", "b")
         drafts = [(o.num_spec_tokens_to_schedule, o.scheduled_spec_decode_tokens) for o in worker.goes_on(0, 3, 1)]
         depths.append([(depth, *map(len, tokens.values())) for depth, tokens in drafts])
@@ -246,10 +241,10 @@ def test_without_a_policy_vllms_own_drafts_are_recorded(engine: Engine, tmp_path
     assert ["draft_model", 8, 16, 4] in drafted.values.tolist()
 
 
-def test_a_utility_call_puts_another_policy_in_force_while_requests_run(engine: Engine):
+def test_a_utility_call_puts_another_policy_in_force_while_requests_run(roomy: Engine):
     from tltlab.runtime.engine.vllm.scheduler import call_control
 
-    worker = Overlapped.of(engine, Told())
+    worker = Overlapped.of(roomy, Told())
     worker.add(40, "a")
     outputs = worker.goes_on()
     core = SimpleNamespace(scheduler=worker.scheduler)
@@ -263,12 +258,12 @@ def test_a_utility_call_puts_another_policy_in_force_while_requests_run(engine: 
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_scheduler_that_does_not_fit_the_engine_is_refused(engine: Engine, asynchronous: bool):
+def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy: Engine, asynchronous: bool):
     other, fits = sorted(["AsyncPolicyScheduler", "PolicyScheduler"], reverse=asynchronous)
     with refused(ConfigError, naming=("async_scheduling=", not asynchronous, "scheduler_cls=", fits)):
-        scheduled_by(other, engine, asynchronous=asynchronous)
+        scheduled_by(other, roomy, asynchronous=asynchronous)
     for cls in (fits, "policy_scheduler"):
-        assert type(scheduled_by(cls, engine, asynchronous=asynchronous)).__name__ == fits
+        assert type(scheduled_by(cls, roomy, asynchronous=asynchronous)).__name__ == fits
 
 
 def attached(policy: Policy, depth: int = 4) -> dict[str, Any]:
@@ -301,7 +296,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[object, ...]]] = [
 
 @pytest.mark.parametrize(("changes", "settings", "facts"), REFUSED, ids=[str(facts) for *_, facts in REFUSED])
 def test_what_an_engine_cannot_run_is_refused(
-    engine: Engine,
+    roomy: Engine,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
     settings: dict[str, Any],
@@ -309,46 +304,46 @@ def test_what_an_engine_cannot_run_is_refused(
 ):
     monkeypatch.setenv("RANK", "1")
     with refused(ConfigError, naming=facts):
-        scheduled_by("policy_scheduler", engine, asynchronous=False, settings=settings, changes=changes)
+        scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=settings, changes=changes)
 
 
-def test_the_v2_runner_takes_no_model_free_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_the_v2_runner_takes_no_model_free_drafts(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
     from vllm import envs
 
-    # vLLM keeps what its variables were when an engine started.
+    # vLLM keeps what its variables were when an roomy started.
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     with refused(ConfigError, naming=("VLLM_USE_V2_MODEL_RUNNER=0",)):
-        scheduled_by("policy_scheduler", engine, asynchronous=False, settings=BY_TEXT)
+        scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=BY_TEXT)
 
 
-def test_without_our_plugin_or_its_mend_nothing_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_without_our_plugin_or_its_mend_nothing_starts(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
     from tltlab.runtime.engine.vllm import scheduler
     from tltlab.runtime.engine.vllm.sampling import unmended_sampling
 
     with unmended_sampling(), refused(ConfigError, naming=("speculative_config",)):
-        scheduled_by("PolicyScheduler", engine, asynchronous=False, settings={})
+        scheduled_by("PolicyScheduler", roomy, asynchronous=False, settings={})
     monkeypatch.setattr(scheduler, "is_registered", lambda: False)
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with refused(ConfigError, naming=("VLLM_PLUGINS=other", "VLLM_PLUGINS=other,tltlab")):
-        scheduled_by("PolicyScheduler", engine, asynchronous=False, settings={})
+        scheduled_by("PolicyScheduler", roomy, asynchronous=False, settings={})
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_canvases_are_recorded_over_vllms_own_scheduler(engine: Engine, asynchronous: bool, tmp_path: Path):
+def test_canvases_are_recorded_over_vllms_own_scheduler(roomy: Engine, asynchronous: bool, tmp_path: Path):
     from vllm.config import DiffusionConfig
     from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 
     canvases = {"model_config.is_diffusion": True, DRAFTS: None, "diffusion_config": DiffusionConfig(canvas_length=4)}
     settings = vllm_options(None, record=tmp_path / "trace")["additional_config"]
     stock = DiffusionAsyncScheduler if asynchronous else DiffusionScheduler
-    scheduler = scheduled_by(stock, engine, asynchronous=asynchronous, settings=settings, changes=canvases)
+    scheduler = scheduled_by(stock, roomy, asynchronous=asynchronous, settings=settings, changes=canvases)
     assert type(scheduler) is stock
     assert isinstance(scheduler.close_recording.__self__._recording, LiveRecording)
     scheduler.close_recording()
 
 
-def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):
-    worker = Overlapped.of(engine, Told())
+def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
+    worker = Overlapped.of(roomy, Told())
     worker.add(2, "a", resumable=True)
     for _ in range(2):
         worker.schedule()
@@ -380,13 +375,13 @@ def said_once(caplog: pytest.LogCaptureFixture) -> str:
     ],
 )  # fmt: skip
 def test_what_raises_is_said_once_and_the_engine_goes_on(
-    engine: Engine, part: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    roomy: Engine, part: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     from vllm.v1.outputs import DraftTokenIds
 
     if part == ("control.drafts" if asynchronous else "control.allot"):
         pytest.skip("not called")
-    scheduler = scheduled_by("policy_scheduler", engine, asynchronous=asynchronous)
+    scheduler = scheduled_by("policy_scheduler", roomy, asynchronous=asynchronous)
     worker = Overlapped(scheduler)
     scheduler.control.drafters = DrafterPool({"learned": HEAD}, 4)
     scheduler.control.set_selector(Fixed(LEARNED), OneEach())
@@ -419,12 +414,12 @@ def test_what_raises_is_said_once_and_the_engine_goes_on(
 
 
 def test_a_policy_goes_on_when_its_recording_vanishes(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    roomy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     recorded = {"tltlab": BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}}
-    worker = Overlapped(scheduled_by("policy_scheduler", engine, settings=recorded))
+    worker = Overlapped(scheduled_by("policy_scheduler", roomy, settings=recorded))
     recording = worker.scheduler.watch.recording
     shutil.rmtree(tmp_path / "trace.recording")
     number, deadline = 0, time.monotonic() + 300
@@ -448,11 +443,11 @@ def test_a_policy_goes_on_when_its_recording_vanishes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_nameless_requests_of_a_server_let_drafters_forget_in_time(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
     from tltlab.runtime.engine.vllm import watch
 
     monkeypatch.setattr(watch, "NAMELESS_PER_STEP", 3)
-    worker = Overlapped.of(engine, Told())
+    worker = Overlapped.of(roomy, Told())
     worker.scheduler.control.end()
     worker.add(2, *map(str, range(7)), key="none")
     assert [live.key[0] for live in worker.scheduler.control.live.values()] == [3, 3, 3, 4, 4, 4, 5]
