@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,21 @@ def scheduled(
         request_ids=list(request_ids), drafts=drafts or {}, waiting=waiting, context_tokens=context_tokens,
         prefill_tokens=prefill_tokens, free_kv_tokens=100,
     )  # fmt: skip
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that raises this, whatever it is called with."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
+def said_once(caplog: pytest.LogCaptureFixture, about: str = "the engine goes on") -> str:
+    """The only line of the log that says this."""
+    (said,) = [record.getMessage() for record in caplog.records if about in record.getMessage()]
+    return said
 
 
 def run_program(text: str, *arguments: object) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from tltlab.runtime.engine.generation import EngineDied
 from tltlab.runtime.engine.weights import Slots
 from tltlab.strategy import Strategy
 
-from .asking import CONTEXT, fixed, request, switching
+from .asking import CONTEXT, fixed, raising, request, switching, texts
 from .asking import groups_of_four as requests
 
 pytestmark = pytest.mark.engine
@@ -100,11 +100,8 @@ def test_a_request_that_is_refused_leaves_nothing_running(cramped: Engine, bad: 
 
 
 def test_an_interrupted_rollout_does_not_answer_for_the_next_one(cramped: Engine):
-    def interrupted(ended: Sequence[Key]) -> bool:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        cramped.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
+        cramped.generate(requests(2, 30), rl_step=0, temperature=0.9, until=raising(KeyboardInterrupt()))
     again = cramped.generate(requests(2, 4), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
 
@@ -130,30 +127,30 @@ def test_a_narrow_iteration_leaves_nothing_of_an_earlier_choice(narrow: Engine):
 def test_an_engine_waits_for_all_of_a_transfer_that_is_cut_off(
     narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]
 ):
-    def texts() -> list[Sequence[int]]:
-        return [r.token_ids for r in narrow.generate(requests(2, 8), rl_step=0, temperature=0.0).responses]
+    def said() -> list[list[int]]:
+        return texts(narrow.generate(requests(2, 8), rl_step=0, temperature=0.0))
 
     narrow.set_policy(None)
     good = load_file(random_model / "model.safetensors")
-    plain = texts()
+    plain = said()
     with closing(Slots.fit(good.values(), 64 << 10)) as slots:
         for number, bucket in enumerate(slots.filled(bad.items())):
             if number == 0:
                 narrow.weights.start()
             narrow.weights.load(bucket=asdict(bucket))
             with refused(EngineDied):
-                texts()
+                said()
             with refused(EngineDied):
                 narrow.update_weights(good.items(), 2)
         assert number > 3, "the test needs several buckets"
         narrow.weights.finish("1")
         # Layers that two buckets share have what lay in the first of them before it was filled again.
-        halves = texts()
+        halves = said()
         narrow.update_weights(bad.items(), 2)
-        assert halves == texts() != plain
+        assert halves == said() != plain
 
         narrow.update_weights(good.items(), 3)
-        assert texts() == plain
+        assert said() == plain
         buckets = slots.filled(good.items())
         narrow.weights.start()
         narrow.weights.load(bucket=asdict(next(buckets)))
@@ -161,11 +158,11 @@ def test_an_engine_waits_for_all_of_a_transfer_that_is_cut_off(
             narrow.weights.finish("4")
         # Layers of which nothing came would be what they were.
         with refused(EngineDied, naming=("1",)):
-            texts()
+            said()
         for bucket in buckets:
             narrow.weights.load(bucket=asdict(bucket))
         narrow.weights.finish("4")
-        assert texts() == plain
+        assert said() == plain
 
 
 def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,8 @@ from tltlab.runtime.engine.ledger import Choice, Iteration
 from tltlab.runtime.engine.metrics import Collector, Tally
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .asking import raising
+
 NGRAM = Strategy.chain("ngram", 3)
 
 
@@ -96,11 +98,7 @@ def shown(*asks: object) -> dict[str, float]:
 def test_a_scrape_leaves_out_engines_that_cannot_be_asked():
     counts = tally(iteration(NO_SPECULATION, 2.0), iteration(NGRAM, 3.0, (3, 2), (3, 0))).counts
     metrics = {("policy_info", "fixed", "ab12", ""): 1, **counts}
-
-    def dead() -> list[object]:
-        raise TimeoutError
-
-    found = shown(dead, lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
+    found = shown(raising(TimeoutError()), lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
     assert found["tltlab:policy_info ab12 1  m fixed"] == 1
     assert found["tltlab:iterations_total none 0 m"] == 1
     assert found["tltlab:accepted_tokens_per_position_total ngram:3 0 m 1"] == 1
@@ -135,11 +133,7 @@ def test_a_policy_that_cannot_be_run_leaves_the_one_in_force(policy: str, facts:
 
 def test_a_drafter_that_cannot_be_built_leaves_the_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
     before = control.seat.selector
-
-    def missing(self: SuffixSpec) -> None:
-        raise ConfigError("no library")
-
-    monkeypatch.setattr(SuffixSpec, "build", missing)
+    monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):
         control.replace_policy(load_policy("beg-mab-suffix"), (0,))
     assert control.seat.selector is before

@@ -15,7 +15,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording, how_it_ended
 from tltlab.traces.trace import Trace, read
 
-from .asking import run_program, scheduled
+from .asking import raising, run_program, scheduled
 
 
 class Engine:
@@ -218,19 +218,12 @@ def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypat
     engine.serves()
     engine.arrives()
     engine.iterates(1.0)
-    durable = engine.recording._durable
-
-    class Interrupts:
-        def wait(self, timeout: float) -> bool:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.recording, "_durable", Interrupts())
-    with pytest.raises(KeyboardInterrupt):
-        engine.recording.close()
-    monkeypatch.setattr(engine.recording, "_durable", durable)
-    outcomes = engine.trace().outcomes
-    assert outcomes["finish_reason"].tolist() == ["stop", "abort"]
-    assert outcomes["response_tokens"].tolist() == [1, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.recording._durable, "wait", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.recording.close()
+    outcomes = engine.trace().outcomes[["finish_reason", "response_tokens"]]
+    assert outcomes.to_numpy().tolist() == [["stop", 1], ["abort", 1]]
 
 
 def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
@@ -263,11 +256,8 @@ class Unspeakable(Exception):
 def test_giving_up_raises_nothing_whatever_was_raised(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def take() -> None:
-        raise LookupError("the ledger too")
-
     engine.serves(2)
-    monkeypatch.setattr(engine.control.ledger, "take", take)
+    monkeypatch.setattr(engine.control.ledger, "take", raising(LookupError("the ledger too")))
     engine.recording.give_up(Unspeakable())
     assert "Unspeakable" in caplog.text
     engine.recording.close()

@@ -227,11 +227,9 @@ def test_a_worker_is_told_what_drafters_need_for_its_prompts_and_no_more(pool: W
         shares = pool.share(requests(rl_step))[::-1]  # other workers than before
         return [[key for visit in ray.get(pool.history.of(share)) for key, _, _ in visit] for share in shares]
 
-    prompts = [["p3", "p4", "p5"], ["p0", "p1", "p2"]]
-    assert told_of(22) == [
-        [(rl_step, prompt_id, sample, 0) for prompt_id in prompt_ids for rl_step in (20, 21) for sample in range(GROUP)]
-        for prompt_ids in prompts
-    ]
+    slots = list(itertools.product((20, 21), range(GROUP)))
+    keys = {n: [(rl_step, f"p{n}", sample, 0) for rl_step, sample in slots] for n in range(PROMPTS)}
+    assert told_of(22) == [[*keys[3], *keys[4], *keys[5]], [*keys[0], *keys[1], *keys[2]]]
     visit = ray.get(pool.history.of(requests(22, 1)))[0]
     assert visit[0][1] is visit[-1][1], "a group's prompt is there once"
     before, rows = told_of(22), pool.history.state_dict(tmp_path / "saved")

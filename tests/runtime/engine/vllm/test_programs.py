@@ -242,12 +242,9 @@ def old_verl(options: Mapping[str, Any]) -> list[str]:
     """A command line, from which False is left out."""
     words: list[str] = []
     for name, value in options.items():
-        if value is not False:
-            words += [
-                f"--{name}",
-                *([] if value is True else [json.dumps(value) if isinstance(value, dict) else value]),
-            ]
-    return list(map(str, words))
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        words += [] if value is False else [f"--{name}"] if value is True else [f"--{name}", text]
+    return words
 
 
 def toml(value: Any) -> str:

@@ -24,6 +24,8 @@ from tltlab.runtime.engine import recording as recording_module
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.traces.recording import chunks_of
 
+from ..asking import raising, said_once
+
 pytestmark = pytest.mark.engine
 
 
@@ -236,18 +238,12 @@ def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
 
 
 def is_full(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
-    def fsync(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    patch.setattr(os, "fsync", fsync)
+    patch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     return "No space left on device"
 
 
 def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
-    def left(*args: Any) -> None:
-        raise KeyError("of ours")
-
-    patch.setattr(recorded.recording, "left", left)
+    patch.setattr(recorded.recording, "left", raising(KeyError("of ours")))
     return "KeyError: 'of ours'"
 
 
@@ -266,9 +262,7 @@ def test_a_recording_in_trouble_ends_and_vllm_goes_on(
     monkeypatch.undo()
     assert texts(recorded.answers(temperature=0.0)) == before
     assert not recorded.hooked
-    said = [record.getMessage() for record in caplog.records if "the engine goes on" in record.getMessage()]
-    assert len(said) == 1
-    assert why in said[0]
+    assert why in said_once(caplog)
     recorded.scheduler.close_recording()
     assert not recorded.path.exists()
 

@@ -36,7 +36,7 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
-from ..asking import fixed
+from ..asking import fixed, raising, said_once
 
 pytestmark = pytest.mark.engine
 LEARNED = Strategy.chain("learned", 4)
@@ -360,12 +360,6 @@ def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
     assert len(after.output) == 1
 
 
-def said_once(caplog: pytest.LogCaptureFixture) -> str:
-    """What is said of something that ended while the engine went on."""
-    (said,) = [record.getMessage() for record in caplog.records if "the engine goes on" in record.getMessage()]
-    return said
-
-
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     "part",
@@ -386,12 +380,8 @@ def test_what_raises_is_said_once_and_the_engine_goes_on(
     scheduler.control.drafters = DrafterPool({"learned": HEAD}, 4)
     scheduler.control.set_selector(Fixed(LEARNED), OneEach())
     owner, name = part.split(".")
-
-    def raises(*args: object) -> None:
-        raise LookupError("a bug of ours")
-
     worker.add(11, "a")
-    monkeypatch.setattr(getattr(scheduler, owner), name, raises)
+    monkeypatch.setattr(getattr(scheduler, owner), name, raising(LookupError("a bug of ours")))
     worker.add(7, "b")
     requests = dict(scheduler.requests)
     depths = []
@@ -409,7 +399,7 @@ def test_what_raises_is_said_once_and_the_engine_goes_on(
     assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
     assert scheduler.given_up
     assert depths[-1] == 0 or part in ("watch.left", "watch.landed", "capture.leave")
-    facts = ("LookupError: a bug of ours", "test_scheduler.py, line", scheduler.control.failure)
+    facts = ("LookupError: a bug of ours", "asking.py, line", scheduler.control.failure)
     assert all(fact in said_once(caplog) for fact in facts)
 
 
