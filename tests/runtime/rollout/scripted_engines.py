@@ -110,16 +110,9 @@ class ScriptedEngines:
         for request in (request for request in share if request.key in made):
             first = len(request.prompt_token_ids) - 3
             reason, finish = ended.get(request.key, ("abort", float(len(iterations))))
-            responses.append(
-                GenerationResponse(
-                    key=request.key,
-                    token_ids=made[request.key],
-                    logprobs=[-(self.version + (first + i) / 100) for i in range(len(made[request.key]))],
-                    finish_reason=reason,
-                    t_first_token=0.5,
-                    t_finish=finish,
-                )
-            )
+            said = {"key": request.key, "token_ids": made[request.key], "finish_reason": reason}
+            said["logprobs"] = [-(self.version + (first + i) / 100) for i in range(len(made[request.key]))]
+            responses.append(GenerationResponse(t_first_token=0.5, t_finish=finish, **said))
         decisions = [{"iteration": row["iteration"]} for row in iterations]
         return rolled(responses, float(len(iterations)), iterations=iterations, decisions=decisions)
 

@@ -20,6 +20,7 @@ from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, Genera
 from tltlab.runtime.models.make import make_tokenizer
 from tltlab.runtime.models.tasks import TASKS
 from tltlab.runtime.recipe.sections import EnvironmentConfig
+from tltlab.runtime.rollout.collected import Trajectory
 from tltlab.runtime.rollout.environments import (
     Calculator,
     Conversations,
@@ -161,34 +162,28 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
     turn = {"t_submit": 3.0, "tool_s": 0.5, "observed": reply}
     config = {"prompts_per_step": 2, "group_size": 2, "environment": "calculator", "max_response_tokens": 20}
 
+    def goes_on(r: GenerationRequest) -> GenerationRequest:
+        text, left = [*r.prompt_token_ids, 8, *stops, *reply], r.max_response_tokens - 3
+        return replace(r, key=(*r.key[:3], 1), prompt_token_ids=text, max_response_tokens=left)
+
+    def by_length(trajectories: Sequence[Trajectory]) -> list[float]:
+        return [float(len(t.token_ids)) for t in trajectories]
+
     def generate(shares: list[list[GenerationRequest]], number: int, quotas: Any) -> list[Rollout]:
         said = {"token_ids": [8, *stops], "logprobs": [-1.0, -2.0], "finish_reason": "stop"}
         said |= {"t_first_token": 1.0, "t_finish": 2.0}
         parts = []
         for share in shares:
-            later = [
-                replace(
-                    r,
-                    key=(*r.key[:3], 1),
-                    prompt_token_ids=[*r.prompt_token_ids, 8, *stops, *reply],
-                    max_response_tokens=r.max_response_tokens - 3,
-                )
-                for r in share
-                if r.key[1:3] == ("p0", 1)
-            ]
+            later = [goes_on(r) for r in share if r.key[1:3] == ("p0", 1)]
             responses = [GenerationResponse(key=r.key, **said) for r in share]
             responses += [GenerationResponse(key=r.key, **said, **turn) for r in later]
             parts.append(rolled(responses, 4.0, follow_ups=later, notes=["1 tool calls failed"] if later else []))
         return parts
 
-    tools = tools_of(
-        generate,
-        0,
-        lambda requests: [requests[:2], requests[2:]],
-        rewards=lambda trajectories: [float(len(t.token_ids)) for t in trajectories],
-        policy_version=5,
-    )
-    got = ways(config, 2).collect(tools)
+    def halves(requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
+        return [requests[:2], requests[2:]]
+
+    got = ways(config, 2).collect(tools_of(generate, 0, halves, rewards=by_length, policy_version=5))
     (long,) = [t for t in got.trajectories if t.told]
     assert (long.prompt.prompt_id, long.sample) == ("p0", 1)
     assert long.token_ids == array("i", [8, *stops, *reply, 8, *stops])
@@ -197,16 +192,14 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
     assert long.reward == 5.0
     assert [len(t.token_ids) for t in got.trajectories if not t.told] == [2] * 3
     assert got.notes == ["1 tool calls failed"]
-    sample = Sample(
-        prompt_token_ids=[1], token_ids=long.token_ids, logprobs=long.logprobs, reward=5.0, group=0, told=long.told
-    )
+    drawn = {"token_ids": long.token_ids, "logprobs": long.logprobs, "told": long.told}
+    sample = Sample(prompt_token_ids=[1], reward=5.0, group=0, **drawn)
     assert sample.in_arrays().without_tokens().num_drawn == 4
     assert sample.drawn().tolist() == [True, True, False, True, True]
 
     requests = [r for share in got.requests for r in share]
-    report = StepReport(
-        rl_step=0, policy="none", reward_mean=0.0, num_tokens=1, rollout_s=4.0, metrics={"drift_kl": 0.0}
-    )
+    figures = {"reward_mean": 0.0, "num_tokens": 1, "rollout_s": 4.0, "metrics": {"drift_kl": 0.0}}
+    report = StepReport(rl_step=0, policy="none", **figures)
     rewards = [got.rewards.get(r.key) for r in requests]
     epochs = [got.epochs[*r.key[:3], 0] for r in requests]
     rows = step_rows(report, requests, got.parts, rewards, epochs=epochs, policy_version=5, t_start=0.0, drafter={})

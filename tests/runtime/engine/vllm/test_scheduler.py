@@ -67,13 +67,9 @@ def scheduled_by(
         setattr(part, name, value)
     if settings is not None:
         config.additional_config = settings
-    names = ("kv_cache_config", "block_size")
-    return (getattr(scheduler, cls) if isinstance(cls, str) else cls)(
-        vllm_config=config,
-        structured_output_manager=core.structured_output_manager,
-        log_stats=False,
-        **{name: getattr(core.scheduler, name) for name in names},
-    )
+    rest = {name: getattr(core.scheduler, name) for name in ("kv_cache_config", "block_size")}
+    rest |= {"structured_output_manager": core.structured_output_manager, "log_stats": False}
+    return (getattr(scheduler, cls) if isinstance(cls, str) else cls)(vllm_config=config, **rest)
 
 
 class Overlapped:
