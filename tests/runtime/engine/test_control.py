@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
-from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.selector import Selector
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -27,39 +27,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .asking import scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
-
-
-class Parrot(Drafter):
-    """Drafts the request's last token again and again, keeps what it was told, and takes `token_s` for each token."""
-
-    def __init__(self, expected: float = 1.0, token_s: float = 0.0) -> None:
-        self.expected, self.token_s, self.now_s = expected, token_s, 0.0
-        self.texts: dict[Key, list[int]] = {}
-        self.told: list[tuple[str, int]] = []
-        self.seen: list[tuple[Key, int, int]] = []
-
-    def open(self, key: Key, tokens: Sequence[int]) -> None:
-        assert key not in self.texts
-        self.texts[key] = list(tokens)
-
-    def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        self.texts[key] += tokens
-        self.told.append((key[1], len(tokens)))
-        self.now_s += len(tokens) * self.token_s
-
-    def propose(self, key: Key, depth: int) -> Draft:
-        return Draft([self.texts[key][-1]] * depth, self.expected)
-
-    def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
-        self.seen.append((key, num_drafted, num_accepted))
-
-    def close(self, key: Key) -> None:
-        del self.texts[key]
-
-    def forget(self) -> None:
-        self.texts = {}
-
-    memory_bytes = 0  # type: ignore[assignment]
 
 
 class Looked(dict[str, Any]):
@@ -76,22 +43,6 @@ class Looked(dict[str, Any]):
         return super().get(name, default)
 
 
-class Script(Selector):
-    """Chooses in the order given, and keeps what it is told."""
-
-    def __init__(self, *choices: Strategy) -> None:
-        self.strategies = tuple(dict.fromkeys(choices))
-        self.choices = list(choices)
-        self.told: list[tuple[Strategy, StepOutcome]] = []
-
-    def choose(self, state: StepState) -> Strategy:
-        self.state = state
-        return self.choices.pop(0)
-
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        self.told.append((strategy, outcome))
-
-
 class Played:
     """An engine of some requests: an iteration keeps `kept` tokens of each one's draft and adds one."""
 
@@ -104,6 +55,12 @@ class Played:
         control.begin(0)
         for name, output in self.outputs.items():
             control.add(name, (0, name, 0, 0), [1, 2, 3], output, max_tokens)
+
+    def goes_on(self, *kept: int) -> list[list[int]]:
+        """So many iterations, which keep so much each; the last one's drafts."""
+        for each in kept:
+            drafts = self.iterate(each)
+        return drafts
 
     def iterate(self, kept: int = 0) -> list[list[int]]:
         """The drafts of all requests, the last one's first."""
@@ -142,13 +99,12 @@ def chain(depth: int, drafter: str = "parrot") -> Strategy:
 
 def test_a_choice_is_judged_by_the_iteration_that_verifies_it():
     engine, script = played(chain(4), chain(2), NO_SPECULATION, NO_SPECULATION)
-    for kept in (0, 3, 1, 0):
-        engine.iterate(kept)
+    engine.goes_on(0, 3, 1, 0)
     rows, decisions, _ = engine.control.end()
     found = [(r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows]
     assert found == [(0, 0, 0), (4, 4, 3), (2, 2, 1), (0, 0, 0)]
     assert [row["next_draft_depth"] for row in rows] == [4, 2, 0, 0]
-    assert [(s.draft_depth, list(o.accepted)) for s, o in script.told] == [(4, [3]), (2, [1]), (0, [0])]
+    assert script.outcomes == [(4, [3]), (2, [1]), (0, [0])]
     assert [d["iteration"] for d in decisions] == [1, 2, 3]
 
 
@@ -175,8 +131,7 @@ def test_what_a_policy_takes_to_learn_at_the_end_is_its_time():
 
     engine, _ = played(chain(2))
     engine.control.set_selector(Slow(chain(2), chain(2)))
-    engine.iterate()
-    engine.iterate()
+    engine.goes_on(0, 0)
     engine.control.finish("r")
     engine.control.idle()
     assert engine.control.inside.seconds >= engine.control.seat.deciding.seconds >= 0.02
@@ -185,8 +140,7 @@ def test_what_a_policy_takes_to_learn_at_the_end_is_its_time():
 def test_drafters_learn_what_was_kept_and_policies_see_it():
     parrot = Parrot()
     engine, script = played(*[chain(4)] * 3, parrot=parrot)
-    for kept in (0, 3, 2):
-        engine.iterate(kept)
+    engine.goes_on(0, 3, 2)
     assert parrot.seen == [(KEY, 4, 3), (KEY, 4, 2)]
     assert script.state.drafters["parrot"].accept_estimate == pytest.approx(3 - 0.02)
     assert script.state.requests[0].recent_acceptance == pytest.approx(3 - 0.2)
@@ -237,8 +191,7 @@ def test_a_budget_shares_out_drafts_until_it_fails(
 
     engine, script = played(*[chain(4)] * 3)
     engine.control.set_selector(script, Shares())
-    engine.iterate()
-    engine.iterate()
+    engine.goes_on(0, 0)
     assert engine.draft == draft
     assert engine.control.finish("r") is not None
     assert len(caplog.records) == (not draft)
@@ -250,8 +203,7 @@ def test_drafters_hear_each_request_once_they_are_asked():
     asked, other = Parrot(), Parrot()
     choices = [*[NO_SPECULATION] * 4, chain(2, "asked"), chain(2, "other"), chain(2, "asked")]
     batch, _ = played(*choices, names="bac", asked=asked, other=other)
-    for _ in range(4):
-        assert batch.iterate() == []
+    assert batch.goes_on(0, 0, 0, 0) == []
     assert asked.told == other.told == []
     assert batch.iterate() == [[9, 9]] * 3
     assert (asked.told, other.told) == ([("b", 5), ("a", 5), ("c", 5)], [])
@@ -272,8 +224,7 @@ def test_no_request_is_looked_up_that_nobody_asks_for():
     batch, script = played(*[NO_SPECULATION] * 6, names="abc")
     batch.iterate()
     batch.control.live = looked = Looked(batch.control.live)
-    for _ in range(5):
-        batch.iterate()
+    batch.goes_on(*[0] * 5)
     assert script.state.batch == 3
     assert looked.looks == 0
     batch.control.set_selector(Reader(NO_SPECULATION))
@@ -285,8 +236,7 @@ def test_a_choice_pays_for_its_own_tokens_alone():
     slow = Parrot(token_s=1.0)
     choices = [chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3]
     batch, script = played(*choices, names="a", clock=lambda: slow.now_s, slow=slow)
-    for _ in range(7):
-        batch.iterate()
+    batch.goes_on(*[0] * 7)
     rows, _, _ = batch.control.end()
     # What came before the first draft of a rollout is paid by nobody, of the four tokens after the pause one is paid.
     assert [row["draft_duration"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
@@ -314,8 +264,7 @@ def test_what_came_while_a_drafter_was_off_costs_nobody():
     slow = Piecemeal()
     choices = [*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6]
     batch, script = played(*choices, names="a", clock=lambda: slow.now_s, slow=slow)
-    for _ in range(15):
-        batch.iterate()
+    batch.goes_on(*[0] * 15)
     rows, _, _ = batch.control.end()
     # Ten tokens, then one more each: 3 of 10, 3 of 8, 3 of 6, 3 of 4, 2 of 2, 1 of 1.
     assert slow.told == [("a", 10), *[("a", 1)] * 5]
@@ -328,11 +277,9 @@ def test_what_came_while_a_drafter_was_off_costs_nobody():
 
 def test_a_policy_change_in_mid_rollout_shows_the_new_drafter_what_is_running():
     engine, _ = played(NO_SPECULATION, NO_SPECULATION, parrot=Parrot(), ngram=NgramSpec(min_match=1))
-    engine.iterate()
-    engine.iterate()
+    engine.goes_on(0, 0)
     engine.control.set_selector(Script(chain(2), chain(2)))
-    engine.iterate()
-    assert engine.draft == [9, 9]
+    assert engine.iterate() == [[9, 9]]
 
 
 def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
@@ -376,26 +323,21 @@ def test_a_policys_randomness_is_its_seeds():
 
 def test_a_choices_outcome_is_told_to_the_selector_that_made_it():
     engine, before = played(chain(4), chain(4))
-    engine.iterate()
-    engine.iterate(kept=3)
+    engine.goes_on(0, 3)
     after = Script(chain(2), chain(2))
     engine.control.set_selector(after)
-    engine.iterate(kept=1)
-    engine.iterate(kept=1)
+    engine.goes_on(1, 1)
     _, decisions, _ = engine.control.end()
-    assert [(s.draft_depth, list(o.accepted)) for s, o in before.told] == [(4, [3]), (4, [1])]
-    assert [(s.draft_depth, list(o.accepted)) for s, o in after.told] == [(2, [1])]
+    assert (before.outcomes, after.outcomes) == ([(4, [3]), (4, [1])], [(2, [1])])
     assert [d["draft_depth"] for d in decisions] == [4, 4, 2]
 
 
 def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
     engine, _ = played(*[chain(2, "ngram")] * 4, ngram=NgramSpec(min_match=1))
     control = engine.control
-    engine.iterate()
-    engine.iterate()
+    engine.goes_on(0, 0)
     assert len(control.end()[0]) == 2
-    engine.iterate()
-    engine.iterate()
+    engine.goes_on(0, 0)
     assert len(control.ledger.iterations) == 2
     control.finish("r")
     assert control.drafters._drafter("ngram").memory_bytes > 0

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
@@ -18,7 +19,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
-from .test_control import Parrot, chain
+from .test_control import chain
 
 KEY: Key = (0, "p", 0, 0)
 HEAD = LearnedSpec(method="eagle", model="a/head")

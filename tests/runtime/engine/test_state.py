@@ -84,6 +84,14 @@ def test_engines_go_on_alike_from_a_state_and_a_seed(engines: list[Engine]):
     assert texts(generate(one, 1)) != went_on[0][0][0][0]
 
 
+def afresh(engines: list[Engine], kind: str) -> list[Engine]:
+    """They have forgotten everything, and are under the same policy."""
+    for engine in engines:
+        engine.forget()
+        engine.set_policy(ADAPTIVE[kind], seed=[3])
+    return engines
+
+
 def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> list[Rollout]:
     """Up to three rollouts, the last two of one RL step; with `saved` the engine loads its own state before each."""
     rollouts = []
@@ -108,10 +116,7 @@ def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ADAPTIVE)
 def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list[Engine], kind: str):
-    first, other = engines
-    for engine in engines:
-        engine.forget()
-        engine.set_policy(ADAPTIVE[kind], seed=[3])
+    first, other = afresh(engines, kind)
     once = answer(first, 5)
     rows = decisions(once)
     assert {row["drafter"] for row in rows} == {"suffix", "ngram", "none"}
@@ -128,10 +133,7 @@ def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list
 
 @pytest.mark.engine
 def test_a_replay_goes_on_within_an_rl_step_after_it_was_set_back(engines: list[Engine]):
-    first, second = engines
-    for engine in (first, second):
-        engine.forget()
-        engine.set_policy(ADAPTIVE["explore"], seed=[3])
+    first, second = afresh(engines, "explore")
     once = answer(first, 5, saved=True)
     second.replay(decisions(once))
     answer(second, 5, num=2, saved=True)

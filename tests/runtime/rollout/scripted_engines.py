@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,14 @@ def recipe(rollout: dict[str, Any], train: dict[str, Any] | None = None, model: 
 def ways(rollout: dict[str, Any], num: int, train: dict[str, Any] | None = None, model: str | Path = "none") -> Any:
     """How a recipe rolls out on `num` prompts."""
     return rollouts_of(recipe(rollout, train, model), prompts(num), DataOrder(num, seed=0))
+
+
+def resumed(first: Any, second: Any, folder: Path) -> Any:
+    """The second in the state that a checkpoint keeps of the first."""
+    state, order = json.loads(json.dumps([first.state_dict(folder), first.order.state_dict()]))
+    second.load_state_dict(state, folder)
+    second.order.load_state_dict(order)
+    return second
 
 
 def rolled(responses: list[GenerationResponse], duration_s: float = 0.0, **more: Any) -> Rollout:

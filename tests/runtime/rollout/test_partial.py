@@ -5,7 +5,6 @@ Of those beside training: what may begin, how old what is trained on is, and whi
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from tltlab.runtime.rollout.partial import first_version
 from tltlab.runtime.rollout.synchronous import SynchronousRollouts
 from tltlab.runtime.rollout.worker import enough
 
-from .scripted_engines import END, ScriptedEngines, prompts, recipe, ways
+from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, ways
 
 PROMPTS, GROUP, STEP_GROUPS, CAP, WORKERS, CONCURRENCY = 200, 4, 6, 60, 2, 10
 
@@ -111,8 +110,8 @@ def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path
         for share in shares:
             started = [len(r.prompt_token_ids) > 3 for r in share]
             assert started == sorted(started, reverse=True)
-            for resumed in (True, False):
-                names = [r.key[1] for r in share if (len(r.prompt_token_ids) > 3) is resumed and r.key[1] in before]
+            for goes_on in (True, False):
+                names = [r.key[1] for r in share if (len(r.prompt_token_ids) > 3) is goes_on and r.key[1] in before]
                 assert [before.index(name) for name in names] == sorted(before.index(name) for name in names)
         done = {t.prompt.prompt_id for t in got.trajectories}
         asked = [group["prompt_id"] for group in rollouts.state_dict(tmp_path)["pending"]]
@@ -136,10 +135,8 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
     expected = run(engines, unbroken, range(steps + 4))
     engines, first = made(max_age=3)
     run(engines, first, range(steps))
-    state = json.loads(json.dumps([first.state_dict(tmp_path), first.order.state_dict()]))
     engines, second = made(max_age=3)
-    second.load_state_dict(state[0], tmp_path)
-    second.order.load_state_dict(state[1])
+    resumed(first, second, tmp_path)
     for got, wanted in zip(run(engines, second, range(steps, steps + 4)), expected[steps:], strict=True):
         for name in ("trajectories", "notes", "requests", "rewards", "epochs"):
             assert getattr(got, name) == getattr(wanted, name)
@@ -254,9 +251,7 @@ def test_the_rule_is_areals():
 def test_a_run_goes_on_with_its_groups_and_lengths(tmp_path: Path):
     engines, rollouts = asynchronous(2)
     collect(engines, rollouts, range(6), 2)
-    _, again = asynchronous(2)
-    again.load_state_dict(rollouts.state_dict(tmp_path), tmp_path)
-    again.order.load_state_dict(rollouts.order.state_dict())
+    again = resumed(rollouts, asynchronous(2)[1], tmp_path)
     assert again.under_way == rollouts.under_way
     ended_at, last = engines.ends_at, []
     for each in (rollouts, again):

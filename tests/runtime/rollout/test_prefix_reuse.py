@@ -27,7 +27,7 @@ from tltlab.runtime.rollout.prefix_reuse import (
     residual,
 )
 
-from .scripted_engines import END, ScriptedEngines, prompts, recipe, rolled, tools_of, ways
+from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, rolled, tools_of, ways
 
 Tokens = tuple[int, ...]
 CAP = 3
@@ -258,14 +258,11 @@ def test_a_resumed_run_reuses_as_the_unbroken_one(random_model: Path, tmp_path: 
     expected = run(reusing(random_model, 3, {"residual": kind}), range(4))
     first = reusing(random_model, 3, {"residual": kind})
     run(first, range(2))
-    state = json.loads(json.dumps([first.state_dict(tmp_path), first.order.state_dict()]))
-    second = reusing(random_model, 3, {"residual": kind})
-    second.load_state_dict(state[0], tmp_path)
-    second.order.load_state_dict(state[1])
+    second = resumed(first, reusing(random_model, 3, {"residual": kind}), tmp_path)
     assert run(second, range(2, 4)) == expected[2:]
     if kind == "none":
         with refused(ConfigError):
-            reusing(random_model, 3, {"residual": "exact"}).load_state_dict(state[0], tmp_path)
+            resumed(first, reusing(random_model, 3, {"residual": "exact"}), tmp_path)
 
 
 def test_exact_refuses_what_it_cannot_keep(random_model: Path):

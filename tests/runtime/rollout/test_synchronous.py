@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.rollout.collected import Trajectory
 
-from .scripted_engines import ScriptedEngines, ways
+from .scripted_engines import ScriptedEngines, resumed, ways
 
 
 def by_sample(trajectory: Trajectory) -> float:
@@ -126,9 +125,7 @@ def test_another_way_says_once_what_it_leaves_behind(
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + 9 * sample, 2)
     first = ways(sizes | before, 40)
     first.collect(engines.tools(0, by_sample))
-    state = json.loads(json.dumps(first.state_dict(tmp_path)))
-    second = ways(sizes | after, 40)
-    second.load_state_dict(state, tmp_path)
+    second = resumed(first, ways(sizes | after, 40), tmp_path)
     notes = [second.collect(engines.tools(rl_step, by_sample)).notes for rl_step in (1, 2)]
     found = [[note for note in of_step if "the run goes on without" in note] for of_step in notes]
     assert [len(of_step) for of_step in found] == [bool(facts), 0]

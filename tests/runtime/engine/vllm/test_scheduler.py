@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.drafting import Script
 from tests.refused import refused
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
@@ -32,7 +33,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -79,13 +80,13 @@ class Overlapped:
         self.scheduler, self.flight = scheduler, deque[Any]()
 
     @classmethod
-    def of(cls, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> Overlapped:
-        """In its RL step 3."""
+    def of(cls, engine: Engine, selector: Selector | None = None, budget: DraftBudget | None = None) -> Overlapped:
+        """In its RL step 3; every third choice drafts nothing, unless a selector says otherwise."""
         scheduler = scheduled_by("policy_scheduler", engine)
         assert type(scheduler).__name__ == "AsyncPolicyScheduler"
         assert scheduler.control.overlapped
         scheduler.control.drafters = DrafterPool({"learned": HEAD}, 4)
-        scheduler.control.set_selector(selector, budget)
+        scheduler.control.set_selector(selector or Script(*[LEARNED, LEARNED, NO_SPECULATION] * 99), budget)
         scheduler.control.begin(3)
         return cls(scheduler)
 
@@ -131,29 +132,13 @@ class Overlapped:
                 self.schedule()
 
 
-class Told(Selector):
-    strategies = (NO_SPECULATION, LEARNED)
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Strategy, StepOutcome]] = []
-        self.turn = 0
-
-    def choose(self, state: StepState) -> Strategy:
-        self.turn += 1
-        return LEARNED if self.turn % 3 else NO_SPECULATION
-
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        self.told.append((strategy, outcome))
-
-
 class OneEach(DraftBudget):
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
         return list(range(state.batch))
 
 
 def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_known(roomy: Engine):
-    selector = Told()
-    worker = Overlapped.of(roomy, selector)
+    worker = Overlapped.of(roomy)
     worker.add(40, "a", "b")
     outputs = worker.goes_on(0, 3, 1, 0, 2)
     depths = [o.num_spec_tokens_to_schedule for o in outputs]
@@ -164,8 +149,8 @@ def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_k
     rows, _, _ = worker.scheduler.control.end()
     assert [row["draft_depth"] for row in rows] == [0, 4, 4, 0, 4]
     assert [row["num_accepted"] for row in rows] == [0, 6, 2, 0, 4]
-    told = [(s.draft_depth, list(o.accepted)) for s, o in selector.told]
-    assert told == [(4, [3, 3]), (4, [1, 1]), (0, [0, 0]), (4, [2, 2])]
+    outcomes = worker.scheduler.control.seat.selector.outcomes
+    assert outcomes == [(4, [3, 3]), (4, [1, 1]), (0, [0, 0]), (4, [2, 2])]
     assert all(row["draft_duration"] is None for row in rows)
     assert all(b["t_start"] >= a["t_start"] + a["duration"] for a, b in pairwise(rows))
 
@@ -178,7 +163,7 @@ def test_a_budget_trims_each_requests_placeholders(roomy: Engine):
 
 
 def test_every_token_is_counted_once_and_nothing_stays(roomy: Engine):
-    worker = Overlapped.of(roomy, Told())
+    worker = Overlapped.of(roomy)
     worker.add(11, "a")
     worker.add(7, "b")
     requests = dict(worker.scheduler.requests)
@@ -191,7 +176,7 @@ def test_every_token_is_counted_once_and_nothing_stays(roomy: Engine):
 def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy: Engine):
     from vllm.v1.request import RequestStatus
 
-    worker = Overlapped.of(roomy, Told())
+    worker = Overlapped.of(roomy)
     worker.add(1, "a")
     worker.schedule()
     worker.add(2, "b")
@@ -209,7 +194,7 @@ def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy: Engine):
 
 
 def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(roomy: Engine):
-    worker = Overlapped.of(roomy, Told())
+    worker = Overlapped.of(roomy)
     for name in "ab":
         worker.add(20, name)
         worker.schedule()
@@ -240,7 +225,7 @@ def test_without_a_policy_vllms_own_drafts_are_recorded(roomy: Engine, tmp_path:
 def test_a_utility_call_puts_another_policy_in_force_while_requests_run(roomy: Engine):
     from tltlab.runtime.engine.vllm.scheduler import call_control
 
-    worker = Overlapped.of(roomy, Told())
+    worker = Overlapped.of(roomy)
     worker.add(40, "a")
     outputs = worker.goes_on()
     core = SimpleNamespace(scheduler=worker.scheduler)
@@ -339,7 +324,7 @@ def test_canvases_are_recorded_over_vllms_own_scheduler(roomy: Engine, asynchron
 
 
 def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
-    worker = Overlapped.of(roomy, Told())
+    worker = Overlapped.of(roomy)
     worker.add(2, "a", resumable=True)
     for _ in range(2):
         worker.schedule()
@@ -433,7 +418,7 @@ def test_nameless_requests_of_a_server_let_drafters_forget_in_time(roomy: Engine
     from tltlab.runtime.engine.vllm import watch
 
     monkeypatch.setattr(watch, "NAMELESS_PER_STEP", 3)
-    worker = Overlapped.of(roomy, Told())
+    worker = Overlapped.of(roomy)
     worker.scheduler.control.end()
     worker.add(2, *map(str, range(7)), key="none")
     assert [live.key[0] for live in worker.scheduler.control.live.values()] == [3, 3, 3, 4, 4, 4, 5]
