@@ -88,9 +88,7 @@ def negated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: -value if name.endswith("norm.weight") else value for name, value in weights.items()}
 
 
-def test_drafters_would_learn_from_other_states_if_capture_under_replayed_graphs_were_not_exact(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_drafters_would_learn_from_wrong_states(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Every captured row is, bit by bit, one that the engine computed logits from, where it computed them."""
     model = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     compute: Callable[..., Any] = model.compute_logits
@@ -113,7 +111,7 @@ def test_drafters_would_learn_from_other_states_if_capture_under_replayed_graphs
     assert len(seen) > len(rows) / 2, "the test needs rows that differ"
 
 
-def test_speculation_would_change_what_is_said_if_graphs_of_several_depths_did_not_compute_the_same(engine: Engine):
+def test_speculation_would_change_what_is_said(engine: Engine):
     plain, drafted = generate(engine), generate(engine, policy_of(engine))
     assert sum(row["num_accepted"] for row in drafted.iterations) > 0
     # Two tokens may be as likely as each other in bfloat16: then the texts part, and say nothing after that.
@@ -121,7 +119,7 @@ def test_speculation_would_change_what_is_said_if_graphs_of_several_depths_did_n
     assert sum(same) >= 0.8 * len(same)
 
 
-def test_rollouts_would_be_off_policy_if_engines_went_on_with_old_weights_after_a_sync(engine: Engine, model: Path):
+def test_engines_would_go_on_with_old_weights(engine: Engine, model: Path):
     plain, weights = texts(generate(engine)), weights_of(model)
     engine.update_weights(negated(weights).items(), 1)
     assert texts(generate(engine)) != plain
@@ -129,9 +127,7 @@ def test_rollouts_would_be_off_policy_if_engines_went_on_with_old_weights_after_
     assert texts(generate(engine)) == plain
 
 
-def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights_than_they_slept_with(
-    v1: Engine, model: Path
-):
+def test_colocated_engines_would_wake_with_other_weights(v1: Engine, model: Path):
     plain, awake = texts(generate(v1)), torch.cuda.mem_get_info()[0]
     v1.sleep()
     assert torch.cuda.mem_get_info()[0] > awake + GIB / 2
@@ -145,9 +141,7 @@ def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights
     assert texts(generate(v1)) == plain
 
 
-def test_a_trained_drafter_would_never_serve_if_replayed_graphs_drafted_with_old_weights_after_a_swap(
-    v2: Engine, model: Path
-):
+def test_drafters_would_draft_with_old_weights_after_a_swap(v2: Engine, model: Path):
     """Drafts are all kept while the drafter is the target, few once it is another, all again when it is put back."""
     deep, weights = fixed("learned", 4), weights_of(model)
 
@@ -162,7 +156,7 @@ def test_a_trained_drafter_would_never_serve_if_replayed_graphs_drafted_with_old
     assert kept() > 0.9
 
 
-def test_engines_would_run_out_of_memory_if_planned_graphs_took_more_than_predicted(engine: Engine, model: Path):
+def test_planned_graphs_would_take_more_than_predicted(engine: Engine, model: Path):
     from tltlab.costs.profiles import find_model
     from tltlab.runtime.engine.graphs import memory_bytes, vllm_pool
 
@@ -176,7 +170,7 @@ def test_engines_would_run_out_of_memory_if_planned_graphs_took_more_than_predic
     assert captured.piecewise == plan.piecewise_graphs()
 
 
-def test_plain_steps_would_pay_for_adaptivity_if_they_or_any_depth_ran_without_a_full_graph(engine: Engine):
+def test_a_depth_would_run_without_a_full_graph(engine: Engine):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("full graphs for drafts of any lengths need FlashAttention 3 (Hopper)")
     rows = decoding(generate(engine)) + decoding(generate(engine, policy_of(engine)))

@@ -89,29 +89,25 @@ def off_by(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
     return max(np.abs(one - other).mean() for one, other in zip(found, expected, strict=True))
 
 
-def test_importance_weights_would_be_noise_if_bfloat16_attention_were_not_that_of_float32(
-    model: Path, on_cpu: list[np.ndarray]
-):
+def test_importance_weights_would_be_noise_in_bfloat16(model: Path, on_cpu: list[np.ndarray]):
     with trainer(model) as made:
         assert made.dtype == torch.bfloat16
         assert next(made.policy.parameters()).is_cuda
         assert off_by(made.score(PAIRS), on_cpu) < 0.02
 
 
-def test_every_update_would_be_wrong_if_attention_on_the_device_were_not_that_on_the_host(
-    model: Path, on_cpu: list[np.ndarray]
-):
+def test_every_update_would_be_wrong_on_the_device(model: Path, on_cpu: list[np.ndarray]):
     with trainer(model, dtype="float32") as made:
         for found, expected in zip(made.score(PAIRS), on_cpu, strict=True):
             assert found == pytest.approx(expected, abs=2e-3)
 
 
-def test_responses_would_read_each_other_if_packed_sequences_were_not_apart(model: Path):
+def test_packed_responses_would_read_each_other(model: Path):
     with trainer(model) as packed, trainer(model, tokens_per_microbatch=1, dtype="float32") as alone:
         assert off_by(packed.score(PAIRS), alone.score(PAIRS)) < 0.01
 
 
-def test_updates_would_go_astray_if_the_policys_loss_in_bfloat16_were_not_that_of_float32(model: Path):
+def test_updates_would_go_astray_in_bfloat16(model: Path):
     found = []
     for dtype in ("float32", "bfloat16"):
         with trainer(model, dtype=dtype, minibatches=1) as made:
@@ -133,9 +129,7 @@ def shared(rank: int, model: Path, meeting: Path) -> tuple[list[np.ndarray], flo
         made.close()
 
 
-def test_long_responses_would_be_learned_wrong_if_ranks_that_share_them_were_not_as_one(
-    model: Path, on_cpu: list[np.ndarray], tmp_path: Path
-):
+def test_ranks_would_not_share_sequences_as_one(model: Path, on_cpu: list[np.ndarray], tmp_path: Path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with trainer(model, minibatches=1) as made:
@@ -148,9 +142,7 @@ def test_long_responses_would_be_learned_wrong_if_ranks_that_share_them_were_not
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
-def test_drafters_would_unlearn_if_their_losses_in_bfloat16_were_not_those_of_float32(
-    kind: Literal["eagle", "hass", "eagle3"],
-):
+def test_drafters_would_unlearn_in_bfloat16(kind: Literal["eagle", "hass", "eagle3"]):
     config = LossConfig(kind=kind)
     found = []
     for device in ("cpu", DEVICE):
@@ -169,7 +161,7 @@ def test_drafters_would_unlearn_if_their_losses_in_bfloat16_were_not_those_of_fl
     assert torch.cosine_similarity(gradient, wanted, dim=0) > 0.98
 
 
-def test_runs_would_not_learn_if_gradients_through_checkpointed_activations_were_wrong(model: Path):
+def test_checkpointed_activations_would_give_wrong_gradients(model: Path):
     with trainer(model, activation_checkpointing=True) as made:
         before = np.array([logp.mean() for logp in made.score(PAIRS)])
         for rl_step in range(3):
@@ -178,7 +170,7 @@ def test_runs_would_not_learn_if_gradients_through_checkpointed_activations_were
     assert gained[1::2].mean() > gained[::2].mean()
 
 
-def test_colocated_engines_would_not_wake_if_an_offloaded_trainer_kept_the_device(model: Path):
+def test_an_offloaded_trainer_would_keep_the_device(model: Path):
     with trainer(model) as made:
         train(made, 0)
         held, weights = torch.cuda.memory_allocated(), flat(made)
@@ -190,9 +182,7 @@ def test_colocated_engines_would_not_wake_if_an_offloaded_trainer_kept_the_devic
         assert not torch.equal(flat(made), weights)
 
 
-def test_a_resumed_run_would_be_another_run_if_its_trainer_did_not_go_on_bit_by_bit(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_resumed_run_would_be_another(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # FlashAttention's backward adds in no fixed order unless it is told to.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     ends = []

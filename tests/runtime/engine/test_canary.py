@@ -59,9 +59,7 @@ def test_a_sound_drafter_is_found_fine(engine: Engine, plain: list[list[int]]):
     assert report.positions["learned"].drafted[0] >= report.positions["learned"].drafted[3] > 100
 
 
-def test_when_it_collapses_the_fallback_serves_from_the_next_iteration_on(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]
-):
+def test_the_fallback_serves_once_it_collapses(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
     engine.update_draft_weights(bad.items(), [0.9] * 4)
     assert texts(generate(engine)) == plain
     report = engine.drafter_report()
@@ -93,9 +91,7 @@ def test_it_looks_again_after_a_wake(engine: Engine, plain: list[list[int]]):
     assert ["woke" in v.why for v in engine.drafter_report().verdicts] == [False, True]
 
 
-def test_where_told_to_stop_it_stops_and_the_engine_goes_on(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]
-):
+def test_it_stops_where_told_to(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
     engine.guard_drafter(WATCH.model_copy(update={"on_collapse": "stop"}))
     engine.update_draft_weights(bad.items(), [0.9] * 4)
     for facts in (("worker 0", "collapsed", "50", "0.900"), ("collapsed",)):
@@ -107,9 +103,7 @@ def test_where_told_to_stop_it_stops_and_the_engine_goes_on(
     assert texts(generate(engine)) == plain
 
 
-def test_weights_are_swapped_between_iterations_and_nothing_is_lost(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]
-):
+def test_swapping_weights_loses_nothing(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
     """Bad weights after 5 iterations, good ones after 15: what is said stays, what is kept of the drafts changes."""
     iterations = 0
 

@@ -179,9 +179,7 @@ def test_a_policy_that_raises_is_asked_no_more(where: str, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("shares", "draft"), [([1], [9]), ([], []), (None, [])], ids=["one", "too few", "raises"])
-def test_a_budget_shares_out_drafts_until_it_fails(
-    shares: list[int], draft: list[int], caplog: pytest.LogCaptureFixture
-):
+def test_a_budget_shares_out_until_it_fails(shares: list[int], draft: list[int], caplog: pytest.LogCaptureFixture):
     class Shares(DraftBudget):
         def allot(self, state: StepState, strategy: Strategy) -> list[int]:
             return list(shares)
@@ -292,8 +290,7 @@ def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "complaint"),
-    [(chain(9), ("8",)), (Strategy("parrot", 4, 4, 16), ()), (chain(2, "x"), ("parrot",))],
+    ("strategy", "complaint"), [(chain(9), ("8",)), (Strategy("parrot", 4, 4, 16), ()), (chain(2, "x"), ("parrot",))]
 )
 def test_what_the_engine_lacks_is_refused_before_it_is_in_force(strategy: Strategy, complaint: tuple):
     engine, script = played(NO_SPECULATION)

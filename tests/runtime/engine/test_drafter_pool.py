@@ -81,9 +81,7 @@ def test_a_length_aware_budget_drafts_for_the_long_and_not_for_the_short(roomy: 
     assert long > 2 * short
 
 
-def test_new_weights_for_the_drafter_change_drafts_alone(
-    roomy: Engine, good: dict[str, torch.Tensor], bad: dict[str, torch.Tensor]
-):
+def test_new_weights_change_drafts_alone(roomy: Engine, good: dict[str, torch.Tensor], bad: dict[str, torch.Tensor]):
     before = roomy.control.drafters["learned"].updates
     plain = texts(greedy(roomy, None))
     roomy.update_draft_weights(bad.items())

@@ -41,9 +41,7 @@ def narrow(random_model: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("policy", [SUFFIX, switching(Strategy.chain("suffix", 6), Strategy.chain("ngram", 3))])
-def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(
-    cramped: Engine, policy: Policy, preempted: list[str]
-):
+def test_preempted_requests_come_back_whole(cramped: Engine, policy: Policy, preempted: list[str]):
     plenty = requests(12, 60)
     if not ALONE:
         cramped.set_policy(None)
@@ -124,9 +122,7 @@ def test_a_narrow_iteration_leaves_nothing_of_an_earlier_choice(narrow: Engine):
     assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
 
 
-def test_an_engine_waits_for_all_of_a_transfer_that_is_cut_off(
-    narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]
-):
+def test_a_cut_off_transfer_is_waited_for(narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]):
     def said() -> list[list[int]]:
         return texts(narrow.generate(requests(2, 8), rl_step=0, temperature=0.0))
 

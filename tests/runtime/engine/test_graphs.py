@@ -162,7 +162,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", list(STOCK))
-def test_stock_vllm_takes_what_the_command_writes(
+def test_stock_vllm_takes_what_is_written(
     name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Through vLLM's own argument parser and all checks of an engine's configuration; the rest is refused."""

@@ -200,7 +200,7 @@ def test_closing_waits_only_so_long_for_a_disk_that_hangs(
     assert "unfinished" in trace.manifest.notes
 
 
-def test_a_trace_that_takes_too_long_to_make_is_not_waited_for(
+def test_a_slow_trace_is_not_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     goes_on, close = Event(), engine.recording._recorder.close
@@ -253,9 +253,7 @@ class Unspeakable(Exception):
         raise RuntimeError("of a bug in a bug")
 
 
-def test_giving_up_raises_nothing_whatever_was_raised(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_giving_up_raises_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     engine.serves(2)
     monkeypatch.setattr(engine.control.ledger, "take", raising(LookupError("the ledger too")))
     engine.recording.give_up(Unspeakable())

@@ -110,9 +110,7 @@ def rollouts(num: int, sizes: tuple[int, int, int], model: str | Path = "none", 
     return rollouts_of(recipe(settings, model=model), some_prompts(num), DataOrder(num, seed=0))
 
 
-def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_policy_that_drew_it(
-    engine: Engine, versions: Versions
-):
+def test_tokens_have_logprobs_of_the_policy_that_drew_them(engine: Engine, versions: Versions):
     partial = rollouts(32, (2, 2, 40), partial={"concurrency": CONCURRENCY})
     spans = 0
     for rl_step in range(5):
@@ -130,9 +128,7 @@ def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_policy_that_dre
     assert spans > 1
 
 
-def test_turns_are_drawn_by_the_policy_behind_what_the_tool_said(
-    engine: Engine, versions: Versions, random_model: Path, tmp_path: Path
-):
+def test_turns_are_drawn_behind_what_tools_say(engine: Engine, versions: Versions, random_model: Path, tmp_path: Path):
     (tmp_path / "echoing.py").write_text(ECHO)
     config = EnvironmentConfig(path="echoing:Echo", processes=0, max_turns=4)
     pool, tokenizer = EnvironmentPool(config, [str(tmp_path)]), load_tokenizer(str(random_model))
@@ -164,9 +160,7 @@ def test_turns_are_drawn_by_the_policy_behind_what_the_tool_said(
     assert ran >= sum(len(r.token_ids) for r in rolled.responses)
 
 
-def test_exact_reuse_keeps_everything_while_the_policy_stands_still(
-    engine: Engine, versions: Versions, random_model: Path
-):
+def test_exact_reuse_keeps_all_of_the_same_policy(engine: Engine, versions: Versions, random_model: Path):
     """After the policy moved, some is kept and the rest drawn anew, and every log-prob is that of the new one."""
     reusing = rollouts(4, (4, 4, 40), random_model, reuse={"residual": "exact"})
     first = reusing.collect(tools(engine, versions, 0, 0))
@@ -184,9 +178,7 @@ def test_exact_reuse_keeps_everything_while_the_policy_stands_still(
         assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
 
 
-def test_exact_reuse_leaves_the_distribution_of_the_policy_in_force(
-    engine: Engine, versions: Versions, random_model: Path
-):
+def test_exact_reuse_leaves_the_policys_distribution(engine: Engine, versions: Versions, random_model: Path):
     """First and second tokens of 512 responses to one prompt, many of them kept from the policy before."""
     (prompt,) = some_prompts(1)
     reusing = rollouts(1, (1, 512, 2), random_model, reuse={"residual": "exact"})

@@ -303,7 +303,7 @@ def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file
         pool.recipe = patient
 
 
-def test_an_engine_that_cannot_start_is_tried_once(
+def test_an_engine_that_never_starts_is_tried_once(
     one_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
 ):
     """vLLM's attention on the CPU has no heads of 20 numbers, which it says in its first batch."""
@@ -336,7 +336,7 @@ class Aborting:
         os._exit(7)
 
 
-def test_what_a_process_said_last_is_told(
+def test_a_process_last_words_are_told(
     one_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)

@@ -118,7 +118,7 @@ PARTIAL, REUSE = {"partial": {"concurrency": 4}}, {"reuse": {}}
         (PARTIAL, PARTIAL, ()),
     ],
 )
-def test_another_way_says_once_what_it_leaves_behind(
+def test_another_way_says_what_it_leaves(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], facts: tuple[str, ...]
 ):
     sizes = {"prompts_per_step": 2, "group_size": 2}

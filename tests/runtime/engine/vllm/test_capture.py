@@ -100,7 +100,7 @@ def check(
 
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", [None, fixed("suffix", 6), changing("ngram")])
-def test_states_are_hugging_faces_whatever_the_engine_does(
+def test_states_are_hugging_faces(
     engine: Engine, target: LlamaForCausalLM, policy: Policy | None, preempted: list[str]
 ):
     engine.set_policy(policy)
@@ -262,7 +262,7 @@ LEARNED = [
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("method", "aux_layers"), [("eagle", ()), ("eagle3", (1, 2, 3))])
-def test_eagle_drafters_are_shown_what_is_captured(
+def test_eagle_drafters_see_the_same(
     tiny_models: TinyModels, method: Literal["eagle", "eagle3"], aux_layers: Sequence[int]
 ):
     drafter = LearnedSpec(method=method, model=str(getattr(tiny_models, method)))

@@ -95,7 +95,7 @@ def test_a_programs_engine_follows_the_policy_and_records(
         assert str(tmp_path / "x") in said
 
 
-def test_the_front_end_of_a_server_follows_the_environment_too(
+def test_front_ends_follow_the_environment(
     random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
     environment(policy=load_policy("beg-mab").model_dump_json())
@@ -201,7 +201,7 @@ def test_an_engine_records_without_a_policy_it_cannot_follow(
     assert str(tmp_path / "x") in capfd.readouterr().err
 
 
-def test_ranks_with_a_scheduler_each_record_once(
+def test_ranks_that_schedule_record_once(
     random_model: Path, tmp_path: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
 ):
     """TRL's colocated engines under tensor parallelism: a scheduler on each rank, and all must choose the same."""
@@ -303,7 +303,7 @@ def the_same(engine_args: Any, options: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("program", HANDED_ON)
-def test_options_reach_the_engine_as_each_framework_hands_them_on(
+def test_options_reach_engines_of_frameworks(
     program: Program, random_model: Path, tmp_path: Path, environment: Environment
 ):
     policy, more = load_policy("beg-mab"), {"record": tmp_path / "x", "seed": 5}
@@ -312,7 +312,7 @@ def test_options_reach_the_engine_as_each_framework_hands_them_on(
 
 
 @pytest.mark.parametrize("program", ["openrlhf", "trl"])
-def test_frameworks_that_take_no_arguments_take_the_environment(
+def test_frameworks_take_the_environment(
     program: Program, random_model: Path, tmp_path: Path, environment: Environment
 ):
     policy = load_policy("beg-mab").model_copy(update={"provenance": {"trace": "x"}})

@@ -92,9 +92,7 @@ def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, f
     return lost / (kept + lost)
 
 
-def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(
-    attentive: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_draft_model_is_as_good_after_a_rest(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
     _, runner = executor_and_runner(attentive)
     passes = []
     forward = runner.drafter.model.forward

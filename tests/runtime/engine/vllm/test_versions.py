@@ -100,9 +100,7 @@ def test_what_the_adapter_asks_for_is_in_the_table():
     assert {"policies", "weight versions", "depths in the V2 runner"} <= asked <= CAPABILITIES.keys()
 
 
-def test_the_plugin_leaves_out_and_logs_what_vllm_lacks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_the_plugin_leaves_out_what_vllm_lacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.sample.ops import topk_topp_sampler
 
