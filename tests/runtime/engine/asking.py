@@ -30,14 +30,10 @@ def switching(*strategies: Strategy, hold_iterations: int = 3) -> Policy:
     return Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *strategies), hold_iterations=hold_iterations))
 
 
-def request(
-    name: str, number: int, prompt: list[int], tokens: int, *, rl_step: int = 0, **more: Any
-) -> GenerationRequest:
+def request(name: str, number: int, prompt: list[int], tokens: int, rl_step: int = 0, **more: Any) -> GenerationRequest:
     """One that runs to its cap."""
-    settings = {"ignore_eos": True} | more
-    return GenerationRequest(
-        key=(rl_step, name, number, 0), prompt_token_ids=prompt, max_response_tokens=tokens, **settings
-    )
+    settings = {"key": (rl_step, name, number, 0), "max_response_tokens": tokens, "ignore_eos": True} | more
+    return GenerationRequest(prompt_token_ids=prompt, **settings)
 
 
 def requests(num: int, tokens: int, *, rl_step: int = 0) -> list[GenerationRequest]:
@@ -85,18 +81,10 @@ def changed(since: dict[str, Any]) -> list[str]:
     return [name for name in now if now[name] != since[name]]
 
 
-def scheduled(
-    *request_ids: str,
-    drafts: Mapping[str, Sequence[int]] | None = None,
-    waiting: int = 0,
-    context_tokens: int = 0,
-    prefill_tokens: int = 0,
-) -> Scheduled:
-    """An iteration of an engine that is only played."""
-    return Scheduled(
-        request_ids=list(request_ids), drafts=drafts or {}, waiting=waiting, context_tokens=context_tokens,
-        prefill_tokens=prefill_tokens, free_kv_tokens=100,
-    )  # fmt: skip
+def scheduled(*request_ids: str, drafts: Mapping[str, Sequence[int]] | None = None, **more: int) -> Scheduled:
+    """An iteration of an engine that is only played, without requests that wait, context and prefill if not told so."""
+    counts = {"waiting": 0, "context_tokens": 0, "prefill_tokens": 0, "free_kv_tokens": 100} | more
+    return Scheduled(request_ids=list(request_ids), drafts=drafts or {}, **counts)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -124,22 +124,23 @@ def test_recording_alone_changes_nothing_of_vllms(random_model: Path, tmp_path: 
 def test_a_policy_steers_the_head_that_a_program_drafts_with_by_itself(
     random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
-    head = {"method": "draft_model", "model": str(random_model), "num_speculative_tokens": 4}
+    def drafting(depth: int) -> Attachment | None:
+        head = {"method": "draft_model", "model": str(random_model), "num_speculative_tokens": depth}
+        config = configured(random_model, speculative_config=head)
+        assert config.speculative_config.num_speculative_tokens == depth
+        return attached(config)
+
     environment(policy=fixed("learned", 2).model_dump_json())
-    config = configured(random_model, speculative_config=dict(head))
-    assert config.speculative_config.num_speculative_tokens == 4
-    found = attached(config)
+    found = drafting(4)
     assert found.drafters["learned"] == LearnedSpec(method="draft_model", model=str(random_model))
     assert found.max_draft_depth == 4
-    config = configured(random_model, speculative_config=head | {"num_speculative_tokens": 1})
-    assert attached(config) is None
-    assert config.speculative_config.num_speculative_tokens == 1
+    assert drafting(1) is None
     assert "depths up to 1" in capfd.readouterr().err
     # For suffix trees beside the head vLLM's V1 runner is taken, and only for them.
     environment(policy="beg-mab-learned")
-    assert attached(configured(random_model, speculative_config=dict(head))) is None
+    assert drafting(4) is None
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
-    assert attached(configured(random_model, speculative_config=head | {"num_speculative_tokens": 8})) is not None
+    assert drafting(8) is not None
     assert os.environ.pop("VLLM_USE_V2_MODEL_RUNNER") == "0"
 
 
@@ -162,15 +163,11 @@ WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "arguments", "why"), WRONG, ids=[why for *_, why in WRONG])
+@pytest.mark.parametrize("case", WRONG, ids=[why for *_, why in WRONG])
 def test_what_cannot_be_followed_leaves_the_programs_engine(
-    values: dict[str, str],
-    arguments: dict[str, Any],
-    why: str,
-    random_model: Path,
-    environment: Environment,
-    capfd: pytest.CaptureFixture[str],
+    case: Any, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
+    values, arguments, why = case
     arguments = {"async_scheduling": False, **arguments}
     engine_args = arg_utils.EngineArgs(model=str(random_model), **{**SMALL, **arguments})
     given = vars(engine_args).copy()

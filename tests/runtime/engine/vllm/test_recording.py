@@ -337,7 +337,7 @@ def test_what_others_have_wrapped_stays_wrapped_when_a_recording_ends(recorded: 
     del recorded.scheduler.update_from_output
 
 
-def test_an_unwritable_place_is_not_recorded(
+def test_an_unwritable_place_has_no_trace(
     recorded: Recorded, llm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     from tltlab.runtime.engine.vllm.watch import record_only

@@ -10,7 +10,6 @@ import pickle
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -44,14 +43,7 @@ LEARNED = Strategy.chain("learned", 4)
 HEAD = LearnedSpec(method="draft_model", model="the/target")
 
 
-def scheduled_by(
-    cls: Any,
-    engine: Engine,
-    *,
-    asynchronous: bool = True,
-    settings: dict | None = None,
-    changes: Mapping[str, Any] | None = None,
-) -> Any:
+def scheduled_by(cls: Any, engine: Engine, asynchronous: bool = True, settings: Any = None, changes: Any = None) -> Any:
     """A scheduler for an engine like this one but for `changes`; `settings` are its `additional_config`.
 
     `cls` is one of ours by its name, or a class of vLLM's.
@@ -275,14 +267,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[object, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "settings", "facts"), REFUSED, ids=[str(facts) for *_, facts in REFUSED])
-def test_what_an_engine_cannot_run_is_refused(
-    roomy: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    settings: dict[str, Any],
-    facts: tuple[object, ...],
-):
+@pytest.mark.parametrize("case", REFUSED, ids=[str(facts) for *_, facts in REFUSED])
+def test_what_an_engine_cannot_run_is_refused(roomy: Engine, monkeypatch: pytest.MonkeyPatch, case: Any):
+    changes, settings, facts = case
     monkeypatch.setenv("RANK", "1")
     with refused(ConfigError, naming=facts):
         scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=settings, changes=changes)
