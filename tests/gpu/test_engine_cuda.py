@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import ExploreSpec, FixedSpec
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.graphs import GIB, plan_graphs
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ..runtime.engine.asking import fixed, request, texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("vllm_on_cuda")]
 
@@ -26,21 +29,21 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def chains(drafter: str, *depths: int) -> tuple[Strategy, ...]:
-    return tuple(Strategy.chain(drafter, depth) for depth in depths)
+def exploring(drafter: str, *depths: int) -> Policy:
+    chains = (Strategy.chain(drafter, depth) for depth in depths)
+    return Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *chains)))
 
 
-SUFFIX = Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *chains("suffix", 2, 6))))
-LEARNED = Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *chains("learned", 1, 4))))
+SUFFIX, LEARNED = exploring("suffix", 2, 6), exploring("learned", 1, 4)
 
 
 @pytest.fixture(scope="module")
 def v1(model: Path) -> Iterator[Engine]:
     """Model-free drafts of any lengths, on vLLM's V1 runner."""
     plan = plan_graphs(SUFFIX, BATCH, runner="V1", any_lengths=True)
-    yield from opened(
-        Engine(str(model), max_draft_depth=6, graphs=plan, vllm_args=ARGUMENTS | {"enable_sleep_mode": True})
-    )
+    sleeps = ARGUMENTS | {"enable_sleep_mode": True}
+    with closing(Engine(str(model), max_draft_depth=6, graphs=plan, vllm_args=sleeps)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -48,40 +51,23 @@ def v2(model: Path) -> Iterator[Engine]:
     """A drafter that is the target itself, on vLLM's V2 runner: all of its drafts are kept."""
     drafters = {"learned": LearnedSpec(method="draft_model", model=str(model))}
     plan = plan_graphs(LEARNED.model_copy(update={"drafters": drafters}), BATCH, fill=True)
-    yield from opened(Engine(str(model), drafters=drafters, max_draft_depth=4, graphs=plan, vllm_args=ARGUMENTS))
-
-
-def opened(engine: Engine) -> Iterator[Engine]:
-    try:
+    made = Engine(str(model), drafters=drafters, max_draft_depth=4, graphs=plan, vllm_args=ARGUMENTS)
+    with closing(made) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture(params=["v1", "v2"])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    found: Engine = request.getfixturevalue(request.param)
-    return found
+    return request.getfixturevalue(request.param)
 
 
-def requests(num: int = 6, tokens: int = 48) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(
-            key=(0, f"p{n // 2}", n % 2, 0), prompt_token_ids=[1, 4 + n // 2, 5, 6, 4 + n // 2, 5],
-            max_response_tokens=tokens - n, ignore_eos=True,
-        )
-        for n in range(num)
-    ]  # fmt: skip
-
-
-def generate(engine: Engine, policy: Policy | None = None, **options: Any) -> Rollout:
+def generate(engine: Engine, policy: Policy | None = None) -> Rollout:
+    """Two responses to each of three prompts."""
     engine.set_policy(policy)
     engine.llm.reset_prefix_cache()
-    return engine.generate(requests(**options), rl_step=0, temperature=0.0)
-
-
-def texts(rollout: Rollout) -> list[list[int]]:
-    return [list(response.token_ids) for response in rollout.responses]
+    prompts = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
+    asked = [request(f"p{n // 2}", n % 2, prompts[n // 2], 48 - n) for n in range(6)]
+    return engine.generate(asked, rl_step=0, temperature=0.0)
 
 
 def policy_of(engine: Engine) -> Policy:
@@ -95,17 +81,14 @@ def decoding(rollout: Rollout) -> list[dict[str, Any]]:
 def weights_of(model: Path) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
-    return dict(state)
+    return dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict())
 
 
 def negated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: -value if name.endswith("norm.weight") else value for name, value in weights.items()}
 
 
-def test_drafters_would_learn_from_other_states_if_capture_under_replayed_graphs_were_not_exact(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_drafters_would_learn_from_wrong_states(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Every captured row is, bit by bit, one that the engine computed logits from, where it computed them."""
     model = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     compute: Callable[..., Any] = model.compute_logits
@@ -128,7 +111,7 @@ def test_drafters_would_learn_from_other_states_if_capture_under_replayed_graphs
     assert len(seen) > len(rows) / 2, "the test needs rows that differ"
 
 
-def test_speculation_would_change_what_is_said_if_graphs_of_several_depths_did_not_compute_the_same(engine: Engine):
+def test_speculation_would_change_what_is_said(engine: Engine):
     plain, drafted = generate(engine), generate(engine, policy_of(engine))
     assert sum(row["num_accepted"] for row in drafted.iterations) > 0
     # Two tokens may be as likely as each other in bfloat16: then the texts part, and say nothing after that.
@@ -136,7 +119,7 @@ def test_speculation_would_change_what_is_said_if_graphs_of_several_depths_did_n
     assert sum(same) >= 0.8 * len(same)
 
 
-def test_rollouts_would_be_off_policy_if_engines_went_on_with_old_weights_after_a_sync(engine: Engine, model: Path):
+def test_engines_would_go_on_with_old_weights(engine: Engine, model: Path):
     plain, weights = texts(generate(engine)), weights_of(model)
     engine.update_weights(negated(weights).items(), 1)
     assert texts(generate(engine)) != plain
@@ -144,9 +127,7 @@ def test_rollouts_would_be_off_policy_if_engines_went_on_with_old_weights_after_
     assert texts(generate(engine)) == plain
 
 
-def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights_than_they_slept_with(
-    v1: Engine, model: Path
-):
+def test_colocated_engines_would_wake_with_other_weights(v1: Engine, model: Path):
     plain, awake = texts(generate(v1)), torch.cuda.mem_get_info()[0]
     v1.sleep()
     assert torch.cuda.mem_get_info()[0] > awake + GIB / 2
@@ -160,11 +141,9 @@ def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights
     assert texts(generate(v1)) == plain
 
 
-def test_a_trained_drafter_would_never_serve_if_replayed_graphs_drafted_with_old_weights_after_a_swap(
-    v2: Engine, model: Path
-):
+def test_drafters_would_draft_with_old_weights_after_a_swap(v2: Engine, model: Path):
     """Drafts are all kept while the drafter is the target, few once it is another, all again when it is put back."""
-    deep, weights = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4))), weights_of(model)
+    deep, weights = fixed("learned", 4), weights_of(model)
 
     def kept() -> float:
         rows = generate(v2, deep).iterations
@@ -177,7 +156,7 @@ def test_a_trained_drafter_would_never_serve_if_replayed_graphs_drafted_with_old
     assert kept() > 0.9
 
 
-def test_engines_would_run_out_of_memory_if_planned_graphs_took_more_than_predicted(engine: Engine, model: Path):
+def test_planned_graphs_would_take_more_than_predicted(engine: Engine, model: Path):
     from tltlab.costs.profiles import find_model
     from tltlab.runtime.engine.graphs import memory_bytes, vllm_pool
 
@@ -191,7 +170,7 @@ def test_engines_would_run_out_of_memory_if_planned_graphs_took_more_than_predic
     assert captured.piecewise == plan.piecewise_graphs()
 
 
-def test_plain_steps_would_pay_for_adaptivity_if_they_or_any_depth_ran_without_a_full_graph(engine: Engine):
+def test_a_depth_would_run_without_a_full_graph(engine: Engine):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("full graphs for drafts of any lengths need FlashAttention 3 (Hopper)")
     rows = decoding(generate(engine)) + decoding(generate(engine, policy_of(engine)))

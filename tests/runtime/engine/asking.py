@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +30,10 @@ def switching(*strategies: Strategy, hold_iterations: int = 3) -> Policy:
     return Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *strategies), hold_iterations=hold_iterations))
 
 
-def request(
-    name: str, number: int, prompt: list[int], tokens: int, *, rl_step: int = 0, **more: Any
-) -> GenerationRequest:
+def request(name: str, number: int, prompt: list[int], tokens: int, rl_step: int = 0, **more: Any) -> GenerationRequest:
     """One that runs to its cap."""
-    settings = {"ignore_eos": True} | more
-    return GenerationRequest(
-        key=(rl_step, name, number, 0), prompt_token_ids=prompt, max_response_tokens=tokens, **settings
-    )
+    settings = {"key": (rl_step, name, number, 0), "max_response_tokens": tokens, "ignore_eos": True} | more
+    return GenerationRequest(prompt_token_ids=prompt, **settings)
 
 
 def requests(num: int, tokens: int, *, rl_step: int = 0) -> list[GenerationRequest]:
@@ -83,18 +81,35 @@ def changed(since: dict[str, Any]) -> list[str]:
     return [name for name in now if now[name] != since[name]]
 
 
-def scheduled(
-    *request_ids: str,
-    drafts: Mapping[str, Sequence[int]] | None = None,
-    waiting: int = 0,
-    context_tokens: int = 0,
-    prefill_tokens: int = 0,
-) -> Scheduled:
-    """An iteration of an engine that is only played."""
-    return Scheduled(
-        request_ids=list(request_ids), drafts=drafts or {}, waiting=waiting, context_tokens=context_tokens,
-        prefill_tokens=prefill_tokens, free_kv_tokens=100,
-    )  # fmt: skip
+def scheduled(*request_ids: str, drafts: Mapping[str, Sequence[int]] | None = None, **more: int) -> Scheduled:
+    """An iteration of an engine that is only played, without requests that wait, context and prefill if not told so."""
+    counts = {"waiting": 0, "context_tokens": 0, "prefill_tokens": 0, "free_kv_tokens": 100} | more
+    return Scheduled(request_ids=list(request_ids), drafts=drafts or {}, **counts)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that raises this, whatever it is called with."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
+def said_once(caplog: pytest.LogCaptureFixture, about: str = "the engine goes on") -> str:
+    """The only line of the log that says this."""
+    (said,) = [record.getMessage() for record in caplog.records if about in record.getMessage()]
+    return said
+
+
+def run_program(text: str, *arguments: object) -> tuple[str, str]:
+    """What a program in a process of its own prints and says; it can import these tests."""
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ["PYTHONPATH"]])
+    command = [sys.executable, "-W", "ignore", "-c", text, *map(str, arguments)]
+    environ = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
 
 
 def texts(rollout: Rollout) -> list[list[int]]:

@@ -54,13 +54,10 @@ def _shared(name: str, model: Path, **arguments: Any) -> Engine:
 def roomy(random_model: Path) -> Engine:
     """The target is its own draft model: greedily, every one of its drafts is kept."""
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
-    return _shared(
-        "roomy",
-        random_model,
-        drafters={**DEFAULT_DRAFTERS, "learned": learned, "hybrid": HybridSpec(first="suffix", otherwise="learned")},
-        max_draft_depth=8,
-        vllm_args={"max_num_seqs": 512, "max_model_len": 256},
-    )
+    hybrid = HybridSpec(first="suffix", otherwise="learned")
+    drafters = {**DEFAULT_DRAFTERS, "learned": learned, "hybrid": hybrid}
+    args = {"max_num_seqs": 512, "max_model_len": 256}
+    return _shared("roomy", random_model, drafters=drafters, max_draft_depth=8, vllm_args=args)
 
 
 @pytest.fixture

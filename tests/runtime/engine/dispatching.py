@@ -16,10 +16,8 @@ def dispatched_kinds(plan: GraphPlan, *, uniform_only: bool = False) -> dict[Bat
     is uniform (`AttentionCGSupport`).
     """
     if plan.runner == "V2":
-        manager = v2_manager(plan)
-        return {
-            (n, k): kind_of(manager.dispatch(n, n * (k + 1), k + 1, 0).cg_mode.name) for n, k in plan.may_run
-        }  # fmt: skip
+        modes = v2_manager(plan).dispatch
+        return {(n, k): kind_of(modes(n, n * (k + 1), k + 1, 0).cg_mode.name) for n, k in plan.may_run}
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     dispatcher = v1_dispatcher(plan, uniform_only=uniform_only)
@@ -36,31 +34,18 @@ def v1_dispatcher(plan: GraphPlan, *, uniform_only: bool = False) -> Any:
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    told = plan.engine_settings(None)["compilation_config"]
-    sizes = told["cudagraph_capture_sizes"]
-    compilation = CompilationConfig(
-        mode=CompilationMode.VLLM_COMPILE,
-        max_cudagraph_capture_size=sizes[-1],
-        **{"cudagraph_mode": "FULL_AND_PIECEWISE", **told},
-    )
+    told = {"cudagraph_mode": "FULL_AND_PIECEWISE", **plan.engine_settings(None)["compilation_config"]}
+    told["max_cudagraph_capture_size"] = told["cudagraph_capture_sizes"][-1]
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, **told)
     compilation.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
     compilation.post_init_cudagraph_sizes()
-    query_len = plan.deepest + 1
-    mode = compilation.resolve_cudagraph_mode_and_sizes(
-        AttentionCGSupport.UNIFORM_BATCH if uniform_only else AttentionCGSupport.ALWAYS,
-        "attention",
-        query_len,
-        use_v2_model_runner=False,
-        max_num_reqs=plan.max_num_seqs,
-    )
-    dispatcher = CudagraphDispatcher(
-        SimpleNamespace(
-            compilation_config=compilation,
-            num_speculative_tokens=query_len - 1,
-            lora_config=None,
-            scheduler_config=SimpleNamespace(max_num_seqs=plan.max_num_seqs),
-        )
-    )
+    query_len, num_seqs = plan.deepest + 1, plan.max_num_seqs
+    support = AttentionCGSupport.UNIFORM_BATCH if uniform_only else AttentionCGSupport.ALWAYS
+    engine = {"use_v2_model_runner": False, "max_num_reqs": num_seqs}
+    mode = compilation.resolve_cudagraph_mode_and_sizes(support, "attention", query_len, **engine)
+    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=plan.deepest, lora_config=None)
+    config.scheduler_config = SimpleNamespace(max_num_seqs=num_seqs)
+    dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(mode, query_len)
     return dispatcher
 
@@ -72,17 +57,13 @@ def v2_manager(plan: GraphPlan) -> Any:
 
     sizes, schedule = plan.capture_sizes, [list(row) for row in plan.schedule] or None
     manager = CudaGraphManager.__new__(CudaGraphManager)
-    manager.vllm_config = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            uses_dynamic_speculative_decoding=lambda: schedule is not None,
-            num_speculative_tokens_per_batch_size=schedule,
-        ),
-        num_speculative_tokens=plan.deepest,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-    )
-    manager.compilation_config = SimpleNamespace(
-        cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=sizes[-1]
-    )
+    drafts = SimpleNamespace(num_speculative_tokens_per_batch_size=schedule)
+    drafts.uses_dynamic_speculative_decoding = lambda: schedule is not None
+    cache = SimpleNamespace(use_kda_recoverssm=False)
+    manager.vllm_config = SimpleNamespace(speculative_config=drafts, cache_config=cache)
+    manager.vllm_config.num_speculative_tokens = plan.deepest
+    graphs = {"cudagraph_capture_sizes": list(sizes), "max_cudagraph_capture_size": sizes[-1]}
+    manager.compilation_config = SimpleNamespace(**graphs)
     manager.max_num_reqs = plan.max_num_seqs
     manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     manager.decode_query_len, manager.varlen_decode = plan.deepest + 1, False

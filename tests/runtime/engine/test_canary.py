@@ -59,9 +59,7 @@ def test_a_sound_drafter_is_found_fine(engine: Engine, plain: list[list[int]]):
     assert report.positions["learned"].drafted[0] >= report.positions["learned"].drafted[3] > 100
 
 
-def test_when_it_collapses_the_fallback_serves_from_the_next_iteration_on(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]
-):
+def test_the_fallback_serves_once_it_collapses(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
     engine.update_draft_weights(bad.items(), [0.9] * 4)
     assert texts(generate(engine)) == plain
     report = engine.drafter_report()
@@ -82,7 +80,7 @@ def test_a_drafter_that_a_target_update_leaves_behind_is_found(engine: Engine, b
     assert texts(generate(engine)) == texts(told)
     verdict = engine.drafter_report().verdicts[-1]
     assert verdict.kind == "collapsed"
-    assert verdict.why.startswith("the sync of weights 7")
+    assert "weights 7" in verdict.why
 
 
 def test_it_looks_again_after_a_wake(engine: Engine, plain: list[list[int]]):
@@ -90,30 +88,22 @@ def test_it_looks_again_after_a_wake(engine: Engine, plain: list[list[int]]):
     engine.sleep()
     engine.wake_up()
     assert texts(generate(engine)) == plain
-    assert [v.why.startswith("the engine woke") for v in engine.drafter_report().verdicts] == [False, True]
+    assert ["woke" in v.why for v in engine.drafter_report().verdicts] == [False, True]
 
 
-def test_where_told_to_stop_it_stops_with_a_sentence_and_the_engine_is_none_the_worse(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]
-):
+def test_it_stops_where_told_to(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
     engine.guard_drafter(WATCH.model_copy(update={"on_collapse": "stop"}))
     engine.update_draft_weights(bad.items(), [0.9] * 4)
-    said = (
-        r"worker 0: the learned drafter has collapsed: 0\.\d+ of 50 first draft tokens were kept since weights of \d+ "
-    )
-    with pytest.raises(RunError, match=said + r"updates .* training predicted 0\.900; likely .* stale weights"):
-        generate(engine)
-    assert not engine.llm.llm_engine.has_unfinished_requests()
-    assert engine.control.live == {}
-    with refused(RunError, naming=("collapsed",)):
-        generate(engine)
+    for facts in (("worker 0", "collapsed", "50", "0.900"), ("collapsed",)):
+        with refused(RunError, naming=facts):
+            generate(engine)
+        assert not engine.llm.llm_engine.has_unfinished_requests()
+        assert engine.control.live == {}
     engine.update_draft_weights(good.items(), [0.9] * 4)
     assert texts(generate(engine)) == plain
 
 
-def test_weights_are_swapped_between_iterations_and_nothing_is_lost(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]
-):
+def test_swapping_weights_loses_nothing(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
     """Bad weights after 5 iterations, good ones after 15: what is said stays, what is kept of the drafts changes."""
     iterations = 0
 

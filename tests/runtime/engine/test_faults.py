@@ -22,18 +22,13 @@ from tltlab.runtime.engine.generation import EngineDied
 from tltlab.runtime.engine.weights import Slots
 from tltlab.strategy import Strategy
 
-from .asking import CONTEXT, fixed, request, switching
+from .asking import CONTEXT, fixed, raising, request, switching, texts
 from .asking import groups_of_four as requests
 
 pytestmark = pytest.mark.engine
 SUFFIX = fixed("suffix", 6)
 ALONE: dict[Key, Sequence[int]] = {}
 """What requests get that run one by one and are never preempted."""
-
-
-@pytest.fixture
-def engine(cramped: Engine) -> Engine:
-    return cramped
 
 
 @pytest.fixture(scope="module")
@@ -46,83 +41,75 @@ def narrow(random_model: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("policy", [SUFFIX, switching(Strategy.chain("suffix", 6), Strategy.chain("ngram", 3))])
-def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(
-    engine: Engine, policy: Policy, preempted: list[str]
-):
+def test_preempted_requests_come_back_whole(cramped: Engine, policy: Policy, preempted: list[str]):
     plenty = requests(12, 60)
     if not ALONE:
-        engine.set_policy(None)
-        alone = [engine.generate([one], rl_step=0, temperature=0.0).responses[0] for one in plenty]
+        cramped.set_policy(None)
+        alone = [cramped.generate([one], rl_step=0, temperature=0.0).responses[0] for one in plenty]
         ALONE.update({r.key: r.token_ids for r in alone})
-    engine.set_policy(policy)
-    rollout = engine.generate(plenty, rl_step=0, temperature=0.0)
+    cramped.set_policy(policy)
+    rollout = cramped.generate(plenty, rl_step=0, temperature=0.0)
     assert preempted, "the test needs preemption"
     assert {r.key: r.token_ids for r in rollout.responses} == ALONE
     # Drafts kept beyond a cap may add to the log.
     assert sum(r["num_generated"] for r in rollout.iterations) >= sum(len(r.token_ids) for r in rollout.responses)
-    assert engine.control.live == {}
+    assert cramped.control.live == {}
 
 
-def test_aborted_requests_come_back_with_what_they_have(engine: Engine):
-    engine.set_policy(SUFFIX)
+def test_aborted_requests_come_back_with_what_they_have(cramped: Engine):
+    cramped.set_policy(SUFFIX)
     asked = [*requests(3, 5), *requests(4, 60, rl_step=1)]
-    rollout = engine.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
+    rollout = cramped.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
     assert [r.key for r in rollout.responses] == [r.key for r in asked]
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 3 + ["abort"] * 4
     assert all(0 < len(r.token_ids) < 60 for r in rollout.responses[3:])
-    assert engine.control.live == {}
-    again = engine.generate(requests(4, 8), rl_step=0, temperature=0.9)
+    assert cramped.control.live == {}
+    again = cramped.generate(requests(4, 8), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [8] * 4
 
 
-def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engine):
-    engine.set_policy(SUFFIX)
-    rollout = engine.generate(requests(2, 500), rl_step=0, temperature=0.9)
+def test_a_response_that_reaches_the_end_of_the_context_stops_there(cramped: Engine):
+    cramped.set_policy(SUFFIX)
+    rollout = cramped.generate(requests(2, 500), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in rollout.responses] == [CONTEXT - 6] * 2
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 2
 
 
+BAD = {"key": (0, "bad", 0, 0)}
+
+
 @pytest.mark.parametrize(
-    ("asked", "complaint"),
+    ("bad", "facts"),
     [
-        (requests(1, 5, prompt_tokens=CONTEXT), ("96",)),
-        ([*requests(1, 5), *requests(1, 5)], ()),
+        (BAD | {"prompt_token_ids": [1, *[5] * (CONTEXT - 1)]}, (CONTEXT,)),
+        ({}, ()),
+        (BAD | {"prompt_token_ids": [1, 999]}, ()),
+        (BAD | {"max_response_tokens": 0}, (1,)),
     ],
+    ids=["no room", "the same twice", "no such word", "nothing asked"],
 )
-def test_requests_that_cannot_be_told_apart_or_have_no_room_are_refused(engine: Engine, asked: list, complaint: tuple):
-    with refused(ConfigError, naming=complaint):
-        engine.generate(asked, rl_step=0, temperature=0.9)
-
-
-@pytest.mark.parametrize(
-    ("bad", "complaint"),
-    [({"prompt_token_ids": [1, 999]}, ()), ({"max_response_tokens": 0}, ("1",))],
-)
-def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad: dict, complaint: tuple):
+def test_a_request_that_is_refused_leaves_nothing_running(cramped: Engine, bad: dict[str, Any], facts: tuple[int, ...]):
     fine = request("fine", 0, [1, 5], 30)
-    with refused(ConfigError, naming=complaint):
-        engine.generate([fine, replace(fine, key=(0, "bad", 0, 0), **bad)], rl_step=0, temperature=0.9)
-    (other,) = engine.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
+    with refused(ConfigError, naming=facts):
+        cramped.generate([fine, replace(fine, **bad)], rl_step=0, temperature=0.9)
+    (other,) = cramped.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
     assert len(other.token_ids) == 4
-    assert engine.control.live == {}
+    assert cramped.control.live == {}
 
 
-def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine):
-    def interrupted(ended: Sequence[Key]) -> bool:
-        raise KeyboardInterrupt
-
+def test_an_interrupted_rollout_does_not_answer_for_the_next_one(cramped: Engine):
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
-    again = engine.generate(requests(2, 4), rl_step=0, temperature=0.9)
+        cramped.generate(requests(2, 30), rl_step=0, temperature=0.9, until=raising(KeyboardInterrupt()))
+    again = cramped.generate(requests(2, 4), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
 
 
-def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: Engine):
+def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(cramped: Engine):
     with refused(ConfigError):
-        engine.update_draft_weights([])
+        cramped.update_draft_weights([])
 
 
-def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_token_untold(narrow: Engine):
+def test_a_narrow_iteration_leaves_nothing_of_an_earlier_choice(narrow: Engine):
     # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
     rollout = narrow.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
     assert [row["prefill_tokens"] for row in rollout.iterations if row["prefill_tokens"]] == [32, 2]
@@ -135,33 +122,31 @@ def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_to
     assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
 
 
-def test_a_transfer_that_is_cut_off_leaves_an_engine_that_says_so_until_all_has_come(
-    narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]
-):
-    def texts() -> list[Sequence[int]]:
-        return [r.token_ids for r in narrow.generate(requests(2, 8), rl_step=0, temperature=0.0).responses]
+def test_a_cut_off_transfer_is_waited_for(narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]):
+    def said() -> list[list[int]]:
+        return texts(narrow.generate(requests(2, 8), rl_step=0, temperature=0.0))
 
     narrow.set_policy(None)
     good = load_file(random_model / "model.safetensors")
-    plain = texts()
+    plain = said()
     with closing(Slots.fit(good.values(), 64 << 10)) as slots:
         for number, bucket in enumerate(slots.filled(bad.items())):
             if number == 0:
                 narrow.weights.start()
             narrow.weights.load(bucket=asdict(bucket))
             with refused(EngineDied):
-                texts()
+                said()
             with refused(EngineDied):
                 narrow.update_weights(good.items(), 2)
         assert number > 3, "the test needs several buckets"
         narrow.weights.finish("1")
         # Layers that two buckets share have what lay in the first of them before it was filled again.
-        halves = texts()
+        halves = said()
         narrow.update_weights(bad.items(), 2)
-        assert halves == texts() != plain
+        assert halves == said() != plain
 
         narrow.update_weights(good.items(), 3)
-        assert texts() == plain
+        assert said() == plain
         buckets = slots.filled(good.items())
         narrow.weights.start()
         narrow.weights.load(bucket=asdict(next(buckets)))
@@ -169,11 +154,11 @@ def test_a_transfer_that_is_cut_off_leaves_an_engine_that_says_so_until_all_has_
             narrow.weights.finish("4")
         # Layers of which nothing came would be what they were.
         with refused(EngineDied, naming=("1",)):
-            texts()
+            said()
         for bucket in buckets:
             narrow.weights.load(bucket=asdict(bucket))
         narrow.weights.finish("4")
-        assert texts() == plain
+        assert said() == plain
 
 
 def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -193,15 +178,16 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
     assert caught.value.lost == [(1, "p0", 0, 0), (1, "p0", 1, 0)]
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "why"),
-    [
-        ("no.such.weight", 64, ()),
-        ("model.layers.1.mlp.down_proj.weight", 5, ()),
-        ("model.layers.0.self_attn.k_proj.weight", 64, ("4096",)),
-    ],
-)
-def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engine, name: str, rows: int, why: tuple):
+WRONG_WEIGHTS = {
+    "no.such.weight": (64, ()),
+    "model.layers.1.mlp.down_proj.weight": (5, ()),
+    "model.layers.0.self_attn.k_proj.weight": (64, ("4096",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_weights_that_are_not_the_models_end_the_engine(narrow: Engine, name: str):
+    rows, why = WRONG_WEIGHTS[name]
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
     narrow._death = narrow.weights.unusable = ""
     with refused(ConfigError, naming=("none",)):
@@ -223,15 +209,14 @@ class Settled:
 
 
 def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch):
-    with refused(ConfigError, naming=("pipeline_parallel_size=2",)):
-        Engine(str(random_model), vllm_args={"pipeline_parallel_size": 2})
-    with refused(ConfigError, naming=("data_parallel_size=2",)):
-        Engine(str(random_model), vllm_args={"data_parallel_size": 2})
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        with refused(ConfigError, naming=(f"{name}=2",)):
+            Engine(str(random_model), vllm_args={name: 2})
     monkeypatch.setattr("vllm.LLM", Settled)
     with refused(ConfigError):
         Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
-    with refused(ConfigError, naming=("cannot",)):
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path):
+    with refused(ConfigError):
         Engine(str(tmp_path / "nothing"), max_draft_depth=0)

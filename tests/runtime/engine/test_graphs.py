@@ -12,7 +12,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
@@ -29,6 +29,7 @@ from tltlab.runtime.engine.graphs import (
 from tltlab.runtime.engine.vllm.runners import captured_bytes, captured_graphs, keep_captured_bytes
 from tltlab.strategy import Strategy
 
+from .asking import fixed
 from .dispatching import dispatched_kinds, v1_dispatcher, v2_manager
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=1, bytes_per_layer=1e6)
@@ -46,14 +47,13 @@ POLICIES = ["none", "fixed", "table", "beg-mab", "explore", table((1, 7), (5, 3)
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fill", [False, True])
-def test_the_graphs_are_those_that_vllms_v2_runner_captures_and_finds_for_each_batch(policy: str | Policy, fill: bool):
+def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
     from vllm.config.compilation import CUDAGraphMode
 
     plan = plan_graphs(load_policy(policy), 40, fill=fill)
     captured = v2_manager(plan)._capture_descs
-    assert set(plan.full_graphs()) == {
-        (d.num_tokens, d.uniform_token_count - 1) for d in captured[CUDAGraphMode.FULL]
-    }  # fmt: skip
+    full = {(d.num_tokens, d.uniform_token_count - 1) for d in captured[CUDAGraphMode.FULL]}
+    assert set(plan.full_graphs()) == full
     assert [d.num_tokens for d in captured[CUDAGraphMode.PIECEWISE]][::-1] == list(plan.piecewise_graphs())
     assert plan.kinds() == dispatched_kinds(plan)
     assert set(plan.kinds().values()) <= {"full", "piecewise"}
@@ -63,12 +63,9 @@ def test_the_graphs_are_those_that_vllms_v2_runner_captures_and_finds_for_each_b
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("any_lengths", [False, True])
 @pytest.mark.parametrize("max_tokens", [100, 8192])
-def test_the_graphs_are_those_that_vllms_v1_dispatcher_has_and_finds_for_each_batch(
-    policy: str | Policy, any_lengths: bool, max_tokens: int
-):
-    plan = plan_graphs(
-        load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, deepest=9, max_tokens=max_tokens
-    )
+def test_graphs_are_those_of_vllms_v1_dispatcher(policy: str | Policy, any_lengths: bool, max_tokens: int):
+    sizes = {"deepest": 9, "max_tokens": max_tokens}
+    plan = plan_graphs(load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, **sizes)
     runner = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=v1_dispatcher(plan)))
     captured = captured_graphs(runner)
     assert captured.full == plan.full_graphs()
@@ -76,7 +73,7 @@ def test_the_graphs_are_those_that_vllms_v1_dispatcher_has_and_finds_for_each_ba
     assert plan.kinds() == dispatched_kinds(plan)
 
 
-def test_by_default_the_v1_runner_has_full_graphs_for_its_deepest_draft_alone_and_with_any_lengths_for_all():
+def test_any_lengths_give_the_v1_runner_full_graphs():
     policy = load_policy("beg-mab-suffix")
     stock, planned = (plan_graphs(policy, 64, runner="V1", any_lengths=any_lengths) for any_lengths in (False, True))
     assert {k for (_, k), kind in dispatched_kinds(stock).items() if kind == "full"} == {8}
@@ -90,10 +87,10 @@ def test_by_default_the_v1_runner_has_full_graphs_for_its_deepest_draft_alone_an
     assert mode.name == "FULL"
 
 
-def test_an_engine_built_deeper_than_its_policy_drafts_has_no_full_graph_in_the_v1_runner():
-    fixed = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
-    assert set(dispatched_kinds(plan_graphs(fixed, 16, runner="V1")).values()) == {"full"}
-    assert set(dispatched_kinds(plan_graphs(fixed, 16, runner="V1", deepest=8)).values()) == {"piecewise"}
+@pytest.mark.parametrize(("deepest", "kind"), [(4, "full"), (8, "piecewise")])
+def test_an_engine_deeper_than_its_policy_has_piecewise_graphs(deepest: int, kind: str):
+    plan = plan_graphs(fixed("suffix"), 16, runner="V1", deepest=deepest)
+    assert set(dispatched_kinds(plan).values()) == {kind}
 
 
 def test_a_table_of_depths_would_demote_the_v1_runner_and_is_left_out():
@@ -121,108 +118,85 @@ def test_of_plans_that_fit_the_one_with_most_full_graphs_is_taken_then_the_fines
         fitting_plan(plan, POOL, coarsest - 1)
 
 
-WHOLE_SUFFIX = {"suffix": SYSTEM_DRAFTERS["suffix-decoding"]}
-SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 8)))
-
-
-def exported(policy: Policy, folder: Path, capsys: pytest.CaptureFixture[str], *more: object) -> tuple[int, Any, str]:
-    policy.write(folder / "policy.json")
-    with pytest.raises(SystemExit) as ended:
-        main(["export-policy", str(folder / "policy.json"), "--max-batch", "32", "--json", *map(str, more)])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), json.loads(out) if out else None, err
-
-
+SUFFIX = fixed("suffix", 8)
 HEAD = LearnedSpec(method="draft_model", model="MODEL")
+
+
+def of(policy: Policy, **drafters: DrafterSpec) -> Policy:
+    """The policy with these drafters."""
+    return policy.model_copy(update={"drafters": drafters})
+
+
+MIXED = TableSpec(
+    rows=(
+        TableRow(min_batch=1, strategy=Strategy.chain("suffix", 4)),
+        TableRow(min_batch=4, strategy=Strategy.chain("learned", 4)),
+    )
+)
 STOCK: dict[str, Policy] = {
     **SHIPPED,
     "suffix": SUFFIX,
-    "suffix-decoding": SUFFIX.model_copy(update={"drafters": WHOLE_SUFFIX}),
+    "suffix-decoding": of(SUFFIX, suffix=SYSTEM_DRAFTERS["suffix-decoding"]),
+    "suffix that comes on": SUFFIX.model_copy(update={"activation": Activation(max_requests=16)}),
     "table of suffix": table((1, 8), (5, 0), drafter="suffix"),
-    "head": table((1, 7), (5, 3), (20, 0)).model_copy(update={"drafters": {"learned": HEAD}}),
-    "head that falls back": Policy(
-        selector=FixedSpec(strategy=Strategy.chain("learned", 3)),
-        drafters={"learned": HEAD.model_copy(update={"fallback": "suffix", "max_age": 2})},
+    "head": of(table((1, 7), (5, 3), (20, 0)), learned=HEAD),
+    "head that falls back": of(
+        fixed("learned", 3), learned=HEAD.model_copy(update={"fallback": "suffix", "max_age": 2})
     ),
-    "untrained": Policy(
-        selector=FixedSpec(strategy=Strategy.chain("learned", 3)),
-        drafters={"learned": HEAD.model_copy(update={"trained": False})},
-    ),
-    "hybrid": Policy(
-        selector=FixedSpec(strategy=Strategy.chain("both", 3)), drafters={"learned": HEAD, "both": HybridSpec()}
-    ),
-    "head and suffix": Policy(
-        selector=TableSpec(
-            rows=(
-                TableRow(min_batch=1, strategy=Strategy.chain("suffix", 4)),
-                TableRow(min_batch=4, strategy=Strategy.chain("learned", 2)),
-            )
-        ),
-        drafters={"learned": HEAD},
-    ),
+    "untrained": of(fixed("learned", 3), learned=HEAD.model_copy(update={"trained": False})),
+    "unknown": fixed("learned", 2),
+    "hybrid": of(fixed("both", 3), learned=HEAD, both=HybridSpec()),
+    "head and suffix": of(Policy(selector=MIXED), learned=HEAD),
 }
 RUNS_IN_STOCK = {"none", "fixed", "table", "das", "suffix", "suffix-decoding", "head", "head that falls back"}
+NAMED = {
+    "beg-mab-suffix": ("suffix and ngram",),
+    "suffix that comes on": ("suffix", "K"),
+    "table of suffix": ("suffix", "K"),
+    "unknown": ("drafter learned",),
+    "hybrid": ("suffix and learned",),
+    "head and suffix": ("suffix and learned",),
+    "goodput": ("K = 0, 1, 2, 4, 8",),
+}
+"""What a refusal names."""
 
 
 @pytest.mark.parametrize("name", list(STOCK))
-def test_stock_vllm_takes_what_the_command_writes_and_the_rest_is_refused(
-    name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_stock_vllm_takes_what_is_written(
+    name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Through vLLM's own argument parser and all checks of an engine's configuration; what it would do is the table."""
+    """Through vLLM's own argument parser and all checks of an engine's configuration; the rest is refused."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    policy = STOCK[name]
+    policy, policy_file, written = STOCK[name], tmp_path / "policy.json", tmp_path / "vllm.json"
     if "learned" in policy.drafters:
         spec = policy.drafters["learned"].model_copy(update={"model": str(random_model)})
-        policy = policy.model_copy(update={"drafters": {**policy.drafters, "learned": spec}})
-    code, told, err = exported(policy, tmp_path, capsys, "--out", tmp_path / "vllm.json")
-    assert (code == 0) == (name in RUNS_IN_STOCK)
-    if code:
-        assert (code, err.count("\n"), (tmp_path / "vllm.json").exists()) == (2, 1, False)
+        policy = of(policy, **{**policy.drafters, "learned": spec})
+    policy.write(policy_file)
+    with pytest.raises(SystemExit) as ended:
+        main(["export-policy", str(policy_file), "--max-batch", "32", "--json", "--out", str(written)])
+    out, err = capsys.readouterr()
+    assert (ended.value.code == 0) == (name in RUNS_IN_STOCK)
+    if ended.value.code:
+        assert (ended.value.code, out, err.count("\n"), written.exists()) == (2, "", 1, False)
+        assert all(fact in err for fact in NAMED.get(name, ()))
         return
-    settings = json.loads((tmp_path / "vllm.json").read_text())
-    assert settings == told["vllm"]
+    settings = json.loads(written.read_text())
+    assert settings == json.loads(out)["vllm"]
     flags = [f"--{key.replace('_', '-')}={json.dumps(value)}" for key, value in settings.items()]
     flags += [f"--model={random_model}", "--max-model-len=128", "--kv-cache-memory-bytes=33554432"]
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
     config = EngineArgs.from_cli_args(parsed).create_engine_config()
     assert config.scheduler_config.max_num_seqs == 32
-    strategies = {strategy for strategy in policy.strategies if strategy.speculates}
+    depths = sorted(strategy.draft_depth for strategy in policy.strategies if strategy.speculates)
     drafting = config.speculative_config
-    assert (drafting is not None) == bool(strategies)
+    assert (drafting is not None) == bool(depths)
     if drafting is not None:
-        depths = sorted(strategy.draft_depth for strategy in strategies)
-        assert (drafting.num_speculative_tokens, drafting.method) == (
-            depths[-1],
-            settings["speculative_config"]["method"],
-        )
+        method = settings["speculative_config"]["method"]
+        assert (drafting.num_speculative_tokens, drafting.method) == (depths[-1], method)
         table = drafting.num_speculative_tokens_per_batch_size
         assert table is None or {k for _, _, k in table} - {0} == set(depths)
-
-
-@pytest.mark.parametrize(
-    ("policy", "why"),
-    [
-        (load_policy("beg-mab-suffix"), "one drafter per engine, and the policy drafts with suffix and ngram"),
-        (load_policy("beg-mab-learned"), "one drafter per engine"),
-        (table((1, 8), (5, 0), drafter="suffix"), "suffix decoding has one K for all batches"),
-        (
-            SUFFIX.model_copy(update={"activation": Activation(max_requests=16)}),
-            "suffix decoding has one K for all batches",
-        ),
-        (Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 2))), "does not say what its drafter learned is"),
-        (STOCK["hybrid"], "one drafter per engine, and the policy drafts with suffix and learned"),
-        (load_policy("goodput"), "chooses among K = 0, 1, 2, 4, 8 while it runs"),
-    ],
-)
-def test_what_stock_vllm_would_refuse_or_die_of_is_refused(
-    policy: Policy, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    code, told, err = exported(policy, tmp_path, capsys, "--out", tmp_path / "vllm.json")
-    assert (code, told, err.count("\n")) == (2, None, 1)
-    assert why in err
-    assert not (tmp_path / "vllm.json").exists()
 
 
 @pytest.mark.parametrize("name", ["fixed", "table", "beg-mab"])
@@ -236,9 +210,8 @@ def test_vllm_takes_the_schedule_and_has_every_depth_in_it(name: str):
     assert graphs.cudagraph_capture_sizes == list(plan.capture_sizes)
     assert config.num_speculative_tokens == plan.depths[-1]
     if plan.schedule:
-        lookup = build_dynamic_sd_schedule_lookup(
-            config.num_speculative_tokens_per_batch_size, plan.max_num_seqs, config.num_speculative_tokens
-        )
+        schedule, deepest = config.num_speculative_tokens_per_batch_size, config.num_speculative_tokens
+        lookup = build_dynamic_sd_schedule_lookup(schedule, plan.max_num_seqs, deepest)
         assert set(lookup[1:]) == set(plan.depths)
         if not plan.chosen_at_run_time:
             assert set(enumerate(lookup[1:], start=1)) == set(plan.may_run)
@@ -247,12 +220,9 @@ def test_vllm_takes_the_schedule_and_has_every_depth_in_it(name: str):
 def test_a_table_is_vllms_schedule():
     plan = plan_graphs(table((1, 8), (5, 2), activation=Activation(max_requests=16, hold_iterations=0)), 64)
     assert plan.schedule == ((1, 4, 8), (5, 16, 2), (17, 64, 0))
-    assert plan.settings()["speculative_config"] == {
-        "method": "eagle",
-        "model": "heads/eagle",
-        "num_speculative_tokens": 8,
-        "num_speculative_tokens_per_batch_size": [[1, 4, 8], [5, 16, 2], [17, 64, 0]],
-    }
+    drafts = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 8}
+    schedule = {"num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule]}
+    assert plan.settings()["speculative_config"] == drafts | schedule
 
 
 def test_capture_sizes_are_the_buckets_own_and_equal_sizes_are_shared():
@@ -272,39 +242,33 @@ def test_a_network_that_drafts_level_by_level_has_graphs_of_one_token_per_reques
 
 
 def test_a_depth_that_never_varies_needs_no_schedule():
-    policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
-    assert plan_graphs(policy, 8).settings()["speculative_config"] == {
-        "method": "ngram",
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 5,
-        "num_speculative_tokens": 4,
-    }
+    drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
+    assert plan_graphs(fixed("ngram", 4), 8).settings()["speculative_config"] == drafts
     assert "speculative_config" not in plan_graphs(load_policy("none"), 8).settings()
 
 
-def test_where_the_policy_learns_the_schedule_only_names_every_depth():
-    arms = tuple(Strategy.chain("ngram", k) for k in (0, 2, 6))
-    plan = plan_graphs(Policy(selector=ExploreSpec(strategies=arms)), 16)
-    assert plan.schedule == ((1, 1, 6), (2, 2, 2), (3, 16, 0))
-    assert "own scheduler" in plan.notes[0]
+def test_a_policy_that_learns_has_every_depth_scheduled():
+    policy = Policy(selector=ExploreSpec(strategies=tuple(Strategy.chain("ngram", k) for k in (0, 2, 6))))
+    assert plan_graphs(policy, 16).schedule == ((1, 1, 6), (2, 2, 2), (3, 16, 0))
     with refused(ConfigError, naming=("3", "2")):
-        plan_graphs(Policy(selector=ExploreSpec(strategies=arms)), 2)
+        plan_graphs(policy, 2)
 
 
-def test_a_hold_and_drafters_that_vllm_cannot_have_are_noted():
-    held = plan_graphs(table((1, 4), activation=Activation(max_requests=4, hold_iterations=10)), 8)
-    assert any("hold" in note for note in held.notes)
-    rows = (TableRow(min_batch=1, strategy=Strategy.chain("suffix", 4)),)
-    mixed = Policy(selector=TableSpec(rows=(*rows, TableRow(min_batch=4, strategy=Strategy.chain("learned", 2)))))
-    plan = plan_graphs(mixed, 8)
-    assert "one drafter per engine, and the policy drafts with suffix and learned" in plan.refused()
-    assert any("one drafter per engine" in note for note in plan.notes)
-    assert plan.networks == ("learned",)
-
-
-@pytest.mark.parametrize(("name", "noted"), [("fixed", True), ("das", True), ("none", False)])
-def test_what_vllm_searches_is_noted_to_be_its_own(name, noted):
-    assert any("searches the request alone" in note for note in plan_graphs(load_policy(name), 8).notes) == noted
+@pytest.mark.parametrize(
+    ("policy", "noted", "is_noted"),
+    [
+        ("explore", "own scheduler", True),
+        (table((1, 4), activation=Activation(max_requests=4, hold_iterations=10)), "hold", True),
+        (Policy(selector=MIXED), "suffix, learned", True),
+        ("fixed", "searches the request alone", True),
+        ("das", "searches the request alone", True),
+        ("none", "searches the request alone", False),
+    ],
+)
+def test_what_vllm_does_otherwise_is_noted(policy: str | Policy, noted: str, is_noted: bool):
+    plan = plan_graphs(load_policy(policy), 8)
+    assert any(noted in note for note in plan.notes) == is_noted
+    assert plan.networks == (("learned",) if isinstance(policy, Policy) else ())
 
 
 def test_trees_are_refused():

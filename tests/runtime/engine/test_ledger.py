@@ -16,21 +16,13 @@ from .asking import scheduled
 KEY = (0, "p", 0, 0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Engine:
     """Two requests, played on a clock; each choice is a chain whose depth is the number of the iteration + 1."""
 
     def __init__(self, **settings: bool) -> None:
-        self.clock = Clock()
+        self.now = 50.0
         self.told: list[tuple[Choice, StepOutcome]] = []
-        self.ledger = Ledger(self.tell, worker=2, clock=self.clock, **settings)
+        self.ledger = Ledger(self.tell, worker=2, clock=lambda: self.now, **settings)
         self.ledger.begin(7)
         self.depth = 0
 
@@ -44,23 +36,18 @@ class Engine:
         self.ledger.start()
         self.ledger.schedule(what)
         self.depth += 1
-        self.choice = choice(self.depth)
-        self.ledger.choose(self.choice)
+        strategy = Strategy.chain("ngram", self.depth)
+        self.ledger.choose(Choice(strategy, Fixed(strategy), bucket=self.depth % 2, propensity=0.5))
         return what
 
     def iterate(self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0) -> None:
         what = self.schedule(self.ledger.in_force.strategy.draft_depth)
-        self.clock.now += forward_s
+        self.now += forward_s
         self.ledger.sampled(self.ledger.verified(what, [1, kept + 1]))
-        since = self.clock.now
-        self.clock.now += draft_s
+        since = self.now
+        self.now += draft_s
         self.ledger.drafted(since, 0.0)
-        self.clock.now += after_s
-
-
-def choice(depth: int) -> Choice:
-    strategy = Strategy.chain("ngram", depth)
-    return Choice(strategy, Fixed(strategy), bucket=depth % 2, propensity=0.5)
+        self.now += after_s
 
 
 SECONDS = st.floats(0.001, 10.0)
@@ -99,11 +86,11 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
     }  # fmt: skip
 
 
-def test_time_in_which_nothing_ran_is_no_iterations():
+def test_a_pause_is_no_iterations_time():
     engine = Engine()
     engine.iterate(1.0)
     engine.iterate(1.0, 0.5)
-    engine.clock.now += 100.0
+    engine.now += 100.0
     engine.ledger.pause()
     assert engine.ledger.iterations[-1]["duration"] == 1.5
     assert engine.ledger.in_force is NO_CHOICE
@@ -112,7 +99,7 @@ def test_time_in_which_nothing_ran_is_no_iterations():
     assert [told.strategy.draft_depth for told, _ in engine.told] == [1]
 
 
-def test_outcomes_are_told_outside_of_rollouts_too_but_leave_no_rows():
+def test_outside_of_rollouts_outcomes_leave_no_rows():
     engine = Engine()
     engine.ledger.end()
     engine.iterate()
@@ -129,7 +116,7 @@ def test_a_rollout_begins_at_0_and_the_choice_in_force_goes_on():
     engine.iterate()
     engine.ledger.end()
     engine.ledger.begin(8)
-    engine.clock.now += 0.5
+    engine.now += 0.5
     engine.ledger.first_token(KEY)
     engine.iterate(2.0)
     engine.ledger.end()
@@ -138,20 +125,17 @@ def test_a_rollout_begins_at_0_and_the_choice_in_force_goes_on():
     assert engine.ledger.first_token_s == {KEY: 0.5}
 
 
-def test_overlapped_iterations_run_from_output_to_output_and_drafting_time_is_unknown():
+def test_overlapped_iterations_run_from_output_to_output():
     engine = Engine(overlapped=True)
     first = engine.schedule()
-    engine.clock.now += 1.0
+    engine.now += 1.0
     second = engine.schedule(draft=1)
-    engine.clock.now += 1.0
-    engine.ledger.sampled(engine.ledger.verified(first, [1, 1]))
-    engine.clock.now += 3.0
-    engine.ledger.sampled(engine.ledger.verified(second, [2, 2]))
+    for seconds, work, counts in ((1.0, first, [1, 1]), (3.0, second, [2, 2])):
+        engine.now += seconds
+        engine.ledger.sampled(engine.ledger.verified(work, counts))
     engine.ledger.end()
-    assert [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.ledger.iterations] == [
-        (0.0, 2.0, None),
-        (2.0, 3.0, None),
-    ]
+    rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.ledger.iterations]
+    assert rows == [(0.0, 2.0, None), (2.0, 3.0, None)]
     ((told, outcome),) = engine.told
     assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
 
@@ -161,17 +145,15 @@ def test_an_iteration_in_flight_when_a_rollout_begins_is_of_no_rollout():
     stray = engine.schedule()
     engine.ledger.begin(8)
     own = engine.schedule()
-    engine.clock.now += 1.0
+    engine.now += 1.0
     engine.ledger.sampled(engine.ledger.verified(stray, [0, 0]))
     engine.ledger.sampled(engine.ledger.verified(own, [1, 1]))
     assert [row["num_generated"] for row in engine.ledger.iterations] == [2]
 
 
 def test_a_stopwatch_counts_what_ran_inside_it():
-    clock = Clock()
-    stopwatch = Stopwatch(clock)
-    for inside_s in (2.0, 1.0):
+    stopwatch = Stopwatch(iter([0.0, 2.0, 7.0, 8.0]).__next__)
+    for _ in range(2):
         with stopwatch:
-            clock.now += inside_s
-        clock.now += 5.0
+            pass
     assert stopwatch.seconds == 3.0

@@ -10,13 +10,14 @@ from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import FixedSpec
+from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.ledger import Choice, Iteration
 from tltlab.runtime.engine.metrics import Collector, Tally
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .asking import raising
 
 NGRAM = Strategy.chain("ngram", 3)
 
@@ -39,7 +40,7 @@ def tally(*iterations: Iteration) -> Tally:
     return counted
 
 
-def test_iterations_are_counted_by_arm_and_compared_with_plain_ones_of_their_batch_size():
+def test_iterations_are_counted_by_arm_and_compared_with_plain_ones():
     counted = tally(
         iteration(NGRAM, 9.0, (3, 3), (3, 3)),  # nothing to compare it with yet
         iteration(NO_SPECULATION, 2.0),
@@ -52,11 +53,9 @@ def test_iterations_are_counted_by_arm_and_compared_with_plain_ones_of_their_bat
     assert [counted.counts[name, "ngram:3"] for name in names] == [3, 17.0, 15]
     gained = {key: number for key, number in counted.counts.items() if key[0] == "gained_seconds"}
     assert gained == {("gained_seconds", "ngram:3", "measured"): pytest.approx(1.0 - 2.0)}
-    by_position = {
-        kind: [counted.counts[f"{kind}_tokens_per_position_total", "ngram:3", position] for position in "012"]
-        for kind in ("draft", "accepted")
-    }
-    assert by_position == {"draft": [5, 5, 4], "accepted": [4, 3, 2]}
+    for kind, by_position in {"draft": [5, 5, 4], "accepted": [4, 3, 2]}.items():
+        name = f"{kind}_tokens_per_position_total"
+        assert [counted.counts[name, "ngram:3", position] for position in "012"] == by_position
 
 
 def test_where_a_cost_model_is_given_plain_decoding_is_what_it_says():
@@ -67,16 +66,15 @@ def test_where_a_cost_model_is_given_plain_decoding_is_what_it_says():
     assert counted.counts["gained_seconds", "ngram:3", "costs"] == pytest.approx(2.0)
 
 
-def test_what_cannot_be_counted_is_said_once_and_not_raised(caplog: pytest.LogCaptureFixture):
+def test_counting_ends_with_the_first_error(caplog: pytest.LogCaptureFixture):
     counted = Tally(LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1))
     counted.add(iteration(NO_SPECULATION, 2.0))
     before = counted.counts["iterations_total", "none"]
     for _ in range(2):
         counted.add(iteration(NGRAM, 1.0, (3, 2), batch=0))
         assert counted.counts["iterations_total", "none"] == before
-    assert [record.getMessage() for record in caplog.records] == [
-        "iterations are not counted any more: ZeroDivisionError: float division by zero"
-    ]
+    (record,) = caplog.records
+    assert "ZeroDivisionError" in record.getMessage()
 
 
 def test_what_is_held_does_not_grow_with_iterations():
@@ -89,7 +87,7 @@ def test_what_is_held_does_not_grow_with_iterations():
 def shown(*asks: object) -> dict[str, float]:
     """What a scrape gives: by name, and label values in the order of the labels' names, the numbers."""
     collector = Collector()
-    collector.asks += asks  # type: ignore[arg-type]
+    collector.asks += asks
     registry = CollectorRegistry()
     registry.register(collector)
     families = text_string_to_metric_families(generate_latest(registry).decode())
@@ -97,14 +95,10 @@ def shown(*asks: object) -> dict[str, float]:
     return {" ".join([s.name, *(s.labels[label] for label in sorted(s.labels))]): s.value for s in samples}
 
 
-def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
+def test_a_scrape_leaves_out_engines_that_cannot_be_asked():
     counts = tally(iteration(NO_SPECULATION, 2.0), iteration(NGRAM, 3.0, (3, 2), (3, 0))).counts
     metrics = {("policy_info", "fixed", "ab12", ""): 1, **counts}
-
-    def dead() -> list[object]:
-        raise TimeoutError
-
-    found = shown(dead, lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
+    found = shown(raising(TimeoutError()), lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
     assert found["tltlab:policy_info ab12 1  m fixed"] == 1
     assert found["tltlab:iterations_total none 0 m"] == 1
     assert found["tltlab:accepted_tokens_per_position_total ngram:3 0 m 1"] == 1
@@ -113,41 +107,33 @@ def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
     assert shown() == {}
 
 
-def selector(control: Control) -> str:
-    (kind,) = [key[1] for key in control.metrics() if key[0] == "policy_info"]
-    return kind
-
-
-def test_another_policy_takes_the_place_of_the_one_in_force_and_one_that_cannot_be_run_is_refused_with_a_sentence():
+@pytest.fixture
+def control() -> Control:
     control = Control(DrafterPool(None, 8))
     control.set_policy(load_policy("beg-mab"), (0, 0, 0))
-    control.replace_policy(load_policy("fixed"), (0, 0, 1))
-    assert control.seat.selector is not None
-    assert [str(s) for s in control.seat.selector.strategies] == ["ngram:4"]
+    return control
+
+
+def test_another_policy_takes_the_place_of_the_one_in_force(control: Control):
+    for name, strategies in (("fixed", ["ngram:4"]), ("none", ["none"])):
+        control.replace_policy(load_policy(name), (0, 0, 1))
+        assert [str(s) for s in control.seat.selector.strategies] == strategies
+        assert [key[1] for key in control.metrics() if key[0] == "policy_info"] == [name]
+
+
+@pytest.mark.parametrize(
+    ("policy", "facts"), [("ngram:9", ("ngram:9", 8)), ("eagle:2", ("eagle:2", "ngram")), ("das", ("drafter suffix",))]
+)
+def test_a_policy_that_cannot_be_run_leaves_the_one_in_force(policy: str, facts: tuple[object, ...], control: Control):
     before = control.metrics()
-    assert selector(control) == "fixed"
-    bad = {
-        "depths up to 8": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))),
-        "has the drafters": Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))),
-        "not set so in this engine": load_policy("das"),
-    }
-    for sentence, policy in bad.items():
-        with pytest.raises(ConfigError, match=sentence):
-            control.replace_policy(policy, (0, 0, 2))
-        assert control.metrics() == before
-    control.replace_policy(load_policy("none"), (0, 0, 2))
-    assert selector(control) == "none"
+    with refused(ConfigError, naming=facts):
+        control.replace_policy(load_policy(policy), (0, 0, 2))
+    assert control.metrics() == before
 
 
-def test_a_drafter_that_cannot_be_built_leaves_the_policy_in_force(monkeypatch: pytest.MonkeyPatch):
-    control = Control(DrafterPool(None, 8))
-    control.set_policy(load_policy("beg-mab"), (0,))
+def test_a_drafter_that_cannot_be_built_leaves_the_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
     before = control.seat.selector
-
-    def missing(self: SuffixSpec) -> None:
-        raise ConfigError("no library")
-
-    monkeypatch.setattr(SuffixSpec, "build", missing)
+    monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):
         control.replace_policy(load_policy("beg-mab-suffix"), (0,))
     assert control.seat.selector is before

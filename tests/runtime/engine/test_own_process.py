@@ -38,13 +38,9 @@ Weights = dict[str, torch.Tensor]
 def engine(random_model: Path) -> Iterator[Engine]:
     before = settings()
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
-    engine = Engine(
-        str(random_model),
-        drafters={**DEFAULT_DRAFTERS, "learned": learned},
-        max_draft_depth=4,
-        own_process=True,
-        vllm_args={"max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20},
-    )
+    drafters = {**DEFAULT_DRAFTERS, "learned": learned}
+    args = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
+    engine = Engine(str(random_model), drafters=drafters, max_draft_depth=4, own_process=True, vllm_args=args)
     assert changed(before) == []
     yield engine
     engine.close()
@@ -123,14 +119,14 @@ def test_its_hidden_states_are_taken_there(engine: Engine, random_model: Path, t
 
 
 def test_what_cannot_travel_is_refused(engine: Engine):
-    with refused(ConfigError):
-        engine.capture(lambda sequence: None)
-    with refused(ConfigError):
-        engine.set_policy(NoSpeculation())
-    with refused(ConfigError, naming=("snapshots",)):
-        engine.snapshot()
-    with refused(ConfigError):
-        _ = engine.control
+    for asked in (
+        lambda: engine.capture(lambda sequence: None),
+        lambda: engine.set_policy(NoSpeculation()),
+        engine.snapshot,
+        lambda: engine.control,
+    ):
+        with refused(ConfigError):
+            asked()
 
 
 def test_its_randomness_can_be_reseeded_and_what_it_learned_carried_over(engine: Engine):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
@@ -18,17 +19,20 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
-from .test_control import Parrot, chain
+from .test_control import chain
 
 KEY: Key = (0, "p", 0, 0)
 HEAD = LearnedSpec(method="eagle", model="a/head")
 LEARNED = Strategy.chain("learned", 3)
 
 
-def pool(fallback: str | None = "ngram", **config: object) -> DrafterPool:
+def pool(fallback: str | None = "ngram", predicted: float | None = 0.9, **config: object) -> DrafterPool:
+    """A pool with a canary, and with weights of the learned drafter whose first tokens are `predicted`."""
     drafters = {"learned": HEAD.model_copy(update={"fallback": fallback}), "ngram": NgramSpec()}
     pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
-    pool.guard(CanaryConfig(min_drafts=20, **config))  # type: ignore[arg-type]
+    pool.guard(CanaryConfig(min_drafts=20, **config))
+    if predicted is not None:
+        pool.updated([predicted])
     return pool
 
 
@@ -37,10 +41,9 @@ def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
         pool.observe("learned", [(KEY, 3, kept)])
 
 
-def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stood_in_for():
+def test_what_collapses_in_mid_iteration_is_verified_as_made():
     """Depth, proposal and verification of one iteration are three moments; the canary may trip at any of them."""
     drafters = pool()
-    drafters.updated([0.9])
     control = Control(drafters)
     control.set_selector(Fixed(LEARNED))
     control.begin(0)
@@ -49,8 +52,7 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
     depths, makers, draft = [], [], []
     for n in range(24):
         control.iteration_starts()
-        drafts = {"r": draft} if draft else {}
-        what = scheduled("r", drafts=drafts)
+        what = scheduled("r", drafts={"r": draft} if draft else {})
         depths.append(control.scheduled(what))
         if draft:
             makers.append(live.drafter)
@@ -65,7 +67,6 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
 
 def test_new_weights_bring_it_back_and_begin_all_counts_anew():
     drafters = pool()
-    drafters.updated([0.9, 0.8])
     verified(drafters, 0)
     assert drafters.worker_depth(LEARNED) == 0
     assert not drafters.report().serves
@@ -78,7 +79,6 @@ def test_new_weights_bring_it_back_and_begin_all_counts_anew():
 
 def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
     drafters = pool(fallback=None)
-    drafters.updated([0.9])
     hybrid = Strategy.chain("hybrid", 3)
     drafters.use([LEARNED, hybrid])
     drafters.open(KEY, [5, 6, 5, 6, 5, 6])
@@ -88,23 +88,19 @@ def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
     assert drafters.propose(hybrid, [(KEY, 2)], [[7, 7]]) == [("ngram", [5, 6])]
 
 
-def test_only_a_collapse_where_it_is_to_stop_the_run_is_complained_of():
-    assert pool().complaint == ""
-    for config, predicted, said in (
-        ({"on_collapse": "stop"}, 0.9, "has collapsed"),
-        ({"on_collapse": "stop"}, 0.02, ""),
-        ({"on_collapse": "fallback"}, 0.9, ""),
-    ):
-        drafters = pool(**config)
-        drafters.updated([predicted])
-        verified(drafters, 0)
-        assert not drafters.report().trusted
-        assert bool(drafters.complaint) == bool(said)
-        assert said in drafters.complaint
+@pytest.mark.parametrize(
+    ("on_collapse", "predicted", "complains"), [("stop", 0.9, True), ("stop", 0.02, False), ("fallback", 0.9, False)]
+)
+def test_only_a_collapse_that_is_to_stop_is_complained_of(on_collapse: str, predicted: float, complains: bool):
+    drafters = pool(on_collapse=on_collapse, predicted=predicted)
+    assert drafters.complaint == ""
+    verified(drafters, 0)
+    assert not drafters.report().trusted
+    assert bool(drafters.complaint) == complains
 
 
 def test_a_verdict_names_what_happened_before():
-    drafters = pool()
+    drafters = pool(predicted=None)
     drafters.begin(4)
     drafters.updated([0.9])
     verified(drafters, 3)
@@ -113,16 +109,14 @@ def test_a_verdict_names_what_happened_before():
     verified(drafters, 3)
     drafters.woke()
     verified(drafters, 0)
-    assert [(v.kind, v.why) for v in drafters.report().verdicts] == [
-        ("fine", "weights of 1 updates were swapped in at RL step 4"),
-        ("fine", "the sync of weights 6 at RL step 5"),
-        ("collapsed", "the engine woke at RL step 5"),
-    ]
+    verdicts = drafters.report().verdicts
+    assert [v.kind for v in verdicts] == ["fine", "fine", "collapsed"]
+    for verdict, facts in zip(verdicts, (("weights", "4"), ("weights 6", "5"), ("woke", "5")), strict=True):
+        assert all(fact in verdict.why for fact in facts)
 
 
 def test_a_report_is_json_with_and_without_a_learned_drafter():
     drafters = pool()
-    drafters.updated([0.9])
     verified(drafters, 1)
     row = json.loads(json.dumps(asdict(drafters.report())))
     assert row["positions"]["learned"] == {"drafted": [20, 20, 20], "tried": [20, 20, 0], "kept": [20, 0, 0]}
@@ -137,7 +131,6 @@ def test_a_report_is_json_with_and_without_a_learned_drafter():
 
 def test_going_back_to_a_state_takes_the_canary_along_unless_other_weights_serve_now():
     drafters = pool()
-    drafters.updated([0.9])
     before = drafters.state_dict()
     verified(drafters, 0)
     assert not drafters.report().trusted
@@ -179,16 +172,19 @@ def test_a_hybrid_takes_the_drafter_that_promises_more_for_each_request(expected
 
 
 @pytest.mark.parametrize(
-    "drafters",
+    ("drafters", "facts"),
     [
-        {"a": HEAD, "b": HEAD},
-        {"h": HybridSpec(first="suffix", otherwise="learned")},
-        {"learned": HEAD, "suffix": NgramSpec(), "h": HybridSpec(first="learned", otherwise="suffix")},
-        {"learned": HEAD.model_copy(update={"fallback": "nobody"})},
+        ({"a": HEAD, "b": HEAD}, ("a", "b")),
+        ({"h": HybridSpec(first="suffix", otherwise="learned")}, ("drafter h", "'suffix'")),
+        (
+            {"learned": HEAD, "suffix": NgramSpec(), "h": HybridSpec(first="learned", otherwise="suffix")},
+            ("'learned'",),
+        ),
+        ({"learned": HEAD.model_copy(update={"fallback": "nobody"})}, ("drafter learned", "'nobody'")),
     ],
 )
-def test_drafters_that_cannot_live_together_are_refused(drafters: dict):
-    with pytest.raises(ConfigError):
+def test_drafters_that_cannot_live_together_are_refused(drafters: dict, facts: tuple[str, ...]):
+    with refused(ConfigError, naming=facts):
         DrafterPool(drafters, 4)
 
 

@@ -53,21 +53,16 @@ def test_no_response_ends_before_the_last_timed_iteration():
     assert pieces - whole == (5 + 1) * (6 - 1)
 
 
-@pytest.mark.parametrize(
-    ("grid", "complaint"),
-    [
-        ({"batches": (0, 1)}, ("[0", "1]", "1")),
-        ({"depths": (1, 1)}, ("depths",)),
-        ({"contexts": ()}, ("contexts",)),
-        ({"iterations": 1}, ("[1]", "2")),
-    ],
-)
-def test_a_grid_of_nothing_is_refused(grid: dict, complaint: tuple):
-    with refused(ConfigError, naming=complaint):
-        ProfileGrid(**({"batches": (1,), "depths": (0,), "contexts": (8,)} | grid))
+def test_a_grid_of_nothing_is_refused():
+    sizes = {"batches": (1,), "depths": (0,), "contexts": (8,)}
+    wrong = {"batches": (0, 1), "depths": (1, 1), "contexts": (), "iterations": 1}
+    facts = {"batches": ("[0", "1]", "1"), "depths": ("depths",), "contexts": ("contexts",), "iterations": ("[1]", "2")}
+    for name, value in wrong.items():
+        with refused(ConfigError, naming=facts[name]):
+            ProfileGrid(**(sizes | {name: value}))
 
 
-def test_on_a_gpu_every_cell_is_timed_in_a_full_graph_plain_steps_too():
+def test_on_a_gpu_every_cell_is_timed_in_a_full_graph():
     """Else a table has the cost of piecewise graphs at all depths but the deepest, which no run with a plan pays."""
     forced = graphs_for(GRID, "ngram", None)
     assert set(dispatched_kinds(forced).values()) == {"full"}
@@ -77,7 +72,7 @@ def test_on_a_gpu_every_cell_is_timed_in_a_full_graph_plain_steps_too():
     assert (learned.runner, learned.networks) == ("V2", ("learned",))
 
 
-def test_the_held_out_error_is_small_where_times_are_a_table_and_large_where_they_are_not():
+def test_the_held_out_error_is_small_where_times_are_a_table():
     rows = pd.DataFrame([(b, v, b * c) for b in (1, 2, 4, 8) for v in (1, 2, 4, 8) for c in (64, 512)])
     rows.columns = ["batch", "tokens_to_verify", "context_tokens"]
     rows["seconds"] = 1e-3 + 1e-5 * rows["batch"] * rows["tokens_to_verify"] + 1e-8 * rows["context_tokens"]
@@ -94,11 +89,13 @@ def test_options_are_vllms_own_and_a_drafter_has_a_method():
     assert _setting("max_num_seqs=8") == ("max_num_seqs", 8)
     name, spec = _learned("learned=eagle:heads/eagle")
     assert (name, spec.method, spec.model) == ("learned", "eagle", "heads/eagle")
-    for text, complaint in (("learned", "give NAME=METHOD:PATH"), ("learned=medusa:x", "should be 'eagle'")):
-        with pytest.raises(ConfigError, match=complaint):
-            _learned(text)
-    with refused(ConfigError, naming=("KEY=VALUE",)):
-        _setting("load_format")
+    for read, text, facts in (
+        (_learned, "learned", ("--drafter", "NAME=METHOD:PATH")),
+        (_learned, "learned=medusa:x", ("--drafter", "learned=medusa:x", "eagle")),
+        (_setting, "load_format", ("--vllm", "load_format", "KEY=VALUE")),
+    ):
+        with refused(ConfigError, naming=facts):
+            read(text)
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
@@ -134,8 +131,7 @@ def test_rows_are_of_one_cell_each_and_of_exactly_its_depth(measured: Profile):
     assert len(decoding) == 3 * 3 * 2 - 1
     assert (decoding["tokens_to_verify"] == decoding["draft_depth"] + 1).all()
     assert (decoding["num_samples"] == GRID.iterations).all()
-    assert (decoding["seconds"] > 0).all()
-    assert (decoding["spread"] >= 0).all()
+    assert decoding["seconds"].min() > 0 <= decoding["spread"].min()
     # A response grows while it is timed, by no more than its cap of 66 tokens at the deepest.
     each = decoding["context_tokens"] / decoding["batch"]
     assert (each.between(17, 16 + 66) | each.between(97, 96 + 66)).all()
@@ -154,7 +150,7 @@ def test_prefills_are_single_iterations_of_whole_prompts(measured: Profile):
 def test_cells_that_do_not_fit_are_left_out_and_say_why(engine: Engine, measured: Profile):
     (full,) = measured.skipped
     assert (full["batch"], full["draft_depth"], full["context"]) == (4, 5, 96)
-    assert full["why"] == "batch 4, depth 5, context 96: 768 tokens of KV cache, kv_cache_tokens is 736"
+    assert all(fact in full["why"] for fact in ("768", "kv_cache_tokens is 736"))
     long = ProfileGrid(batches=(1, 8), depths=(0,), contexts=(16, 4000), iterations=4)
     found = measure(engine, long)
     assert set(found.table["batch"]) == {1}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 
-import pandas as pd
 import pytest
 
-from tltlab.runtime.engine.control import Control, Live
+from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording, how_it_ended
 from tltlab.traces.trace import Trace, read
 
-from .asking import scheduled
+from .asking import raising, run_program, scheduled
 
 
 class Engine:
@@ -40,21 +37,19 @@ class Engine:
 
     def iterates(self, seconds: float) -> None:
         """One iteration: each request gets a token."""
-        lives: dict[str, Live] = self.control.live
+        lives = self.control.live
         self.control.iteration_starts()
         what = scheduled(*lives)
         self.control.scheduled(what)
         self.now += seconds
         for live in lives.values():
-            live.output.append(7)  # type: ignore[attr-defined]
+            live.output.append(7)
         self.control.sampled(what, [1] * len(lives))
         self.recording.iterated()
 
     def leaves(self, *names: str, reason: str = "stop") -> None:
         for name in names:
-            live = self.control.finish(name)
-            assert live is not None
-            self.recording.left(live, reason)
+            self.recording.left(self.control.finish(name), reason)
         if not self.control.live:
             self.control.idle()
             self.recording.idle()
@@ -79,30 +74,19 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def of_steps(trace: Trace) -> list[int]:
     """How many responses each RL step has."""
-    sizes: list[int] = trace.outcomes.groupby("rl_step").size().tolist()
-    return sizes
+    return trace.outcomes.groupby("rl_step").size().tolist()
 
 
 def test_a_session_goes_on_over_stalls_and_ends_with_a_long_gap(engine: Engine):
-    engine.serves(3, seconds=0.01)
     # A client hands in its batch one by one, and the engine is faster.
-    engine.now += 0.9
-    engine.serves(seconds=100)
-    engine.now += 9.0
-    engine.serves()
-    assert engine.control.ledger.rl_step == 0
-    engine.now += 12.0
-    engine.serves(2, seconds=5.0)
-    engine.now += 1.2
-    engine.serves()
+    for num, seconds, idle_s in ((3, 0.01, 0.9), (1, 100.0, 9.0), (1, 1.0, 12.0), (2, 5.0, 1.2), (1, 1.0, 0.0)):
+        engine.serves(num, seconds)
+        engine.now += idle_s
     trace = engine.trace()
     assert of_steps(trace) == [5, 2, 1]
-    notes = trace.manifest.notes or ""
-    assert "a session, which ends with an idle gap longer than 1 s and 10% of it" in notes
-    assert trace.steps is not None
+    assert "1 s and 10%" in trace.manifest.notes
     assert trace.steps["t_start"].tolist() == pytest.approx([0.0, 122.91, 129.11])
     assert trace.outcomes["t_submit"].tolist()[-3:] == [0.0] * 3
-    assert trace.iterations is not None
     assert trace.iterations.groupby("rl_step").size().tolist() == [3, 1, 1]
 
 
@@ -124,10 +108,10 @@ def test_once_weights_are_updated_nothing_else_ends_an_rl_step(engine: Engine):
     trace = engine.trace()
     assert of_steps(trace) == [2, 3, 4]
     assert trace.workload["policy_version"].tolist() == trace.workload["rl_step"].tolist()
-    assert (trace.manifest.notes or "").endswith("ends with a weight update, or the prefix cache being reset")
+    assert "weight update" in trace.manifest.notes
 
 
-def test_weights_that_change_under_running_requests_show_in_their_tokens(engine: Engine):
+def test_weights_that_change_meanwhile_show_in_tokens(engine: Engine):
     early = engine.arrives()
     for _ in range(2):
         engine.iterates(1.0)
@@ -141,14 +125,10 @@ def test_weights_that_change_under_running_requests_show_in_their_tokens(engine:
     rows = trace.outcomes.merge(trace.workload)
     found = rows[["rl_step", "policy_version", "response_tokens", "t_submit", "t_first_token", "t_finish"]]
     assert found.to_numpy().tolist() == [[0, 0, 4, 0.0, 1.0, 4.0], [1, 1, 2, 0.0, 1.0, 2.0]]
-    assert trace.tokens is not None
     assert [versions.tolist() for versions in trace.tokens["token_versions"]] == [[0, 0, 1, 2], [1, 2]]
     # No iteration is lost where a rollout begins while the engine works.
-    assert trace.iterations is not None
     counts = trace.iterations.groupby("rl_step").agg({"iteration": list, "num_generated": "sum", "t_start": "min"})
-    assert counts["iteration"].tolist() == [[0, 1], [0, 1]]
-    assert counts["num_generated"].tolist() == [2, 4]
-    assert counts["t_start"].tolist() == [0.0, 0.0]
+    assert counts.to_numpy().tolist() == [[[0, 1], 2, 0.0], [[0, 1], 4, 0.0]]
 
 
 def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: Engine):
@@ -158,9 +138,8 @@ def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: En
         engine.leaves(name)
     trace = engine.trace()
     assert of_steps(trace) == [2, 2]
-    rows = pd.DataFrame(trace.outcomes)[["rl_step", "t_submit", "t_finish"]]
+    rows = trace.outcomes[["rl_step", "t_submit", "t_finish"]]
     assert rows.to_numpy().tolist() == [[3, 0.0, 10.0], [3, 20.0, 30.0], [7, 0.0, 10.0], [7, 20.0, 30.0]]
-    assert trace.iterations is not None
     assert trace.iterations["rl_step"].tolist() == [3, 7, 7, 7]
 
 
@@ -170,9 +149,8 @@ def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
     engine.recording._write()
     trace = read(engine.path)
     assert of_steps(trace) == [2]
-    assert "unfinished: it is still being recorded; 1 requests (rl_step 0) have no outcome" in (
-        trace.manifest.notes or ""
-    )
+    assert "unfinished" in trace.manifest.notes
+    assert "1 requests (rl_step 0)" in trace.manifest.notes
     assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
 
 
@@ -183,14 +161,11 @@ def test_a_reason_that_nobody_knows_is_an_abort():
 
 
 class Disk:
-    """It takes what it is given, until it `hangs`: then once it `answers`."""
+    """It takes what it is given while it `answers`."""
 
     def __init__(self) -> None:
         self.asked, self.answers, self._fsync = Event(), Event(), os.fsync
         self.answers.set()
-
-    def hangs(self) -> None:
-        self.answers.clear()
 
     def fsync(self, descriptor: int) -> None:
         self.asked.set()
@@ -206,26 +181,26 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.answers.set()
 
 
-def test_closing_waits_for_a_disk_that_hangs_only_so_long_and_nothing_is_lost(
+def test_closing_waits_only_so_long_for_a_disk_that_hangs(
     engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(LiveRecording, "close_s", 0.05)
     engine.serves(2)
     engine.arrives()
-    disk.hangs()
+    disk.answers.clear()
     engine.recording.close()
     assert engine.recording.ended
     engine.recording.close()
-    assert caplog.text.count("the disk has not answered for 0.05 s") == 1
+    assert caplog.text.count("0.05 s") == 1
     assert not engine.path.exists()
     disk.answers.set()
     engine.recording._thread.join(300)
     trace = read(engine.path)
     assert trace.outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
-    assert "unfinished: the recording was interrupted" in (trace.manifest.notes or "")
+    assert "unfinished" in trace.manifest.notes
 
 
-def test_a_trace_that_takes_too_long_to_make_is_not_waited_for(
+def test_a_slow_trace_is_not_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     goes_on, close = Event(), engine.recording._recorder.close
@@ -233,7 +208,7 @@ def test_a_trace_that_takes_too_long_to_make_is_not_waited_for(
     monkeypatch.setattr(LiveRecording, "finish_s", 0.05)
     engine.serves(2)
     engine.recording.close()
-    assert "no trace was made of it within 0.05 s" in caplog.text
+    assert "0.05 s" in caplog.text
     goes_on.set()
     engine.recording._thread.join(300)
     assert of_steps(read(engine.path)) == [2]
@@ -243,26 +218,19 @@ def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypat
     engine.serves()
     engine.arrives()
     engine.iterates(1.0)
-    durable = engine.recording._durable
-
-    class Interrupts:
-        def wait(self, timeout: float) -> bool:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.recording, "_durable", Interrupts())
-    with pytest.raises(KeyboardInterrupt):
-        engine.recording.close()
-    monkeypatch.setattr(engine.recording, "_durable", durable)
-    outcomes = engine.trace().outcomes
-    assert outcomes["finish_reason"].tolist() == ["stop", "abort"]
-    assert outcomes["response_tokens"].tolist() == [1, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.recording._durable, "wait", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.recording.close()
+    outcomes = engine.trace().outcomes[["finish_reason", "response_tokens"]]
+    assert outcomes.to_numpy().tolist() == [["stop", 1], ["abort", 1]]
 
 
 def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
     engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     engine.serves(2)
-    disk.hangs()
+    disk.answers.clear()
     disk.asked.clear()
     monkeypatch.setattr(LiveRecording, "flush_bytes", 0)
     engine.serves()
@@ -270,7 +238,7 @@ def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
     monkeypatch.setattr(LiveRecording, "most_bytes", 20_000)
     while not engine.recording.ended:
         engine.serves()
-    assert "the disk does not keep up" in caplog.text
+    assert len(caplog.records) == 1
     engine.serves()
     assert not engine.recording._queue
     disk.answers.set()
@@ -285,16 +253,11 @@ class Unspeakable(Exception):
         raise RuntimeError("of a bug in a bug")
 
 
-def test_giving_up_raises_nothing_whatever_was_raised(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def take() -> None:
-        raise LookupError("the ledger too")
-
+def test_giving_up_raises_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     engine.serves(2)
-    monkeypatch.setattr(engine.control.ledger, "take", take)
+    monkeypatch.setattr(engine.control.ledger, "take", raising(LookupError("the ledger too")))
     engine.recording.give_up(Unspeakable())
-    assert "Unspeakable: it cannot be shown; what is durable stays" in caplog.text
+    assert "Unspeakable" in caplog.text
     engine.recording.close()
     assert of_steps(read(engine.path)) == [2]
 
@@ -302,11 +265,9 @@ def test_giving_up_raises_nothing_whatever_was_raised(
 FORGETS = """
 import os, sys
 from pathlib import Path
-root, path = sys.argv[1:]
-sys.path.insert(0, root)
 from tests.runtime.engine.test_recording import Engine
 
-engine = Engine(Path(path))
+engine = Engine(Path(sys.argv[1]))
 engine.serves(2)
 if os.fork() == 0:
     engine.recording.close()
@@ -316,9 +277,9 @@ engine.serves(3)
 """
 
 
-def test_a_process_that_ends_without_closing_leaves_a_trace_and_one_that_was_forked_off_it_nothing(tmp_path: Path):
-    command = [sys.executable, "-W", "ignore", "-c", FORGETS, str(Path(__file__).parents[3]), str(tmp_path / "trace")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_process_that_never_closes_leaves_a_trace(tmp_path: Path):
+    """And one that was forked off it nothing."""
+    _, said = run_program(FORGETS, tmp_path / "trace")
+    assert said == ""
     assert [item.name for item in tmp_path.iterdir()] == ["trace"]
     assert of_steps(read(tmp_path / "trace")) == [5]

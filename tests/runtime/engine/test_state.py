@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -42,11 +43,9 @@ def engines(random_model: Path) -> Iterator[list[Engine]]:
 
 
 def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 28, **more: Any) -> Rollout:
-    asked = [
-        request(f"p{n}", k, [1, 4 + n, 5], tokens + n, rl_step=rl_step, ignore_eos=False)
-        for n in range(prompts)
-        for k in range(4)
-    ]
+    slots = itertools.product(range(prompts), range(4))
+    rest = {"rl_step": rl_step, "ignore_eos": False}
+    asked = [request(f"p{n}", k, [1, 4 + n, 5], tokens + n, **rest) for n, k in slots]
     return engine.generate(asked, rl_step=rl_step, temperature=1.0, **more)
 
 
@@ -55,14 +54,12 @@ def texts(rollout: Rollout) -> list[tuple[list[int], list[float]]]:
 
 
 def choices(rollout: Rollout) -> list[tuple[Any, ...]]:
-    return [
-        tuple(row[n] for n in ("iteration", "drafter", "draft_depth", "tokens_to_verify", "propensity", "bucket"))
-        for row in rollout.decisions
-    ]
+    names = ("iteration", "drafter", "draft_depth", "tokens_to_verify", "propensity", "bucket")
+    return [tuple(row[name] for name in names) for row in rollout.decisions]
 
 
 @pytest.mark.engine
-def test_engines_with_other_histories_go_on_alike_from_the_same_state_and_seed(engines: list[Engine]):
+def test_engines_go_on_alike_from_a_state_and_a_seed(engines: list[Engine]):
     for number, engine in enumerate(engines):
         engine.set_policy(SUFFIX)
         for rl_step in range(number + 1):
@@ -85,6 +82,14 @@ def test_engines_with_other_histories_go_on_alike_from_the_same_state_and_seed(e
     one.load_state_dict(state)
     one.reseed([7, 0, 1, 1])
     assert texts(generate(one, 1)) != went_on[0][0][0][0]
+
+
+def afresh(engines: list[Engine], kind: str) -> list[Engine]:
+    """They have forgotten everything, and are under the same policy."""
+    for engine in engines:
+        engine.forget()
+        engine.set_policy(ADAPTIVE[kind], seed=[3])
+    return engines
 
 
 def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> list[Rollout]:
@@ -111,18 +116,15 @@ def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ADAPTIVE)
 def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list[Engine], kind: str):
-    first, other = engines
-    for engine in engines:
-        engine.forget()
-        engine.set_policy(ADAPTIVE[kind], seed=[3])
+    first, other = afresh(engines, kind)
     once = answer(first, 5)
     rows = decisions(once)
     assert {row["drafter"] for row in rows} == {"suffix", "ngram", "none"}
     other.replay(rows)
     other.evaluate([request("e", 0, [1, 9], 9, rl_step=-1)], temperature=1.0)
     again = answer(other, 5)
-    assert [texts(rollout) for rollout in again] == [texts(rollout) for rollout in once]
-    assert [choices(rollout) for rollout in again] == [choices(rollout) for rollout in once]
+    for of in (texts, choices):
+        assert list(map(of, again)) == list(map(of, once))
     # After the last RL step of the rows the policy chooses, and draws what it would have drawn.
     assert other.state_dict()["selector"]["rng"] == first.state_dict()["selector"]["rng"]
     other.reseed([1])
@@ -131,21 +133,16 @@ def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list
 
 @pytest.mark.engine
 def test_a_replay_goes_on_within_an_rl_step_after_it_was_set_back(engines: list[Engine]):
-    first, second = engines
-    for engine in (first, second):
-        engine.forget()
-        engine.set_policy(ADAPTIVE["explore"], seed=[3])
+    first, second = afresh(engines, "explore")
     once = answer(first, 5, saved=True)
     second.replay(decisions(once))
     answer(second, 5, num=2, saved=True)
     state = second.state_dict()
-    for order in ("replay first", "state first"):
+    both = [lambda: second.replay(decisions(once)), lambda: second.load_state_dict(state)]
+    for in_order in (both, both[::-1]):
         second.set_policy(ADAPTIVE["explore"], seed=[9])
-        if order == "replay first":
-            second.replay(decisions(once))
-        second.load_state_dict(state)
-        if order == "state first":
-            second.replay(decisions(once))
+        for does in in_order:
+            does()
         second.reseed([5, 1, 2])
         again = generate(second, 1, tokens=30)
         assert choices(again) == choices(once[2])
@@ -157,12 +154,10 @@ def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
     first, second = engines
     first.set_policy(ADAPTIVE["explore"], seed=[3])
     rows = generate(first, 0).decisions
-    second.set_policy(SUFFIX)
-    with refused(ConfigError):
-        second.replay(rows)
-    second.set_policy(None)
-    with refused(ConfigError):
-        second.replay(rows)
+    for other in (SUFFIX, None):
+        second.set_policy(other)
+        with refused(ConfigError):
+            second.replay(rows)
     second.set_policy(ADAPTIVE["explore"], seed=[3])
     second.replay([row for row in rows if row["iteration"] != 5])
     for _ in range(2):

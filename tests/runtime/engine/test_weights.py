@@ -55,7 +55,7 @@ def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
 
 
-def test_another_process_reads_every_tensor_as_it_was_while_the_next_bucket_is_filled(slots: Slots):
+def test_another_process_reads_while_the_next_bucket_is_filled(slots: Slots):
     weights = tensors()
     pipe, end = multiprocessing.Pipe()
     # Forked: a process that has yet to import torch takes seconds.
@@ -93,7 +93,7 @@ def test_a_bucket_comes_to_another_machine_as_its_bytes(slots: Slots):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
 
 
-def test_tensors_at_home_are_read_where_they_are_until_one_is_put_elsewhere():
+def test_tensors_at_home_are_read_where_they_are():
     weights = {name: tensor for name, tensor in tensors().items() if name != "transposed"}
     weights["tied"] = weights["embed"]
     home = Home(weights.values())
@@ -116,7 +116,7 @@ def test_memory_that_is_gone_or_another_is_an_error(slots: Slots, tmp_path: Path
             Mapped().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
 
 
-def test_the_policy_is_a_source_that_vllms_nccl_sender_takes(random_model: Path):
+def test_vllms_nccl_sender_takes_the_policy_as_a_source(random_model: Path):
     with starting():
         from vllm.distributed.weight_transfer.base import layerwise_groups
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
@@ -132,15 +132,15 @@ def test_the_policy_is_a_source_that_vllms_nccl_sender_takes(random_model: Path)
     assert len(layerwise_groups(list(came))) == config.num_hidden_layers + 2
 
 
-def test_engines_are_a_client_for_vllms_senders_and_get_ranks_of_their_own_in_its_group():
+def test_engines_are_a_client_for_vllms_senders():
+    """And get ranks of their own in its group."""
     with starting():
         from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
         from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
     engines = Engines([None, None, None], 1, way="nccl", gpus_each=2)
     assert isinstance(engines, VLLMWeightSyncClient)
-    told = worker_init_payload(
-        NCCLWeightTransferInitInfo(master_address="10.0.0.1", master_port=1234, rank_offset=1, world_size=7)
-    )
+    place = {"master_address": "10.0.0.1", "master_port": 1234, "rank_offset": 1, "world_size": 7}
+    told = worker_init_payload(NCCLWeightTransferInitInfo(**place))
     joined = [NCCLWeightTransferInitInfo(**info) for info in engines.joining(told).values()]
     assert [info.rank_offset for info in joined] == [1, 3, 5]
     assert {info.world_size for info in joined} == {1 + engines.num_ranks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
+from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.rollout.worker import enough
 
 END = 2
@@ -27,6 +29,35 @@ def recipe(rollout: dict[str, Any], train: dict[str, Any] | None = None, model: 
     return Recipe.model_validate(
         {"model": str(model), "reward": "a:b", "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
     )
+
+
+def ways(rollout: dict[str, Any], num: int, train: dict[str, Any] | None = None, model: str | Path = "none") -> Any:
+    """How a recipe rolls out on `num` prompts."""
+    return rollouts_of(recipe(rollout, train, model), prompts(num), DataOrder(num, seed=0))
+
+
+def resumed(first: Any, second: Any, folder: Path) -> Any:
+    """The second in the state that a checkpoint keeps of the first."""
+    state, order = json.loads(json.dumps([first.state_dict(folder), first.order.state_dict()]))
+    second.load_state_dict(state, folder)
+    second.order.load_state_dict(order)
+    return second
+
+
+def rolled(responses: list[GenerationResponse], duration_s: float = 0.0, **more: Any) -> Rollout:
+    """A rollout without iterations, unless `more` has them."""
+    rest = {"iterations": [], "decisions": [], "recorder_s": 0.0, "policy_s": 0.0} | more
+    return Rollout(responses=responses, duration_s=duration_s, **rest)
+
+
+def tools_of(generate: Any, rl_step: int, share: Any = lambda requests: [requests], **more: Any) -> RolloutTools:
+    """Tools that pay nothing for a response and score none, unless `more` does."""
+    rest = {"rewards": lambda trajectories: [0.0] * len(trajectories), "score": _no_score, "policy_version": rl_step}
+    return RolloutTools(generate=generate, share=share, rl_step=rl_step, **rest | more)
+
+
+def _no_score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+    raise AssertionError("nothing is to be scored")
 
 
 class ScriptedEngines:
@@ -74,9 +105,8 @@ class ScriptedEngines:
                 running.append(waiting.popleft())
             self.running[worker].append(len(running))
             clock = float(len(iterations))
-            iterations.append(
-                {"rl_step": share[0].key[0], "worker": worker, "iteration": len(iterations), "t_start": clock}
-            )
+            row = {"rl_step": share[0].key[0], "worker": worker, "iteration": len(iterations), "t_start": clock}
+            iterations.append(row)
             for request in list(running):
                 place = len(request.prompt_token_ids) + len(made[request.key]) - 3
                 last = place + 1 == self.length(request.key[1], request.key[2])
@@ -89,43 +119,15 @@ class ScriptedEngines:
         for request in (request for request in share if request.key in made):
             first = len(request.prompt_token_ids) - 3
             reason, finish = ended.get(request.key, ("abort", float(len(iterations))))
-            responses.append(
-                GenerationResponse(
-                    key=request.key,
-                    token_ids=made[request.key],
-                    logprobs=[-(self.version + (first + i) / 100) for i in range(len(made[request.key]))],
-                    finish_reason=reason,
-                    t_first_token=0.5,
-                    t_finish=finish,
-                )
-            )
-        return Rollout(
-            responses=responses,
-            iterations=iterations,
-            decisions=[{"iteration": row["iteration"]} for row in iterations],
-            duration_s=float(len(iterations)),
-            recorder_s=0.0,
-            policy_s=0.0,
-        )
+            said = {"key": request.key, "token_ids": made[request.key], "finish_reason": reason}
+            said["logprobs"] = [-(self.version + (first + i) / 100) for i in range(len(made[request.key]))]
+            responses.append(GenerationResponse(t_first_token=0.5, t_finish=finish, **said))
+        decisions = [{"iteration": row["iteration"]} for row in iterations]
+        return rolled(responses, float(len(iterations)), iterations=iterations, decisions=decisions)
 
     def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
         """So many iterations are over, and these requests have come to so many tokens."""
 
-    def tools(self, rl_step: int, rewards: Callable[[Trajectory], float], score: Any = None) -> RolloutTools:
+    def tools(self, rl_step: int, reward: Callable[[Trajectory], float] = lambda _: 0.0, **more: Any) -> RolloutTools:
         self.version = rl_step
-        return RolloutTools(
-            generate=self.generate,
-            share=self.share,
-            rewards=lambda trajectories: [rewards(t) for t in trajectories],
-            score=score or _no_score,
-            rl_step=rl_step,
-            policy_version=rl_step,
-        )
-
-
-def _no_score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
-    raise AssertionError("nothing is to be scored")
-
-
-def data_order(num: int) -> DataOrder:
-    return DataOrder(num, seed=0)
+        return tools_of(self.generate, rl_step, self.share, rewards=lambda them: list(map(reward, them)), **more)

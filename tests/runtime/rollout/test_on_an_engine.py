@@ -14,8 +14,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from tltlab.policies.policy import Policy
-from tltlab.policies.specs import FixedSpec
+from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine
@@ -25,9 +24,9 @@ from tltlab.runtime.rollout.collected import RolloutTools, requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
 from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.rollout.worker import enough
-from tltlab.strategy import Strategy
 
-from .scripted_engines import END, data_order, recipe
+from ..engine.asking import fixed
+from .scripted_engines import END, recipe, tools_of
 
 pytestmark = pytest.mark.engine
 TEMPERATURE = 0.9
@@ -43,12 +42,9 @@ class Echo:
 
 @pytest.fixture(scope="module")
 def engine(random_model: Path) -> Iterator[Engine]:
-    engine = Engine(
-        str(random_model),
-        max_draft_depth=3,
-        vllm_args={"max_num_seqs": CONCURRENCY, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20},
-    )
-    engine.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3))))
+    args = {"max_num_seqs": CONCURRENCY, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
+    engine = Engine(str(random_model), max_draft_depth=3, vllm_args=args)
+    engine.set_policy(fixed("ngram", 3))
     yield engine
     engine.close()
 
@@ -99,63 +95,47 @@ def tools(engine: Engine, versions: Versions, rl_step: int, version: int) -> Rol
         until = None if quotas is None else enough(shares[0], quotas[0])
         return [engine.generate(shares[0], rl_step=rl_step, temperature=TEMPERATURE, until=until)]
 
-    return RolloutTools(
-        generate=generate,
-        share=lambda requests: [requests],
-        rewards=lambda trajectories: [float(len(t.token_ids)) for t in trajectories],
-        score=versions.score(version),
-        rl_step=rl_step,
-        policy_version=version,
-    )
+    return tools_of(generate, rl_step, score=versions.score(version), policy_version=version)
 
 
 def some_prompts(num: int) -> list[Prompt]:
-    return [
-        Prompt(prompt_id=f"p{n}", text="", answer="", token_ids=[1, *(4 + (n * 3 + i * 7) % 20 for i in range(6))])
-        for n in range(num)
-    ]
+    texts = [[1, *(4 + (n * 3 + i * 7) % 20 for i in range(6))] for n in range(num)]
+    return [Prompt(prompt_id=f"p{n}", text="", answer="", token_ids=text) for n, text in enumerate(texts)]
 
 
-def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_policy_that_drew_it(
-    engine: Engine, versions: Versions
-):
-    rollout = {
-        "num_workers": 1, "prompts_per_step": 2, "group_size": 2, "max_response_tokens": 40,
-        "temperature": TEMPERATURE, "partial": {"concurrency": CONCURRENCY},
-    }  # fmt: skip
-    rollouts = rollouts_of(recipe(rollout), some_prompts(32), data_order(32))
+def rollouts(num: int, sizes: tuple[int, int, int], model: str | Path = "none", **rollout: Any) -> Any:
+    """On so many prompts; sizes are prompts a step, responses a prompt, and tokens a response."""
+    names = ("prompts_per_step", "group_size", "max_response_tokens")
+    settings = dict(zip(names, sizes, strict=True)) | {"num_workers": 1, "temperature": TEMPERATURE} | rollout
+    return rollouts_of(recipe(settings, model=model), some_prompts(num), DataOrder(num, seed=0))
+
+
+def test_tokens_have_logprobs_of_the_policy_that_drew_them(engine: Engine, versions: Versions):
+    partial = rollouts(32, (2, 2, 40), partial={"concurrency": CONCURRENCY})
     spans = 0
     for rl_step in range(5):
-        got = rollouts.collect(tools(engine, versions, rl_step, rl_step))
+        got = partial.collect(tools(engine, versions, rl_step, rl_step))
         assert len(got.trajectories) >= 4
-        ran = [row["batch"] for row in got.parts[0].iterations]
-        assert max(ran) <= CONCURRENCY
+        assert max(row["batch"] for row in got.parts[0].iterations) <= CONCURRENCY
         for t in got.trajectories:
-            drawn_by = sorted(set(t.token_versions))
-            spans += len(drawn_by) > 1
-            exact = {v: versions.rows(v, t.prompt.token_ids, t.token_ids) for v in drawn_by}
-            expected = [
-                exact[v][i, token] for i, (v, token) in enumerate(zip(t.token_versions, t.token_ids, strict=True))
-            ]
+            exact = {v: versions.rows(v, t.prompt.token_ids, t.token_ids) for v in set(t.token_versions)}
+            spans += len(exact) > 1
+            drawn = enumerate(zip(t.token_versions, t.token_ids, strict=True))
+            expected = [exact[v][i, token] for i, (v, token) in drawn]
             assert list(t.logprobs) == pytest.approx(expected, abs=1e-3)
             assert t.truncated == (t.token_ids[-1] != END)
             assert len(t.token_ids) == 40 if t.truncated else END not in t.token_ids[:-1]
     assert spans > 1
 
 
-def test_turns_are_drawn_by_the_policy_behind_what_the_tool_said(
-    engine: Engine, versions: Versions, random_model: Path, tmp_path: Path
-):
+def test_turns_are_drawn_behind_what_tools_say(engine: Engine, versions: Versions, random_model: Path, tmp_path: Path):
     (tmp_path / "echoing.py").write_text(ECHO)
     config = EnvironmentConfig(path="echoing:Echo", processes=0, max_turns=4)
     pool, tokenizer = EnvironmentPool(config, [str(tmp_path)]), load_tokenizer(str(random_model))
     stops = stop_token_ids(config, [str(tmp_path)], tokenizer)
     engine.update_weights(versions[0].state_dict().items(), 0)
-    asked = [
-        replace(request, stop_token_ids=stops)
-        for prompt in some_prompts(6)
-        for request in requests_of(prompt, 0, 2, 40)
-    ]
+    plain = [request for prompt in some_prompts(6) for request in requests_of(prompt, 0, 2, 40)]
+    asked = [replace(request, stop_token_ids=stops) for request in plain]
     conversations = Conversations(pool, config, tokenizer, stops, engine.max_model_len)
     rolled = engine.generate(asked, rl_step=0, temperature=TEMPERATURE, follow_ups=conversations)
     requests = [*asked, *rolled.follow_ups]
@@ -180,21 +160,15 @@ def test_turns_are_drawn_by_the_policy_behind_what_the_tool_said(
     assert ran >= sum(len(r.token_ids) for r in rolled.responses)
 
 
-def test_exact_reuse_keeps_everything_while_the_policy_stands_still(
-    engine: Engine, versions: Versions, random_model: Path
-):
+def test_exact_reuse_keeps_all_of_the_same_policy(engine: Engine, versions: Versions, random_model: Path):
     """After the policy moved, some is kept and the rest drawn anew, and every log-prob is that of the new one."""
-    rollout = {
-        "num_workers": 1, "prompts_per_step": 4, "group_size": 4, "max_response_tokens": 40,
-        "temperature": TEMPERATURE, "reuse": {"residual": "exact"},
-    }  # fmt: skip
-    rollouts = rollouts_of(recipe(rollout, model=random_model), some_prompts(4), data_order(4))
-    first = rollouts.collect(tools(engine, versions, 0, 0))
+    reusing = rollouts(4, (4, 4, 40), random_model, reuse={"residual": "exact"})
+    first = reusing.collect(tools(engine, versions, 0, 0))
     texts = {(t.prompt.prompt_id, t.sample): t.token_ids for t in first.trajectories}
-    second = rollouts.collect(tools(engine, versions, 1, 0))
+    second = reusing.collect(tools(engine, versions, 1, 0))
     assert second.requests == [[]]
     assert {(t.prompt.prompt_id, t.sample): t.token_ids for t in second.trajectories} == texts
-    third = rollouts.collect(tools(engine, versions, 2, 1))
+    third = reusing.collect(tools(engine, versions, 2, 1))
     new = sum(len(r.token_ids) for r in third.parts[0].responses)
     assert 0 < new < sum(len(t.token_ids) for t in third.trajectories)
     for t in third.trajectories:
@@ -204,18 +178,12 @@ def test_exact_reuse_keeps_everything_while_the_policy_stands_still(
         assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
 
 
-def test_exact_reuse_leaves_the_distribution_of_the_policy_in_force(
-    engine: Engine, versions: Versions, random_model: Path
-):
+def test_exact_reuse_leaves_the_policys_distribution(engine: Engine, versions: Versions, random_model: Path):
     """First and second tokens of 512 responses to one prompt, many of them kept from the policy before."""
-    rollout = {
-        "num_workers": 1, "prompts_per_step": 1, "group_size": 512, "max_response_tokens": 2,
-        "temperature": TEMPERATURE, "reuse": {"residual": "exact"},
-    }  # fmt: skip
     (prompt,) = some_prompts(1)
-    rollouts = rollouts_of(recipe(rollout, model=random_model), [prompt], data_order(1))
-    rollouts.collect(tools(engine, versions, 0, 0))
-    got = rollouts.collect(tools(engine, versions, 1, 9))
+    reusing = rollouts(1, (1, 512, 2), random_model, reuse={"residual": "exact"})
+    reusing.collect(tools(engine, versions, 0, 0))
+    got = reusing.collect(tools(engine, versions, 1, 9))
     words = range(24)
     first, second = np.zeros(24), np.zeros(24)
     for t in got.trajectories:
@@ -227,7 +195,7 @@ def test_exact_reuse_leaves_the_distribution_of_the_policy_in_force(
         one = np.exp(versions.rows(version, prompt.token_ids, [0])[0].astype(np.float64))
         two = np.stack([np.exp(versions.rows(version, prompt.token_ids, [w, 0])[1].astype(np.float64)) for w in words])
         two[END] = np.eye(24)[END]
-        return tuple(chisquare(seen, 512 * p / p.sum()).pvalue for seen, p in ((first, one), (second, one @ two)))  # type: ignore[return-value]
+        return tuple(chisquare(seen, 512 * p / p.sum()).pvalue for seen, p in ((first, one), (second, one @ two)))
 
     assert min(chances(9)) > 1e-4
     assert min(chances(0)) < 1e-6

@@ -1,21 +1,30 @@
-"""Partial rollouts: what is cut goes on, nothing is lost or drawn twice, and every token remembers who drew it."""
+"""Partial and asynchronous rollouts: nothing is lost or drawn twice, and every token remembers who drew it.
+
+Of those beside training: what may begin, how old what is trained on is, and which lengths it has.
+"""
 
 from __future__ import annotations
 
-import json
+import threading
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
+from tltlab.planning.dispatch import may_start
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.rollout.collected import Collected, Trajectory
-from tltlab.runtime.rollout.partial import PartialRollouts
-from tltlab.runtime.rollout.synchronous import rollouts_of
+from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
+from tltlab.runtime.rollout.partial import first_version
+from tltlab.runtime.rollout.synchronous import SynchronousRollouts
+from tltlab.runtime.rollout.worker import enough
 
-from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
+from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, ways
 
 PROMPTS, GROUP, STEP_GROUPS, CAP, WORKERS, CONCURRENCY = 200, 4, 6, 60, 2, 10
 
@@ -30,20 +39,13 @@ def reward(trajectory: Trajectory) -> float:
     return float(len(trajectory.token_ids))
 
 
-def made(max_age: int | None = None) -> tuple[ScriptedEngines, PartialRollouts]:
-    rollout = {
-        "num_workers": WORKERS,
-        "prompts_per_step": STEP_GROUPS,
-        "group_size": GROUP,
-        "max_response_tokens": CAP,
-        "partial": {"concurrency": CONCURRENCY, "max_age": max_age},
-    }
-    rollouts = rollouts_of(recipe(rollout), prompts(PROMPTS), data_order(PROMPTS))
-    assert isinstance(rollouts, PartialRollouts)
+def made(max_age: int | None = None) -> tuple[ScriptedEngines, Any]:
+    sizes = {"num_workers": WORKERS, "prompts_per_step": STEP_GROUPS, "group_size": GROUP, "max_response_tokens": CAP}
+    rollouts = ways(sizes | {"partial": {"concurrency": CONCURRENCY, "max_age": max_age}}, PROMPTS)
     return ScriptedEngines(WORKERS, length, CONCURRENCY // WORKERS), rollouts
 
 
-def run(engines: ScriptedEngines, rollouts: PartialRollouts, steps: range) -> list[Collected]:
+def run(engines: ScriptedEngines, rollouts: Any, steps: range) -> list[Collected]:
     return [rollouts.collect(engines.tools(rl_step, reward)) for rl_step in steps]
 
 
@@ -108,8 +110,8 @@ def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path
         for share in shares:
             started = [len(r.prompt_token_ids) > 3 for r in share]
             assert started == sorted(started, reverse=True)
-            for resumed in (True, False):
-                names = [r.key[1] for r in share if (len(r.prompt_token_ids) > 3) is resumed and r.key[1] in before]
+            for goes_on in (True, False):
+                names = [r.key[1] for r in share if (len(r.prompt_token_ids) > 3) is goes_on and r.key[1] in before]
                 assert [before.index(name) for name in names] == sorted(before.index(name) for name in names)
         done = {t.prompt.prompt_id for t in got.trajectories}
         asked = [group["prompt_id"] for group in rollouts.state_dict(tmp_path)["pending"]]
@@ -124,7 +126,7 @@ def test_groups_that_are_too_old_are_dropped():
     steps = run(engines, rollouts, range(12))
     ages = [rl_step - t.token_versions[0] for rl_step, got in enumerate(steps) for t in got.trajectories]
     assert max(ages) == 1
-    assert any("older than 1 RL steps dropped" in note for got in steps for note in got.notes)
+    assert any("older than 1 RL steps" in note for got in steps for note in got.notes)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
@@ -133,33 +135,152 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
     expected = run(engines, unbroken, range(steps + 4))
     engines, first = made(max_age=3)
     run(engines, first, range(steps))
-    state = json.loads(json.dumps([first.state_dict(tmp_path), first.order.state_dict()]))
     engines, second = made(max_age=3)
-    second.load_state_dict(state[0], tmp_path)
-    second.order.load_state_dict(state[1])
+    resumed(first, second, tmp_path)
     for got, wanted in zip(run(engines, second, range(steps, steps + 4)), expected[steps:], strict=True):
-        assert got.trajectories == wanted.trajectories
-        assert got.notes == wanted.notes
-        assert (got.requests, got.rewards, got.epochs) == (wanted.requests, wanted.rewards, wanted.epochs)
-    if steps:
-        second.prompts = prompts(3)
-        with refused(ConfigError):
-            second.load_state_dict(state[0], tmp_path)
+        for name in ("trajectories", "notes", "requests", "rewards", "epochs"):
+            assert getattr(got, name) == getattr(wanted, name)
 
 
-def test_a_response_that_goes_on_must_fit_under_the_cap(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "value", "facts"),
+    [
+        ("prompts", prompts(3), ()),
+        ("recipe", recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}}), ("max_response_tokens", "1")),
+    ],
+)
+def test_what_goes_on_must_have_its_prompt_and_room(tmp_path: Path, name: str, value: object, facts: tuple[str, ...]):
     engines, rollouts = made()
     run(engines, rollouts, range(2))
     state = rollouts.state_dict(tmp_path)
-    rollouts.recipe = recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}})
-    with refused(ConfigError, naming=("rollout.max_response_tokens", "1")):
+    setattr(rollouts, name, value)
+    with refused(ConfigError, naming=facts):
         rollouts.load_state_dict(state, tmp_path)
 
 
 def test_few_prompts_are_no_reason_to_stop():
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": CAP, "partial": {"concurrency": 64}}
-    rollouts = rollouts_of(recipe(rollout), prompts(3), data_order(3))
-    engines = ScriptedEngines(2, length, 32)
-    for rl_step in range(6):
-        got = rollouts.collect(engines.tools(rl_step, reward))
+    for got in run(ScriptedEngines(2, length, 32), ways(rollout, 3), range(6)):
         assert len({t.prompt.prompt_id for t in got.trajectories}) >= 2
+
+
+PER_STEP, SAMPLES, STEPS = 4, 3, 16
+
+
+class SwappingEngines(ScriptedEngines):
+    """Engines to which the weights of later versions come while they generate, `every` iterations apart."""
+
+    every = 9
+    begins_at = ends_at = 0
+
+    def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
+        # Every worker sees the same weights come at the same iterations.
+        self.version, self.swaps = self.begins_at, []
+        self.queue = QueuedRequests(share, lambda: self.version)
+        rollout = super()._run(worker, share, quota)
+        ended = [r.key for r in rollout.responses if r.finish_reason != "abort"]
+        assert enough(share, quota)(ended), "an engine waits for weights that may never come"
+        # Whoever is done earlier has the same weights when the next begins.
+        self.ends_at = max(self.ends_at, self.version)
+        return self.queue.whole(rollout, [*self.swaps, (self.version, {})])
+
+    def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
+        return self.queue.take()
+
+    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+        if iterations % self.every == 0 and self.version < share[0].key[0]:
+            self.swaps.append((self.version, running))
+            self.version += 1
+
+
+def asynchronous(staleness: int, stale: str = "hold") -> tuple[SwappingEngines, Any]:
+    sizes = {"num_workers": WORKERS, "prompts_per_step": PER_STEP, "group_size": SAMPLES, "max_response_tokens": CAP}
+    return SwappingEngines(WORKERS, length), ways(sizes | {"staleness": staleness, "stale": stale}, 200)
+
+
+def collect(engines: SwappingEngines, rollouts: Any, steps: range, staleness: int) -> list[Collected]:
+    """Each as early as its trainer may be behind: with the engines' weights `staleness` versions old."""
+    found = []
+    for rl_step in steps:
+        engines.begins_at = max(rl_step - staleness, engines.ends_at)
+        found.append(rollouts.collect(engines.tools(rl_step, reward, policy_version=engines.begins_at)))
+    return found
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_nothing_is_lost_or_trained_on_beyond_the_bound(staleness: int):
+    engines, rollouts = asynchronous(staleness)
+    found = collect(engines, rollouts, range(STEPS), staleness)
+    trained = Counter[tuple[str, int, int]]()
+    spans = 0
+    for rl_step, got in enumerate(found):
+        assert len(got.trajectories) == PER_STEP * SAMPLES
+        for t in got.trajectories:
+            assert len(t.token_versions) == len(t.token_ids) == min(length(t.prompt.prompt_id, t.sample), CAP)
+            assert list(t.token_versions) == sorted(t.token_versions)
+            assert 0 <= rl_step - t.token_versions[-1] <= rl_step - t.token_versions[0] <= staleness
+            spans += len(set(t.token_versions)) > 1
+            trained[t.prompt.prompt_id, t.epoch, t.sample] += 1
+        assert got.figures["staleness/max"] <= staleness
+        assert got.figures["trained/dropped_groups"] == 0
+    assert set(trained.values()) == {1}
+    assert spans > 0, "no weights came while a response ran"
+
+
+def test_figures_say_how_drops_starve_long_responses():
+    bias = {}
+    for stale in ("hold", "drop"):
+        engines, rollouts = asynchronous(1, stale)
+        engines.every = 3
+        last = collect(engines, rollouts, range(12), 0)[-1].figures
+        bias[stale] = last["trained/length_bias"]
+        assert (last["trained/dropped_groups"] > 0) is (stale == "drop")
+        assert last["staleness/max"] <= 1
+    assert bias["drop"] < 0.9 < bias["hold"] == 1.0
+
+
+def test_the_rule_is_areals():
+    for per_step, staleness, rl_step in ((2, 1, 5), (3, 2, 7), (4, 4, 9)):
+        first = [first_version(n, rl_step, per_step, staleness) for n in range((staleness + 1) * per_step)]
+        for version in range(rl_step - staleness, rl_step + 1):
+            limits = {"batch": per_step, "staleness": staleness, "most_running": 10**6}
+            may = may_start(running=0, accepted=rl_step * per_step, version=version, **limits)
+            assert may == sum(each <= version for each in first)
+
+
+def test_a_run_goes_on_with_its_groups_and_lengths(tmp_path: Path):
+    engines, rollouts = asynchronous(2)
+    collect(engines, rollouts, range(6), 2)
+    again = resumed(rollouts, asynchronous(2)[1], tmp_path)
+    assert again.under_way == rollouts.under_way
+    ended_at, last = engines.ends_at, []
+    for each in (rollouts, again):
+        engines.ends_at = ended_at
+        last.append(collect(engines, each, range(6, 9), 2)[-1])
+    one, other = last
+    assert one.figures == other.figures
+    assert [list(t.token_ids) for t in one.trajectories] == [list(t.token_ids) for t in other.trajectories]
+
+
+def test_a_bound_of_zero_is_synchronous():
+    assert isinstance(ways({"staleness": 0}, 50), SynchronousRollouts)
+
+
+def test_calls_of_another_thread_are_made_between_two_iterations():
+    between = DeferredCalls()
+    by: list[int] = []
+
+    def call() -> int:
+        return between.call(lambda: by.append(threading.get_ident()) or len(by))
+
+    assert call() == 1
+    with ThreadPoolExecutor(2) as aside:
+        with between.busy():
+            calls = [aside.submit(call), aside.submit(call)]
+            # What the first began is not finished before the second has come.
+            between.serve(lambda: len(by) < 3)
+            failing = aside.submit(between.call, lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            failing.result()
+        assert sorted(each.result() for each in calls) == [2, 3]
+    assert set(by) == {threading.get_ident()}

@@ -20,7 +20,7 @@ from tests.refused import refused
 from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.policy_rounds import all_drafters, explore_all, run_to_verify
@@ -78,9 +78,8 @@ def test_every_policy_of_a_round_rolls_out_the_same_prompts_and_rounds_differ(se
     assert sorted(names[number == 0]) == sorted([*NAMES, "explore"])
     rounds = []
     for _, steps in number.groupby(number):
-        tokens = [
-            trace.select([step]).table("tokens")[["prompt_id", "sample", "prompt_token_ids"]] for step in steps.index
-        ]
+        columns = ["prompt_id", "sample", "prompt_token_ids"]
+        tokens = [trace.select([step]).table("tokens")[columns] for step in steps.index]
         assert len({part.to_json() for part in tokens}) == 1
         rounds.append(frozenset(tokens[0]["prompt_id"]))
     assert rounds[0].isdisjoint(rounds[1])
@@ -92,11 +91,8 @@ def test_each_rollout_ran_its_policy_and_met_the_same_luck(session):
     trace = tltlab.read(session[0])
     names = trace.steps.set_index("rl_step")["policy"]
     depths = trace.iterations.groupby("rl_step")["draft_depth"].agg(set)
-    for step, name in names.items():
-        if name == "none":
-            assert depths[step] == {0}
-        if name == "ngram:4@8":
-            assert depths[step] == {0, 4}
+    for name, expected in {"none": {0}, "ngram:4@8": {0, 4}}.items():
+        assert all(depths[step] == expected for step in names.index[names == name])
     tables = trace.table("tokens").set_index(["rl_step", "prompt_id", "sample"])["token_ids"].map(list)
     first = {name: tables[int(names.index[names == name][0])] for name in NAMES}
     # 16 requests on two workers: while all run, both decode plainly, from the same random state.
@@ -108,8 +104,9 @@ def test_each_rollout_ran_its_policy_and_met_the_same_luck(session):
 def test_the_session_is_a_run_that_other_commands_read(session):
     out, found = session
     assert json.loads((out / "summary.json").read_text()) == found
-    assert len(json.loads((out / "repeats.json").read_text())["repeats"]) == 4
-    assert json.loads((out / "repeats.json").read_text())["repeats"][0]["same_tokens"]
+    repeats = json.loads((out / "repeats.json").read_text())["repeats"]
+    assert len(repeats) == 4
+    assert repeats[0]["same_tokens"]
     again = json.loads((out / "policies.json").read_text())["policies"]
     assert [entry["rl_step"] for entry in again] == list(range(8))
     assert tltlab.read(out).outcomes["reward"].isna().all()
@@ -128,18 +125,14 @@ def test_the_command_says_how_each_policy_was_predicted(session):
     assert {"median_error", "worst_error", "repeat_spread", "num_pairs", "kendall_tau"} <= set(found)
     assert found["goal"]["kendall_tau"] == 0.9
     assert not found["met"]
-    assert any("8 are needed to judge the order: more policies" in sentence for sentence in found["missed"])
+    assert any("8 are needed" in sentence for sentence in found["missed"])
     assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
 def rollouts_of(seconds: dict[str, list[float]]) -> pd.DataFrame:
     """Rollouts of policies, round by round, predicted 10 % too long on a machine that was 10 % faster."""
-    return pd.DataFrame(
-        {
-            "policy": name, "round": n, "measured_s": s, "predicted_s": s * 1.1, "speed": 0.9, "error": 0.1,
-        }
-        for name, times in seconds.items() for n, s in enumerate(times)
-    )  # fmt: skip
+    rows = [(name, n, s, s * 1.1, 0.9, 0.1) for name, times in seconds.items() for n, s in enumerate(times)]
+    return pd.DataFrame(rows, columns=["policy", "round", "measured_s", "predicted_s", "speed", "error"])
 
 
 def test_what_rollouts_come_to_is_arithmetic():
@@ -150,8 +143,8 @@ def test_what_rollouts_come_to_is_arithmetic():
     assert found.rows["error_at_speed"].tolist() == pytest.approx([-0.01] * 3)
     assert (found.num_pairs, found.kendall_tau) == (3, 1.0)
     assert found.goal["median_error"] == 0.08
-    assert [sentence.split()[0] for sentence in found.missed] == ["median", "only"]
-    assert "MISSED: median error 10.0% over 8.0%" in text(found)
+    assert len(found.missed) == 2
+    assert "10.0% over 8.0%" in text(found)
     assert not any(np.isnan(v) for v in found.json()["policies"][0].values() if isinstance(v, float))
 
 
@@ -175,38 +168,42 @@ def test_policies_have_short_names(tmp_path: Path):
     assert len(explore_all(found).strategies) == len({s for p in found.values() for s in p.strategies})
 
 
-@pytest.mark.parametrize(
-    ("policies", "complaint"),
-    [
-        ("none", ()),
-        ("none,table,none", ("none",)),
-        ("none,explore", ("always",)),
-        ("none,tabel", ("tabel",)),
-        ("none,ngram:0", ("ngram:0",)),
-        ("none,ngram:4@0", ("ngram:4@0",)),
-        ("default,none", ("none",)),
-    ],
-)
-def test_a_list_of_policies_that_makes_no_sense_is_a_sentence(policies: str, complaint: tuple):
-    with refused(ConfigError, naming=complaint):
+LISTS = {
+    "none": "",
+    "none,table,none": "none",
+    "none,explore": "always",
+    "none,tabel": "tabel",
+    "none,ngram:0": "ngram:0",
+    "none,ngram:4@0": "ngram:4@0",
+    "default,none": "none",
+}
+"""Lists of policies that make no sense, and what a refusal names."""
+
+
+@pytest.mark.parametrize("policies", LISTS)
+def test_a_list_of_policies_without_sense_is_refused(policies: str):
+    with refused(ConfigError, naming=(LISTS[policies],)):
         named_policies(policies)
 
 
-def test_what_cannot_run_is_refused_before_an_engine_starts(run: Path, tmp_path: Path):
+def test_drafters_that_cannot_be_are_refused(run: Path):
     told = run_to_verify(run)
     assert told.num_rl_steps == 2
-    tree = {"kind": "fixed", "strategy": {"drafter": "ngram", "draft_depth": 3, "top_k": 2, "tokens_to_verify": 6}}
-    with refused(ConfigError):
-        all_drafters(told, {"tree": Policy.model_validate({"selector": tree})})
-    with refused(ConfigError, naming=("suffix",)):
-        all_drafters(told, named_policies("das,suffix:4"))
-    with refused(ConfigError):
-        all_drafters(told, named_policies("none,ngram:99999999999999999999"))
-    with refused(ConfigError, naming=("already",)):
-        command(run, policies="none,table", out=run)
-    with refused(ConfigError, naming=("run.json",)):
-        command(tmp_path, policies="none,table")
-    with refused(ConfigError, naming=("--policies",)):
-        command(run, repeats=2)
-    with refused(ConfigError, naming=("--window",)):
-        command(run, policies="none,table", window=4)
+    for policies, fact in (
+        ({"tree": load_policy("ngram:3x2/6")}, "tree"),
+        (named_policies("das,suffix:4"), "suffix"),
+        (named_policies("none,ngram:99999999999999999999"), "99999999999999999999"),
+    ):
+        with refused(ConfigError, naming=(fact,)):
+            all_drafters(told, policies)
+
+
+def test_what_cannot_run_is_refused_before_an_engine_starts(run: Path, tmp_path: Path):
+    for folder, options, fact in (
+        (run, {"policies": "none,table", "out": run}, run),
+        (tmp_path, {"policies": "none,table"}, "run.json"),
+        (run, {"repeats": 2}, "--policies"),
+        (run, {"policies": "none,table", "window": 4}, "--window"),
+    ):
+        with refused(ConfigError, naming=(fact,)):
+            command(folder, **options)

@@ -6,6 +6,7 @@ A worker that starts again takes seconds, so each death serves all that is to be
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import ExploreSpec, FixedSpec
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
@@ -41,29 +42,24 @@ from tltlab.runtime.rollout.pool import SendWeights, WorkerPool
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION
+
+from ..engine.asking import fixed, request
+from .scripted_engines import rolled
 
 pytestmark = pytest.mark.engine
 PROMPTS, GROUP, CAP = 6, 4, 100
 RESTARTED: list[int] = []
-NGRAM = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
-SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
+NGRAM, SUFFIX = fixed("ngram"), fixed("suffix")
 
 
-def nobody(number: int) -> None:
-    """What a drafter's training is told of a worker that was started again: nothing here."""
-
-
-def anywhere(number: int) -> dict[str, object]:
-    return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "DEFAULT", "env_vars": {}}
-
-
-def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = nobody) -> WorkerPool:
+def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = lambda number: None) -> WorkerPool:
     events = RunEvents(out / "events.jsonl")
     # As on a GPU; here vLLM leaves the graphs out.
     graphs = plan_graphs(load_policy("beg-mab-suffix"), 64, runner="V1", any_lengths=True)
     build = EngineBuild(drafters=dict(DEFAULT_DRAFTERS), max_draft_depth=graphs.deepest, graphs=graphs)
-    return WorkerPool(recipe, build, lambda number: None, anywhere, events=events, on_restart=on_restart)
+    anywhere = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "DEFAULT", "env_vars": {}}
+    return WorkerPool(recipe, build, lambda number: None, lambda number: anywhere, events=events, on_restart=on_restart)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +76,9 @@ def pool(one_ray: None, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
 
 
 def requests(rl_step: int, num_prompts: int = PROMPTS) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(
-            key=(rl_step, f"p{n}", sample, 0), prompt_token_ids=[1, 4 + n, 9, 4 + n, 9], max_response_tokens=CAP
-        )
-        for n in range(num_prompts)
-        for sample in range(GROUP)
-    ]
+    slots = itertools.product(range(num_prompts), range(GROUP))
+    rest = {"rl_step": rl_step, "ignore_eos": False}
+    return [request(f"p{n}", sample, [1, 4 + n, 9, 4 + n, 9], CAP, **rest) for n, sample in slots]
 
 
 def told(parts: list[Rollout]) -> list[tuple[object, ...]]:
@@ -102,9 +94,8 @@ def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Ro
 
 
 def test_engines_with_planned_graphs_say_what_iterations_ran_in(pool: WorkerPool):
-    assert [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("captured_graphs")] == [
-        ("V1", "NONE", ())
-    ] * 2
+    captured = [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("captured_graphs")]
+    assert captured == [("V1", "NONE", ())] * 2
     pool.set_policy(SUFFIX, 0)
     rows = [row for part in pool.generate(pool.share(requests(0)), 0) for row in part.iterations]
     assert {row["graph"] for row in rows} == {"eager"}
@@ -121,37 +112,29 @@ def events(pool: WorkerPool) -> list[str]:
     return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_requests_are_shared_out_in_order(pool: WorkerPool):
-    shares = pool.share(requests(0, 3))
-    assert [r.key for share in shares for r in share] == [r.key for r in requests(0, 3)]
-    assert [len(share) for share in shares] == [6, 6]
-
-
 def test_a_quota_ends_a_rollout_once_so_many_prompts_are_answered(pool: WorkerPool):
     pool.set_policy(NGRAM, 0)
-    (part, other) = pool.generate(pool.share(requests(0)), 0, quotas=[1, PROMPTS])
+    shares = pool.share(requests(0))
+    assert [r.key for share in shares for r in share] == [r.key for r in requests(0)], "in order"
+    assert [len(share) for share in shares] == [12, 12]
+    part, other = pool.generate(shares, 0, quotas=[1, PROMPTS])
     whole = [sum(r.finish_reason != "abort" for r in part.responses[i : i + GROUP]) for i in range(0, 12, GROUP)]
     assert max(whole) == GROUP
     assert any(r.finish_reason == "abort" for r in part.responses)
     assert all(r.finish_reason != "abort" for r in other.responses)
 
 
-class Sending:
+def sending(weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeights:
     """Weights from an actor of its own, in buckets of 16 KiB, as `TrainerGroup.send_weights` brings those of ranks."""
+    actor, held = SendingActor.remote(), ray.put(weights)
 
-    def __init__(self) -> None:
-        self.actor = SendingActor.remote()
+    def send(workers: Sequence[object], version: int, way: str) -> None:
+        try:
+            ray.get(actor.send.remote(held, Engines(workers, version), kill_after))
+        except RayActorError as error:
+            raise TrainerDied(str(error)) from error
 
-    def __call__(self, weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeights:
-        held = ray.put(weights)
-
-        def send(workers: Sequence[object], version: int, way: str) -> None:
-            try:
-                ray.get(self.actor.send.remote(held, Engines(workers, version), kill_after))
-            except RayActorError as error:
-                raise TrainerDied(str(error)) from error
-
-        return send
+    return send
 
 
 @ray.remote(num_cpus=0)
@@ -170,13 +153,10 @@ class SendingActor:
         load_buckets(until_it_dies(), slots, engines)
 
 
-def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_its_weights_again(
-    pool: WorkerPool, random_model: Path
-):
+def test_a_killed_worker_costs_time_alone_and_gets_its_weights(pool: WorkerPool, random_model: Path):
     good = load_file(random_model / "model.safetensors")
     new = {name: -value if name == "lm_head.weight" else value for name, value in good.items()}
     old, before = undisturbed(pool, NGRAM, 1)
-    sending = Sending()
     pool.update_weights(sending(new), 1)
     pool.load_state_dicts(before)
     expected = pool.generate(pool.share(requests(1)), 1)
@@ -198,24 +178,23 @@ def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_its_
 
 
 def test_engines_whose_weights_were_cut_off_start_again_with_whole_ones(pool: WorkerPool, random_model: Path):
-    good, whole = load_file(random_model / "model.safetensors"), Sending()
-    pool.update_weights(whole(good), 2)
+    good = load_file(random_model / "model.safetensors")
+    whole = sending(good)
+    pool.update_weights(whole, 2)
     expected, before = undisturbed(pool, NGRAM, 3)
     pids, known = list(pool.pids), len(events(pool))
     with pytest.raises(TrainerDied):
-        pool.update_weights(Sending()({name: -value for name, value in good.items()}, kill_after=len(good) // 2), 3)
+        pool.update_weights(sending({name: -value for name, value in good.items()}, kill_after=len(good) // 2), 3)
     assert pool.pids == pids
-    pool.update_weights(whole(good), 4)
+    pool.update_weights(whole, 4)
     assert not set(pool.pids) & set(pids)
     assert len(events(pool)[known:]) == len(pids)
-    assert all("came in part only: their transfer was cut off" in event for event in events(pool)[known:])
+    assert all("cut off" in event for event in events(pool)[known:])
     pool.load_state_dicts(before)
     assert told(pool.generate(pool.share(requests(3)), 3)) == told(expected)
 
 
-def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_in_the_clock(
-    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_new_worker_remembers_and_its_start_takes_time(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch):
     first, _ = undisturbed(pool, SUFFIX, 4)
     pool.remember(pool.share(requests(4)), first)
     expected, before = undisturbed(pool, SUFFIX, 5)
@@ -233,8 +212,7 @@ def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_i
     assert told(disturbed) == told(expected)
     assert fine.duration_s < 1000 <= late.iterations[0]["t_start"]
     assert all(late.iterations[0]["t_start"] < r.t_finish <= late.duration_s for r in late.responses)
-    assert events(pool)[-1].startswith("rollout worker 1 died in RL step 5 (")
-    assert events(pool)[-1].endswith("; started again, 12 requests re-issued")
+    assert all(fact in events(pool)[-1] for fact in ("worker 1", "RL step 5", "12 requests"))
     assert RESTARTED[-1] == 1
 
 
@@ -249,11 +227,9 @@ def test_a_worker_is_told_what_drafters_need_for_its_prompts_and_no_more(pool: W
         shares = pool.share(requests(rl_step))[::-1]  # other workers than before
         return [[key for visit in ray.get(pool.history.of(share)) for key, _, _ in visit] for share in shares]
 
-    prompts = [["p3", "p4", "p5"], ["p0", "p1", "p2"]]
-    assert told_of(22) == [
-        [(rl_step, prompt_id, sample, 0) for prompt_id in prompt_ids for rl_step in (20, 21) for sample in range(GROUP)]
-        for prompt_ids in prompts
-    ]
+    slots = list(itertools.product((20, 21), range(GROUP)))
+    keys = {n: [(rl_step, f"p{n}", sample, 0) for rl_step, sample in slots] for n in range(PROMPTS)}
+    assert told_of(22) == [[*keys[3], *keys[4], *keys[5]], [*keys[0], *keys[1], *keys[2]]]
     visit = ray.get(pool.history.of(requests(22, 1)))[0]
     assert visit[0][1] is visit[-1][1], "a group's prompt is there once"
     before, rows = told_of(22), pool.history.state_dict(tmp_path / "saved")
@@ -278,18 +254,16 @@ def test_a_worker_is_told_what_drafters_need_for_its_prompts_and_no_more(pool: W
         assert len(everything.of(requests(22, 1))) == num_visits
 
 
-def test_rehearsals_and_repetitions_are_the_same_but_for_workers_started_again_since_the_rollout_began(
-    pool: WorkerPool,
-):
+def test_only_what_was_not_started_again_is_repeated(pool: WorkerPool):
     shares = pool.share(requests(7))
     pool.set_policy(NGRAM, 7)
     pool.load_state_dicts(pool.state_dicts())
-    rehearsed = pool.rehearse(shares, 7)
-    assert told(pool.repeat(shares, 7)) == told(rehearsed)
+    rehearsed = told(pool.rehearse(shares, 7))
+    assert told(pool.repeat(shares, 7)) == rehearsed
     kill(pool, 0)
-    assert told(pool.rehearse(shares, 7)) == told(rehearsed)
+    assert told(pool.rehearse(shares, 7)) == rehearsed
     assert pool.repeat(shares, 7) == [], "its time would be of other work"
-    assert told(pool.rehearse(shares, 7)) == told(rehearsed) == told(pool.repeat(shares, 7))
+    assert told(pool.rehearse(shares, 7)) == rehearsed == told(pool.repeat(shares, 7))
 
     pool.set_policy(SUFFIX, 7)
     pool.generate(shares, 7, repeatable=True)
@@ -314,7 +288,7 @@ def test_who_dies_while_engines_sleep_is_back_when_they_wake(pool: WorkerPool):
 def test_a_mistake_of_the_user_restarts_nobody(pool: WorkerPool):
     pids = list(pool.pids)
     with refused(ConfigError, naming=("8",)):
-        pool.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))), 9)
+        pool.set_policy(fixed("ngram", 9), 9)
     assert pool.pids == pids
     pool.set_policy(Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,))), 9)
 
@@ -329,7 +303,7 @@ def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file
         pool.recipe = patient
 
 
-def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
+def test_an_engine_that_never_starts_is_tried_once(
     one_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
 ):
     """vLLM's attention on the CPU has no heads of 20 numbers, which it says in its first batch."""
@@ -344,7 +318,7 @@ def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
         with refused(RunError, naming=("RuntimeError", "head_dim=20")):
             pool.start()
     assert said == events(pool)
-    assert sorted(line.split(" (")[0] for line in said) == [f"rollout worker {n} died at its start" for n in range(2)]
+    assert sorted(line.split()[2] for line in said) == ["0", "1"]
     assert pool._deaths_so_far() == [1, 1]
 
 
@@ -352,8 +326,7 @@ def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
 class Aborting:
     """A worker whose process ends while its engine is built, as one does that a kernel aborts."""
 
-    def __init__(self, *args: object) -> None:
-        pass
+    def __init__(self, *args: object) -> None: ...
 
     def pid(self) -> int:
         return os.getpid()
@@ -363,34 +336,26 @@ class Aborting:
         os._exit(7)
 
 
-def test_what_a_process_said_last_is_told_where_each_dies_at_its_start(
+def test_a_process_last_words_are_told(
     one_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)
-    says = r"no engine can start: .*it said last: .*terminate called: no kernel for this machine$"
-    with closing(pool_of(load_recipe(recipe_file), tmp_path)) as pool, pytest.raises(RunError, match=says):
+    says = ("terminate called: no kernel for this machine",)
+    with closing(pool_of(load_recipe(recipe_file), tmp_path)) as pool, refused(RunError, naming=says):
         pool.start()
     assert pool._deaths_so_far() == [1, 1]
 
 
 def test_a_start_that_takes_too_long_ends_the_run(one_ray: None, recipe_file: Path, tmp_path: Path):
     recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
-    says = r"rollout worker 0 did not start within 0\.2 s"
-    with closing(pool_of(recipe, tmp_path)) as pool, pytest.raises(RunError, match=says):
+    with closing(pool_of(recipe, tmp_path)) as pool, refused(RunError, naming=("worker 0", "0.2 s")):
         pool.start()
 
 
 def test_a_later_rollout_has_the_same_responses_at_later_times():
-    rollout = Rollout(
-        responses=[],
-        iterations=[{"iteration": 0, "t_start": 0.25, "duration": 0.5}],
-        decisions=[],
-        duration_s=1.0,
-        recorder_s=0.1,
-        policy_s=0.2,
-    )
-    moved = delayed(rollout, 2.0)
-    assert [(row["iteration"], row["t_start"], row["duration"]) for row in moved.iterations] == [(0, 2.25, 0.5)]
+    row = {"iteration": 0, "t_start": 0.25, "duration": 0.5}
+    moved = delayed(rolled([], 1.0, iterations=[row], recorder_s=0.1, policy_s=0.2), 2.0)
+    assert [{name: moved_row[name] for name in row} for moved_row in moved.iterations] == [row | {"t_start": 2.25}]
     assert (moved.duration_s, moved.recorder_s, moved.policy_s) == (3.0, 0.1, 0.2)
     assert delayed(moved, 0.0) == moved
 
@@ -401,7 +366,7 @@ def test_what_workers_return_is_not_spelled_out():
 
     class Answer:
         def __repr__(self) -> str:
-            spelled.append(1)
+            spelled.append("tokens")
             return "tokens"
 
     async def answers() -> list[object]:
@@ -425,28 +390,23 @@ def test_a_worker_is_lost_when_its_process_or_its_engine_is():
 
 def test_a_quota_counts_prompts_and_not_responses():
     until = enough(requests(0, 2), 1)
-    ended: list[tuple[int, str, int, int]] = []
-    said = []
-    for key in [(0, "p0", 0, 0), (0, "p1", 0, 0), (0, "p0", 2, 0), (0, "p0", 1, 0), (0, "p0", 3, 0)]:
-        ended.append(key)
-        said.append(until(ended))
-    assert said == [False, False, False, False, True]
+    ended = [(0, "p0", 0, 0), (0, "p1", 0, 0), (0, "p0", 2, 0), (0, "p0", 1, 0), (0, "p0", 3, 0)]
+    assert [until(ended[:n]) for n in range(1, 6)] == [False, False, False, False, True]
 
 
 def test_engines_are_told_the_concurrency_and_what_the_recipe_says_of_vllm(recipe_file: Path):
-    recipe = load_recipe(recipe_file, ["rollout.partial={\"concurrency\": 9}", "cluster.placement=colocated",
-                                       "rollout.repeat_every=0"])  # fmt: skip
+    settings = ['rollout.partial={"concurrency": 9}', "cluster.placement=colocated", "rollout.repeat_every=0"]
+    recipe = load_recipe(recipe_file, settings)
     args = engine_args(recipe, cuda=True)
     assert (args["max_num_seqs"], args["max_model_len"], args["enable_sleep_mode"]) == (5, 128, True)
     assert "enable_sleep_mode" not in engine_args(recipe, cuda=False)
 
 
-def test_engines_of_one_machine_share_what_hidden_states_may_take_unless_the_recipe_says(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_engines_of_a_machine_share_the_room_for_hidden_states(recipe_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tltlab.runtime.engine.engine.available_memory", lambda: 64 << 30)
     given = load_recipe(recipe_file, ["rollout.num_workers=8", 'drafter={"capture_bytes": 5000}'])
     free = given.model_copy(update={"drafter": DrafterConfig()})
     nodes = {"rollout": given.rollout.model_copy(update={"tensor_parallel_size": 2})}
-    gpus = free.model_copy(update=nodes | {"cluster": given.cluster.model_copy(update={"gpus_per_node": 8})})
+    nodes["cluster"] = given.cluster.model_copy(update={"gpus_per_node": 8})
+    gpus = free.model_copy(update=nodes)
     assert [capture_bytes(recipe) for recipe in (given, free, gpus)] == [5000, 2 << 30, 4 << 30]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tltlab.runtime.rollout.rewards import (
     think_format,
 )
 
+Reward = Callable[[str, str, str], float]
 MODULE = """
 def two(prompt, response, answer): return 2
 def infinite(prompt, response, answer): return float("inf")
@@ -35,79 +37,35 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        (r"So the answer is \boxed{\frac{1}{2}}.", "0.5", 1.0),
-        (r"First \boxed{3}, no: \boxed{4}", "4", 1.0),
-        (r"First \boxed{4}, no: \boxed{3}", "4", 0.0),
-        ("It is 3/4.", r"\frac{3}{4}", 1.0),
-        (r"\boxed{x = 4}", "4", 1.0),
-        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
-        (r"\boxed{(2, 1)}", "(1,2)", 0.0),
-        (r"\boxed{2\sqrt{3}}", r"$\sqrt{12}$", 1.0),
-        (r"\boxed{1234}", "1,234", 1.0),
-        ("the answer is 72", "He counts 70 + 2 = 72\n#### 72", 1.0),
-        (r"\boxed{71}", "72", 0.0),
-        (r"\boxed{", "72", 0.0),
-        ("I give up", "72", 0.0),
-        ("", "72", 0.0),
-        (r"\boxed{\frac{1}{0}}", "72", 0.0),
-    ],
-)
-def test_math_pays_for_a_value_that_equals_the_answer(response: str, answer: str, reward: float):
-    assert math("", response, answer) == reward
+GSM8K = "1200 + 34 = <<1200+34=1234>>1234\n#### 1,234"
+THOUGHTS = ["<think></think>7", "<think>7</think> ", "well <think>7</think>7", "<think>7</think>7</think>7", "<think>7"]
 
 
 @pytest.mark.parametrize(
-    ("response", "reward"),
+    ("reward", "answer", "right", "wrong"),
     [
-        ("so 1200 + 34 = 1,234", 1.0),
-        ("so $1,234.00.", 1.0),
-        ("12 first\n#### 1234 dollars, 99 cents", 1.0),
-        ("1234 first\n#### 12", 0.0),
-        ("1234\n####", 0.0),
-        ("-1234", 0.0),
-        ("2468-1234", 1.0),
-        ("1,2,34", 0.0),
-        ("none", 0.0),
+        # What equals the answer.
+        (math, "0.5", [r"So the answer is \boxed{\frac{1}{2}}."], []),
+        (math, "4", [r"First \boxed{3}, no: \boxed{4}", r"\boxed{x = 4}"], [r"First \boxed{4}, no: \boxed{3}"]),
+        (math, r"\frac{3}{4}", ["It is 3/4."], []),
+        (math, "(1,2)", [r"\boxed{(1, 2)}"], [r"\boxed{(2, 1)}"]),
+        (math, r"$\sqrt{12}$", [r"\boxed{2\sqrt{3}}"], []),
+        (math, "1,234", [r"\boxed{1234}"], []),
+        (math, "He counts 70 + 2 = 72\n#### 72", ["the answer is 72"], []),
+        (math, "72", [], [r"\boxed{71}", r"\boxed{", "I give up", "", r"\boxed{\frac{1}{0}}"]),
+        # The number after the mark, or the last one.
+        (gsm8k, GSM8K, ["so 1200 + 34 = 1,234", "so $1,234.00.", "12\n#### 1234 dollars, 99 cents", "2468-1234"], []),
+        (gsm8k, GSM8K, [], ["1234 first\n#### 12", "1234\n####", "-1234", "1,2,34", "none"]),
+        # One box with something in it.
+        (boxed_format, "", [r"so \boxed{\frac{1}{2}}", r"so \boxed{\{1, 2\}}"], []),
+        (boxed_format, "", [], [r"\boxed{1} or \boxed{2}", r"\boxed{\boxed{1}}", r"\boxed{ }", r"\boxed{1", "1"]),
+        # A thought and then an answer.
+        (think_format, "", ["<think>3 + 4\n= 7</think>\n7", "  <think>7</think>7"], [*THOUGHTS, "7"]),
     ],
 )
-def test_gsm8k_pays_for_the_number_after_the_mark_or_the_last_one(response: str, reward: float):
-    assert gsm8k("", response, "1200 + 34 = <<1200+34=1234>>1234\n#### 1,234") == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        (r"so \boxed{\frac{1}{2}}", 1.0),
-        (r"so \boxed{\{1, 2\}}", 1.0),
-        (r"\boxed{1} or \boxed{2}", 0.0),
-        (r"\boxed{\boxed{1}}", 0.0),
-        (r"\boxed{ }", 0.0),
-        (r"\boxed{1", 0.0),
-        ("1", 0.0),
-    ],
-)
-def test_boxed_format_pays_for_one_box_with_something_in_it(response: str, reward: float):
-    assert boxed_format("", response, "") == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("<think>3 + 4\n= 7</think>\n7", 1.0),
-        ("  <think>7</think>7", 1.0),
-        ("<think></think>7", 0.0),
-        ("<think>7</think> ", 0.0),
-        ("well <think>7</think>7", 0.0),
-        ("<think>7</think>7</think>7", 0.0),
-        ("<think>7", 0.0),
-        ("7", 0.0),
-    ],
-)
-def test_think_format_pays_for_a_thought_and_then_an_answer(response: str, reward: float):
-    assert think_format("", response, "") == reward
+def test_a_reward_pays_for_what_is_right(reward: Reward, answer: str, right: list[str], wrong: list[str]):
+    assert {response: reward("", response, answer) for response in right} == dict.fromkeys(right, 1.0)
+    assert {response: reward("", response, answer) for response in wrong} == dict.fromkeys(wrong, 0.0)
 
 
 def test_boxes_are_found_in_time_that_grows_with_the_text():
@@ -140,15 +98,14 @@ def test_a_reward_that_cannot_be_called_is_refused(path: str, complaint: tuple):
         load_reward(path)
 
 
-def test_a_sum_of_no_rewards_or_of_a_weight_that_is_no_number_is_refused():
+@pytest.mark.parametrize("rewards", [[], [("some_rewards:two", float("nan"))]])
+def test_a_sum_of_nothing_or_nan_is_refused(rewards: list[tuple[str, float]]):
     with refused(ConfigError):
-        load_rewards([])
-    with refused(ConfigError):
-        load_rewards([("some_rewards:two", float("nan"))])
+        load_rewards(rewards)
 
 
-def test_a_sum_that_is_not_finite_or_that_float32_does_not_hold_is_no_reward():
+def test_a_sum_must_be_finite_and_fit_float32():
     assert load_rewards([("some_rewards:two", 1e38)])("", "", "") == 2e38
-    for weights, complaint in (([1e308, 1e308], "returned inf"), ([1e300], "beyond what float32 holds")):
-        with pytest.raises(NotANumberError, match=complaint):
+    for weights, fact in (([1e308, 1e308], "inf"), ([1e300], "float32")):
+        with refused(NotANumberError, naming=(fact,)):
             load_rewards([("some_rewards:two", weight) for weight in weights])("", "", "")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,41 +15,38 @@ from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.specs import FixedSpec
+from tltlab.policies.policy import Activation
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
-from tltlab.strategy import Strategy
+
+from ..asking import fixed
+
+HEAD = LearnedSpec(method="eagle", model="some/head")
 
 
-def test_the_engine_is_built_for_the_deepest_draft_of_the_policy():
-    options = vllm_options(Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 5))))
-    assert options["speculative_config"]["num_speculative_tokens"] == 5
-    assert options["speculative_config"]["method"] == "custom_class"
+def test_the_engine_is_built_for_the_policys_deepest_draft():
+    speculative = vllm_options(fixed("suffix", 5))["speculative_config"]
+    assert (speculative["num_speculative_tokens"], speculative["method"]) == (5, "custom_class")
     assert "speculative_config" not in vllm_options("none")
 
 
-def test_a_learned_drafter_is_vllms_own_and_others_stand_beside_it():
-    policy = Policy(
-        selector=FixedSpec(strategy=Strategy.chain("head", 3)),
-        drafters={"head": LearnedSpec(method="eagle", model="some/head"), "das": SuffixSpec(window=16)},
-    )
+def test_a_learned_drafter_is_vllms_own():
+    policy = fixed("head", 3).model_copy(update={"drafters": {"head": HEAD, "das": SuffixSpec(window=16)}})
     options = vllm_options(policy, async_scheduling=True)
     assert options["speculative_config"] == {"method": "eagle", "model": "some/head", "num_speculative_tokens": 3}
     assert options["scheduler_cls"].endswith("AsyncPolicyScheduler")
     assert set(options["additional_config"]["tltlab"]["drafters"]) == {"ngram", "suffix", "head", "das"}
 
 
-def test_only_model_free_drafts_make_scheduling_synchronous_and_else_vllm_decides():
-    alone = {"head": LearnedSpec(method="eagle", model="some/head")}
-    helped = {"head": LearnedSpec(method="eagle", model="some/head", fallback="suffix")}
-    deep = Policy(selector=FixedSpec(strategy=Strategy.chain("head", 3)))
-    for options in (vllm_options("none"), vllm_options("none", max_draft_depth=4), vllm_options(deep, drafters=alone)):
+def test_only_model_free_drafts_make_scheduling_synchronous():
+    deep, helped = fixed("head", 3), HEAD.model_copy(update={"fallback": "suffix"})
+    plain = [{"policy": "none"}, {"policy": "none", "max_draft_depth": 4}, {"policy": deep, "drafters": {"head": HEAD}}]
+    for options in (vllm_options(**asked) for asked in plain):
         assert "async_scheduling" not in options
         assert options["scheduler_cls"].endswith(".policy_scheduler")
         assert not any("async" in argument for argument in serve_arguments(options))
-    for options in (vllm_options("beg-mab"), vllm_options(deep, drafters=helped)):
+    for options in (vllm_options("beg-mab"), vllm_options(deep, drafters={"head": helped})):
         assert options["async_scheduling"] is False
         assert options["scheduler_cls"].endswith(".PolicyScheduler")
     for wanted in (False, True):
@@ -61,10 +60,8 @@ def test_vllm_serve_takes_the_same_options():
     options = vllm_options("beg-mab")
     parser = AsyncEngineArgs.add_cli_args(argparse_utils.FlexibleArgumentParser())
     parsed = parser.parse_args(serve_arguments(options))
-    assert parsed.scheduler_cls == options["scheduler_cls"]
-    assert parsed.additional_config == options["additional_config"]
-    assert parsed.speculative_config == options["speculative_config"]
-    assert parsed.async_scheduling is False
+    for name in ("scheduler_cls", "additional_config", "speculative_config", "async_scheduling"):
+        assert getattr(parsed, name) == options[name]
 
 
 TABLE = {1: (8,), 2: (8,), 4: (8,), 8: (4,), 16: (4,), 24: (2,), 32: (2,), 40: (0,), 64: (0,)}
@@ -72,7 +69,7 @@ BEG_MAB = {1: (8, 4, 2, 0), 4: (8, 4, 2, 0), 8: (4, 2, 1, 0), 16: (4, 2, 1, 0), 
 
 
 @pytest.mark.parametrize(("policy", "depths_at"), [("table", TABLE), ("beg-mab", BEG_MAB)])
-def test_graphs_are_captured_for_every_depth_the_policy_may_choose(policy: str, depths_at: dict[int, tuple[int, ...]]):
+def test_graphs_are_captured_for_every_depth_of_a_policy(policy: str, depths_at: dict[int, tuple[int, ...]]):
     options = vllm_options(policy, max_batch=64)
     assert options["max_num_seqs"] == 64
     wanted = {batch * (depth + 1) for batch, depths in depths_at.items() for depth in depths}
@@ -84,13 +81,9 @@ def test_graphs_are_captured_for_every_depth_the_policy_may_choose(policy: str, 
     assert "num_speculative_tokens_per_batch_size" not in options["speculative_config"]
 
 
-def test_with_a_learned_drafter_alone_graphs_are_captured_for_the_depths_of_a_schedule():
-    eagle = LearnedSpec(method="eagle", model="heads/eagle")
-    policy = Policy(
-        selector=FixedSpec(strategy=Strategy.chain("learned", 4)),
-        activation=Activation(max_requests=8),
-        drafters={"learned": eagle},
-    )
+def test_a_learned_drafter_alone_has_a_schedule_of_depths():
+    comes_on = {"activation": Activation(max_requests=8), "drafters": {"learned": HEAD}}
+    policy = fixed("learned", 4).model_copy(update=comes_on)
     options = vllm_options(policy, max_batch=64)
     assert options["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 8, 4], [9, 64, 0]]
     assert {5, 40, 64} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
@@ -105,24 +98,23 @@ def test_costs_to_compare_with_are_written_out(tmp_path: Path):
         vllm_options("beg-mab", costs={"kind": "linear"})
 
 
-def test_what_vllm_cannot_run_is_refused():
-    tree = Policy(selector=FixedSpec(strategy=Strategy("learned", 4, 4, 16)))
-    with refused(ConfigError):
-        vllm_options(tree, drafters={"learned": LearnedSpec(method="eagle", model="some/head")})
-    with refused(ConfigError):
-        vllm_options(load_policy("beg-mab"), async_scheduling=True)
-    with refused(ConfigError, naming=("2",)):
-        vllm_options("beg-mab", max_draft_depth=2)
-    with refused(ConfigError):
-        vllm_options(Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))))
+@pytest.mark.parametrize(
+    ("policy", "more", "facts"),
+    [
+        ("learned:4x4/16", {"drafters": {"learned": HEAD}}, ("learned:4x4/16",)),
+        ("beg-mab", {"async_scheduling": True}, ("async_scheduling",)),
+        ("beg-mab", {"max_draft_depth": 2}, (2,)),
+        ("eagle:2", {}, ("eagle:2",)),
+    ],
+)
+def test_what_vllm_cannot_run_is_refused(policy: str, more: dict[str, Any], facts: tuple[object, ...]):
+    with refused(ConfigError, naming=facts):
+        vllm_options(policy, **more)
 
 
 def test_data_parallel_engines_have_workers_and_traces_of_their_own():
-    ours = Attachment(worker=2, record="out/trace")
-    assert [(a.worker, a.record) for a in (ours.of_replica(0), ours.of_replica(1))] == [
-        (2, "out/trace"),
-        (3, "out/trace-1"),
-    ]
+    replicas = map(Attachment(worker=2, record="out/trace").of_replica, range(2))
+    assert [(replica.worker, replica.record) for replica in replicas] == [(2, "out/trace"), (3, "out/trace-1")]
 
 
 def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
@@ -133,21 +125,22 @@ def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.Mon
     assert "VLLM_LOGGING_STREAM" not in os.environ
 
 
-def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("method", "name", "fits"),
+    [("draft_model", "vocab_size", False), ("draft_model", "hidden_size", True), ("eagle", "hidden_size", False)],
+)
+def test_a_drafter_of_another_width_is_refused(method: Any, name: str, fits: bool, random_model: Path, tmp_path: Path):
     config = (random_model / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"vocab_size": ', '"vocab_size": 1'))
-    with refused(ConfigError, naming=("vocab_size",)):
-        check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
-    (tmp_path / "config.json").write_text(config.replace('"hidden_size": ', '"hidden_size": 1'))
-    check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
-    with refused(ConfigError, naming=("hidden_size",)):
-        check_drafter(str(random_model), "learned", LearnedSpec(method="eagle", model=str(tmp_path)))
+    (tmp_path / "config.json").write_text(config.replace(f'"{name}": ', f'"{name}": 1'))
+    with nullcontext() if fits else refused(ConfigError, naming=(name,)):
+        check_drafter(str(random_model), "learned", LearnedSpec(method=method, model=str(tmp_path)))
 
 
-def test_a_hybrid_beside_sampled_drafts_is_refused_since_it_would_not_be_lossless():
-    drafters = {"learned": LearnedSpec(method="eagle", model="a/head"), "hybrid": HybridSpec()}
+def test_a_hybrid_beside_sampled_drafts_is_refused():
+    """It would not be lossless."""
+    drafters = {"learned": HEAD, "hybrid": HybridSpec()}
     check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
-    with refused(ConfigError):
+    with refused(ConfigError, naming=("probabilistic",)):
         check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import time
 from collections import Counter
@@ -24,6 +23,8 @@ from tltlab.runtime import vllm_options
 from tltlab.runtime.engine import recording as recording_module
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.traces.recording import chunks_of
+
+from ..asking import raising, said_once
 
 pytestmark = pytest.mark.engine
 
@@ -55,20 +56,12 @@ def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm
 
-        llm = vllm.LLM(
-            str(random_model),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=128,
-            kv_cache_memory_bytes=1 << 25,
-            max_num_seqs=16,
-            enable_lora=True,
-            max_lora_rank=8,
-            generation_config="vllm",
-            # Not vLLM's n-grams: its CPU worker starts no other engine in a process that has loaded numba for them.
-            speculative_config={"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_min_token_prob": 0.0},
-            **vllm_options(None, record=tmp_path_factory.mktemp("first") / "trace"),
-        )
+        sizes = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 25, "max_num_seqs": 16, "max_lora_rank": 8}
+        # Not vLLM's n-grams: its CPU worker starts no other engine in a process that has loaded numba for them.
+        drafts = {"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_min_token_prob": 0.0}
+        settings = {"dtype": "float32", "enforce_eager": True, "enable_lora": True, "generation_config": "vllm"}
+        recorded = vllm_options(None, record=tmp_path_factory.mktemp("first") / "trace")
+        llm = vllm.LLM(str(random_model), speculative_config=drafts, **sizes, **settings, **recorded)
         yield llm
         llm.llm_engine.engine_core.shutdown()
 
@@ -96,6 +89,16 @@ class Recorded:
         prompts = [{"prompt_token_ids": [1, 4 + n, 5, 4 + n, 5]} for n in range(num)]
         return list(self.llm.generate(prompts, params, use_tqdm=False, **more))
 
+    def adds(self, *names: str) -> Any:
+        """vLLM's engine, with requests of six tokens that have taken a step."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        for name in names:
+            engine.add_request(name, {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=6, ignore_eos=True))
+        engine.step()
+        return engine
+
     def trace(self) -> Any:
         self.scheduler.close_recording()
         return tltlab.read(self.path)
@@ -114,13 +117,18 @@ def texts(answers: list[Any]) -> list[list[int]]:
     return [list(one.token_ids) for answer in answers for one in answer.outputs]
 
 
-def test_scheduler_and_speculation_are_vllms_own_and_what_was_kept_is_written_down(recorded: Recorded):
+def reasons(answers: list[Any]) -> list[str]:
+    """As a trace has them: it knows no repetition, the engine ended it as at a stop, and an error is an abort."""
+    found = [one.finish_reason for answer in answers for one in answer.outputs]
+    return [{"repetition": "stop", "error": "abort"}.get(reason, reason) for reason in found]
+
+
+def test_what_vllms_own_speculation_kept_is_recorded(recorded: Recorded):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert type(recorded.scheduler) is Scheduler
     answers = recorded.answers(4, temperature=0.0, max_tokens=40)
-    core = recorded.llm.llm_engine.engine_core.engine_core
-    assert core.use_spec_decode
+    assert recorded.llm.llm_engine.engine_core.engine_core.use_spec_decode
     trace = recorded.trace()
     rows = trace.iterations
     drafted = rows[rows["num_drafted"] > 0]
@@ -139,31 +147,22 @@ def structured(recorded: Recorded, adapter: Path) -> list[str]:
     from vllm.sampling_params import StructuredOutputsParams
 
     # The vocabulary has no blank: vLLM itself ends what it cannot go on with as an error.
-    reasons = []
+    answers = []
     for choice in (["w3", "w4"], ["w1 w2"]):
         params = StructuredOutputsParams(choice=choice)
-        answers = recorded.answers(2, structured_outputs=params, ignore_eos=False)
-        reasons += [
-            "abort" if one.finish_reason == "error" else one.finish_reason for a in answers for one in a.outputs
-        ]
-    return reasons
+        answers += recorded.answers(2, structured_outputs=params, ignore_eos=False)
+    return reasons(answers)
 
 
 def repeated(recorded: Recorded, adapter: Path) -> list[str]:
     from vllm.sampling_params import RepetitionDetectionParams
 
     repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
-    answers = recorded.answers(2, allowed_token_ids=[9], repetition_detection=repeats)
-    return [one.finish_reason for answer in answers for one in answer.outputs]
+    return reasons(recorded.answers(2, allowed_token_ids=[9], repetition_detection=repeats))
 
 
 def aborted(recorded: Recorded, adapter: Path) -> list[str]:
-    from vllm import SamplingParams
-
-    engine = recorded.llm.llm_engine
-    for name in ("stays", "goes"):
-        engine.add_request(name, {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=6, ignore_eos=True))
-    engine.step()
+    engine = recorded.adds("stays", "goes")
     engine.abort_request(["goes"])
     while engine.has_unfinished_requests():
         engine.step()
@@ -171,13 +170,9 @@ def aborted(recorded: Recorded, adapter: Path) -> list[str]:
 
 
 def failed(recorded: Recorded, adapter: Path) -> list[str]:
-    from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
 
-    engine = recorded.llm.llm_engine
-    for name in ("errs", "ends"):
-        engine.add_request(name, {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=6, ignore_eos=True))
-    engine.step()
+    engine = recorded.adds("errs", "ends")
     # As vLLM does with a request whose keys and values cannot be loaded.
     recorded.scheduler.finish_requests(recorded.scheduler.running[0].request_id, RequestStatus.FINISHED_ERROR)
     while recorded.scheduler.has_unfinished_requests():
@@ -219,20 +214,18 @@ def nonsense(recorded: Recorded, adapter: Path) -> list[str]:
     return ["length"] * 6
 
 
-@pytest.mark.parametrize(
-    "case",
-    [structured, repeated, aborted, failed, adapted, several, streamed, nonsense],
-    ids=lambda case: case.__name__,
-)
+CASES = [structured, repeated, aborted, failed, adapted, several, streamed, nonsense]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_whatever_requests_are_they_are_served_and_written_down(
     recorded: Recorded, adapter: Path, case: Callable[[Recorded, Path], list[str]], caplog: pytest.LogCaptureFixture
 ):
-    reasons = case(recorded, adapter)
+    expected = case(recorded, adapter)
     assert not recorded.recording.ended
     assert "ends here" not in caplog.text
     outcomes = recorded.trace().outcomes
-    # A trace knows no repetition: the engine ended it, as at a stop.
-    assert sorted(outcomes["finish_reason"]) == sorted({"repetition": "stop"}.get(one, one) for one in reasons)
+    assert sorted(outcomes["finish_reason"]) == sorted(expected)
     keys = list(zip(outcomes["rl_step"], outcomes["prompt_id"], outcomes["sample"], outcomes["turn"], strict=True))
     assert len(set(keys)) == len(keys)
     if case is several:
@@ -245,27 +238,18 @@ def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
 
 
 def is_full(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
-    def fsync(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    patch.setattr(os, "fsync", fsync)
+    patch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     return "No space left on device"
 
 
 def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
-    def left(*args: Any) -> None:
-        raise KeyError("of ours")
-
-    patch.setattr(recorded.recording, "left", left)
-    return r"KeyError: 'of ours' \(.*test_recording\.py, line \d+\)"
+    patch.setattr(recorded.recording, "left", raising(KeyError("of ours")))
+    return "KeyError: 'of ours'"
 
 
 @pytest.mark.parametrize("trouble", [vanishes, is_full, has_a_bug], ids=lambda trouble: trouble.__name__)
-def test_a_recording_in_trouble_ends_says_so_once_and_vllm_goes_on(
-    recorded: Recorded,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    trouble: Callable[[Recorded, pytest.MonkeyPatch], str],
+def test_a_recording_in_trouble_ends_and_vllm_goes_on(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Callable[..., str]
 ):
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
@@ -278,9 +262,7 @@ def test_a_recording_in_trouble_ends_says_so_once_and_vllm_goes_on(
     monkeypatch.undo()
     assert texts(recorded.answers(temperature=0.0)) == before
     assert not recorded.hooked
-    said = [record.getMessage() for record in caplog.records if "the engine goes on" in record.getMessage()]
-    assert len(said) == 1
-    assert re.search(why, said[0])
+    assert why in said_once(caplog)
     recorded.scheduler.close_recording()
     assert not recorded.path.exists()
 
@@ -355,7 +337,7 @@ def test_what_others_have_wrapped_stays_wrapped_when_a_recording_ends(recorded: 
     del recorded.scheduler.update_from_output
 
 
-def test_a_place_that_cannot_be_written_leaves_the_engine_unrecorded(
+def test_an_unwritable_place_has_no_trace(
     recorded: Recorded, llm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     from tltlab.runtime.engine.vllm.watch import record_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,28 +36,16 @@ def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
     return ids[len(request.prompt_token_ids) :]
 
 
-def test_two_ranks_generate_draft_take_weights_and_show_their_states_as_one(
-    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_two_ranks_are_as_one(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Several buckets per update, as for a large model.
     monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
     model = load(tiny_models.target)
     whole = [greedy(model, request) for request in REQUESTS]
-    engine = Engine(
-        str(tiny_models.target),
-        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(tiny_models.eagle3))},
-        max_draft_depth=4,
-        vllm_args={
-            "tensor_parallel_size": 2,
-            "enable_sleep_mode": True,
-            "max_model_len": 128,
-            "max_num_seqs": 6,
-            "block_size": BLOCK,
-            "kv_cache_memory_bytes": 32 << 20,
-        },
-    )
+    drafters = {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(tiny_models.eagle3))}
+    args = {"max_model_len": 128, "max_num_seqs": 6, "block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20}
+    args |= {"tensor_parallel_size": 2, "enable_sleep_mode": True}
     files = Files(tmp_path)
-    try:
+    with closing(Engine(str(tiny_models.target), drafters=drafters, max_draft_depth=4, vllm_args=args)) as engine:
         engine.capture(files)
         for number, (name, depth) in enumerate({"none": 0, "suffix": 4, "learned": 2}.items()):
             engine.set_policy(fixed(name, depth) if depth else None)
@@ -85,5 +74,3 @@ def test_two_ranks_generate_draft_take_weights_and_show_their_states_as_one(
         engine.wake_up()
         assert texts(engine.generate(REQUESTS, rl_step=5, temperature=0.0)) == whole
         assert files.read() == []
-    finally:
-        engine.close()

@@ -1,14 +1,25 @@
-"""Sources of vLLM are read for what the adapter touches, and the table of versions says what they have."""
+"""What the adapter touches in vLLM: read in its sources, asked of the one that is installed, and told by version."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from tltlab.runtime.engine.vllm import capabilities
-from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, lacks
+from tltlab.runtime.engine.vllm import capabilities, plugin
+from tltlab.runtime.engine.vllm.capabilities import (
+    CAPABILITIES,
+    VERSIONS,
+    by_version,
+    cpu_head_sizes,
+    dtypes,
+    lacks,
+    missing,
+)
 
 from .versions import Sources, has_each, table
 
@@ -43,26 +54,15 @@ def sources(tmp_path: Path) -> Sources:
     return Sources(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("touch", "there"),
-    [
-        ("core:Planner.schedule(now)", True),
-        ("core:Planner.schedule(now, then)", False),
-        ("core:Scheduler", False),
-        ("core.scheduler:Scheduler.table", True),
-        ("core.scheduler:Scheduler.waiting", True),
-        ("core.scheduler:Scheduler(limit, config)", True),
-        ("core.scheduler:Scheduler(limit, size)", False),
-        ("core.scheduler:Scheduler.running", False),
-        ("core.scheduler:twice(deep)", True),
-        ("core.nowhere:Scheduler", False),
-    ],
-)
-def test_sources_are_read_through_imports_bases_and_what_methods_set(sources: Sources, touch: str, there: bool):
-    assert sources.has(touch) is there
+def test_sources_are_read_through_imports_bases_and_methods(sources: Sources):
+    own = "core.scheduler:Scheduler"
+    there = [f"{own}.table", f"{own}.waiting", f"{own}(limit, config)", "core:Planner.schedule(now)"]
+    missing = ["core:Planner.schedule(now, then)", "core:Scheduler", f"{own}(limit, size)", f"{own}.running"]
+    assert {touch for touch in [*there, "core.scheduler:twice(deep)"] if not sources.has(touch)} == set()
+    assert {touch for touch in [*missing, "core.nowhere:Scheduler"] if sources.has(touch)} == set()
 
 
-def test_the_vllm_that_runs_and_its_sources_say_the_same_and_what_the_table_of_versions_says():
+def test_the_vllm_that_runs_its_sources_and_table_agree():
     installed = Sources.installed()
     assert installed is not None
     for name in CAPABILITIES:
@@ -75,3 +75,46 @@ def test_the_readme_has_the_table_of_versions():
     versions = json.loads(VERSIONS.read_text())
     assert all(row["has"].keys() == CAPABILITIES.keys() for row in versions.values()), "write it anew from wheels"
     assert table(versions) in (Path(capabilities.__file__).parents[2] / "README.md").read_text()
+
+
+def test_a_version_in_the_table_is_told_what_it_lacks():
+    told = by_version("0.29.0+cpu")
+    assert told.keys() == CAPABILITIES.keys()
+    assert told["policies"] == ""
+    assert "V2" in told["graph counters"]
+    assert by_version("0.1.0") == {}
+
+
+def test_head_sizes_and_types_are_read_as_vllm_has_them():
+    from vllm.config.model import ModelDType
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert cpu_head_sizes() == CPUAttentionBackend.get_supported_head_sizes()
+    assert dtypes() == list(get_args(ModelDType))
+
+
+def test_what_the_adapter_asks_for_is_in_the_table():
+    asked = set(plugin._CHANGES)
+    for path in Path(capabilities.__file__).parent.glob("*.py"):
+        asked.update(re.findall(r'missing\("([^"]+)"', path.read_text()))
+    assert {"policies", "weight versions", "depths in the V2 runner"} <= asked <= CAPABILITIES.keys()
+
+
+def test_the_plugin_leaves_out_what_vllm_lacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    plugin.register()
+    monkeypatch.delattr(CoreEngineProcManager, "shutdown")
+    monkeypatch.delattr(topk_topp_sampler, "apply_top_k_only")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    lacks.cache_clear()
+    try:
+        plugin.register()
+        said = [record.getMessage() for record in caplog.records]
+        assert [text for text in said if "CoreEngineProcManager.shutdown" in text and "trace repair" in text]
+        assert [text for text in said if "apply_top_k_only" in text and "top-p" in text]
+        assert "CoreEngineProcManager.shutdown" in missing("traces of servers")
+        assert not missing("policies")
+    finally:
+        lacks.cache_clear()

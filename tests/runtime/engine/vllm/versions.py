@@ -35,19 +35,12 @@ class Sources:
 
     def version(self) -> str:
         """The version that the sources give themselves; "" where they give none."""
-        path = self._root / "vllm" / "_version.py"
-        match = (
-            re.search(r"^__version__ = version = ['\"]([^'\"+]+)", path.read_text(), re.M) if path.is_file() else None
-        )
-        return match[1] if match else ""
+        return _found(r"^__version__ = version = ['\"]([^'\"+]+)", self._root / "vllm" / "_version.py")
 
     def torch(self) -> str:
         """The torch that a wheel needs; "" where it is not told."""
-        for path in self._root.iterdir():
-            if re.fullmatch(r"vllm(_cpu)?-.*\.dist-info", path.name):
-                match = re.search(r"^Requires-Dist: torch==([\d.]+)", (path / "METADATA").read_text(), re.M)
-                return match[1] if match else ""
-        return ""
+        about = [path for path in self._root.iterdir() if re.fullmatch(r"vllm(_cpu)?-.*\.dist-info", path.name)]
+        return _found(r"^Requires-Dist: torch==([\d.]+)", about[0] / "METADATA") if about else ""
 
     def lacks(self, capability: str) -> tuple[str, ...]:
         """What a capability touches that is not in these sources."""
@@ -56,17 +49,11 @@ class Sources:
     def has(self, touch: str) -> bool:
         """Whether what is touched is there."""
         symbol = Touch.of(touch)
-        definition = self._named(symbol.module, symbol.path[0])
-        if definition is None:
-            return False
-        module, node = definition
+        module, node = self._named(symbol.module, symbol.path[0]) or (symbol.module, None)
         if len(symbol.path) > 1:
-            if not isinstance(node, ast.ClassDef):
-                return False
-            member = self._member(module, node, symbol.path[1])
-            if member is None or not symbol.parameters:
-                return member is not None
-            node = member
+            node = self._member(module, node, symbol.path[1]) if isinstance(node, ast.ClassDef) else None
+        if node is None or not symbol.parameters:
+            return node is not None
         names = _parameters(node)
         if isinstance(node, ast.ClassDef):
             names = _parameters(self._member(module, node, "__init__"))
@@ -87,11 +74,10 @@ class Sources:
             return self._classes[cls][name]
         for base in cls.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
-            definition = self._named(module, plain.id) if isinstance(plain, ast.Name) else None
-            if definition is not None and isinstance(definition[1], ast.ClassDef) and definition[1] is not cls:
-                member = self._member(definition[0], definition[1], name)
-                if member is not None:
-                    return member
+            where, node = (self._named(module, plain.id) if isinstance(plain, ast.Name) else None) or ("", None)
+            member = self._member(where, node, name) if isinstance(node, ast.ClassDef) and node is not cls else None
+            if member is not None:
+                return member
         return None
 
     def _named(self, module: str, name: str) -> tuple[str, ast.AST] | None:
@@ -110,10 +96,7 @@ class Sources:
         return self._named(source, alias.name)
 
     def _file(self, module: str) -> Any:
-        path = self._root / "vllm"
-        for part in module.split("."):
-            path = path / part
-        return path
+        return self._root.joinpath("vllm", *module.split("."))
 
     def _is_package(self, module: str) -> bool:
         return bool((self._file(module) / "__init__.py").is_file())
@@ -131,6 +114,12 @@ class Sources:
         return self._modules[module]
 
 
+def _found(pattern: str, path: Any) -> str:
+    """The first group of a pattern in a file; "" where there is none, or no file."""
+    match = re.search(pattern, path.read_text(), re.M) if path.is_file() else None
+    return match[1] if match else ""
+
+
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         yield statement
@@ -144,13 +133,10 @@ def _defined(statement: ast.AST) -> list[str]:
     """The names that a statement gives a meaning to."""
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [statement.name]
-    if isinstance(statement, ast.Assign):
-        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
-    if isinstance(statement, ast.AnnAssign):
-        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
     if isinstance(statement, ast.ImportFrom):
         return [alias.asname or alias.name for alias in statement.names]
-    return []
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _parameters(node: ast.AST | None) -> set[str]:
