@@ -194,7 +194,8 @@ def test_rewards_are_computed_by_all_processes_which_import_no_more_than_they_ne
         # Failed rewards are -1, the others the length of the response; each failure by its count and facts.
         ("a,hang,bb,sleep 0.1,ccc,hang in C,dddd", [1, -1, 2, 9, 3, -1, 4], ["2 of 7 / 2 s"]),
         ("raise,a,leave,nan,none,raise", [-1, 1, -1, -1, -1, -1],
-         ["2 of 6 / ValueError / pool_rewards.py / line 14", "1 of 6 / SystemExit", "1 of 6 / nan", "1 of 6 / NoneType"]),
+         ["2 of 6 / ValueError / pool_rewards.py / line 14", "1 of 6 / SystemExit", "1 of 6 / nan",
+          "1 of 6 / NoneType"]),
         ("exit,a,crash,bb", [-1, 1, -1, 2], ["1 of 4 / code 7", "1 of 4 / signal 11"]),
         ("panic,a,interrupt,fork,bb,fork,ccc", [-1, 1, -1, 1, 2, 1, 3],
          ["1 of 7 / KeyboardInterrupt", "1 of 7 / PanicException"]),
