@@ -112,14 +112,11 @@ def until(condition, timeout_s=300.0):
     return found
 
 
-def begin(server, workers, rl_step):
+def train(server, workers, *indices, rl_step=0):
+    """Begin a rollout in which these workers run out of requests; returns once they all train."""
     server.rollout_started(rl_step)
     for worker in workers:
         worker.client.requests(rl_step, True)
-
-
-def train(workers, *indices, rl_step):
-    """These workers run out of requests; returns once they all train."""
     for i in indices:
         workers[i].client.requests(rl_step, False)
     until(lambda: all(workers[i].training for i in indices))
@@ -167,7 +164,7 @@ class BadNetwork(threading.Thread):
         context.destroy(linger=0)
 
 
-def test_rollouts_go_through_a_network_that_loses_doubles_delays_and_reorders(cluster, sockets):
+def test_rollouts_go_through_a_bad_network(cluster, sockets):
     networks = []
 
     def through(endpoint):
@@ -180,8 +177,7 @@ def test_rollouts_go_through_a_network_that_loses_doubles_delays_and_reorders(cl
     waits = []
     rl_step = 0
     while rl_step < 6 or networks[0].lost <= 20:
-        begin(server, workers, rl_step)
-        train(workers, 3, 1, rl_step=rl_step)
+        train(server, workers, 3, 1, rl_step=rl_step)
         workers[2].client.requests(rl_step, False)
         workers[0].client.requests(rl_step, False)
         waits.append(server.rollout_ended(rl_step))
@@ -202,9 +198,9 @@ def test_rollouts_go_through_a_network_that_loses_doubles_delays_and_reorders(cl
 
 def test_workers_join_a_period_leave_it_and_are_told_to_stop(cluster):
     server, workers = cluster()
-    begin(server, workers, 0)
-    train(workers, 2, rl_step=0)
-    train(workers, 1, rl_step=0)
+    train(server, workers, 2)
+    workers[1].client.requests(0, False)
+    until(lambda: workers[1].training)
     assert server._state.period.members == (2, 1)
     workers[1].client.requests(0, True)
     until(lambda: not workers[1].training)
@@ -217,12 +213,11 @@ def test_workers_join_a_period_leave_it_and_are_told_to_stop(cluster):
     assert list(dict.fromkeys(m.worker for m in server.messages if isinstance(m, StopTraining))) == [1, 2]
 
 
-def test_coordination_of_a_rollout_takes_few_messages_and_little_time(cluster):
+def test_coordination_takes_few_messages_and_little_time(cluster):
     server, workers = cluster()
     messages, cpu_s, start = server.sent + server.heard, server.cpu_s, time.monotonic()
     for rl_step in range(10):
-        begin(server, workers, rl_step)
-        train(workers, 1, 2, 3, rl_step=rl_step)
+        train(server, workers, 1, 2, 3, rl_step=rl_step)
         server.rollout_ended(rl_step)
     messages, cpu_s = server.sent + server.heard - messages, server.cpu_s - cpu_s
     # Four heartbeats every 0.1 s, and what is sent again as often, come on top however slow the machine is.
@@ -232,8 +227,7 @@ def test_coordination_of_a_rollout_takes_few_messages_and_little_time(cluster):
 
 def test_heartbeats_go_on_while_the_main_thread_works(cluster):
     server, workers = cluster(num_workers=2, gone_after_s=100.0)
-    begin(server, workers, 0)
-    train(workers, 1, rl_step=0)
+    train(server, workers, 1)
     heard, end = server.heard, time.monotonic() + 300.0
     # Two workers, a heartbeat of each every 0.1 s.
     while server.heard < heard + 4:
@@ -244,7 +238,7 @@ def test_heartbeats_go_on_while_the_main_thread_works(cluster):
     assert not [message for message in server.messages if isinstance(message, Kill)]
 
 
-def test_a_device_is_not_given_to_a_trainer_whose_order_has_changed(cluster):
+def test_a_changed_order_gives_no_device(cluster):
     server, _ = cluster(num_workers=0)
     client = CoordinatorClient(server.endpoint, 0)
     assert not client.trainer(3)
@@ -256,12 +250,11 @@ def test_a_device_is_not_given_to_a_trainer_whose_order_has_changed(cluster):
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_a_server_that_takes_over_stops_everybody_and_goes_on_under_a_higher_term(cluster, sockets, transport):
+def test_a_server_takes_over_under_a_higher_term(cluster, sockets, transport):
     killed = []
     endpoint = f"ipc://{sockets}/coordinator" if transport == "ipc" else "tcp://127.0.0.1:*"
     first, workers = cluster(endpoint=endpoint, on_kill=killed.append)
-    begin(first, workers, 0)
-    train(workers, 1, 2, rl_step=0)
+    train(first, workers, 1, 2)
     first.close()
     with refused(RunError, naming=("closed",)):
         first.rollout_ended(0)
@@ -277,14 +270,13 @@ def test_a_server_that_takes_over_stops_everybody_and_goes_on_under_a_higher_ter
     second.close()
 
 
-def test_a_server_whose_thread_failed_says_so_at_the_next_call_and_another_one_releases(cluster):
+def test_another_server_takes_over_from_a_failed_thread(cluster):
     def cannot(worker):
         raise OSError("no such process")
 
     server, workers = cluster(on_kill=cannot, yield_timeout_s=0.3)
-    begin(server, workers, 0)
     workers[1].step_s = 60.0
-    train(workers, 1, rl_step=0)
+    train(server, workers, 1)
     with refused(RunError):
         server.rollout_ended(0)
     with refused(RunError):
@@ -366,7 +358,7 @@ def processes(sockets, request):
 
 
 @pytest.mark.parametrize("processes", [100.0], indirect=True)
-def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(processes):
+def test_a_killed_process_ends_the_period_only(processes):
     server, workers, killed = processes
     first = server._state.period
     workers[1].kill()
@@ -384,7 +376,7 @@ def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(p
 
 
 @pytest.mark.parametrize("processes", [2.0], indirect=True)
-def test_the_rollout_waits_no_longer_than_the_bound_for_a_process_that_hangs(processes):
+def test_a_hanging_process_is_waited_for_the_bound(processes):
     server, workers, killed = processes
     os.kill(workers[2].process.pid, signal.SIGSTOP)
     bound_s = server.config.yield_timeout_s
@@ -408,15 +400,14 @@ def test_bytes_that_are_no_message_are_dropped_and_counted(cluster):
     stranger.send_multipart([b"two", b"frames"])
     until(lambda: server.dropped == len(bad) + 1)
     context.destroy(linger=0)
-    begin(server, workers, 0)
-    train(workers, 1, rl_step=0)
+    train(server, workers, 1)
     assert not [message for message in server.messages if message == REPORT], "only worker 0 may speak for worker 0"
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", None])
-def test_only_workers_with_their_own_key_are_heard_also_on_this_machine(endpoint):
+def test_only_workers_with_their_own_key_are_heard(endpoint):
     keys, clients = make_keys(3)
-    server = OpenServer(CoordinatorConfig(), endpoint, 3, lambda worker: None, keys)
+    server = OpenServer(CoordinatorConfig(), endpoint, 3, print, keys)
     stranger = make_keys(1)[1][0]
     wrong = ClientKeys(public=stranger.public, secret=stranger.secret, server=keys.public)
     links = [
@@ -436,37 +427,33 @@ def test_only_workers_with_their_own_key_are_heard_also_on_this_machine(endpoint
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "message"),
+    ("endpoint", "refusal"),
     [
-        ("tcp://*:5555", ()),
-        ("tcp://10.0.0.1:5555", ()),
-        ("tcp://node7:5555", ("CURVE",)),
-        ("inproc://here", ("ipc://PATH", "tcp://HOST:PORT")),
-        ("127.0.0.1:5555", ("ipc://PATH", "tcp://HOST:PORT")),
+        *((endpoint, None) for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1")),
+        *((f"tcp://{host}:5555", (host, "CURVE")) for host in ("*", "10.0.0.1", "node7")),
+        *((endpoint, ("ipc://PATH", "tcp://HOST:PORT")) for endpoint in ("inproc://here", "127.0.0.1:5555")),
     ],
 )
-def test_an_address_that_other_machines_can_reach_needs_keys(endpoint, message):
-    with refused(ConfigError, naming=message):
-        CoordinatorServer(CoordinatorConfig(), endpoint, 2, lambda worker: None)
-    with refused(ConfigError, naming=message):
+def test_addresses_that_others_can_reach_need_keys(endpoint, refusal):
+    if refusal is None:
+        check_endpoint(endpoint, None)
+        return
+    with refused(ConfigError, naming=refusal):
+        CoordinatorServer(CoordinatorConfig(), endpoint, 2, print)
+    with refused(ConfigError, naming=refusal):
         CoordinatorClient(endpoint, 0)
 
 
-@pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"])
-def test_an_address_on_this_machine_needs_none(endpoint):
-    check_endpoint(endpoint, None)
-
-
-def test_an_address_in_use_and_keys_for_other_workers_are_refused():
-    server = CoordinatorServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 2, lambda worker: None)
+def test_used_addresses_and_keys_of_others_are_refused():
+    server = CoordinatorServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 2, print)
     with refused(RunError, naming=("tcp://127.0.0.1",)):
-        CoordinatorServer(CoordinatorConfig(), server.endpoint, 2, lambda worker: None)
+        CoordinatorServer(CoordinatorConfig(), server.endpoint, 2, print)
     server.close()
     with refused(ConfigError, naming=("3", "2")):
-        CoordinatorServer(CoordinatorConfig(), None, 2, lambda worker: None, make_keys(3)[0])
+        CoordinatorServer(CoordinatorConfig(), None, 2, print, make_keys(3)[0])
 
 
-def test_a_server_that_hangs_while_it_ends_a_process_is_left_behind(monkeypatch, sockets):
+def test_a_hanging_server_is_left_behind(monkeypatch, sockets):
     monkeypatch.setattr(coordinator_thread, "_CLOSE_S", 0.2)
     goes_on, hangs = threading.Event(), threading.Event()
 
@@ -482,7 +469,7 @@ def test_a_server_that_hangs_while_it_ends_a_process_is_left_behind(monkeypatch,
     assert time.perf_counter() - begin < 120.0
     with refused(RunError, naming=("closed",)):
         server.rollout_ended(0)
-    second = CoordinatorServer(config, server.endpoint, 1, lambda worker: None, take_over=True)
+    second = CoordinatorServer(config, server.endpoint, 1, print, take_over=True)
     assert second.rollout_ended(0) < 30.0
     second.close()
     goes_on.set()
