@@ -9,9 +9,7 @@ from tltlab.runtime.trainer.ranks import micro_batches, own_micro_batches, ranks
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 80))
-def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_differ_little(
-    lengths: list[int], ranks: int, budget: int
-):
+def test_every_sequence_is_in_one_micro_batch(lengths: list[int], ranks: int, budget: int):
     dealt = micro_batches(lengths, ranks, budget)
     assert dealt == micro_batches(lengths, ranks, budget)
     assert sorted(i for rank in dealt for members in rank for i in members) == list(range(len(lengths)))
@@ -23,7 +21,7 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_differ
         assert max(tokens) - min(tokens) <= max(lengths, default=0)
 
 
-def test_a_sequence_above_the_budget_is_alone_and_ranks_without_work_get_empty_micro_batches():
+def test_edges_of_micro_batches():
     assert micro_batches([100, 3, 4, 3], ranks=1, budget=10) == [[[0], [1, 2, 3]]]
     assert micro_batches([7], ranks=3, budget=10) == [[[0]], [[]], [[]]]
     assert micro_batches([], ranks=2, budget=10) == [[], []]
