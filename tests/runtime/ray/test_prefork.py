@@ -22,14 +22,8 @@ WAIT_S = 200
 
 
 class Actor:
-    def place(self) -> tuple[int, int]:
-        return os.getpid(), os.getppid()
-
-    def knows(self, module: str) -> bool:
-        return module in sys.modules
-
-    def sees(self, name: str) -> str | None:
-        return os.environ.get(name)
+    def seen(self) -> tuple[int, int, bool, str | None]:
+        return os.getpid(), os.getppid(), "decimal" in sys.modules, os.environ.get("OWN")
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +80,9 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start, "_prefork", [])
     with start.ray_running():
         actor = ray.remote(Actor).options(num_cpus=0, runtime_env=runtime_env({"OWN": "mine"})).remote()
-        pid, parent = ray.get(actor.place.remote())
+        pid, parent, *rest = ray.get(actor.seen.remote())
         assert "tltlab.runtime.ray.prefork" in psutil.Process(parent).cmdline()
-        assert ray.get([actor.knows.remote("decimal"), actor.sees.remote("OWN")]) == [True, "mine"]
+        assert rest == [True, "mine"]
         fork = psutil.Process(pid)
         ray.kill(actor)
         psutil.wait_procs([fork], timeout=WAIT_S)
