@@ -101,7 +101,13 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
     assert (folders[0] / "train.jsonl").read_bytes() == (folders[1] / "train.jsonl").read_bytes()
 
 
-def test_an_earlier_model_is_replaced_and_nothing_else_is(tmp_path):
+def test_only_an_earlier_model_is_replaced(tmp_path):
+    def full_disk(message):
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError):
+        make(tmp_path / "out", progress=full_disk)
+    assert not list(tmp_path.iterdir())
     quick = replace(SMALLEST, steps=1)
     out = tmp_path / "deep" / "model"
     make(out, size=quick)
@@ -114,22 +120,12 @@ def test_an_earlier_model_is_replaced_and_nothing_else_is(tmp_path):
         make(tmp_path / "mine", size=quick)
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path):
-    def full_disk(message):
-        raise RuntimeError(message)
-
-    with pytest.raises(RuntimeError):
-        make(tmp_path / "out", progress=full_disk)
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_command_prints_the_report_as_one_json_object(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SIZES, "tiny", replace(SMALLEST, steps=1))
     command(size="tiny", out=tmp_path / "m", json=True)
     printed = json.loads(capsys.readouterr().out)
-    assert printed["out"] == str(tmp_path / "m")
-    assert printed["sampled"]["num_prompts"] == 2
-    assert "nats per token" in _text(tmp_path / "m", printed)
+    assert (printed["out"], printed["sampled"]["num_prompts"]) == (str(tmp_path / "m"), 2)
+    assert str(tmp_path / "m") in _text(tmp_path / "m", printed)
 
 
 @pytest.mark.parametrize("wrong", [{"size": "huge"}, {"task": "chess"}, {"seed": -1}])

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -142,8 +143,8 @@ def test_nothing_is_lost_whoever_is_killed(recipe_file: Path, tmp_path: Path, mo
         train(load_recipe(recipe, [*overrides, *longer]), calm)
     arguments = [*settings(path, learning=True), *longer, "--out", str(killed)]
     driver = Driver(killed, tmp_path / "killed.log", *arguments, path=path)
-    runs = [driver]
-    try:
+    with ExitStack() as ends:
+        ends.callback(driver.end)
         for victim in islice(cycle(rng.sample(sorted(VICTIMS), len(VICTIMS))), NUM_KILLS):
             driver.under_way()
             driver.gets_on(rng.randint(0, MOST_STEPS_BETWEEN))
@@ -154,12 +155,8 @@ def test_nothing_is_lost_whoever_is_killed(recipe_file: Path, tmp_path: Path, mo
             if victim == "driver":
                 checker.killed(killed, newest(killed))
                 driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), *ALLOWED, path=path)
-                runs.append(driver)
+                ends.callback(driver.end)
         driver.finish()
-    finally:
-        for run in runs:
-            run.end()
-
     check_finished(killed, calm)
     trace = tltlab.read(killed)
     assert trace.rl_steps == list(range(NUM_STEPS))

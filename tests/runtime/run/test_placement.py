@@ -31,21 +31,11 @@ class Here:
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def recipe(
-    *,
-    tp: int = 1,
-    workers: int,
-    ranks: int,
-    placement: str = "separate",
-    nodes: int = 2,
-    gpus: int = 8,
-    worker_gpus: float | None = None,
-    rank_gpus: float | None = None,
-) -> Recipe:
+def recipe(*, tp: int = 1, workers: int, ranks: int, nodes: int = 2, gpus: int = 8, **more: Any) -> Recipe:
     return small_recipe(
-        rollout={"num_workers": workers, "tensor_parallel_size": tp, "gpus_per_worker": worker_gpus},
-        train={"ranks": ranks, "gpus": rank_gpus},
-        cluster={"placement": placement, "num_nodes": nodes, "gpus_per_node": gpus},
+        rollout={"num_workers": workers, "tensor_parallel_size": tp, "gpus_per_worker": more.get("worker_gpus")},
+        train={"ranks": ranks, "gpus": more.get("rank_gpus")},
+        cluster={"placement": more.get("placement", "separate"), "num_nodes": nodes, "gpus_per_node": gpus},
     )
 
 
@@ -55,12 +45,11 @@ def options_of(placement: Placement, workers: int, ranks: int) -> list[dict[str,
 
 def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Node and GPUs of an actor each, all running at the same time."""
-    actors = [
-        Here.options(
-            runtime_env={"env_vars": options["env_vars"]}, **{k: options[k] for k in options if k != "env_vars"}
-        ).remote()
-        for options in asked
-    ]
+    actors = []
+    for options in asked:
+        env = {"env_vars": options["env_vars"]}
+        placed = {name: value for name, value in options.items() if name != "env_vars"}
+        actors.append(Here.options(runtime_env=env, **placed).remote())
     try:
         return ray.get([actor.seen.remote() for actor in actors], timeout=300)
     finally:

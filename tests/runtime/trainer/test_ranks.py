@@ -21,12 +21,6 @@ def test_every_sequence_is_in_one_micro_batch(lengths: list[int], ranks: int, bu
         assert max(tokens) - min(tokens) <= max(lengths, default=0)
 
 
-def test_edges_of_micro_batches():
-    assert micro_batches([100, 3, 4, 3], ranks=1, budget=10) == [[[0], [1, 2, 3]]]
-    assert micro_batches([7], ranks=3, budget=10) == [[[0]], [[]], [[]]]
-    assert micro_batches([], ranks=2, budget=10) == [[], []]
-
-
 @given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(1, 4), st.integers(8, 100))
 def test_every_sequence_has_one_rank_and_every_rank_as_many_micro_batches(
     lengths: list[int], ranks: int, num_parts: int, budget: int
