@@ -123,7 +123,7 @@ def test_filters_are_those_of_vllm():
         assert ours == pytest.approx(theirs.numpy(), abs=1e-6)
 
 
-def test_a_top_p_cut_that_rounding_could_move_is_not_sure():
+def test_a_cut_near_rounding_is_not_sure():
     p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.3, 0.2]])
     _, sure = probabilities(p.log(), Sampling(temperature=1.0, top_p=0.9))
     assert sure.tolist() == [False, True]

@@ -79,7 +79,7 @@ def test_prompts_come_from_files_and_from_folders(tmp_path: Path, kind: str):
     ]
 
 
-def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path):
+def test_a_split_is_one_of_a_folders(tmp_path: Path):
     import datasets
 
     (tmp_path / "files").mkdir()
@@ -95,7 +95,7 @@ def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path):
             load_prompts(folder, config, Words(), split="validation")
 
 
-def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_dataset_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with refused(ConfigError, naming=("nobody/nothing", "HF_HUB_OFFLINE")):
@@ -103,7 +103,7 @@ def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_a_dotted_column_is_a_field_of_a_struct(tmp_path: Path, kind: str):
+def test_a_dotted_column_is_a_structs_field(tmp_path: Path, kind: str):
     rows = [{"extra": {"q": {"text": "a bb"}}, "reward_model": {"ground_truth": 7, "style": "rule"}}]
     source = stored(tmp_path, kind, rows)
     names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
@@ -181,7 +181,7 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
         loaded(tmp_path, [{"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}])
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
+def test_too_long_prompts_are_counted(tmp_path: Path):
     source = stored(tmp_path, "jsonl", ROWS)
     found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
     assert ([p.prompt_id for p in found.prompts], found.num_dropped) == (["1"], 1)
@@ -210,7 +210,7 @@ def test_a_broken_data_file_is_refused(tmp_path: Path, text: str, facts: tuple[s
 
 
 @pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet", "none.jsonl", "none.parquet", "none.csv"])
-def test_a_file_of_other_bytes_or_none_is_named(tmp_path: Path, name: str):
+def test_an_unreadable_file_is_named(tmp_path: Path, name: str):
     for suffix in ("jsonl", "parquet"):
         (tmp_path / f"bad.{suffix}").write_bytes(b"\xff\xfe\x00 no text")
     with refused(ConfigError, naming=(name,)):

@@ -83,7 +83,7 @@ def test_the_report_is_that_of_the_file(made):
     assert any("loss" in message for message in said)
 
 
-def test_training_lowers_the_loss_and_leaves_torch_as_it_was(made, tmp_path):
+def test_training_lowers_the_loss(made, tmp_path):
     torch.manual_seed(3)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     untrained = make(tmp_path / "m", size=replace(SMALLEST, steps=1))
@@ -92,7 +92,7 @@ def test_training_lowers_the_loss_and_leaves_torch_as_it_was(made, tmp_path):
     assert torch.get_num_threads() == threads
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
+def test_a_seed_fixes_the_weights(tmp_path):
     folders = [tmp_path / name for name in ("first", "same", "other")]
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
         make(folder, seed=seed, size=replace(SMALLEST, steps=4))
@@ -120,7 +120,7 @@ def test_only_an_earlier_model_is_replaced(tmp_path):
         make(tmp_path / "mine", size=quick)
 
 
-def test_the_command_prints_the_report_as_one_json_object(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SIZES, "tiny", replace(SMALLEST, steps=1))
     command(size="tiny", out=tmp_path / "m", json=True)
     printed = json.loads(capsys.readouterr().out)
@@ -129,13 +129,13 @@ def test_the_command_prints_the_report_as_one_json_object(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("wrong", [{"size": "huge"}, {"task": "chess"}, {"seed": -1}])
-def test_a_wrong_name_is_said_before_anything_is_done(tmp_path, wrong):
+def test_a_wrong_name_is_refused(tmp_path, wrong):
     with refused(ConfigError, naming=tuple(wrong.values())):
         make(tmp_path / "out", **wrong)
     assert not list(tmp_path.iterdir())
 
 
-def test_sampling_with_a_cache_and_padding_follows_the_plain_model():
+def test_sampling_follows_the_plain_model():
     torch.manual_seed(0)
     tokenizer = make_tokenizer(TASKS["gcd"])
     model = LlamaForCausalLM(LlamaConfig(**small_shape(vocab_size=192, initializer_range=0.3))).eval()

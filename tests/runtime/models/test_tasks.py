@@ -43,7 +43,7 @@ def test_subset_sum_pays_nothing_for_anything_else(response):
     assert subset_sum_reward(NUMS, response, "20") == 0.0
 
 
-def test_gcd_pays_for_one_right_answer_at_the_end():
+def test_gcd_pays_for_one_right_answer():
     for response in (", 12 6 6 , 6 6 , 6 ans 6", "ans 6"):
         assert gcd_reward("gcd 12 18 6 go", response, "6") == 1.0
     for response in (", 12 6 6 , 6 6 , 6 ans", ", 6 ans 3", ", 6 ans 6 6", ", 6 ans 3 , ans 6", ", 12 6 6", ""):
@@ -51,7 +51,7 @@ def test_gcd_pays_for_one_right_answer_at_the_end():
 
 
 @given(numbers=st.lists(st.integers(1, 8), min_size=1, max_size=5), goal=st.integers(1, 12))
-def test_the_chance_of_a_try_is_that_over_all_orders(numbers, goal):
+def test_a_trys_chance_is_over_all_orders(numbers, goal):
     orders = list(itertools.permutations(numbers))
     hits = sum(goal in itertools.accumulate(order) for order in orders)
     assert try_success(numbers, goal) == pytest.approx(hits / len(orders))
@@ -70,7 +70,7 @@ def test_traces_are_of_the_vocabulary_and_earn_whole(task):
             assert _reward(task)(problem.prompt, " ".join(words[:end]), problem.answer) == 0.0
 
 
-def test_the_answer_of_a_gcd_problem_is_the_gcd():
+def test_a_gcd_problems_answer_is_the_gcd():
     rng = np.random.default_rng(0)
     answers = []
     for _ in range(300):

@@ -110,7 +110,7 @@ except RunError as error:
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_a_run_whose_ray_is_killed_ends_in_a_sentence(sockets: Path):
+def test_a_run_ends_with_its_ray(sockets: Path):
     env = os.environ | {"TMPDIR": str(sockets), "RAY_TMPDIR": str(sockets)}
     env.pop("RAY_ADDRESS", None)
     ended = subprocess.run([sys.executable, "-c", KILLED], env=env, capture_output=True, text=True, timeout=280)
@@ -139,7 +139,7 @@ async def never() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("handler", [signal.default_int_handler, lambda number, frame: None])
-def test_a_sigterm_at_a_tasks_wakening_ends_its_wait(
+def test_a_sigterm_at_wakening_ends_the_wait(
     monkeypatch: pytest.MonkeyPatch, handler: Callable[[int, FrameType | None], None]
 ):
     """Raised there, the task is never awake again, and `asyncio.run` waits for it at its end."""
@@ -183,7 +183,7 @@ def test_a_rollout_beside_training_ends_with_the_run():
             waits.result()
 
 
-def test_trainer_ranks_that_never_answer_are_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+def test_silent_trainer_ranks_are_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
     group = TrainerGroup(recipe(600.0), lambda rank: {})
     with refused(TrainerDied, naming=("2", "600")):

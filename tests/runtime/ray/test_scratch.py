@@ -43,7 +43,7 @@ def session_in(temporary: Path) -> Path:
     return session
 
 
-def test_what_a_killed_process_left_goes_with_the_next(temporary: Path):
+def test_what_a_killed_process_left_goes(temporary: Path):
     session, foreign = session_in(temporary), temporary / "ray" / "mine"
     foreign.mkdir()
     mine = temporary / "tltlab-123-abcdefgh"
@@ -59,7 +59,7 @@ def test_what_a_killed_process_left_goes_with_the_next(temporary: Path):
     assert leftovers() == sweep() == []
 
 
-def test_what_a_process_still_uses_is_not_swept_nor_forgotten(temporary: Path):
+def test_what_is_still_used_is_not_swept(temporary: Path):
     session = session_in(temporary)
     subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
     with subprocess.Popen([sys.executable, "-c", "input()", str(session)], stdin=subprocess.PIPE) as user:

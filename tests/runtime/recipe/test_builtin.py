@@ -16,7 +16,7 @@ OWN_MODEL = ("asynchronous", "calculator", "cpu", "gpu_smoke")
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
-def test_each_is_read_and_planned_and_fits_its_gpus(name: str, random_model: Path):
+def test_each_recipe_fits_its_gpus(name: str, random_model: Path):
     recipe = load_recipe(name, [f"model={random_model}"] if name in OWN_MODEL else [])
     plan = plan_of(recipe)
     assert plan.fits is (None if name in OWN_MODEL else True)

@@ -142,7 +142,7 @@ def test_rollouts_of_a_runs_engines_import_nothing_unasked(place: Path):
         assert run_to_verify(run).num_rl_steps == 0
 
 
-def test_a_checkpoint_of_another_run_is_not_gone_on_with(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_runs_checkpoint_is_not_resumed(place: Path, capsys: pytest.CaptureFixture[str]):
     state = {"format": "tltlab-checkpoint", "version": 1, "model": "m", "seed": 0, "num_workers": 2}
     RunCheckpoints(begun(place) / "checkpoints", 2).save(
         3, lambda folder: (folder / "state.json").write_text(json.dumps(state)) and None
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with(place: Path, capsys: py
         assert (code, "step-000003" in err) == (2, True)
 
 
-def test_a_dry_run_prints_its_plan_alone_and_imports_nothing_heavy(place: Path):
+def test_a_dry_run_imports_nothing_heavy(place: Path):
     program = (
         "import sys; from tltlab.cli import app as cli\ntry: cli.main()\n"
         "finally: print(*{'torch', 'ray'} & set(sys.modules), file=sys.stderr)"
@@ -170,7 +170,7 @@ def test_a_learning_rate_that_is_set_is_taken(place: Path, capsys):
     assert train(capsys, "recipe.toml", "train.lr=1e-6", "--dry-run")[0] == 0
 
 
-def test_heads_and_types_of_the_cpu_engine_are_vllms(place: Path, capsys):
+def test_the_cpu_engines_limits_are_vllms(place: Path, capsys):
     if find_spec("vllm") is None:  # importing it takes long, and nobody does
         pytest.skip("no engine installed: extra 'runtime' or 'runtime-cpu'")
     (place / "m" / "config.json").write_text(shape(head_dim=20))
@@ -190,9 +190,7 @@ def test_heads_and_types_of_the_cpu_engine_are_vllms(place: Path, capsys):
         ("rollout.vllm.max_model_len=3", ("t.jsonl", "3")),
     ],
 )
-def test_the_first_prompt_is_rendered_with_the_models_own_tokenizer(
-    place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]
-):
+def test_the_first_prompt_is_rendered(place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (place / "m" / name).write_bytes((random_model / name).read_bytes())
     (place / "t.jsonl").write_text(24 * '{"prompt": "w1 w2 w3", "answer": "w4"}\n')

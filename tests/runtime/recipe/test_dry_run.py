@@ -49,7 +49,7 @@ def of_a_rank(max_response_tokens: int = 3072, **train: Any) -> dict[str, float]
     return parts(plan, "training", RANK_GPU)
 
 
-def test_separate_actors_get_gpus_of_their_own_and_shares_fill_one():
+def test_separate_actors_get_their_own_gpus():
     plan = plan_of(
         recipe(rollout={"tensor_parallel_size": 4}, train={"ranks": 3}, cluster={"num_nodes": 2, "gpus_per_node": 6})
     )
@@ -73,11 +73,11 @@ def test_separate_actors_get_gpus_of_their_own_and_shares_fill_one():
         ({"cluster": {"gpus_per_node": 3}, "train": {"backend": "gloo"}}, "host"),
     ],
 )
-def test_weights_go_the_shortest_way_that_the_gpus_allow(sections: dict[str, Any], way: str):
+def test_weights_go_the_shortest_way(sections: dict[str, Any], way: str):
     assert weights_way(recipe(**sections)) == way
 
 
-def test_a_trainer_needs_16_bytes_per_parameter_and_what_it_computes_with():
+def test_a_trainer_needs_16_bytes_per_parameter():
     shape = {"layers": 28, "hidden": 3584, "mlp": 18944, "queries": 3584, "keys": 512, "vocab": 152064}
     embedding = shape["vocab"] * shape["hidden"]
     layer = shape["hidden"] * (2 * shape["queries"] + 2 * shape["keys"] + 3 * shape["mlp"])
@@ -91,7 +91,7 @@ def test_a_trainer_needs_16_bytes_per_parameter_and_what_it_computes_with():
     assert "reference model" not in training
 
 
-def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
+def test_checkpointing_and_ranks_save_memory():
     def total(**train: Any) -> float:
         return sum(of_a_rank(**train).values())
 
@@ -100,14 +100,14 @@ def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
     assert total(ranks=4) < plain < total(ranks=2, kl_coef=0.1)
 
 
-def test_ranks_that_share_sequences_share_activations_and_nothing_else():
+def test_sequence_parallel_ranks_share_activations_only():
     train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True}
     own, shared = (of_a_rank(31744, **train, **more) for more in ({}, {"sequence_parallel": 4}))
     assert shared.pop("activations") == own.pop("activations") / 4
     assert shared == own
 
 
-def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
+def test_the_kv_cache_is_what_is_left():
     rollout = {"num_workers": 1, "tensor_parallel_size": 4, "max_response_tokens": 31744}
     vllm = {"vllm": {"gpu_memory_utilization": 0.4}}
     plan = plan_of(recipe(rollout=rollout | vllm, cluster={"gpus_per_node": 5, "gpu": "H100"}))
@@ -141,7 +141,7 @@ def test_colocated_only_fits_while_the_other_one_sleeps():
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_a_drafter_is_counted_beside_every_engine_whoever_has_the_gpu(placement: str):
+def test_a_drafter_is_counted_beside_every_engine(placement: str):
     def with_drafter(**vllm: Any) -> RunPlan:
         rollout = {"num_workers": 4, "policy": "beg-mab-learned", "max_response_tokens": 3072, "vllm": vllm}
         return plan_of(
@@ -185,7 +185,7 @@ def test_options_are_marked_on_or_off_policy():
     assert marks(reuse={})["rollout.reuse"] is False
 
 
-def test_a_plan_is_json_and_a_cpu_has_no_gpu_to_fit_into(random_model: Any):
+def test_a_plan_is_json(random_model: Any):
     plan = plan_of(recipe(model=str(random_model)))
     found = json.loads(json.dumps(plan.as_json(), allow_nan=False))
     assert found["fits"] is None

@@ -45,7 +45,7 @@ def test_without_flash_attention_3_adaptivity_costs_graphs(gpu: str, fact: str):
     assert any("V1 runner" in note and fact in note for note in notes)
 
 
-def test_what_the_user_says_of_graphs_is_left_alone():
+def test_the_users_graphs_are_left_alone():
     for override in (
         "rollout.graphs=stock", "rollout.vllm.enforce_eager=true",
         'rollout.vllm.compilation_config={"cudagraph_mode":"PIECEWISE"}',
@@ -66,7 +66,7 @@ def test_graphs_that_take_too_much_are_refused():
     assert taken in [part.num_bytes for part in parts if part.name == "CUDA graphs"]
 
 
-def test_a_run_tells_the_plan_and_what_was_captured():
+def test_a_run_tells_planned_and_captured_graphs():
     built = build()
     full = CapturedGraphs(runner="V1", mode="FULL", full=((9, None),), num_bytes=GIB)
     (sentence,) = built.sentences(full)

@@ -83,7 +83,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: tup
 
 
 @pytest.mark.parametrize("options", ['{"api_key":"x"}', '{"hf_overrides":{"a":[{"HF_TOKEN":"x"}]}}'])
-def test_a_secret_among_vllms_options_is_refused_and_not_repeated(tmp_path: Path, options: str):
+def test_a_secret_option_is_refused_unrepeated(tmp_path: Path, options: str):
     with refused(ConfigError) as info:
         load_recipe(written(tmp_path / "r.toml", RECIPE), [f"rollout.vllm={options}".replace('"x"', '"sk-1234"')])
     assert "sk-1234" not in str(info.value)
@@ -151,7 +151,7 @@ IMPORTING = {
         *(({"vllm": {name: value}}, None, [f"rollout.vllm.{name}"]) for name, value in IMPORTING.items()),
     ],
 )
-def test_a_resumed_run_imports_only_what_is_allowed_by_name(
+def test_a_resumed_run_imports_what_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], reward: Any, asked: list[str]
 ):
     fields = RESUMED | {"rollout": rollout, "code": ["/theirs"]} | ({"reward": reward} if reward else {})

@@ -67,7 +67,7 @@ def test_the_newest_stay(tmp_path: Path):
     assert step_of(checkpoints.latest()) == 6
 
 
-def test_a_run_that_went_back_leaves_its_other_future(tmp_path: Path):
+def test_going_back_leaves_the_other_future(tmp_path: Path):
     checkpoints = saved(tmp_path, 2, 4, 6, keep=3)
     checkpoints.save(4, writer(40))
     assert names(checkpoints) == ["step-000002", "step-000004"]
@@ -102,7 +102,7 @@ def test_the_one_before_a_damaged_one_is_newest(tmp_path: Path, size: int, damag
     assert checkpoints.complaints == []
 
 
-def test_a_writers_own_sum_is_taken_at_its_word(tmp_path: Path):
+def test_a_writers_own_sum_is_believed(tmp_path: Path):
     """What the disk makes of it between the write and the seal is damage too."""
 
     def damaged(folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
     assert checkpoints.latest() == path
 
 
-def test_what_a_killed_writer_left_goes_when_a_run_begins_again(tmp_path: Path):
+def test_what_a_killed_writer_left_goes(tmp_path: Path):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     path = checkpoints.save(1, writer(1))
     for name in (".step-000000.gone", ".step-000002.partial", ".step-000001.replaced"):
@@ -140,9 +140,7 @@ def test_what_a_killed_writer_left_goes_when_a_run_begins_again(tmp_path: Path):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_a_newer_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoints = saved(tmp_path, 2, keep=1)
 
     def refuse(old: Path, new: Path, rename: Any = os.rename) -> None:
@@ -160,7 +158,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_a_newer_one_do
     assert [*tmp_path.iterdir()] == [fourth]
 
 
-def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):
+def test_failed_writes_leave_earlier_checkpoints(tmp_path: Path):
     checkpoints = saved(tmp_path, 1, keep=1)
     with refused(RunError):
         checkpoints.save(2, writer(2, then=lambda folder: Path("/dev/full").write_bytes(b"1" * 10_000)))

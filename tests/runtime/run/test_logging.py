@@ -323,7 +323,7 @@ def test_a_full_disk_costs_the_event_file_only(tmp_path: Path, capfd, monkeypatc
     full.raw.close()
 
 
-def test_a_terminal_that_is_gone_does_not_stop_the_run(tmp_path: Path, monkeypatch):
+def test_a_lost_terminal_stops_no_run(tmp_path: Path, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 1) as log, open("/dev/full", "w") as gone:
         monkeypatch.setattr(sys, "stderr", gone)
         log.step(report(), {"reward/mean": 0.5})

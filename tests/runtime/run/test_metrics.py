@@ -88,14 +88,14 @@ def test_a_step_without_requests_has_figures():
     assert not any(name.startswith(("rollout/", "length/")) for name in found)
 
 
-def test_what_is_unknown_or_not_finite_is_not_there():
+def test_unknown_figures_are_left_out():
     step = report(metrics={"mismatch_kl": math.nan, "loss": math.inf, "drift_kl": 0.0})
     found = step_metrics(step, rows_of(step))
     assert found.keys().isdisjoint({"rollout/mean_accept_length", "drafter/age", "mismatch/kl", "train/loss"})
     assert all(isinstance(value, float) and math.isfinite(value) for value in found.values())
 
 
-def test_a_drafters_age_and_a_steps_own_time_count():
+def test_drafter_age_and_step_time_are_figures():
     step = report(step_s=20.0, record_s=0.13)
     rows = rows_of(step, drafter={"steps": [{"drafter_version": 2, "drafter_age": 1, "drafter_updates": 40}]})
     found = step_metrics(step, rows)
@@ -104,7 +104,7 @@ def test_a_drafters_age_and_a_steps_own_time_count():
     assert found["recorder/share"] == pytest.approx(0.2 / 20)
 
 
-def test_a_response_that_was_cut_has_no_length_yet():
+def test_a_cut_response_has_no_length():
     rows = rows_of(report())
     rows["outcomes"][2] |= {"finish_reason": "abort", "reward": None}
     found = step_metrics(report(), rows)
@@ -112,7 +112,7 @@ def test_a_response_that_was_cut_has_no_length_yet():
     assert found["rollout/tokens_per_s"] == pytest.approx(3.0)
 
 
-def test_a_worker_without_anything_to_do_idles_in_the_bubble():
+def test_a_worker_without_requests_is_bubble():
     rows = rows_of(report())
     rows["outcomes"] = [row | {"worker": 0} for row in rows["outcomes"]]
     rows["iterations"] = [row for row in rows["iterations"] if row["worker"] == 0]

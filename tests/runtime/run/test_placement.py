@@ -104,7 +104,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_ray_that_does_not_start_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
     with refused(RunError, naming=("3",)):
         start_ray()
@@ -158,14 +158,14 @@ def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
     assert told == [gpu for _, gpus in seen[:2] for gpu in gpus]
 
 
-def test_shares_of_a_gpu_are_seen_as_one_each(ray_cluster: Cluster):
+def test_shares_of_a_gpu_are_one_each(ray_cluster: Cluster):
     with Placement(recipe(workers=1, ranks=1, worker_gpus=0.3, rank_gpus=0.4)) as placement:
         seen = started(options_of(placement, 1, 1))
     assert len({(node, *gpus) for node, gpus in seen}) == 1
     assert [len(gpus) for _, gpus in seen] == [1, 1]
 
 
-def test_gpus_that_others_hold_are_not_waited_for_long(ray_cluster: Cluster):
+def test_held_gpus_are_not_waited_for_long(ray_cluster: Cluster):
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
     with Placement(asked):
         begun = time.monotonic()
@@ -176,7 +176,7 @@ def test_gpus_that_others_hold_are_not_waited_for_long(ray_cluster: Cluster):
         pass
 
 
-def test_more_than_the_cluster_has_is_refused_at_once(ray_cluster: Cluster):
+def test_more_than_the_cluster_is_refused(ray_cluster: Cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
         with refused(ConfigError, naming=("8",)):

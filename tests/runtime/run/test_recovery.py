@@ -157,7 +157,7 @@ def test_a_repetition_that_does_not_count_is_said(tmp_path: Path):
     assert not (tmp_path / "repeats.json").exists()
 
 
-def test_only_the_first_to_hold_a_run_lets_go_of_it(tmp_path: Path):
+def test_only_the_first_holder_lets_go(tmp_path: Path):
     run = GrpoRun.__new__(GrpoRun)
     run.out, run._locked = tmp_path / "run", False
     with run.locked():

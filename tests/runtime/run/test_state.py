@@ -42,7 +42,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path):
         assert "\n" not in str(caught.value)
 
 
-def test_costs_that_an_older_run_names_are_written_out(tmp_path: Path):
+def test_costs_named_by_older_runs_are_found(tmp_path: Path):
     load_costs("cpu-small").write(tmp_path / "costs.json")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
@@ -69,7 +69,7 @@ def test_an_unknown_figure_comes_back_from_json(tmp_path: Path):
     assert (read.rl_step, read.policies, parts["order"]) == (1, [], {"taken": 3})
 
 
-def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_costs_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     events = RunEvents(tmp_path / "events.jsonl")
     write = os.write
 

@@ -49,7 +49,7 @@ def test_every_table_that_applies_is_recorded_and_valid(run):
     assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
 
 
-def test_a_run_without_gpus_says_that_all_ran_without_graphs(run):
+def test_without_gpus_all_runs_without_graphs(run):
     assert set(tltlab.read(run[0] / "trace").iterations["graph"]) == {"eager"}
     graphs = json.loads((run[0] / "graphs.json").read_text())
     assert graphs["planned"] is None
@@ -83,7 +83,7 @@ def test_the_saved_policy_is_a_model_folder(run, random_model: Path):
     assert (run[0] / "checkpoints" / "final" / "tokenizer.json").exists()
 
 
-def test_a_repeated_rollout_is_the_same_work_and_leaves_no_trace(run):
+def test_a_repeated_rollout_is_the_same_work(run):
     repeats = json.loads((run[0] / "repeats.json").read_text())["repeats"]
     assert [r["rl_step"] for r in repeats] == [0, 2]
     assert repeats[0]["same_tokens"]
@@ -91,7 +91,7 @@ def test_a_repeated_rollout_is_the_same_work_and_leaves_no_trace(run):
     assert not tltlab.read(run[0] / "trace").outcomes.duplicated(["rl_step", "prompt_id", "sample"]).any()
 
 
-def test_the_run_says_which_policy_was_in_force_when(run):
+def test_policies_in_force_are_written_down(run):
     policies = json.loads((run[0] / "policies.json").read_text())
     assert [(p["rl_step"], p["name"]) for p in policies["policies"]] == list(enumerate(POLICIES))
     assert Policy.model_validate(policies["policies"][2]["policy"]).selector.kind == "beg-mab"

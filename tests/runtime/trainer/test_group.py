@@ -123,7 +123,7 @@ def test_a_rank_waits_for_the_others_as_configured(group: TrainerGroup):
     assert of_ranks(group, patience_s) == [1234.0, 1234.0]
 
 
-def test_a_dead_rank_ends_the_others_and_the_group_starts_again(group: TrainerGroup, tmp_path: Path):
+def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
     group.save_checkpoint(tmp_path)
     before = flat(weights_of(group))
     processes = pids(group)

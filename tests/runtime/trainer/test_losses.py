@@ -143,7 +143,7 @@ def test_each_algorithm_is_its_papers_formula(name: str, formula):
         assert loss_of(name, data) == pytest.approx(formula(data), rel=1e-6)
 
 
-def test_every_algorithm_says_all_that_tells_it_from_the_others():
+def test_every_algorithm_says_what_sets_it_apart():
     names = {frozenset(row) for row in ALGORITHMS.values()}
     assert len(names) == 1
     assert names.pop() <= TrainConfig.model_fields.keys()
@@ -205,7 +205,7 @@ def one_token(ratio: float, advantage: float, **settings) -> float:
     return float(terms.loss)
 
 
-def test_a_clipped_token_has_no_gradient_and_is_counted():
+def test_a_clipped_token_has_no_gradient():
     logp = torch.tensor([math.log(1.5), 0.0, 200.0], requires_grad=True)
     terms = policy_loss(logp, torch.zeros(3), torch.ones(3), torch.full((3,), 1 / 3), **PLAIN)
     terms.loss.backward()
@@ -228,7 +228,7 @@ def test_the_gradient_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(loss, (new.requires_grad_(),), eps=1e-7, atol=1e-5)
 
 
-def test_parts_of_a_mini_batch_add_up_to_it():
+def test_parts_of_a_mini_batch_add_up():
     generator = torch.Generator().manual_seed(0)
     logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
     weights = torch.rand(40, generator=generator)
@@ -245,7 +245,7 @@ def test_parts_of_a_mini_batch_add_up_to_it():
     assert sum(p.kl for p in parts) == pytest.approx(whole.kl, rel=1e-5)
 
 
-def test_importance_weights_are_cut_off_above_alone_and_carry_no_gradient():
+def test_importance_weights_are_cut_above_alone():
     old = torch.tensor([-1.0, -1.0, -1.0, -500.0, 0.0], requires_grad=True)
     weights = correction_weights(old, torch.tensor([-1.0, -3.0, 0.0, 0.0, -500.0]), 2.0)
     assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0, 2.0], abs=1e-6)
@@ -258,7 +258,7 @@ def test_a_penalty_needs_a_reference():
         one_token(1.0, 0.0, kl_coef=0.5)
 
 
-def test_the_kl_estimate_is_never_negative_and_on_average_the_divergence():
+def test_the_kl_estimate_averages_to_the_divergence():
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
     each = kl_estimate(torch.tensor(np.log(p)), torch.tensor(np.log(q))).numpy()
     assert (each >= 0).all()

@@ -145,7 +145,7 @@ def test_an_update_is_that_of_the_formula(model: Path):
     assert near(found, plain.stepped()[1], 2e-5)
 
 
-def test_what_a_tool_said_is_read_and_not_learned(random_model: Path):
+def test_tool_output_is_read_not_learned(random_model: Path):
     """Its tokens have a share neither in the loss nor in its weights, nor in what is logged."""
     told = [[0] * 3, [0, 1, 1, 1, 0, 0, 0, 1], [1] * 13, [0] * 18]
     drawn = [
@@ -227,7 +227,7 @@ def test_only_what_carries_a_gradient_is_trained(
     assert num_trained or metrics.drift_kl == 0
 
 
-def test_groups_without_a_difference_count_in_their_mini_batch(random_model: Path):
+def test_groups_without_a_difference_count(random_model: Path):
     alone, among = (trainer(random_model, minibatches=1) for _ in range(2))
     dead = [replace(s, reward=1.0, group=7) for s in samples()]
     norm = updated(alone).grad_norm
@@ -279,7 +279,7 @@ def test_rewards_without_a_difference_are_told(drawn: list[Sample], facts: tuple
     assert said is None if facts is None else all(fact in (said or "") for fact in facts)
 
 
-def test_a_model_with_nan_weights_is_refused_by_name(random_model: Path, tmp_path: Path):
+def test_nan_weights_are_refused_by_name(random_model: Path, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(random_model)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
@@ -357,7 +357,7 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
     assert (trained(resumed) == once).all()
 
 
-def test_what_bfloat16_ranks_saved_is_read_by_a_plain_one(model: Path, tmp_path: Path):
+def test_a_plain_trainer_reads_bfloat16_checkpoints(model: Path, tmp_path: Path):
     with closing(trainer(model, dtype="bfloat16")) as made:
         trained(made, 2)
         made.save_checkpoint(str(tmp_path))
@@ -410,7 +410,7 @@ def test_only_a_recipe_that_asks_is_deterministic(random_model: Path):
         be_repeatable(False)
 
 
-def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Path):
+def test_a_saved_policy_is_a_hugging_face_model(model: Path, tmp_path: Path):
     made = trainer(model)
     found = trained(made)
     made.save(str(tmp_path / "saved"))
@@ -419,7 +419,7 @@ def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Pat
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 
 
-def test_what_a_drafter_shares_is_tied_where_the_policys_is(random_model: Path, tied_model: Path):
+def test_what_a_drafter_shares_is_tied_alike(random_model: Path, tied_model: Path):
     frozen, tied = trainer(random_model).frozen(), trainer(tied_model).frozen()
     assert frozen is not None
     assert tied is not None
@@ -435,7 +435,7 @@ def test_a_folder_that_cannot_be_trained_is_refused(tmp_path: Path):
         trainer(tmp_path)
 
 
-def test_logits_a_chunk_at_a_time_have_the_gradients_of_all_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_logits_in_chunks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(of_tokens, "LOGITS_AT_A_TIME", 21)
     torch.manual_seed(0)
     hidden = torch.randn(8, 5, requires_grad=True)
