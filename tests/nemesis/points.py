@@ -83,7 +83,28 @@ class Points:
     def _strike(self, due: Sequence[Fault], after: bool, target: Callable[[], int | None]) -> None:
         for fault in due:
             if fault.after == after and self._claim(fault):
-                getattr(self, "_" + fault.action.replace(" ", "_"))(target)
+                self._act(fault.action, target)
+
+    def _act(self, action: str, target: Callable[[], int | None]) -> None:
+        match action:
+            case "kill" | "stop" | "kill target" | "stop target":
+                number = signal.SIGKILL if action.startswith("kill") else signal.SIGSTOP
+                with contextlib.suppress(ProcessLookupError, TypeError):
+                    os.kill(target() if action in TARGET else os.getpid(), number)  # type: ignore[arg-type]
+            case "error":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            case "full":
+                # Also what is written by C++, which passes no point.
+                resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+            case "slow":
+                self._drags = True
+            case "lossy":
+                self._network = random.Random(len(self.faults))
+            case "clock":
+                time.time = lambda: _clock_ns() / 1e9 - CLOCK_S
+                time.time_ns = lambda: _clock_ns() - int(CLOCK_S * 1e9)
+            case _:
+                raise ValueError(action)
 
     def _claim(self, fault: Fault) -> bool:
         """A fault strikes one process, once: the processes that come after it pass the same points."""
@@ -100,38 +121,9 @@ class Points:
         _write(file, (json.dumps(row) + "\n").encode())
         _close(file)
 
-    def _kill(self, target: Callable[[], int | None]) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _stop(self, target: Callable[[], int | None]) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def _error(self, target: Callable[[], int | None]) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def _full(self, target: Callable[[], int | None]) -> None:
-        # Also what is written by C++, which passes no point.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
-
-    def _slow(self, target: Callable[[], int | None]) -> None:
-        self._drags = True
-
-    def _lossy(self, target: Callable[[], int | None]) -> None:
-        self._network = random.Random(len(self.faults))
-
     def copies(self) -> int:
         """How many of a message arrive."""
         return 1 if self._network is None else self._network.choice((0, 1, 2))
-
-    def _clock(self, target: Callable[[], int | None]) -> None:
-        time.time = lambda: _clock_ns() / 1e9 - CLOCK_S
-        time.time_ns = lambda: _clock_ns() - int(CLOCK_S * 1e9)
-
-    def _kill_target(self, target: Callable[[], int | None]) -> None:
-        _signal(target(), signal.SIGKILL)
-
-    def _stop_target(self, target: Callable[[], int | None]) -> None:
-        _signal(target(), signal.SIGSTOP)
 
     def place(self, path: Any, folder: int | None = None) -> str | None:
         """The name of a path below the folder, None for any other."""
@@ -142,11 +134,6 @@ class Points:
             path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
         path = os.path.abspath(path)
         return name_of(path[len(self.under) + 1 :]) if path.startswith(self.under + os.sep) else None
-
-
-def _signal(pid: int | None, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, TypeError):
-        os.kill(pid, number)  # type: ignore[arg-type]
 
 
 def name_of(place: str) -> str:

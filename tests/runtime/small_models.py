@@ -1,8 +1,11 @@
-"""The shape of models that tests make."""
+"""The shape of models that tests make, and recipes of which one section matters."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tltlab.runtime.recipe.recipe import Recipe
 
 
 def small_shape(**changed: Any) -> dict[str, Any]:
@@ -20,3 +23,10 @@ def small_shape(**changed: Any) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     } | changed
+
+
+def small_recipe(**sections: Any) -> Recipe:
+    """A recipe whose model and data nobody reads."""
+    from tltlab.runtime.recipe.recipe import Recipe
+
+    return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}} | sections)

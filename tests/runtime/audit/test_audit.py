@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def draw(joint: dict[tuple[int, ...], float], num: int, rng: np.random.Generator
     return Counter({cell: int(n) for cell, n in zip(joint, counts, strict=True) if n})
 
 
-def test_samples_of_the_distribution_itself_fail_as_often_as_is_said(exact: ExactModel):
+def test_samples_of_the_distribution_fail_as_said(exact: ExactModel):
     joint = exact.joint(PROMPT, Sampling(temperature=1.0), 4)
     rng = np.random.default_rng(0)
     p_values = np.array([cells_check(draw(joint, 2048, rng), joint).p_value for _ in range(1500)])
@@ -41,7 +41,7 @@ def test_samples_of_the_distribution_itself_fail_as_often_as_is_said(exact: Exac
         assert np.mean(p_values < level) == pytest.approx(level, abs=4 * np.sqrt(level / 1500))
 
 
-def test_a_shift_of_five_percent_is_caught_and_the_stated_power_holds(exact: ExactModel):
+def test_a_shift_of_five_percent_is_caught(exact: ExactModel):
     joint = exact.joint(PROMPT, Sampling(temperature=0.9), 3)
     rng = np.random.default_rng(1)
     half = set(list(joint)[::2])
@@ -62,18 +62,16 @@ def test_what_cannot_happen_fails_whatever_the_rest():
 
 
 def test_rare_cells_are_pooled_until_they_expect_five():
-    assert pooled(np.array([50.0, 3.0, 2.0, 1.0])).tolist() == [1, 0, 0, 0]
-    assert pooled(np.array([50.0, 30.0, 1.0])).tolist() == [1, 0, 0]
-    assert pooled(np.array([50.0, 30.0])).tolist() == [1, 0]
-    assert pooled(np.array([1.0, 1.0])).tolist() == [0, 0]
+    cells = [[50.0, 3.0, 2.0, 1.0], [50.0, 30.0, 1.0], [50.0, 30.0], [1.0, 1.0]]
+    assert [pooled(np.array(each)).tolist() for each in cells] == [[1, 0, 0, 0], [1, 0, 0], [1, 0], [0, 0]]
     # Three samples are too few to tell anything by; that is no failure.
     few = cells_check({(0,): 1, (1,): 2}, {(0,): 0.3, (1,): 0.7})
     assert (few.dof, few.p_value, few.detectable_tv(1e-3)) == (0, 1.0, 1.0)
 
 
 def test_independent_checks_add_up():
-    both = combined([ChiSquare(statistic=3.0, dof=2, num_samples=10), ChiSquare(statistic=4.0, dof=5, num_samples=20)])
-    assert both == ChiSquare(statistic=7.0, dof=7, num_samples=30)
+    parts = [ChiSquare(statistic=s, dof=d, num_samples=n) for s, d, n in ((3.0, 2, 10), (4.0, 5, 20))]
+    assert combined(parts) == ChiSquare(statistic=7.0, dof=7, num_samples=30)
 
 
 def token_ranks(rng: np.random.Generator, temperature: float, num: int) -> ChiSquare:
@@ -86,7 +84,7 @@ def token_ranks(rng: np.random.Generator, temperature: float, num: int) -> ChiSq
     return ranks_check(ranks, p, np.arange(num) % 10)
 
 
-def test_ranks_fail_as_often_as_is_said_and_show_a_temperature_off_by_a_fifth():
+def test_ranks_show_a_temperature_off_by_a_fifth():
     rng = np.random.default_rng(2)
     p_values = np.array([token_ranks(rng, 1.0, 4_000).p_value for _ in range(300)])
     assert np.mean(p_values < 0.1) == pytest.approx(0.1, abs=4 * np.sqrt(0.1 / 300))
@@ -94,7 +92,7 @@ def test_ranks_fail_as_often_as_is_said_and_show_a_temperature_off_by_a_fifth():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(temperature=1.3, top_p=0.9, top_k=3)])
-def test_the_exact_joint_is_what_sampling_token_by_token_gives(exact: ExactModel, sampling: Sampling):
+def test_the_exact_joint_is_what_sampling_gives(exact: ExactModel, sampling: Sampling):
     joint = exact.joint(PROMPT, sampling, 3)
     assert sum(joint.values()) == pytest.approx(1.0)
     assert all(len(cell) == 3 or cell[-1] == EOS for cell in joint)
@@ -102,7 +100,7 @@ def test_the_exact_joint_is_what_sampling_token_by_token_gives(exact: ExactModel
     assert cells_check(drawn, joint).p_value > 1e-3
 
 
-def test_the_exact_joint_is_the_product_of_a_generic_models_conditionals(exact: ExactModel):
+def test_the_exact_joint_is_the_product_of_conditionals(exact: ExactModel):
     joint = exact.joint(PROMPT, Sampling(temperature=0.7), 2)
     with torch.no_grad():
         first, second = (
@@ -125,13 +123,13 @@ def test_filters_are_those_of_vllm():
         assert ours == pytest.approx(theirs.numpy(), abs=1e-6)
 
 
-def test_a_top_p_cut_that_rounding_could_move_is_not_sure():
+def test_a_cut_near_rounding_is_not_sure():
     p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.3, 0.2]])
     _, sure = probabilities(p.log(), Sampling(temperature=1.0, top_p=0.9))
     assert sure.tolist() == [False, True]
 
 
-def test_tokens_after_a_weight_update_follow_the_new_weights_over_the_old_keys_and_values(tiny_models: TinyModels):
+def test_new_weights_go_over_old_keys_and_values(tiny_models: TinyModels):
     before, after = ExactModel(tiny_models.target), ExactModel(tiny_models.updated)
     response = [1, 3, 0, 2, 2]
     # An update that changes nothing, and one so early that only the prompt's keys and values are old.
@@ -143,11 +141,9 @@ def test_tokens_after_a_weight_update_follow_the_new_weights_over_the_old_keys_a
 
 def test_the_default_cases_bring_every_two_values_together():
     found = [c for c in cases(list(DRAFTERS), fast=False) if c.composition != "greedy"]
-    for case in found:
-        assert case.depth in DEPTHS
-    assert {(c.drafter, c.composition) for c in found} == {(d, c) for d in DRAFTERS for c in COMPOSITIONS}
-    assert {(c.drafter, c.depth) for c in found} == {(d, k) for d in DRAFTERS for k in DEPTHS}
-    assert {(c.depth, c.sampling.temperature) for c in found} == {(k, t) for k in DEPTHS for t in TEMPERATURES}
+    assert {(c.drafter, c.composition) for c in found} == {*product(DRAFTERS, COMPOSITIONS)}
+    assert {(c.drafter, c.depth) for c in found} == {*product(DRAFTERS, DEPTHS)}
+    assert {(c.depth, c.sampling.temperature) for c in found} == {*product(DEPTHS, TEMPERATURES)}
     assert len(found) < 70
     assert covering(["ab", "xyz"], 1) == [("a", "x"), ("b", "y"), ("a", "z")]
 
@@ -158,16 +154,11 @@ def test_engine_settings_that_are_none_are_refused(given: str):
         vllm_settings([given])
 
 
-@pytest.fixture(scope="session")
-def run() -> Callable[..., tuple[int, dict]]:
+def run(*args: str) -> tuple[int, dict]:
     app = Typer()
     app.command()(audit)
-
-    def invoke(*args: str) -> tuple[int, dict]:
-        result = CliRunner().invoke(app, [*args, "--json"])
-        return result.exit_code, json.loads(result.stdout)
-
-    return invoke
+    result = CliRunner().invoke(app, [*args, "--json"])
+    return result.exit_code, json.loads(result.stdout)
 
 
 FAST = ("--fast", "--samples", "512", "--drafter", "ngram")
@@ -175,7 +166,7 @@ QUICK = ("batch", "mixed", "queue", "switching", "greedy")
 
 
 @pytest.mark.engine
-def test_the_engine_is_lossless(run: Callable[..., tuple[int, dict]]):
+def test_the_engine_is_lossless():
     code, found = run(*FAST)
     assert [case["reason"] for case in found["cases"]] == [None] * len(found["cases"])
     assert (code, found["passed"]) == (0, True)
@@ -189,7 +180,7 @@ def test_the_engine_is_lossless(run: Callable[..., tuple[int, dict]]):
 
 
 @pytest.mark.engine
-def test_the_stock_cpu_sampler_is_not(run: Callable[..., tuple[int, dict]], monkeypatch: pytest.MonkeyPatch):
+def test_the_stock_cpu_sampler_is_not(monkeypatch: pytest.MonkeyPatch):
     # A few kinds of batches show it; one request at a time and updates take longest.
     quick = [case for case in cases(["ngram"], fast=True) if case.composition in QUICK]
     monkeypatch.setattr("tltlab.runtime.audit.run.cases", lambda drafters, fast: quick)

@@ -41,13 +41,13 @@ def test_no_bytes_make_the_decoder_fail(message, garbage, at, bit):
 @pytest.mark.parametrize(
     "change", [{"version": 2}, {"type": "greeting"}, {"seq": -1}, {"seq": 1 << 60}, {"rl_step": "0"}, {"extra": 1}]
 )
-def test_what_is_not_a_message_of_this_version_is_none(change):
+def test_what_is_no_message_is_none(change):
     fields = msgspec.msgpack.decode(encode(REPORT))
     assert decode_report(msgspec.msgpack.encode(fields)) == REPORT
     assert decode_report(msgspec.msgpack.encode(fields | change)) is None
 
 
-def test_a_message_without_a_version_or_beyond_the_size_limit_is_none():
+def test_messages_without_version_or_too_large_are_none():
     fields = msgspec.msgpack.decode(encode(REPORT))
     del fields["version"]
     assert decode_report(msgspec.msgpack.encode(fields)) is None

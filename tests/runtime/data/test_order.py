@@ -17,7 +17,7 @@ SIZES = st.integers(1, 12)
 TAKES = st.lists(st.tuples(st.integers(0, 14), st.frozensets(st.integers(0, 12), max_size=8)), max_size=20)
 
 
-def test_an_epoch_shows_every_prompt_once_in_an_order_of_the_seed():
+def test_an_epoch_shows_every_prompt_once():
     epoch = [prompt_batch(12, step, 4, seed=5) for step in range(3)]
     assert sorted(number for batch in epoch for _, number in batch) == list(range(12))
     assert {e for batch in epoch for e, _ in batch} == {0}
@@ -27,14 +27,14 @@ def test_an_epoch_shows_every_prompt_once_in_an_order_of_the_seed():
 
 
 @given(num_prompts=SIZES, size=SIZES, seed=st.integers(0, 5))
-def test_batches_of_one_size_are_a_function_of_the_rl_step(num_prompts: int, size: int, seed: int):
+def test_batches_are_a_function_of_the_step(num_prompts: int, size: int, seed: int):
     order = DataOrder(num_prompts, seed)
     for rl_step in range(8):
         assert order.take(size) == prompt_batch(num_prompts, rl_step, size, seed)
 
 
 @given(num_prompts=SIZES, takes=TAKES)
-def test_no_prompt_comes_twice_in_a_batch_or_epoch_nor_while_it_is_excluded(num_prompts: int, takes: list):
+def test_no_prompt_comes_twice_in_an_epoch(num_prompts: int, takes: list):
     order = DataOrder(num_prompts, seed=1)
     seen = set()
     for size, exclude in takes:
@@ -47,7 +47,7 @@ def test_no_prompt_comes_twice_in_a_batch_or_epoch_nor_while_it_is_excluded(num_
 
 
 @given(num_prompts=SIZES, before=TAKES, after=TAKES)
-def test_an_order_goes_on_from_its_state_as_if_it_had_never_stopped(num_prompts: int, before: list, after: list):
+def test_an_order_goes_on_from_its_state(num_prompts: int, before: list, after: list):
     unbroken, resumed = DataOrder(num_prompts, seed=2), DataOrder(num_prompts, seed=2)
     for size, exclude in before:
         unbroken.take(size, exclude)
@@ -66,7 +66,7 @@ def test_an_order_knows_when_each_prompt_comes_next(num_prompts: int, before: li
     assert [came.index(number) for number in range(num_prompts)] == turns.tolist()
 
 
-def test_an_excluded_prompt_keeps_its_turn_in_the_epoch():
+def test_an_excluded_prompt_keeps_its_turn():
     order = DataOrder(8, seed=0)
     first = DataOrder(8, seed=0).take(1)[0][1]
     held_up = order.take(4, exclude=[first])
@@ -75,6 +75,6 @@ def test_an_excluded_prompt_keeps_its_turn_in_the_epoch():
 
 
 @pytest.mark.parametrize(("num_prompts", "seed", "complaint"), [(9, 0, ("num_prompts", "8")), (8, 1, ("0",))])
-def test_an_order_does_not_go_on_over_other_data_or_with_another_seed(num_prompts: int, seed: int, complaint: tuple):
+def test_other_data_or_seeds_are_not_resumed(num_prompts: int, seed: int, complaint: tuple):
     with refused(ConfigError, naming=complaint):
         DataOrder(num_prompts, seed).load_state_dict(DataOrder(8, seed=0).state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,16 @@ def chat_tokenizer() -> Any:
 def stored(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
     """These rows as a file or a folder of this kind."""
     path = folder / f"data.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "parquet":
-        pd.DataFrame(rows).to_parquet(path)
-    elif kind == "csv":
-        pd.DataFrame(rows).to_csv(path, index=False)
-    elif kind == "folder":
+    if kind == "folder":
         path.mkdir()
         Path(stored(path, "jsonl", rows)).rename(path / "train.jsonl")
+    elif kind in ("saved", "splits"):
+        saved = pytest.importorskip("datasets").Dataset.from_list(rows)
+        (saved if kind == "saved" else sys.modules["datasets"].DatasetDict({"train": saved})).save_to_disk(str(path))
+    elif kind in ("parquet", "csv"):
+        getattr(pd.DataFrame(rows), f"to_{kind}")(path, index=False)
     else:
-        datasets = pytest.importorskip("datasets")
-        saved = datasets.Dataset.from_list(rows)
-        (saved if kind == "saved" else datasets.DatasetDict({"train": saved})).save_to_disk(str(path))
+        path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
@@ -83,7 +79,7 @@ def test_prompts_come_from_files_and_from_folders(tmp_path: Path, kind: str):
     ]
 
 
-def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path):
+def test_a_split_is_one_of_a_folders(tmp_path: Path):
     import datasets
 
     (tmp_path / "files").mkdir()
@@ -99,7 +95,7 @@ def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path):
             load_prompts(folder, config, Words(), split="validation")
 
 
-def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_dataset_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with refused(ConfigError, naming=("nobody/nothing", "HF_HUB_OFFLINE")):
@@ -107,18 +103,16 @@ def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_a_dotted_column_is_a_field_of_a_struct(tmp_path: Path, kind: str):
+def test_a_dotted_column_is_a_structs_field(tmp_path: Path, kind: str):
     rows = [{"extra": {"q": {"text": "a bb"}}, "reward_model": {"ground_truth": 7, "style": "rule"}}]
     source = stored(tmp_path, kind, rows)
     names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
     (prompt,) = load_prompts(source, DataConfig(train="x", **names), Words())
     assert (prompt.text, prompt.answer) == ("a bb", "7")
+    assert loaded(tmp_path, [{"prompt": "a", "a.b": "1"}], answer_column="a.b")[0].answer == "1", "or a name with a dot"
     with refused(ConfigError, naming=("reward_model", "ground_truth")):
-        load_prompts(source, DataConfig(train="x", **names | {"answer_column": "reward_model.truth"}), Words())
-
-
-def test_a_column_may_have_a_dot_in_its_name(tmp_path: Path):
-    assert loaded(tmp_path, [{"prompt": "a", "a.b": "1"}], answer_column="a.b")[0].answer == "1"
+        missing = names | {"answer_column": "reward_model.truth"}
+        load_prompts(stored(tmp_path, "jsonl", rows), DataConfig(train="x", **missing), Words())
 
 
 @pytest.mark.parametrize(
@@ -131,58 +125,51 @@ def test_a_column_may_have_a_dot_in_its_name(tmp_path: Path):
         ({"n": 1}, '{"n": 1}'),
     ],
 )
-def test_an_answer_stays_as_it_is_and_becomes_text_where_it_is_none(tmp_path: Path, answer: Any, text: str):
+def test_an_answer_becomes_text(tmp_path: Path, answer: Any, text: str):
     assert loaded(tmp_path, [{"prompt": "a", "answer": answer}])[0].answer == text
 
 
-def test_a_chat_template_wraps_a_prompt_and_puts_the_system_before_it(tmp_path: Path, chat_tokenizer: Any):
-    rows = [{"prompt": "a bb", "answer": "1"}]
-    plain, told = (loaded(tmp_path, rows, chat_tokenizer, chat=True, system=system)[0] for system in (None, "be kind"))
+def test_a_chat_template_wraps_prompt_and_system(tmp_path: Path, chat_tokenizer: Any):
+    plain, told = (
+        loaded(tmp_path, ROWS[:1], chat_tokenizer, chat=True, system=system)[0] for system in (None, "be kind")
+    )
     assert chat_tokenizer.decode(plain.token_ids) == "user : a bb ; assistant :"
     assert chat_tokenizer.decode(told.token_ids) == "system : be kind ; user : a bb ; assistant :"
     assert plain.text == told.text == "a bb"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_a_list_of_messages_is_a_chat_whose_last_question_is_the_text(tmp_path: Path, chat_tokenizer: Any, kind: str):
+def test_a_list_of_messages_is_a_chat(tmp_path: Path, chat_tokenizer: Any, kind: str):
     said = [("system", "be kind"), ("user", "hello"), ("assistant", "bb"), ("user", "a")]
     rows = [{"prompt": [{"role": role, "content": content} for role, content in said], "answer": "1"}]
     source = stored(tmp_path, kind, rows)
     (prompt,) = load_prompts(source, DataConfig(train="x", chat=True, system="unused"), chat_tokenizer)
-    assert (
-        chat_tokenizer.decode(prompt.token_ids)
-        == "system : be kind ; user : hello ; assistant : bb ; user : a ; assistant :"
-    )
+    whole = "system : be kind ; user : hello ; assistant : bb ; user : a ; assistant :"
+    assert chat_tokenizer.decode(prompt.token_ids) == whole
     assert prompt.text == "a"
     with refused(ConfigError, naming=("data.chat",)):
         load_prompts(source, DataConfig(train="x"), chat_tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "complaint"),
+    "prompt",
     [
-        (["hello"], ()),
-        ([{"role": "user", "content": [{"type": "text"}]}], ()),
-        ([{"role": "system", "content": "be kind"}], ()),
-        ([{"role": "tool", "content": "a"}, {"role": "user", "content": "a"}], ()),
-        ({"role": "user"}, ()),
+        ["hello"],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "system", "content": "be kind"}],
+        [{"role": "tool", "content": "a"}, {"role": "user", "content": "a"}],
+        {"role": "user"},
     ],
 )
-def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any, complaint: tuple):
-    with refused(ConfigError, naming=complaint):
+def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any):
+    with refused(ConfigError):
         loaded(tmp_path, [{"prompt": prompt, "answer": "1"}], chat_tokenizer, chat=True)
 
 
-def test_a_chat_needs_a_template_and_a_system_needs_a_chat(tmp_path: Path):
-    with refused(ConfigError, naming=("data.chat",)):
-        loaded(tmp_path, ROWS, chat=True)
-    with refused(ConfigError, naming=("data.chat",)):
-        loaded(tmp_path, ROWS, system="be kind")
-
-
-def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(
-    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_chat_needs_a_template_that_works(tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    for settings in ({"chat": True}, {"system": "be kind"}):
+        with refused(ConfigError, naming=("data.chat",)):
+            loaded(tmp_path, ROWS, **settings)
     monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ messages[0]['content'] + 1 }}")
     with refused(ConfigError):
         loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
@@ -190,12 +177,11 @@ def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(
 
 @pytest.mark.parametrize("column", ["prompt", "prompt_id"])
 def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
-    row = {"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}
     with refused(ConfigError, naming=(column,)):
-        loaded(tmp_path, [row])
+        loaded(tmp_path, [{"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}])
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
+def test_too_long_prompts_are_counted(tmp_path: Path):
     source = stored(tmp_path, "jsonl", ROWS)
     found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
     assert ([p.prompt_id for p in found.prompts], found.num_dropped) == (["1"], 1)
@@ -205,13 +191,10 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "facts"),
     [
         ('{"prompt": "a"}\n', ("answer", "1")),
-        (
-            '{"prompt": "a", "answer": "1"}\n\n{"prompt": "a", "answer": null}\n',
-            ("answer", "3"),
-        ),
+        ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "a", "answer": null}\n', ("answer", "3")),
         ('{"prompt": "a", "answer": "1"}\n{\n', ("2", "JSON")),
         ("[1]\n", ("1", "JSON")),
         ("", ("rows",)),
@@ -220,27 +203,21 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
         ('{"prompt": "a", "answer": "1", "prompt_id": "x"}\n' * 2, ("x", "1", "2")),
     ],
 )
-def test_a_broken_data_file_is_refused_with_its_fault(tmp_path: Path, text: str, complaint: tuple):
-    path = tmp_path / "data.jsonl"
-    path.write_text(text)
-    with refused(ConfigError, naming=complaint):
-        load_prompts(str(path), DataConfig(train="x"), Words())
+def test_a_broken_data_file_is_refused(tmp_path: Path, text: str, facts: tuple[str, ...]):
+    (tmp_path / "data.jsonl").write_text(text)
+    with refused(ConfigError, naming=facts):
+        load_prompts(str(tmp_path / "data.jsonl"), DataConfig(train="x"), Words())
 
 
-def test_a_file_of_other_bytes_is_refused(tmp_path: Path):
-    for name in ("data.jsonl", "data.parquet"):
-        (tmp_path / name).write_bytes(b"\xff\xfe\x00 no text")
-        with pytest.raises(ConfigError, match=name):
-            load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none.csv"])
-def test_a_missing_data_file_is_named(tmp_path: Path, name: str):
-    with pytest.raises(ConfigError, match=name):
+@pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet", "none.jsonl", "none.parquet", "none.csv"])
+def test_an_unreadable_file_is_named(tmp_path: Path, name: str):
+    for suffix in ("jsonl", "parquet"):
+        (tmp_path / f"bad.{suffix}").write_bytes(b"\xff\xfe\x00 no text")
+    with refused(ConfigError, naming=(name,)):
         load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompts, "MOST_JSON_BYTES", 2 << 20)
     (tmp_path / "a.jsonl").symlink_to("/dev/zero")
     with refused(ConfigError, naming=("2", "MiB")):

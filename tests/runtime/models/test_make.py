@@ -57,7 +57,7 @@ def few_prompts(made, monkeypatch):
     monkeypatch.setattr("tltlab.runtime.models.make._POOL_ROWS", 64)
 
 
-def test_the_folder_loads_as_an_ordinary_model_and_a_prompt_is_one_bos_and_one_token_a_word(made):
+def test_the_folder_loads_as_an_ordinary_model(made):
     out, report, _ = made
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.dtype == torch.float32
@@ -68,23 +68,22 @@ def test_the_folder_loads_as_an_ordinary_model_and_a_prompt_is_one_bos_and_one_t
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "nums 9 7 goal 16 go"
 
 
-def test_prompts_are_many_and_held_out_ones_are_not_trained_on(made):
+def test_held_out_prompts_are_not_trained_on(made):
     rows = {split: [json.loads(line) for line in (made[0] / f"{split}.jsonl").open()] for split in ("train", "heldout")}
     train, heldout = ({row["prompt"] for row in rows[split]} for split in ("train", "heldout"))
-    assert len(train) == NUM_TRAIN_PROMPTS >= 2000
-    assert len(heldout) == NUM_HELDOUT_PROMPTS >= 512
+    assert (len(train), len(heldout)) == (NUM_TRAIN_PROMPTS, NUM_HELDOUT_PROMPTS)
     assert not train & heldout
     assert set(rows["train"][0]) == {"prompt_id", "prompt", "answer"}
 
 
-def test_the_report_says_what_the_file_says_and_progress_was_told(made):
+def test_the_report_is_that_of_the_file(made):
     out, report, said = made
     assert json.loads((out / "report.json").read_text()) == report
     assert report["sampled"]["length_share_prompt"] + report["sampled"]["length_share_within"] == pytest.approx(1)
     assert any("loss" in message for message in said)
 
 
-def test_training_lowers_the_loss_and_leaves_torch_as_it_was(made, tmp_path):
+def test_training_lowers_the_loss(made, tmp_path):
     torch.manual_seed(3)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     untrained = make(tmp_path / "m", size=replace(SMALLEST, steps=1))
@@ -93,7 +92,7 @@ def test_training_lowers_the_loss_and_leaves_torch_as_it_was(made, tmp_path):
     assert torch.get_num_threads() == threads
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
+def test_a_seed_fixes_the_weights(tmp_path):
     folders = [tmp_path / name for name in ("first", "same", "other")]
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
         make(folder, seed=seed, size=replace(SMALLEST, steps=4))
@@ -102,7 +101,13 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
     assert (folders[0] / "train.jsonl").read_bytes() == (folders[1] / "train.jsonl").read_bytes()
 
 
-def test_an_earlier_model_is_replaced_and_nothing_else_is(tmp_path):
+def test_only_an_earlier_model_is_replaced(tmp_path):
+    def full_disk(message):
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError):
+        make(tmp_path / "out", progress=full_disk)
+    assert not list(tmp_path.iterdir())
     quick = replace(SMALLEST, steps=1)
     out = tmp_path / "deep" / "model"
     make(out, size=quick)
@@ -115,38 +120,22 @@ def test_an_earlier_model_is_replaced_and_nothing_else_is(tmp_path):
         make(tmp_path / "mine", size=quick)
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path):
-    def full_disk(message):
-        raise RuntimeError(message)
-
-    with pytest.raises(RuntimeError):
-        make(tmp_path / "out", progress=full_disk)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_command_prints_the_report_as_one_json_object(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SIZES, "tiny", replace(SMALLEST, steps=1))
     command(size="tiny", out=tmp_path / "m", json=True)
     printed = json.loads(capsys.readouterr().out)
-    assert printed["out"] == str(tmp_path / "m")
-    assert printed["sampled"]["num_prompts"] == 2
-    assert "nats per token" in _text(tmp_path / "m", printed)
+    assert (printed["out"], printed["sampled"]["num_prompts"]) == (str(tmp_path / "m"), 2)
+    assert str(tmp_path / "m") in _text(tmp_path / "m", printed)
 
 
 @pytest.mark.parametrize("wrong", [{"size": "huge"}, {"task": "chess"}, {"seed": -1}])
-def test_a_wrong_name_is_said_before_anything_is_done(tmp_path, wrong):
-    with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
+def test_a_wrong_name_is_refused(tmp_path, wrong):
+    with refused(ConfigError, naming=tuple(wrong.values())):
         make(tmp_path / "out", **wrong)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_shipped_sizes_are_small(size):
-    per_layer = size.hidden * (3 * size.hidden + 3 * size.mlp)
-    assert size.layers * per_layer + 2 * 128 * size.hidden < 5e6
-
-
-def test_sampling_with_a_cache_and_padding_follows_the_plain_model():
+def test_sampling_follows_the_plain_model():
     torch.manual_seed(0)
     tokenizer = make_tokenizer(TASKS["gcd"])
     model = LlamaForCausalLM(LlamaConfig(**small_shape(vocab_size=192, initializer_range=0.3))).eval()
@@ -177,13 +166,12 @@ def test_the_prompts_share_of_variance_is_recovered():
 
 
 def test_repeated_ngrams_counts_what_came_before():
-    assert repeated_ngrams([1, 2, 3, 4, 5, 1, 2, 3, 4]) == 1
-    assert repeated_ngrams([1, 1, 1, 1, 1, 1]) == 2
-    assert repeated_ngrams([1, 2]) == 0
+    texts = ([1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1], [1, 2])
+    assert [repeated_ngrams(text) for text in texts] == [1, 2, 0]
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 32)])
-def test_muon_makes_every_direction_of_a_step_about_equally_long(shape):
+def test_muon_makes_directions_of_a_step_equally_long(shape):
     matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalise(matrix))
     assert 0.5 < values.min() <= values.max() < 1.3

@@ -15,7 +15,7 @@ from tltlab.runtime.models.tasks import TASKS, both_reward, gcd_reward, subset_s
 NUMS = "nums 9 7 5 4 goal 20 go"
 
 
-def test_subset_sum_pays_for_the_numbers_of_the_last_try_and_forgives_a_slip_in_a_running_sum():
+def test_subset_sum_pays_for_the_last_try():
     for last_try in ("try 9 + 7 = 16 + 4 = 20 yes", "try 9 + 7 = 15 + 4 = 20 yes"):
         assert subset_sum_reward(NUMS, f"try 7 + 9 = 16 + 5 = 21 no > 20 so next {last_try}", "20") == 1.0
 
@@ -43,59 +43,34 @@ def test_subset_sum_pays_nothing_for_anything_else(response):
     assert subset_sum_reward(NUMS, response, "20") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        (", 12 6 6 , 6 6 , 6 ans 6", 1.0),
-        ("ans 6", 1.0),
-        (", 12 6 6 , 6 6 , 6 ans", 0.0),
-        (", 6 ans 3", 0.0),
-        (", 6 ans 6 6", 0.0),
-        (", 6 ans 3 , ans 6", 0.0),
-        (", 12 6 6", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_gcd_pays_for_one_right_answer_at_the_end(response, reward):
-    assert gcd_reward("gcd 12 18 6 go", response, "6") == reward
+def test_gcd_pays_for_one_right_answer():
+    for response in (", 12 6 6 , 6 6 , 6 ans 6", "ans 6"):
+        assert gcd_reward("gcd 12 18 6 go", response, "6") == 1.0
+    for response in (", 12 6 6 , 6 6 , 6 ans", ", 6 ans 3", ", 6 ans 6 6", ", 6 ans 3 , ans 6", ", 12 6 6", ""):
+        assert gcd_reward("gcd 12 18 6 go", response, "6") == 0.0
 
 
 @given(numbers=st.lists(st.integers(1, 8), min_size=1, max_size=5), goal=st.integers(1, 12))
-def test_the_chance_of_a_try_is_that_over_all_orders(numbers, goal):
+def test_a_trys_chance_is_over_all_orders(numbers, goal):
     orders = list(itertools.permutations(numbers))
     hits = sum(goal in itertools.accumulate(order) for order in orders)
     assert try_success(numbers, goal) == pytest.approx(hits / len(orders))
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_every_word_of_a_problem_and_its_traces_is_in_the_vocabulary(task):
-    rng = np.random.default_rng(0)
+def test_traces_are_of_the_vocabulary_and_earn_whole(task):
+    rng, again = (np.random.default_rng(0) for _ in range(2))
     for _ in range(200):
         problem = task.problem(rng)
-        assert {*problem.prompt.split(), *task.trace(problem, rng).split()} <= set(task.words)
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_the_same_generator_state_gives_the_same_problem_and_trace(task):
-    def draw():
-        rng = np.random.default_rng(7)
-        problem = task.problem(rng)
-        return problem, task.trace(problem, rng)
-
-    assert draw() == draw()
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_response_cut_short_earns_nothing(task):
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        problem = task.problem(rng)
         words = task.trace(problem, rng).split()
+        assert {*problem.prompt.split(), *words} <= set(task.words)
+        assert problem == task.problem(again)
+        assert words == task.trace(problem, again).split()
         for end in (len(words) // 2, len(words) - 1):
             assert _reward(task)(problem.prompt, " ".join(words[:end]), problem.answer) == 0.0
 
 
-def test_the_answer_of_a_gcd_problem_is_the_gcd():
+def test_a_gcd_problems_answer_is_the_gcd():
     rng = np.random.default_rng(0)
     answers = []
     for _ in range(300):
@@ -108,7 +83,7 @@ def test_the_answer_of_a_gcd_problem_is_the_gcd():
 @pytest.mark.parametrize(
     ("name", "prompt_decides", "reward"), [("subset-sum", (0.0, 0.25), (0.25, 0.5)), ("gcd", (0.6, 1.0), (0.75, 0.95))]
 )
-def test_traces_have_a_long_tail_room_to_learn_and_their_own_length_regime(name, prompt_decides, reward):
+def test_traces_have_a_long_tail_and_own_lengths(name, prompt_decides, reward):
     task, rng = TASKS[name], np.random.default_rng(0)
     problems = [task.problem(rng) for _ in range(200)]
     traces = [[task.trace(problem, rng) for _ in range(8)] for problem in problems]
@@ -119,7 +94,7 @@ def test_traces_have_a_long_tail_room_to_learn_and_their_own_length_regime(name,
     assert reward[0] < np.mean(rewards) < reward[1]
 
 
-def test_one_task_holds_problems_of_both_and_pays_each_as_its_own():
+def test_both_holds_and_pays_either_task():
     rng = np.random.default_rng(0)
     problems = [TASKS["both"].problem(rng) for _ in range(200)]
     kinds = [problem.prompt.split()[0] for problem in problems]

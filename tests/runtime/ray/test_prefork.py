@@ -22,14 +22,8 @@ WAIT_S = 200
 
 
 class Actor:
-    def place(self) -> tuple[int, int]:
-        return os.getpid(), os.getppid()
-
-    def knows(self, module: str) -> bool:
-        return module in sys.modules
-
-    def sees(self, name: str) -> str | None:
-        return os.environ.get(name)
+    def seen(self) -> tuple[int, int, bool, str | None]:
+        return os.getpid(), os.getppid(), "decimal" in sys.modules, os.environ.get("OWN")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,7 @@ def run(prefork: Prefork, code: str, folder: Path, **options) -> subprocess.Pope
     return subprocess.Popen([*prefork.command.split(), str(script), "argument"], text=True, **options)
 
 
-def test_a_fork_is_what_the_script_would_have_been(prefork: Prefork, tmp_path: Path):
+def test_a_fork_is_the_script_itself(prefork: Prefork, tmp_path: Path):
     code = """import os, sys
 print(sys.argv[1], os.getcwd(), os.environ["OWN"], "SAID" in os.environ, "decimal" in sys.modules)
 raise SystemExit(3)"""
@@ -67,12 +61,12 @@ def test_a_fork_ends_with_what_stands_for_it(prefork: Prefork, tmp_path: Path, s
     assert not fork.is_running()
 
 
-def test_what_stands_for_a_fork_ends_as_it_does(prefork: Prefork, tmp_path: Path):
+def test_a_forks_stand_in_ends_alike(prefork: Prefork, tmp_path: Path):
     with run(prefork, "import os; os.kill(os.getpid(), 9)", tmp_path) as asked:
         assert asked.wait(WAIT_S) == -signal.SIGKILL
 
 
-def test_without_a_process_to_fork_the_script_runs_by_itself(tmp_path: Path):
+def test_without_a_fork_the_script_runs_itself(tmp_path: Path):
     with Prefork([], {}) as gone:
         pass
     with run(gone, "import sys; print('decimal' in sys.modules)", tmp_path, stdout=subprocess.PIPE) as asked:
@@ -86,9 +80,9 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start, "_prefork", [])
     with start.ray_running():
         actor = ray.remote(Actor).options(num_cpus=0, runtime_env=runtime_env({"OWN": "mine"})).remote()
-        pid, parent = ray.get(actor.place.remote())
+        pid, parent, *rest = ray.get(actor.seen.remote())
         assert "tltlab.runtime.ray.prefork" in psutil.Process(parent).cmdline()
-        assert ray.get([actor.knows.remote("decimal"), actor.sees.remote("OWN")]) == [True, "mine"]
+        assert rest == [True, "mine"]
         fork = psutil.Process(pid)
         ray.kill(actor)
         psutil.wait_procs([fork], timeout=WAIT_S)

@@ -36,10 +36,16 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_killed_process_left_is_listed_and_goes_when_the_next_one_begins(temporary: Path):
-    session, foreign = temporary / "ray" / "session_2026-01-02_03-04-05_678_90", temporary / "ray" / "mine"
-    for folder in (session, foreign):
-        (folder / "logs").mkdir(parents=True)
+def session_in(temporary: Path) -> Path:
+    """A folder as Ray makes them."""
+    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
+    session.mkdir(parents=True)
+    return session
+
+
+def test_what_a_killed_process_left_goes(temporary: Path):
+    session, foreign = session_in(temporary), temporary / "ray" / "mine"
+    foreign.mkdir()
     mine = temporary / "tltlab-123-abcdefgh"
     mine.mkdir()
     own = scratch_folder()
@@ -53,9 +59,8 @@ def test_what_a_killed_process_left_is_listed_and_goes_when_the_next_one_begins(
     assert leftovers() == sweep() == []
 
 
-def test_what_a_process_still_uses_is_not_swept_nor_forgotten(temporary: Path):
-    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
-    session.mkdir(parents=True)
+def test_what_is_still_used_is_not_swept(temporary: Path):
+    session = session_in(temporary)
     subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
     with subprocess.Popen([sys.executable, "-c", "input()", str(session)], stdin=subprocess.PIPE) as user:
         assert sweep() == []
@@ -81,7 +86,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_memory_and_semaphores_of_a_killed_process_are_listed_and_go_unless_somebody_has_them(temporary: Path):
+def test_memory_of_a_killed_process_goes_unless_used(temporary: Path):
     command = [sys.executable, "-c", MEMORY, str(temporary)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -104,19 +109,11 @@ def test_memory_and_semaphores_of_a_killed_process_are_listed_and_go_unless_some
                 path.unlink(missing_ok=True)
 
 
-def test_a_process_without_shared_memory_makes_no_folder_to_tell_of_it(temporary: Path):
-    subprocess.run([sys.executable, "-c", WITHOUT, str(temporary)], check=True)
+def test_a_process_without_shared_memory_makes_no_folder(temporary: Path):
+    code = "import os, sys, tempfile\nfrom tltlab.runtime.ray.scratch import leaves_memory\n"
+    code += "tempfile.tempdir = sys.argv[1]\nleaves_memory()\nos._exit(0)"
+    subprocess.run([sys.executable, "-c", code, str(temporary)], check=True)
     assert list(temporary.iterdir()) == []
-
-
-WITHOUT = """
-import os, sys, tempfile
-from tltlab.runtime.ray.scratch import leaves_memory
-
-tempfile.tempdir = sys.argv[1]
-leaves_memory()
-os._exit(0)
-"""
 
 
 @contextmanager
@@ -125,13 +122,12 @@ def mapped(path: Path) -> Iterator[None]:
         yield
 
 
-def test_a_process_takes_its_scratch_folder_with_it_but_what_tells_of_things_elsewhere(temporary: Path):
+def test_a_process_takes_its_scratch_folder_with_it(temporary: Path):
     first = scratch_folder("d")
     assert first != scratch_folder("d")
     assert first.stat().st_mode & 0o777 == 0o700
     assert first.parent.stat().st_mode & 0o777 == 0o700
-    session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
-    session.mkdir(parents=True)
+    session = session_in(temporary)
     leaves(session)
     scratch._end_scratch(os.getpid())
     assert not first.exists()

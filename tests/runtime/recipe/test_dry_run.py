@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -34,18 +35,21 @@ def places(plan: RunPlan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def test_colocated_ranks_lie_on_the_workers_gpus():
-    plan = plan_of(
-        recipe(
-            rollout={"num_workers": 4, "tensor_parallel_size": 4},
-            train={"ranks": 16},
-            cluster={"placement": "colocated", "num_nodes": 2, "gpus_per_node": 8},
-        )
-    )
+    cluster = {"placement": "colocated", "num_nodes": 2, "gpus_per_node": 8}
+    rollout = {"num_workers": 4, "tensor_parallel_size": 4}
+    plan = plan_of(recipe(rollout=rollout, train={"ranks": 16}, cluster=cluster))
     assert places(plan, "rollout worker") == [(n, tuple(range(g, g + 4))) for n in (0, 1) for g in (0, 4)]
     assert places(plan, "trainer rank") == [(n, (g,)) for n in (0, 1) for g in range(8)]
 
 
-def test_separate_actors_get_gpus_of_their_own_and_shares_fill_one():
+def of_a_rank(max_response_tokens: int = 3072, **train: Any) -> dict[str, float]:
+    """What a trainer rank's GPU holds as it trains, beside one worker's on a node of eight."""
+    rollout = {"num_workers": 1, "max_response_tokens": max_response_tokens}
+    plan = plan_of(recipe(rollout=rollout, train=train, cluster={"gpus_per_node": 8, "gpu": "H100"}))
+    return parts(plan, "training", RANK_GPU)
+
+
+def test_separate_actors_get_their_own_gpus():
     plan = plan_of(
         recipe(rollout={"tensor_parallel_size": 4}, train={"ranks": 3}, cluster={"num_nodes": 2, "gpus_per_node": 6})
     )
@@ -69,74 +73,44 @@ def test_separate_actors_get_gpus_of_their_own_and_shares_fill_one():
         ({"cluster": {"gpus_per_node": 3}, "train": {"backend": "gloo"}}, "host"),
     ],
 )
-def test_weights_go_the_shortest_way_that_the_gpus_allow(sections: dict[str, Any], way: str):
+def test_weights_go_the_shortest_way(sections: dict[str, Any], way: str):
     assert weights_way(recipe(**sections)) == way
 
 
-def test_a_way_of_weights_that_the_gpus_do_not_allow_is_refused():
-    with refused(ConfigError, naming=("ipc", "GPU")):
-        plan_of(recipe(cluster={"gpus_per_node": 3, "weights": "ipc"}))
-    with refused(ConfigError, naming=("nccl",)):
-        plan_of(recipe(cluster={"weights": "nccl"}))
-
-
-def test_a_trainer_needs_16_bytes_per_parameter_and_what_it_computes_with():
+def test_a_trainer_needs_16_bytes_per_parameter():
     shape = {"layers": 28, "hidden": 3584, "mlp": 18944, "queries": 3584, "keys": 512, "vocab": 152064}
     embedding = shape["vocab"] * shape["hidden"]
     layer = shape["hidden"] * (2 * shape["queries"] + 2 * shape["keys"] + 3 * shape["mlp"])
     params = shape["layers"] * layer + 2 * embedding
-    plan = plan_of(
-        recipe(
-            rollout={"num_workers": 1, "max_response_tokens": 3072},
-            train={"ranks": 2, "tokens_per_microbatch": 8192},
-            cluster={"gpus_per_node": 4, "gpu": "H100"},
-        )
-    )
-    assert plan.num_params == params
-    kept = ("master weights", "Adam moments", "gradients")
-    training = parts(plan, "training", RANK_GPU)
-    assert sum(training[name] for name in kept) == pytest.approx(16 * params / 2)
+    assert plan_of(recipe()).num_params == params
+    training = of_a_rank(ranks=2, tokens_per_microbatch=8192)
+    assert sum(training[name] for name in ("master weights", "Adam moments", "gradients")) == pytest.approx(8 * params)
     assert training["gathered weights"] == pytest.approx(2 * (2 * embedding + 2 * layer))
     per_token = 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18944) + 8 * 3584
     assert training["activations"] == pytest.approx(8192 * 28 * per_token)
     assert "reference model" not in training
 
 
-def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
-    def training(**train: Any) -> float:
-        cluster = {"gpus_per_node": 8, "gpu": "H100"}
-        plan = plan_of(recipe(rollout={"num_workers": 1}, train=train, cluster=cluster))
-        return sum(parts(plan, "training", RANK_GPU).values())
+def test_checkpointing_and_ranks_save_memory():
+    def total(**train: Any) -> float:
+        return sum(of_a_rank(**train).values())
 
-    plain = training(ranks=2)
-    assert training(ranks=2, activation_checkpointing=True) < 0.9 * plain
-    assert training(ranks=4) < plain < training(ranks=2, kl_coef=0.1)
+    plain = total(ranks=2)
+    assert total(ranks=2, activation_checkpointing=True) < 0.9 * plain
+    assert total(ranks=4) < plain < total(ranks=2, kl_coef=0.1)
 
 
-def test_ranks_that_share_sequences_share_activations_and_nothing_else():
-    def training(**train: Any) -> dict[str, float]:
-        train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True} | train
-        cluster = {"gpus_per_node": 8, "gpu": "H100"}
-        plan = plan_of(recipe(rollout={"num_workers": 1, "max_response_tokens": 31744}, train=train, cluster=cluster))
-        return parts(plan, "training", RANK_GPU)
-
-    own, shared = training(), training(sequence_parallel=4)
+def test_sequence_parallel_ranks_share_activations_only():
+    train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True}
+    own, shared = (of_a_rank(31744, **train, **more) for more in ({}, {"sequence_parallel": 4}))
     assert shared.pop("activations") == own.pop("activations") / 4
     assert shared == own
 
 
-def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
-    plan = plan_of(
-        recipe(
-            rollout={
-                "num_workers": 1,
-                "tensor_parallel_size": 4,
-                "max_response_tokens": 31744,
-                "vllm": {"gpu_memory_utilization": 0.4},
-            },
-            cluster={"gpus_per_node": 5, "gpu": "H100"},
-        )
-    )
+def test_the_kv_cache_is_what_is_left():
+    rollout = {"num_workers": 1, "tensor_parallel_size": 4, "max_response_tokens": 31744}
+    vllm = {"vllm": {"gpu_memory_utilization": 0.4}}
+    plan = plan_of(recipe(rollout=rollout | vllm, cluster={"gpus_per_node": 5, "gpu": "H100"}))
     weights = 2 * plan.num_params / 4
     rollout = parts(plan, "rollout")
     # Logits of 1024 requests in several copies take more than a layer of 8192 tokens.
@@ -147,22 +121,18 @@ def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
     assert rollout["KV cache"] == pytest.approx(kv)
     # 4 KV heads of 128 over 4 GPUs: one each, keys and values in two bytes.
     held = int(kv // (32768 * 28 * 2 * 128 * 2))
-    assert any(f"holds {held} responses of full length, up to 192 run" in note for note in plan.notes)
+    assert any({str(held), "192"} <= set(re.findall(r"\d+", note)) for note in plan.notes)
 
 
 def test_colocated_only_fits_while_the_other_one_sleeps():
     def plan(**more: Any) -> RunPlan:
-        return plan_of(
-            recipe(
-                rollout={"num_workers": 8, "vllm": {"gpu_memory_utilization": 0.9}},
-                train={"ranks": 8, "activation_checkpointing": True, **more},
-                cluster={"placement": "colocated", "gpus_per_node": 8, "gpu": "H100"},
-            )
-        )
+        rollout = {"num_workers": 8, "vllm": {"gpu_memory_utilization": 0.9}}
+        train = {"ranks": 8, "activation_checkpointing": True, **more}
+        cluster = {"placement": "colocated", "gpus_per_node": 8, "gpu": "H100"}
+        return plan_of(recipe(rollout=rollout, train=train, cluster=cluster))
 
     assert plan().fits is False
     assert plan(offload=True).fits is True
-    assert "it DOES NOT FIT" in plan().text()
     assert "KV cache" not in parts(plan(), "training"), "the engine sleeps while trainers train"
     asleep = parts(plan(offload=True), "training", HOST)["engine asleep"]
     assert asleep == pytest.approx(8 * 2 * plan().num_params), "at level 1 its weights are kept on the host"
@@ -171,7 +141,7 @@ def test_colocated_only_fits_while_the_other_one_sleeps():
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_a_drafter_is_counted_beside_every_engine_whoever_has_the_gpu(placement: str):
+def test_a_drafter_is_counted_beside_every_engine(placement: str):
     def with_drafter(**vllm: Any) -> RunPlan:
         rollout = {"num_workers": 4, "policy": "beg-mab-learned", "max_response_tokens": 3072, "vllm": vllm}
         return plan_of(
@@ -215,7 +185,7 @@ def test_options_are_marked_on_or_off_policy():
     assert marks(reuse={})["rollout.reuse"] is False
 
 
-def test_a_plan_is_json_and_a_cpu_has_no_gpu_to_fit_into(random_model: Any):
+def test_a_plan_is_json(random_model: Any):
     plan = plan_of(recipe(model=str(random_model)))
     found = json.loads(json.dumps(plan.as_json(), allow_nan=False))
     assert found["fits"] is None
@@ -228,6 +198,8 @@ def test_a_plan_is_json_and_a_cpu_has_no_gpu_to_fit_into(random_model: Any):
     ("sections", "said"),
     [
         ({"model": "someone/unheard-of"}, ('someone/unheard-of',)),
+        ({"cluster": {"gpus_per_node": 3, "weights": "ipc"}}, ("ipc", "GPU")),
+        ({"cluster": {"weights": "nccl"}}, ("nccl",)),
         ({"cluster": {"gpu": "H100"}}, ('GPU',)),
         ({"cluster": {"gpu": "H1", "gpus_per_node": 8}}, ('H1', 'GPU')),
         ({"rollout": {"tensor_parallel_size": 3, "num_workers": 1}, "cluster": {"gpus_per_node": 8}},

@@ -103,7 +103,7 @@ def events(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_every_response_that_was_under_way(recipe_file: Path, tmp_path: Path):
+def test_a_run_resumes_with_responses_under_way(recipe_file: Path, tmp_path: Path):
     asked, out = recipe(recipe_file, "checkpoint.every=2"), tmp_path / "run"
     with GrpoRun(asked, out) as run:
         for _ in range(2):
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_response_that_was_under_wa
     assert mismatch[0] < 1e-4 < max(mismatch)
 
 
-def test_an_engine_that_dies_in_a_rollout_or_with_half_its_weights_costs_time_only(recipe_file: Path, tmp_path: Path):
+def test_a_dying_engine_costs_time_only(recipe_file: Path, tmp_path: Path):
     (recipe_file.parent / "dying.py").write_text(DYING.format(folder=str(tmp_path), driver=os.getpid()))
     with GrpoRun(recipe(recipe_file, "rollout.policy=dying:Plain"), tmp_path / "run") as run:
         for _ in range(STEPS):

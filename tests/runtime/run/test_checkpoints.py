@@ -6,12 +6,10 @@ import contextlib
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
-import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,21 @@ from tltlab.traces.schema import Manifest
 from ...crash_states import Disk, crashes, put
 
 
-def writer(number: int, size: int = 100):
+def writer(number: int, size: int = 100, then: Callable[[Path], object] = lambda folder: None):
     def write(folder: Path) -> None:
         (folder / "trainer").mkdir()
         (folder / "state.json").write_text(json.dumps({"number": number}))
         (folder / "trainer" / "weights.bin").write_bytes(bytes([number % 256]) * size)
+        then(folder)
 
     return write
+
+
+def saved(folder: Path, *steps: int, keep: int = 2, size: int = 100) -> RunCheckpoints:
+    checkpoints = RunCheckpoints(folder, keep=keep)
+    for step in steps:
+        assert checkpoints.save(step, writer(step, size)).name == f"step-{step:06d}"
+    return checkpoints
 
 
 def flip(file: Path, bit: int) -> None:
@@ -53,80 +59,60 @@ def names(checkpoints: RunCheckpoints) -> list[str]:
 
 
 def test_the_newest_stay(tmp_path: Path):
-    checkpoints = RunCheckpoints(tmp_path / "c", keep=2)
-    assert checkpoints.latest() is None
-    for step in (2, 4, 6):
-        assert checkpoints.save(step, writer(step)).name == f"step-{step:06d}"
+    assert RunCheckpoints(tmp_path / "c", keep=2).latest() is None
+    checkpoints = saved(tmp_path / "c", 2, 4, 6)
     assert names(checkpoints) == ["step-000004", "step-000006"]
     assert json.loads((checkpoints.latest() / "state.json").read_text()) == {"number": 6}
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == names(checkpoints)
     assert step_of(checkpoints.latest()) == 6
 
 
-def test_a_run_that_went_back_leaves_its_other_future(tmp_path: Path):
-    checkpoints = RunCheckpoints(tmp_path, keep=3)
-    for step in (2, 4, 6):
-        checkpoints.save(step, writer(step))
+def test_going_back_leaves_the_other_future(tmp_path: Path):
+    checkpoints = saved(tmp_path, 2, 4, 6, keep=3)
     checkpoints.save(4, writer(40))
     assert names(checkpoints) == ["step-000002", "step-000004"]
     assert json.loads((checkpoints.latest() / "state.json").read_text()) == {"number": 40}
 
 
+LARGE, WEIGHTS = MOST_HASHED_BYTES + 1, Path("trainer/weights.bin")
+
+
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("size", "damage", "facts"),
     [
-        (lambda c: (c / "trainer" / "weights.bin").write_bytes(b"1" * 99), "weights.bin has 99 bytes instead of 100"),
-        (lambda c: (c / "trainer" / "weights.bin").write_bytes(b"x" * 100), "weights.bin is not what was written"),
-        (lambda c: (c / "state.json").unlink(), "state.json is missing"),
-        (lambda c: (c / "checkpoint.json").unlink(), "checkpoint.json is missing"),
-        (lambda c: (c / "checkpoint.json").write_text('{"files": '), "Expecting value"),
+        (100, lambda c: (c / WEIGHTS).write_bytes(b"1" * 99), ("weights.bin", "99", "100")),
+        (100, lambda c: (c / WEIGHTS).write_bytes(b"x" * 100), ("weights.bin",)),
+        (100, lambda c: (c / "state.json").unlink(), ("state.json",)),
+        (100, lambda c: (c / "checkpoint.json").unlink(), ("checkpoint.json",)),
+        (100, lambda c: (c / "checkpoint.json").write_text('{"files": '), ()),
+        (LARGE, lambda c: flip(c / WEIGHTS, 4 * LARGE), ("weights.bin",)),
+        (LARGE, lambda c: os.truncate(c / WEIGHTS, LARGE - 1), ("weights.bin", str(LARGE - 1))),
     ],
 )
-def test_a_damaged_one_is_passed_over_with_a_sentence(tmp_path: Path, damage, says: str):
-    checkpoints = RunCheckpoints(tmp_path, keep=2)
-    for step in (1, 2):
-        checkpoints.save(step, writer(step))
-    damage(checkpoints.latest())
+def test_the_one_before_a_damaged_one_is_newest(tmp_path: Path, size: int, damage, facts: tuple[str, ...]):
+    checkpoints = saved(tmp_path, 1, 2, size=size)
+    damage(damaged := checkpoints.latest())
     assert checkpoints.latest().name == "step-000001"
-    assert len(checkpoints.complaints) == 1
-    assert says in checkpoints.complaints[0]
-    # It is worth nothing, so it does not count among those that stay.
+    (complaint,) = checkpoints.complaints
+    assert all(fact in complaint for fact in ("step-000002", *facts))
+    # What shows without hashing a large file is worth nothing, so it does not count among those that stay.
+    second = "step-000001" if fault_of(damaged) else damaged.name
     checkpoints.save(3, writer(3))
-    assert names(checkpoints) == ["step-000001", "step-000003"]
+    assert names(checkpoints) == [second, "step-000003"]
     assert checkpoints.complaints == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda file: flip(file, 8 * (MOST_HASHED_BYTES // 2)), "weights.bin is not what was written"),
-        (lambda file: os.truncate(file, MOST_HASHED_BYTES), "weights.bin has"),
-    ],
-)
-def test_a_large_file_that_is_damaged_makes_the_one_before_the_newest(tmp_path: Path, damage, says: str):
-    checkpoints = RunCheckpoints(tmp_path, keep=2)
-    first, second = (checkpoints.save(step, writer(step, MOST_HASHED_BYTES + 1)) for step in (1, 2))
-    assert checkpoints.latest() == second
-    damage(second / "trainer" / "weights.bin")
-    assert checkpoints.latest() == first
-    (complaint,) = checkpoints.complaints
-    assert str(second) in complaint
-    assert says in complaint
-
-
-def test_a_writer_that_hashes_what_it_writes_is_taken_at_its_word(tmp_path: Path):
+def test_a_writers_own_sum_is_believed(tmp_path: Path):
     """What the disk makes of it between the write and the seal is damage too."""
-    size = MOST_HASHED_BYTES + 1
 
-    def write(folder: Path) -> None:
-        writer(1, size)(folder)
-        write_sum(folder / "trainer" / "weights.bin", hashlib.sha256(bytes([1]) * size).hexdigest())
-        flip(folder / "trainer" / "weights.bin", 5)
+    def damaged(folder: Path) -> None:
+        write_sum(folder / WEIGHTS, hashlib.sha256(bytes([1]) * LARGE).hexdigest())
+        flip(folder / WEIGHTS, 5)
 
     checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(1, write)
+    checkpoints.save(1, writer(1, LARGE, damaged))
     assert checkpoints.latest() is None
-    assert "weights.bin is not what was written" in checkpoints.complaints[0]
+    assert "weights.bin" in checkpoints.complaints[0]
 
 
 def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
@@ -145,7 +131,7 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
     assert checkpoints.latest() == path
 
 
-def test_what_a_killed_writer_left_goes_when_a_run_begins_again(tmp_path: Path):
+def test_what_a_killed_writer_left_goes(tmp_path: Path):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     path = checkpoints.save(1, writer(1))
     for name in (".step-000000.gone", ".step-000002.partial", ".step-000001.replaced"):
@@ -154,11 +140,8 @@ def test_what_a_killed_writer_left_goes_when_a_run_begins_again(tmp_path: Path):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_a_newer_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(2, writer(2))
+def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoints = saved(tmp_path, 2, keep=1)
 
     def refuse(old: Path, new: Path, rename: Any = os.rename) -> None:
         if Path(old).name == "step-000002":
@@ -175,22 +158,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_a_newer_one_do
     assert [*tmp_path.iterdir()] == [fourth]
 
 
-def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(1, writer(1))
-
-    def full(folder: Path) -> None:
-        writer(2)(folder)
-        Path("/dev/full").write_bytes(b"1" * 10_000)
-
-    def failing(folder: Path) -> None:
-        writer(2)(folder)
-        raise KeyError("weights")
-
+def test_failed_writes_leave_earlier_checkpoints(tmp_path: Path):
+    checkpoints = saved(tmp_path, 1, keep=1)
     with refused(RunError):
-        checkpoints.save(2, full)
+        checkpoints.save(2, writer(2, then=lambda folder: Path("/dev/full").write_bytes(b"1" * 10_000)))
     with pytest.raises(KeyError):
-        checkpoints.save(2, failing)
+        checkpoints.save(2, writer(2, then=lambda folder: {}["weights"]))
     assert names(checkpoints) == ["step-000001"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
@@ -198,60 +171,12 @@ def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):
 def test_other_things_in_the_folder_are_left_alone(tmp_path: Path):
     for name in ("final", "step-1", "step-000009.old"):
         (tmp_path / name).mkdir()
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(3, writer(3))
+    saved(tmp_path, 3, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "step-000003", "step-000009.old", "step-1"]
     assert checkpoints_in(tmp_path) == [tmp_path / "step-000003"]
     assert checkpoints_in(tmp_path / "none") == []
     with refused(ConfigError, naming=("step-NNNNNN",)):
         step_of(tmp_path / "final")
-
-
-def keep_saving(folder: Path, first: int, again: bool, told: Connection) -> None:
-    checkpoints = RunCheckpoints(folder, keep=1)
-
-    def write(partial: Path) -> None:
-        for part in range(4):
-            (partial / f"part-{part}").mkdir()
-            (partial / f"part-{part}" / "step.json").write_text(json.dumps(step))
-
-    for number in range(1_000_000):
-        step = first if again else first + number
-        checkpoints.save(step, write)
-        told.send(step)
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, again: bool):
-    """With `again` each one takes the place of one of the same RL step, and is the only one there."""
-    moments = random.Random(0)
-    forking = multiprocessing.get_context("fork")
-    step = 0
-    for _ in range(12):
-        ours, theirs = forking.Pipe(duplex=False)
-        child = forking.Process(target=keep_saving, args=(tmp_path, step, again, theirs))
-        child.start()
-        theirs.close()
-        time.sleep(moments.uniform(0.0, 0.08))
-        child.kill()
-        child.join()
-        told = []
-        with contextlib.suppress(EOFError):
-            while True:
-                told.append(ours.recv())
-        checkpoints = RunCheckpoints(tmp_path, keep=1)
-        left = whole(checkpoints)
-        assert checkpoints.complaints == []
-        if told or step:
-            # One may be done that was not told yet.
-            least = told[-1] if told else step - (not again)
-            assert step_of(left[-1]) in (least, least + (not again))
-        for path in left:
-            assert [json.loads((path / f"part-{n}" / "step.json").read_text()) for n in range(4)] == [step_of(path)] * 4
-        if left:
-            step = step_of(left[-1]) + (not again)
-    checkpoints.save(step, lambda folder: None)
-    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:06d}"]
 
 
 def content(folder: Path | None) -> dict[str, bytes] | None:
@@ -286,13 +211,13 @@ def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.Monk
     looked_at = 0
     for (before, after), state in crashes(disk, told, short=30):
         put(state, place)
-        saved = RunCheckpoints(place / "run" / "checkpoints", keep=1)
-        newest = saved.latest()
+        left = RunCheckpoints(place / "run" / "checkpoints", keep=1)
+        newest = left.latest()
         assert content(newest) in (before, after)
         if newest is not None:
             with Recorder.reopen(place / "run" / "trace", manifest, step_of(newest)) as recorder:
                 assert recorder.snapshot().rl_steps == list(range(step_of(newest)))
         # It goes on from there.
-        assert content(saved.save(9, writer(9))) == content(saved.latest())
+        assert content(left.save(9, writer(9))) == content(left.latest())
         looked_at += 1
     assert looked_at >= 30

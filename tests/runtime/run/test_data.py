@@ -8,12 +8,14 @@ from typing import Any
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.recipe.sections import RolloutConfig
 from tltlab.runtime.run.data import RolloutsAhead, RunData
 
+from ..small_models import small_recipe
 
-def test_prompts_come_again_in_the_order_of_the_data_or_not_within_the_run(recipe_file: Path):
+
+def test_prompts_come_again_in_the_datas_order(recipe_file: Path):
     recipe = load_recipe(recipe_file, ["rollout.prompts_per_step=8"])
     data = RunData(recipe, load_tokenizer(recipe.model))
     taken = [data.train[number].prompt_id for _, number in data.order.take(8)]
@@ -28,13 +30,8 @@ def test_prompts_come_again_in_the_order_of_the_data_or_not_within_the_run(recip
     assert data.comes_again(taken, rl_steps_left=0) == [None] * 8
 
 
-def test_the_next_rl_step_is_rolled_out_ahead_but_not_across_a_checkpoint_nor_after_the_last():
-    recipe = Recipe.model_validate(
-        {
-            "model": "m", "reward": "a:b", "data": {"train": "t"}, "rollout": {"one_step_off": True},
-            "train": {"steps": 5}, "checkpoint": {"every": 3},
-        }
-    )  # fmt: skip
+def test_rollouts_ahead_stop_at_a_checkpoint():
+    recipe = small_recipe(rollout={"one_step_off": True}, train={"steps": 5}, checkpoint={"every": 3})
     came: list[int] = []
 
     def collect(rl_step: int) -> Any:

@@ -25,6 +25,13 @@ from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents
 
 
+def module(name: str, **members: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
+    vars(made).update(members)
+    return made
+
+
 def wandb_like(called: Callable[..., None]) -> ModuleType:
     """A stand-in for W&B that tells `called` what it was asked to do."""
 
@@ -59,34 +66,23 @@ def mlflow_like(called: Callable[..., None]) -> ModuleType:
         called("log_metrics", metrics, step)
         logged.append(step)
 
-    class MlflowClient:
-        def create_run(self, experiment_id: str, run_name: str) -> Any:
-            called("create_run", experiment_id, run_name)
-            return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
+    def create_run(experiment_id: str, run_name: str) -> Any:
+        called("create_run", experiment_id, run_name)
+        return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
 
-        def update_run(self, run_id: str, status: str) -> None:
-            called("update_run", run_id, status)
-
-        def get_metric_history(self, run_id: str, key: str) -> list[Any]:
-            return [SimpleNamespace(step=step) for step in logged]
-
-        def set_terminated(self, run_id: str, status: str) -> None:
-            called("set_terminated", run_id, status)
-
+    client = SimpleNamespace(
+        create_run=create_run,
+        update_run=lambda run_id, status: called("update_run", run_id, status),
+        get_metric_history=lambda run_id, key: [SimpleNamespace(step=step) for step in logged],
+        set_terminated=lambda run_id, status: called("set_terminated", run_id, status),
+    )
     return module(
         "mlflow",
-        MlflowClient=MlflowClient,
+        MlflowClient=lambda: client,
         set_experiment=lambda project: SimpleNamespace(experiment_id=project),
         log_params=lambda params, run_id: called("log_params", params),
         log_metrics=log_metrics,
     )
-
-
-def module(name: str, **members: Any) -> ModuleType:
-    made = ModuleType(name)
-    made.__spec__ = ModuleSpec(name, None)
-    vars(made).update(members)
-    return made
 
 
 MEASURES = {
@@ -119,19 +115,12 @@ def services(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     return calls
 
 
-def test_tensorboard_shows_each_metric_at_its_rl_step(tmp_path: Path):
-    with RunLog(LogConfig(), tmp_path, 2) as log:
-        log.step(report(0), {"reward/mean": 0.5, "time/step_s": 2.5})
-        assert scalars(tmp_path, "reward/mean") == {0: 0.5}  # it is there as soon as the step is done
-        log.step(report(1), {"reward/mean": 0.75})
-    assert scalars(tmp_path, "reward/mean") == {0: 0.5, 1: 0.75}
-    assert scalars(tmp_path, "time/step_s") == {0: 2.5}
-
-
-def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats_and_so_does_one_that_went_back(tmp_path: Path):
+def test_a_repeated_step_replaces_its_first_figures(tmp_path: Path):
     with RunLog(LogConfig(), tmp_path, 4) as log:
         for rl_step in range(3):
             log.step(report(rl_step), figures(float(rl_step)))
+            # It is there as soon as the step is done.
+            assert scalars(tmp_path, "reward/mean") == {step: float(step) for step in range(rl_step + 1)}
     with RunLog(LogConfig(), tmp_path, 4, resume_from=1) as log:
         log.step(report(1), figures(10.0))
         assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
@@ -140,25 +129,24 @@ def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats_and_so_does_one_t
             log.measured(rl_step, {"reward/heldout": reward})
     assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0, 2: 21.0}
     assert scalars(tmp_path, "reward/heldout") == {2: 21.0}
+    assert scalars(tmp_path, "time/step_s") == {0: 2.0, 1: 2.0, 2: 2.0}
 
 
 @pytest.mark.parametrize("forced", ["", "1"])
-def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, monkeypatch, capfd):
+def test_without_a_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", forced)  # as CI services do
     monkeypatch.setenv("TERM", "xterm-256color")
     with RunLog(LogConfig(), tmp_path, 1) as log:
         log.say("held-out reward before training 0.500")
         log.step(report(), MEASURES)
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err == (
-        f"RL steps 0 to 0 into {tmp_path}: starting workers and trainer\n"
-        "held-out reward before training 0.500\n"
-        f"{step_text(report(), MEASURES, '0:00:00')}\n"
-    )
+    start, said, step = err.split("\n", 2)
+    assert (out, said) == ("", "held-out reward before training 0.500")
+    assert step == f"{step_text(report(), MEASURES, '0:00:00')}\n"
+    assert str(tmp_path) in start
 
 
-def test_a_note_is_said_at_once_and_not_again_with_its_step(tmp_path: Path, capfd):
+def test_a_note_is_said_once(tmp_path: Path, capfd):
     with RunLog(LogConfig(tensorboard=False), tmp_path, 2) as log:
         events = RunEvents(tmp_path / "events.jsonl")
         events.watch = log.note
@@ -170,28 +158,16 @@ def test_a_note_is_said_at_once_and_not_again_with_its_step(tmp_path: Path, capf
         assert "  worker 1 was started again\n" in capfd.readouterr().err
 
 
-def test_a_run_that_has_no_step_left_says_so(tmp_path: Path, capfd):
-    with RunLog(LogConfig(tensorboard=False), tmp_path, 3, resume_from=3):
-        pass
-    assert capfd.readouterr().err == f"all 3 RL steps are in {tmp_path}: starting workers and trainer\n"
-
-
-def test_a_step_says_its_time_by_stage_and_what_the_measures_have():
-    assert step_text(report(3), MEASURES, "0:01:20").splitlines() == [
-        "step 3: reward 0.500, 100 tokens in 2.70 s, policy none, 0:01:20 left",
-        "  seconds: rollout 2.00, reward 0.10, inference 0.20, train 0.30, sync 0.10",
-        "  50 tokens/s, bubble 25%, accept length 2.31, mismatch KL 2.2e-13",
-        "  length p50 20, p90 118, p99 128, cut 12%",
-        "  worker 1 was started again",
-    ]
+def test_a_step_says_its_times_and_measures():
+    said = step_text(report(3), MEASURES, "0:01:20")
+    facts = "step 3|reward 0.500|100 tokens in 2.70 s|0:01:20|rollout 2.00|reward 0.10|inference 0.20|train 0.30"
+    facts += "|sync 0.10|50 tokens/s|25%|2.31|2.2e-13|p50 20|p90 118|p99 128|12%|worker 1"
+    assert [fact for fact in facts.split("|") if fact not in said] == []
     assert len(step_text(report(), {}, "0:00:00").splitlines()) == 4  # nothing is made up
-    assert str(report(3)).splitlines() == [
-        "step 3: reward 0.500, 100 tokens in 2.00 s (50/s), train 0.50 s, sync 0.10 s, none",
-        "  worker 1 was started again",
-    ]
+    assert {"100", "2.00", "(50/s),", "0.50"} <= set(str(report(3)).split())
 
 
-def test_the_time_left_follows_from_the_newest_steps(tmp_path: Path, capfd):
+def test_the_time_left_follows_the_newest_steps(tmp_path: Path, capfd):
     with RunLog(LogConfig(tensorboard=False), tmp_path, 40) as log:
         for rl_step in range(1 + PACE_STEPS):
             log.step(replace(report(rl_step), step_s=1000.0 if rl_step == 0 else 90.0), {})
@@ -201,7 +177,7 @@ def test_the_time_left_follows_from_the_newest_steps(tmp_path: Path, capfd):
     assert list(tmp_path.iterdir()) == [], "without loggers nothing is written"
 
 
-def test_on_a_terminal_lines_pass_above_a_progress_bar_and_stdout_stays_clean(tmp_path: Path, monkeypatch, capsys):
+def test_on_a_terminal_lines_pass_above_the_bar(tmp_path: Path, monkeypatch, capsys):
     terminal, its_end = pty.openpty()
     seen: list[bytes] = []
 
@@ -226,7 +202,7 @@ def test_on_a_terminal_lines_pass_above_a_progress_bar_and_stdout_stays_clean(tm
     text = b"".join(seen).decode()
     assert capsys.readouterr().out == '{"only": "json"}\n'
     assert "[bold]not markup[/bold]" in text
-    assert "step 1: reward 0.625, 100 tokens" in text
+    assert "step 1: reward 0.625" in text
     assert text.index("1/3") < text.index("2/3")
     end = text[text.rindex("RL steps") :]
     assert "reward 0.625" in end
@@ -237,24 +213,9 @@ def figures(reward: float) -> dict[str, float]:
     return {"time/step_s": 2.0, "reward/mean": reward}
 
 
-def log_in_two_processes(config: LogConfig, out: Path, settings: dict[str, Any]) -> None:
-    """The second goes on from RL step 1, which the first did twice, and is interrupted."""
-    with RunLog(config, out, 3, settings=settings) as log:
-        log.measured(0, {"reward/heldout": 0.4})
-        log.step(report(0), figures(0.5))
-        log.measured(0, {"reward/heldout": 0.6})
-        log.step(report(1), figures(0.6))
-        log.step(report(1), figures(0.65))  # a trainer had died
-    with contextlib.suppress(KeyboardInterrupt), RunLog(config, out, 3, resume_from=1) as log:
-        log.step(report(1), figures(0.7))
-        log.step(report(2), figures(0.8))
-        raise KeyboardInterrupt
-
-
-def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
-    log_in_two_processes(LogConfig(tensorboard=False, wandb="tails"), tmp_path / "run", {"lr": 0.1})
-    assert services == [
-        ["init", "tails", "run", None, {"lr": 0.1}],
+SENT: dict[str, list[list[Any]]] = {
+    "wandb": [
+        ["init", "tails", "run", None, {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}],
         ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
         ["log", figures(0.5) | {"rl_step": 0}, 1],
         ["log", {"reward/heldout": 0.6, "rl_step": 0}, 2],
@@ -263,15 +224,10 @@ def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tm
         ["init", "tails", "run", "w-1", {}],
         ["log", figures(0.8) | {"rl_step": 2}, 6],
         ["finish", 1],
-    ]
-
-
-def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
-    settings = {"recipe": {"train": {"lr": 0.1}, "drafters": {}}, "argv": ["x"]}
-    log_in_two_processes(LogConfig(tensorboard=False, mlflow="tails"), tmp_path / "run", settings)
-    assert services == [
+    ],
+    "mlflow": [
         ["create_run", "tails", "run"],
-        ["log_params", {"recipe.train.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
+        ["log_params", {"recipe.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
         ["log_metrics", {"reward/heldout": 0.4}, 0],
         ["log_metrics", figures(0.5), 0],
         ["log_metrics", {"reward/heldout": 0.6}, 0],
@@ -280,7 +236,26 @@ def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(t
         ["update_run", "m-1", "RUNNING"],
         ["log_metrics", figures(0.8), 2],
         ["set_terminated", "m-1", "FAILED"],
-    ]
+    ],
+}
+
+
+@pytest.mark.parametrize("service", SENT)
+def test_a_service_gets_every_step_once(tmp_path: Path, services: list[list[Any]], service: str):
+    """The second process goes on, in the same run, from RL step 1, which the first did twice, and is interrupted."""
+    config = LogConfig(tensorboard=False, **{service: "tails"})
+    settings = {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}
+    with RunLog(config, tmp_path / "run", 3, settings=settings) as log:
+        log.measured(0, {"reward/heldout": 0.4})
+        log.step(report(0), figures(0.5))
+        log.measured(0, {"reward/heldout": 0.6})
+        log.step(report(1), figures(0.6))
+        log.step(report(1), figures(0.65))  # a trainer had died
+    with contextlib.suppress(KeyboardInterrupt), RunLog(config, tmp_path / "run", 3, resume_from=1) as log:
+        log.step(report(1), figures(0.7))
+        log.step(report(2), figures(0.8))
+        raise KeyboardInterrupt
+    assert services == SENT[service]
 
 
 def test_the_real_mlflow_keeps_every_step_once(tmp_path: Path, monkeypatch):
@@ -304,14 +279,14 @@ def test_the_real_mlflow_keeps_every_step_once(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_named_before_anything_starts(tmp_path: Path, name: str, monkeypatch):
+def test_a_logger_that_is_not_installed_is_named(tmp_path: Path, name: str, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with refused(ConfigError, naming=("install", name)):
         RunLog(LogConfig(**{name: "tails"}), tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_logger_that_does_not_start_is_an_error_and_ends_the_others(tmp_path: Path, services):
+def test_a_logger_that_does_not_start_is_refused(tmp_path: Path, services):
     with refused(ConfigError, naming=("W&B", "RuntimeError", "log.wandb")):
         RunLog(LogConfig(wandb="locked"), tmp_path / "run", 1)
     (tmp_path / "run" / "file").write_text("in the way")
@@ -319,25 +294,21 @@ def test_a_logger_that_does_not_start_is_an_error_and_ends_the_others(tmp_path: 
         RunLog(LogConfig(), tmp_path / "run" / "file", 1)
 
 
-def test_a_logger_that_fails_later_is_left_out_and_the_run_goes_on(tmp_path: Path, services, capfd):
-    with RunLog(LogConfig(wandb="tails"), tmp_path / "run", 3) as log:
-        log.step(report(0), {"fail": 1.0})
-        log.step(report(1), {"fail": 1.0})
+@pytest.mark.parametrize(
+    ("service", "name", "calls"), [("wandb", "W&B", ["init"]), ("mlflow", "MLflow", ["create_run", "log_params"])]
+)
+def test_a_service_that_fails_is_left_out(tmp_path: Path, services, capfd, service: str, name: str, calls: list[str]):
+    with RunLog(LogConfig(**{service: "tails"}), tmp_path / "run", 3) as log:
+        for rl_step in (0, 1):
+            log.step(report(rl_step), {"fail": 1.0})
     err = capfd.readouterr().err
-    assert err.count("W&B failed and gets nothing more: ConnectionError") == 1
+    assert (err.count(f"{name} failed"), err.count("ConnectionError")) == (1, 1)
     assert "hunter2" not in err
     assert scalars(tmp_path / "run", "fail") == {0: 1.0, 1: 1.0}
-    assert [call[0] for call in services] == ["init"]
+    assert [call[0] for call in services] == calls
 
 
-def test_what_mlflow_fails_at_in_its_thread_is_said_and_the_run_goes_on(tmp_path: Path, services, capfd):
-    with RunLog(LogConfig(tensorboard=False, mlflow="tails"), tmp_path / "run", 3) as log:
-        log.step(report(0), {"fail": 1.0})
-    assert capfd.readouterr().err.count("MLflow failed and gets nothing more: ConnectionError: no answer") == 1
-    assert [call[0] for call in services] == ["create_run", "log_params"]
-
-
-def test_a_full_disk_costs_the_event_file_and_not_the_run(tmp_path: Path, capfd, monkeypatch):
+def test_a_full_disk_costs_the_event_file_only(tmp_path: Path, capfd, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 3) as log:
         log.step(report(0), {"reward/mean": 0.5})
         full = open("/dev/full", "wb")  # noqa: SIM115
@@ -346,13 +317,13 @@ def test_a_full_disk_costs_the_event_file_and_not_the_run(tmp_path: Path, capfd,
         log.step(report(1), {"reward/mean": 0.6})
         log.step(report(2), {"reward/mean": 0.7})
     err = capfd.readouterr().err
-    assert err.count("TensorBoard failed and gets nothing more: OSError: [Errno 28]") == 1
+    assert err.count("TensorBoard failed") == err.count("[Errno 28]") == 1
     assert "step 2" in err
     assert scalars(tmp_path, "reward/mean") == {0: 0.5}
     full.raw.close()
 
 
-def test_a_terminal_that_is_gone_does_not_stop_the_run(tmp_path: Path, monkeypatch):
+def test_a_lost_terminal_stops_no_run(tmp_path: Path, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 1) as log, open("/dev/full", "w") as gone:
         monkeypatch.setattr(sys, "stderr", gone)
         log.step(report(), {"reward/mean": 0.5})

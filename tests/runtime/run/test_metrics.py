@@ -35,55 +35,42 @@ def iteration(worker: int, number: int, t_start: float, duration: float, accepte
 
 def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, list[Row]] | None = None):
     """Worker 0 decodes for 5 s of the rollout's 10, worker 1 for all of it."""
-    requests = [
-        GenerationRequest(key=(3, f"p{n}", sample, 0), prompt_token_ids=[1, 2, 3], max_response_tokens=16)
-        for n in range(2)
-        for sample in range(2)
-    ]
-    busy = [5.0, 10.0]
-    parts = [
-        Rollout(
-            responses=[
-                GenerationResponse(
-                    key=(3, f"p{n}", sample, 0),
-                    token_ids=list(range(length)),
-                    logprobs=[-1.0] * length,
-                    finish_reason="length" if length == 16 else "stop",
-                    t_first_token=0.1,
-                    t_finish=busy[n] * (sample + 1) / 2,
-                )
-                for sample, length in enumerate(LENGTHS[n])
-            ],
-            iterations=[iteration(n, 0, 0.0, busy[n], [3, 1] if speculates else None)],
-            decisions=[],
-            duration_s=busy[n],
-            recorder_s=0.01,
-            policy_s=0.0,
-        )
-        for n in range(2)
-    ]
-    return step_rows(
-        step, requests, parts, [1.0, 0.0, 1.0, 1.0], epochs=[0] * 4, policy_version=3, t_start=1.0,
-        drafter=drafter or {},
-    )  # fmt: skip
+    keys = [(3, f"p{n}", sample, 0) for n in range(2) for sample in range(2)]
+    requests = [GenerationRequest(key=key, prompt_token_ids=[1, 2, 3], max_response_tokens=16) for key in keys]
+    parts = []
+    for n, busy in enumerate((5.0, 10.0)):
+        responses = [
+            GenerationResponse(
+                key=(3, f"p{n}", sample, 0),
+                token_ids=list(range(length)),
+                logprobs=[-1.0] * length,
+                finish_reason="length" if length == 16 else "stop",
+                t_first_token=0.1,
+                t_finish=busy * (sample + 1) / 2,
+            )
+            for sample, length in enumerate(LENGTHS[n])
+        ]
+        iterations = [iteration(n, 0, 0.0, busy, [3, 1] if speculates else None)]
+        parts.append(rollout(responses, iterations, busy))
+    given = {"epochs": [0] * 4, "policy_version": 3, "t_start": 1.0, "drafter": drafter or {}}
+    return step_rows(step, requests, parts, [1.0, 0.0, 1.0, 1.0], **given)
+
+
+def rollout(responses: list[GenerationResponse], iterations: list[Row], duration_s: float) -> Rollout:
+    own = {"decisions": [], "recorder_s": 0.0, "policy_s": 0.0}
+    return Rollout(responses=responses, iterations=iterations, duration_s=duration_s, **own)
 
 
 def test_a_steps_figures_are_those_of_its_rows():
     found = step_metrics(report(), rows_of(report()))
     lengths = [4, 8, 16, 2]
-    assert found["rollout/bubble_fraction"] == pytest.approx(0.25)
-    assert found["rollout/tokens_per_s"] == pytest.approx(3.0)
-    assert found["length/mean"] == pytest.approx(7.5)
-    assert found["length/max"] == 16
-    assert [found[f"length/p{p}"] for p in (50, 90, 99)] == pytest.approx(list(np.percentile(lengths, [50, 90, 99])))
-    assert found["length/truncated_fraction"] == 0.25
-    assert found["reward/mean"] == 0.5
-    assert found["reward/std"] == pytest.approx(np.std([1, 0, 1, 1]))
-    assert found["reward/mixed_groups"] == 0.5
-    assert (found["time/rollout_s"], found["time/train_s"], found["time/step_s"]) == (10.0, 2.0, 14.0)
-    assert found["recorder/share"] == pytest.approx(0.07 / 14)
-    assert (found["mismatch/kl"], found["mismatch/abs"]) == (0.001, 0.02)
-    assert (found["train/loss"], found["train/drift_kl"]) == (-0.1, 0.01)
+    expected = {"rollout/bubble_fraction": 0.25, "rollout/tokens_per_s": 3.0, "recorder/share": 0.07 / 14}
+    expected |= {"length/mean": 7.5, "length/max": 16, "length/truncated_fraction": 0.25}
+    expected |= {f"length/p{p}": np.percentile(lengths, p) for p in (50, 90, 99)}
+    expected |= {"reward/mean": 0.5, "reward/std": np.std([1, 0, 1, 1]), "reward/mixed_groups": 0.5}
+    expected |= {"time/rollout_s": 10.0, "time/train_s": 2.0, "time/step_s": 14.0}
+    expected |= {"mismatch/kl": 0.001, "mismatch/abs": 0.02, "train/loss": -0.1, "train/drift_kl": 0.01}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_speculation_has_an_accept_length():
@@ -92,23 +79,23 @@ def test_speculation_has_an_accept_length():
     assert found["rollout/tail_fraction"] == 0.0
 
 
-def test_an_rl_step_without_a_request_to_the_engines_has_figures_too():
+def test_a_step_without_requests_has_figures():
     """As where every response is known from an epoch before."""
-    idle = Rollout(responses=[], iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0)
-    rows = step_rows(report(), [], [idle, idle], [], epochs=[], policy_version=3, t_start=1.0, drafter={})
+    idle, given = rollout([], [], 0.0), {"epochs": [], "policy_version": 3, "t_start": 1.0, "drafter": {}}
+    rows = step_rows(report(), [], [idle, idle], [], **given)
     found = step_metrics(report(), rows)
     assert (found["reward/mean"], found["time/step_s"]) == (0.5, 14.0)
     assert not any(name.startswith(("rollout/", "length/")) for name in found)
 
 
-def test_what_is_unknown_or_not_finite_is_not_there():
+def test_unknown_figures_are_left_out():
     step = report(metrics={"mismatch_kl": math.nan, "loss": math.inf, "drift_kl": 0.0})
     found = step_metrics(step, rows_of(step))
     assert found.keys().isdisjoint({"rollout/mean_accept_length", "drafter/age", "mismatch/kl", "train/loss"})
     assert all(isinstance(value, float) and math.isfinite(value) for value in found.values())
 
 
-def test_the_drafter_in_service_has_an_age_and_the_steps_own_time_comes_before_the_sum_of_its_stages():
+def test_drafter_age_and_step_time_are_figures():
     step = report(step_s=20.0, record_s=0.13)
     rows = rows_of(step, drafter={"steps": [{"drafter_version": 2, "drafter_age": 1, "drafter_updates": 40}]})
     found = step_metrics(step, rows)
@@ -117,7 +104,7 @@ def test_the_drafter_in_service_has_an_age_and_the_steps_own_time_comes_before_t
     assert found["recorder/share"] == pytest.approx(0.2 / 20)
 
 
-def test_a_response_that_was_cut_has_no_length_yet():
+def test_a_cut_response_has_no_length():
     rows = rows_of(report())
     rows["outcomes"][2] |= {"finish_reason": "abort", "reward": None}
     found = step_metrics(report(), rows)
@@ -125,7 +112,7 @@ def test_a_response_that_was_cut_has_no_length_yet():
     assert found["rollout/tokens_per_s"] == pytest.approx(3.0)
 
 
-def test_a_worker_without_anything_to_do_idles_in_the_bubble():
+def test_a_worker_without_requests_is_bubble():
     rows = rows_of(report())
     rows["outcomes"] = [row | {"worker": 0} for row in rows["outcomes"]]
     rows["iterations"] = [row for row in rows["iterations"] if row["worker"] == 0]
@@ -133,7 +120,7 @@ def test_a_worker_without_anything_to_do_idles_in_the_bubble():
     assert step_metrics(report(), rows)["rollout/bubble_fraction"] == pytest.approx(0.75)
 
 
-def test_what_iterations_ran_in_is_told_in_shares_where_engines_say_it():
+def test_shares_of_graphs_are_told_where_known():
     rows = rows_of(report())
     assert not any(name.startswith("graphs/") for name in step_metrics(report(), rows))
     ran_in = [{**row, "graph": kind} for row, kind in zip(rows["iterations"], ("full", "piecewise"), strict=True)]

@@ -17,8 +17,10 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray.start import MOST_STARTS, start_ray
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.recipe.sections import ClusterConfig, DataConfig, RolloutConfig, TrainConfig
+from tltlab.runtime.recipe.sections import ClusterConfig
 from tltlab.runtime.run.placement import Placement
+
+from ..small_models import small_recipe
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -29,14 +31,11 @@ class Here:
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def recipe(*, tp: int = 1, workers: int, ranks: int, placement: str = "separate", nodes: int = 2, gpus: int = 8):
-    return Recipe(
-        model="model",
-        reward="parity:reward",
-        data=DataConfig(train="train.jsonl"),
-        rollout=RolloutConfig(num_workers=workers, tensor_parallel_size=tp),
-        train=TrainConfig(ranks=ranks),
-        cluster=ClusterConfig(placement=placement, num_nodes=nodes, gpus_per_node=gpus),
+def recipe(*, tp: int = 1, workers: int, ranks: int, nodes: int = 2, gpus: int = 8, **more: Any) -> Recipe:
+    return small_recipe(
+        rollout={"num_workers": workers, "tensor_parallel_size": tp, "gpus_per_worker": more.get("worker_gpus")},
+        train={"ranks": ranks, "gpus": more.get("rank_gpus")},
+        cluster={"placement": more.get("placement", "separate"), "num_nodes": nodes, "gpus_per_node": gpus},
     )
 
 
@@ -46,12 +45,11 @@ def options_of(placement: Placement, workers: int, ranks: int) -> list[dict[str,
 
 def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Node and GPUs of an actor each, all running at the same time."""
-    actors = [
-        Here.options(
-            runtime_env={"env_vars": options["env_vars"]}, **{k: options[k] for k in options if k != "env_vars"}
-        ).remote()
-        for options in asked
-    ]
+    actors = []
+    for options in asked:
+        env = {"env_vars": options["env_vars"]}
+        placed = {name: value for name, value in options.items() if name != "env_vars"}
+        actors.append(Here.options(runtime_env=env, **placed).remote())
     try:
         return ray.get([actor.seen.remote() for actor in actors], timeout=300)
     finally:
@@ -71,9 +69,7 @@ def servers() -> set[tuple[str, str]]:
 
 
 @pytest.mark.engine
-def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_blocks_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch):
     too_late(monkeypatch, times=1)
     assert start_ray()
     try:
@@ -108,7 +104,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
     with refused(RunError, naming=("3",)):
         start_ray()
@@ -117,17 +113,14 @@ def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(mon
     assert not [child for child in psutil.Process().children() if "gcs_server" in child.name()]
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no host"])
-def test_ray_listens_at_an_address_of_this_machine(host: str):
-    with refused(ConfigError, naming=("cluster", host)):
-        start_ray(ClusterConfig(host=host))
-
-
-@pytest.mark.parametrize("address", ["", "local"])
-def test_several_nodes_need_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with refused(ConfigError, naming=("RAY_ADDRESS",)):
-        start_ray(ClusterConfig(num_nodes=2))
+def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch):
+    for host in ("192.0.2.1", "no host"):
+        with refused(ConfigError, naming=("cluster", host)):
+            start_ray(ClusterConfig(host=host))
+    for address in ("", "local"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with refused(ConfigError, naming=("RAY_ADDRESS",)):
+            start_ray(ClusterConfig(num_nodes=2))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +135,7 @@ def ray_cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-def test_separate_actors_have_gpus_of_their_own_and_a_worker_stays_on_one_node(ray_cluster: Cluster):
+def test_separate_actors_have_gpus_of_their_own(ray_cluster: Cluster):
     with Placement(recipe(tp=6, workers=2, ranks=1)) as placement:
         seen = started(options_of(placement, 2, 1))
     assert [len(gpus) for _, gpus in seen] == [6, 6, 1]
@@ -165,21 +158,14 @@ def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
     assert told == [gpu for _, gpus in seen[:2] for gpu in gpus]
 
 
-def test_shares_of_a_gpu_are_seen_as_one_each(ray_cluster: Cluster):
-    asked = recipe(workers=1, ranks=1)
-    shared = asked.model_copy(
-        update={
-            "rollout": asked.rollout.model_copy(update={"gpus_per_worker": 0.3}),
-            "train": asked.train.model_copy(update={"gpus": 0.4}),
-        }
-    )
-    with Placement(shared) as placement:
+def test_shares_of_a_gpu_are_one_each(ray_cluster: Cluster):
+    with Placement(recipe(workers=1, ranks=1, worker_gpus=0.3, rank_gpus=0.4)) as placement:
         seen = started(options_of(placement, 1, 1))
     assert len({(node, *gpus) for node, gpus in seen}) == 1
     assert [len(gpus) for _, gpus in seen] == [1, 1]
 
 
-def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(ray_cluster: Cluster):
+def test_held_gpus_are_not_waited_for_long(ray_cluster: Cluster):
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
     with Placement(asked):
         begun = time.monotonic()
@@ -190,7 +176,7 @@ def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(
         pass
 
 
-def test_more_than_the_cluster_has_is_refused_at_once(ray_cluster: Cluster):
+def test_more_than_the_cluster_is_refused(ray_cluster: Cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
         with refused(ConfigError, naming=("8",)):

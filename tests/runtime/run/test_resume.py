@@ -89,9 +89,7 @@ def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     )
 
 
-def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_else_is_there(
-    fixed: Path, tmp_path: Path
-):
+def test_a_resumed_run_equals_the_unbroken_one(fixed: Path, tmp_path: Path):
     run, newest = as_it_was_at(fixed, 2, tmp_path / "run"), f"step-{STEPS:06d}"
     shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
     assert json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["history"]
@@ -104,12 +102,12 @@ def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_e
     assert [event["rl_step"] for event in events if event["event"] == "goes on with RL step 2"] == [2]
 
 
-def test_with_decisions_replayed_so_does_one_whose_policy_learns(learning: Path, tmp_path: Path):
+def test_a_learning_run_resumes_with_replayed_decisions(learning: Path, tmp_path: Path):
     again = resumed(as_it_was_at(learning, 2, tmp_path / "run"), replay=learning / "trace")
     check_finished(again, learning)
 
 
-def test_what_was_cut_in_an_rl_step_goes_on_in_the_next(fixed: Path):
+def test_cut_responses_go_on_a_step_later(fixed: Path):
     trace = tltlab.read(fixed / "trace")
     rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
     rows = rows.set_index(["rl_step", "prompt_id", "sample"])
@@ -120,14 +118,14 @@ def test_what_was_cut_in_an_rl_step_goes_on_in_the_next(fixed: Path):
         assert goes_on["prompt_tokens"] == row["prompt_tokens"] + row["response_tokens"], "its tokens are its prefix"
 
 
-def test_prefixes_of_the_epoch_before_are_kept_where_the_policy_still_agrees(learning: Path):
+def test_prefixes_of_the_epoch_before_are_kept(learning: Path):
     checkpoints = {path.name for path in (learning / "checkpoints").iterdir()}
     assert f"step-{STEPS:06d}" in checkpoints, "a run that has ended can go on with more steps"
     generated = tltlab.read(learning / "trace").outcomes.groupby("rl_step")["response_tokens"].sum()
     assert generated[1] < 0.9 * generated[0], "the second epoch generates less"
 
 
-def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_path: Path):
+def test_another_seed_is_not_resumed(fixed: Path, tmp_path: Path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     with refused(ConfigError, naming=("seed",)):
         train(resumed_recipe(run, ["seed=7"], ["parity"]), run, resume=True)
@@ -136,7 +134,7 @@ def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_pat
         resumed_recipe(tmp_path / "none")
 
 
-def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Path):
+def test_only_one_process_resumes_a_run(fixed: Path, tmp_path: Path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     before = files(run)
     other = f"from tltlab.files import *; held = lock(Path({str(run)!r})); print(flush=True); input()"

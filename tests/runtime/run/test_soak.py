@@ -57,19 +57,19 @@ def sample(run: psutil.Process, into: dict[int, list[Counts]], titles: dict[int,
             continue  # it has ended meanwhile
 
 
+@pytest.mark.parametrize("drafter", ["", "learned"])
 def test_no_process_grows(recipe_file: Path, tmp_path: Path, drafter: str):
     Policy(selector=FixedSpec(strategy=Strategy.chain(drafter or "suffix", 3))).write(tmp_path / "policy.json")
     recipe = tmp_path / "recipe.toml"
     policy = f'[rollout]\npolicy = "{tmp_path / "policy.json"}"'
     recipe.write_text(recipe_file.read_text().replace("[rollout]", policy) + (DRAFTER if drafter else ""))
     # So little is learned that every RL step trains: a model that has learned all gets no advantages.
-    options = [
-        "train.lr=1e-7", "eval.num_prompts=0", "rollout.repeat_every=0", "checkpoint.every=10", f"train.steps={STEPS}",
-    ]  # fmt: skip
+    options = ["train.lr=1e-7", "eval.num_prompts=0", "rollout.repeat_every=0", "checkpoint.every=10"]
     seen: dict[int, list[Counts]] = defaultdict(list)
     titles: dict[int, str] = {}
+    command = [sys.executable, "-m", "tltlab", "train", str(recipe), *options, f"train.steps={STEPS}"]
     with subprocess.Popen(
-        [sys.executable, "-m", "tltlab", "train", str(recipe), *options, "--out", str(tmp_path / "run")],
+        [*command, "--out", str(tmp_path / "run")],
         env=os.environ | {"PYTHONPATH": str(recipe_file.parent)},
         stderr=subprocess.PIPE,
         text=True,
@@ -92,8 +92,3 @@ def test_no_process_grows(recipe_file: Path, tmp_path: Path, drafter: str):
         if slope - 3 * cov[0, 0] ** 0.5 > MOST_MIB or (later[-5:, 1:].max(0) > later[:5, 1:].max(0) + 2).any():
             grown.append(name)
     assert not grown
-
-
-@pytest.fixture(params=["", "learned"], ids=["without-drafter", "drafter"])
-def drafter(request: pytest.FixtureRequest) -> str:
-    return str(request.param)

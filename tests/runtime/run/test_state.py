@@ -16,32 +16,33 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import CustomSpec, NoneSpec
-from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents, RunState, read_state, write_state
 from tltlab.strategy import Strategy
 
+from ..small_models import small_recipe
 
-def recipe_of(**rollout: object) -> Recipe:
-    return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}, "rollout": rollout})
-
-
-RECIPE = recipe_of()
+RECIPE = small_recipe()
 
 
-def test_a_damaged_policy_of_a_run_is_refused_in_a_sentence(tmp_path: Path):
+def test_a_damaged_state_is_refused(tmp_path: Path):
     state = RunState(rl_step=1)
     state.in_force(Policy(selector=NoneSpec()))
     write_state(tmp_path, state, {"recipe_policy": state.policies[0]["policy"]}, [{}, {}], RECIPE)
     read_state(tmp_path, RECIPE)
     whole = (tmp_path / "state.json").read_text()
-    (tmp_path / "state.json").write_text(whole.replace('"kind": "none"', '"kind": "nine"'))
-    with refused(ConfigError, naming=("nine", "state.json")) as caught:
-        read_state(tmp_path, RECIPE)
-    assert "\n" not in str(caught.value)
+    fields = json.loads(whole)
+    damaged = [(whole.replace('"kind": "none"', '"kind": "nine"'), "nine")]
+    for lacks in ("model", "rl_step", "policies", "reports"):
+        damaged.append((json.dumps({name: value for name, value in fields.items() if name != lacks}), lacks))
+    for text, fact in damaged:
+        (tmp_path / "state.json").write_text(text)
+        with refused(ConfigError, naming=("state.json", fact)) as caught:
+            read_state(tmp_path, RECIPE)
+        assert "\n" not in str(caught.value)
 
 
-def test_the_costs_that_an_older_run_names_by_a_file_are_found_and_written_out(tmp_path: Path):
+def test_costs_named_by_older_runs_are_found(tmp_path: Path):
     load_costs("cpu-small").write(tmp_path / "costs.json")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
@@ -54,7 +55,7 @@ def test_the_costs_that_an_older_run_names_by_a_file_are_found_and_written_out(t
     assert load_costs(parts["recipe_policy"]["selector"]["costs"]) == load_costs("cpu-small")
 
 
-def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Path):
+def test_an_unknown_figure_comes_back_from_json(tmp_path: Path):
     metrics = {"drift_kl": math.nan, "lr": 1.0}
     report = StepReport(rl_step=0, policy="none", reward_mean=math.nan, num_tokens=3, rollout_s=0.5, metrics=metrics)
     state = RunState(rl_step=1, policy_version=1, reports=[report])
@@ -68,7 +69,7 @@ def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Pat
     assert (read.rl_step, read.policies, parts["order"]) == (1, [], {"taken": 3})
 
 
-def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_costs_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     events = RunEvents(tmp_path / "events.jsonl")
     write = os.write
 
@@ -89,21 +90,11 @@ def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeyp
     assert events.take() == ["before", "lost", "lost", "after"]
 
 
-@pytest.mark.parametrize("lacks", ["model", "rl_step", "policies", "reports"])
-def test_a_state_that_lacks_a_field_is_refused_in_a_sentence(tmp_path: Path, lacks: str):
-    write_state(tmp_path, RunState(rl_step=1), {}, [{}, {}], RECIPE)
-    state = json.loads((tmp_path / "state.json").read_text())
-    del state[lacks]
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    with refused(ConfigError, naming=("state.json", "KeyError", lacks)):
-        read_state(tmp_path, RECIPE)
-
-
-def test_a_class_that_a_state_names_is_none_that_is_imported_unasked(tmp_path: Path):
+def test_a_states_class_is_not_imported_unasked(tmp_path: Path):
     state = RunState(rl_step=1)
     state.in_force(Policy(selector=CustomSpec(path="theirs:Choice")))
-    write_state(tmp_path, state, {}, [{}, {}], recipe_of())
+    write_state(tmp_path, state, {}, [{}, {}], RECIPE)
     with refused(ConfigError, naming=("state.json", "theirs:Choice", "rollout.allow_code")):
-        read_state(tmp_path, recipe_of())
-    for trusted in (recipe_of(policy="theirs:Choice"), recipe_of(allow_code=["theirs"])):
-        assert read_state(tmp_path, trusted)[0].policy_name == "custom"
+        read_state(tmp_path, RECIPE)
+    for trusted in ({"policy": "theirs:Choice"}, {"allow_code": ["theirs"]}):
+        assert read_state(tmp_path, small_recipe(rollout=trusted))[0].policy_name == "custom"

@@ -58,7 +58,7 @@ def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file: Path, 
     assert len(verify(tmp_path / "run").rows) == 3
 
 
-def test_one_step_off_learns_from_responses_of_the_weights_before(recipe_file: Path, tmp_path: Path):
+def test_one_step_off_learns_from_older_weights(recipe_file: Path, tmp_path: Path):
     settings = ("rollout.one_step_off=true", "rollout.repeat_every=0", "rollout.max_draft_depth=0", "train.lr=5e-3",
                 "rollout.num_workers=1")  # fmt: skip
     with GrpoRun(load_recipe(recipe_file, settings), tmp_path / "run") as run:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ from tltlab.runtime.trainer.trainer import Trainer
 
 from .test_trainer import near, samples
 
-SETTINGS = (
-    "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"
-)  # fmt: skip
+SETTINGS = "train.tokens_per_microbatch=64 train.kl_coef=0.1 train.minibatches=3 faults.collective_timeout_s=1234"
+
+
+def of_ranks(group: TrainerGroup, ask: Callable[[Any], Any]) -> list[Any]:
+    """What `ask` finds in each rank's process."""
+    return ray.get([actor.__ray_call__.remote(ask) for actor in group.handles])
 
 
 def pids(group: TrainerGroup) -> list[int]:
-    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in group.handles])
+    return of_ranks(group, lambda actor: os.getpid())
 
 
 def update_for_ever(group: TrainerGroup) -> None:
@@ -43,16 +46,6 @@ def update_for_ever(group: TrainerGroup) -> None:
 
 def one_rank(recipe: Recipe) -> Trainer:
     return Trainer(recipe.model, recipe.train, temperature=1.0, max_response_tokens=48, seed=recipe.seed)
-
-
-def patience_s(group: TrainerGroup) -> list[float]:
-    """How long each rank waits for the others in a collective."""
-
-    def of_rank(actor: Any) -> float:
-        world = torch.distributed.group.WORLD
-        return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-
-    return ray.get([actor.__ray_call__.remote(of_rank) for actor in group.handles])
 
 
 def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
@@ -71,7 +64,7 @@ def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempP
     config = AutoConfig.from_pretrained(random_model, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(random_model).save_pretrained(folder)
-    return load_recipe(recipe_file, [*SETTINGS, "train.ranks=2", f"model={folder}"])
+    return load_recipe(recipe_file, [*SETTINGS.split(), "train.ranks=2", f"model={folder}"])
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +75,7 @@ def group(one_ray: None, recipe: Recipe) -> Iterator[TrainerGroup]:
     group.close()
 
 
-def test_two_ranks_train_what_one_does_and_go_on_bit_by_bit_from_a_checkpoint(
-    group: TrainerGroup, recipe: Recipe, tmp_path: Path
-):
+def test_two_ranks_train_what_one_does(group: TrainerGroup, recipe: Recipe, tmp_path: Path):
     alone = one_rank(recipe)
     # Of two samples in three mini-batches a rank has none to work on.
     for rl_step, drawn in enumerate((samples(), samples()[:2])):
@@ -94,10 +85,8 @@ def test_two_ranks_train_what_one_does_and_go_on_bit_by_bit_from_a_checkpoint(
         assert near(flat(weights_of(group)), flat(alone.weights()), 1e-5)
     pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
     for whole in (False, True):
-        for found, wanted in zip(
-            group.score(pairs, distributions=whole), alone.score(pairs, distributions=whole), strict=True
-        ):
-            assert near(found, wanted, 1e-4)
+        scores = [each.score(pairs, distributions=whole) for each in (group, alone)]
+        assert all(near(found, wanted, 1e-4) for found, wanted in zip(*scores, strict=True))
 
     group.save_checkpoint(tmp_path / "two")
     group.old_logprobs(samples())
@@ -116,7 +105,7 @@ def test_two_ranks_train_what_one_does_and_go_on_bit_by_bit_from_a_checkpoint(
     assert (flat(weights_of(group)) == flat(resumed.weights())).all()
 
 
-def test_a_drafter_gets_whole_tensors_and_a_folder_the_whole_policy(group: TrainerGroup, tmp_path: Path):
+def test_a_drafter_and_a_folder_get_whole_tensors(group: TrainerGroup, tmp_path: Path):
     weights = weights_of(group)
     frozen = ray.get(group.frozen())
     assert torch.equal(frozen.embedding, weights["model.embed_tokens.weight"])
@@ -126,11 +115,15 @@ def test_a_drafter_gets_whole_tensors_and_a_folder_the_whole_policy(group: Train
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_a_rank_waits_for_the_others_as_long_as_the_recipe_says(group: TrainerGroup):
-    assert patience_s(group) == [1234.0, 1234.0]
+def test_a_rank_waits_for_the_others_as_configured(group: TrainerGroup):
+    def patience_s(actor: Any) -> float:
+        world = torch.distributed.group.WORLD
+        return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    assert of_ranks(group, patience_s) == [1234.0, 1234.0]
 
 
-def test_a_dead_rank_ends_the_others_and_the_group_starts_again(group: TrainerGroup, tmp_path: Path):
+def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
     group.save_checkpoint(tmp_path)
     before = flat(weights_of(group))
     processes = pids(group)
@@ -149,7 +142,7 @@ def test_a_dead_rank_ends_the_others_and_the_group_starts_again(group: TrainerGr
     assert not set(processes) & set(pids(group))
 
 
-def test_an_error_of_a_ranks_work_arrives_as_itself_and_ends_the_group(group: TrainerGroup, tmp_path: Path):
+def test_a_ranks_error_arrives_as_itself(group: TrainerGroup, tmp_path: Path):
     with refused(RunError):
         group.load_checkpoint(tmp_path / "nothing")
     assert not group.handles
@@ -157,14 +150,10 @@ def test_an_error_of_a_ranks_work_arrives_as_itself_and_ends_the_group(group: Tr
 
 def test_a_call_names_what_failed_in_an_actor(one_ray: None):
     @ray.remote
-    def fails() -> None:
-        raise ZeroDivisionError("by nothing")
-
-    @ray.remote
-    def refuses() -> None:
-        raise ConfigError("not so")
+    def fails(error: Exception) -> None:
+        raise error
 
     with refused(RunError, naming=("ZeroDivisionError",)):
-        ray_actors.get(fails.remote())
+        ray_actors.get(fails.remote(ZeroDivisionError("by nothing")))
     with refused(ConfigError, naming=("not",)):
-        ray_actors.get(refuses.remote())
+        ray_actors.get(fails.remote(ConfigError("not so")))

@@ -9,9 +9,7 @@ from tltlab.runtime.trainer.ranks import micro_batches, own_micro_batches, ranks
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 80))
-def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_differ_little(
-    lengths: list[int], ranks: int, budget: int
-):
+def test_every_sequence_is_in_one_micro_batch(lengths: list[int], ranks: int, budget: int):
     dealt = micro_batches(lengths, ranks, budget)
     assert dealt == micro_batches(lengths, ranks, budget)
     assert sorted(i for rank in dealt for members in rank for i in members) == list(range(len(lengths)))
@@ -23,16 +21,8 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_differ
         assert max(tokens) - min(tokens) <= max(lengths, default=0)
 
 
-def test_a_sequence_above_the_budget_is_alone_and_ranks_without_work_get_empty_micro_batches():
-    assert micro_batches([100, 3, 4, 3], ranks=1, budget=10) == [[[0], [1, 2, 3]]]
-    assert micro_batches([7], ranks=3, budget=10) == [[[0]], [[]], [[]]]
-    assert micro_batches([], ranks=2, budget=10) == [[], []]
-
-
 @given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(1, 4), st.integers(8, 100))
-def test_every_sequence_has_one_rank_and_every_rank_as_many_micro_batches(
-    lengths: list[int], ranks: int, num_parts: int, budget: int
-):
+def test_every_rank_has_as_many_micro_batches(lengths: list[int], ranks: int, num_parts: int, budget: int):
     parts = [list(range(n, len(lengths), num_parts)) for n in range(num_parts)]
     rank_of = ranks_of(lengths, parts, ranks, budget)
     own = [own_micro_batches(lengths, rank_of, rank, ranks, budget) for rank in range(ranks)]
@@ -42,6 +32,6 @@ def test_every_sequence_has_one_rank_and_every_rank_as_many_micro_batches(
         assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in batches if members)
 
 
-def test_one_rank_packs_as_if_there_were_no_others():
+def test_one_rank_packs_as_if_alone():
     lengths = [7, 3, 9, 2, 2, 8]
     assert own_micro_batches(lengths, [0] * 6, 0, 1, 12) == micro_batches(lengths, 1, 12)[0]

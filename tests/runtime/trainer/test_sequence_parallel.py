@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,18 +32,9 @@ PAIRS = [(s.prompt_token_ids, s.token_ids) for s in samples()]
 
 def made(model: Path, *ranks: Any, **config: Any) -> Trainer:
     """One rank, alone without its number, how many there are, and where they meet."""
-    rank, world, rendezvous = ranks or (0, 1, None)
-    return Trainer(
-        str(model),
-        TrainConfig(**SETTINGS | config),
-        temperature=0.8,
-        max_response_tokens=64,
-        seed=0,
-        rank=rank,
-        world=world,
-        rendezvous=rendezvous,
-        timeout_s=300.0,
-    )
+    placed = dict(zip(("rank", "world", "rendezvous"), ranks or (0, 1, None), strict=True))
+    settings = {"temperature": 0.8, "max_response_tokens": 64, "seed": 0, "timeout_s": 300.0}
+    return Trainer(str(model), TrainConfig(**SETTINGS | config), **settings, **placed)
 
 
 def learned(trainer: Trainer) -> list[Any]:
@@ -59,9 +49,8 @@ def learned(trainer: Trainer) -> list[Any]:
     return found
 
 
-@contextmanager
-def kept_bytes() -> Iterator[dict[int, int]]:
-    """Bytes of what autograd keeps for the backward passes that begin in here, by storage."""
+def kept_bytes(trainer: Trainer) -> int:
+    """Bytes of what autograd keeps for the backward pass of a long sequence, each storage once."""
     kept: dict[int, int] = {}
     held = []
 
@@ -71,8 +60,8 @@ def kept_bytes() -> Iterator[dict[int, int]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
-    held.clear()
+        trainer.policy(trainer._packed([([5], [6] * 4095)])).sum().backward()
+    return sum(kept.values())
 
 
 def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, Any]) -> list[Any]:
@@ -87,9 +76,7 @@ def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, 
             updated(trainer, rl_step=2)
             ends.append(trainer.weights())
         same = all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-        with kept_bytes() as kept:
-            trainer.policy(trainer._packed([([5], [6] * 4095)])).sum().backward()
-        return [*found, same, sum(kept.values())]
+        return [*found, same, kept_bytes(trainer)]
     finally:
         trainer.close()
 
@@ -104,20 +91,15 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("world", "config"), [(2, {}), (4, {"activation_checkpointing": True})], ids=["two ranks", "two by two"]
-)
-def test_ranks_that_share_sequences_learn_what_one_does_and_keep_their_share_of_activations(
+@pytest.mark.parametrize(("world", "config"), [(2, {}), (4, {"activation_checkpointing": True})])
+def test_ranks_that_share_sequences_learn_what_one_does(
     tied_model: Path, tmp_path: Path, processes: ProcessPoolExecutor, world: int, config: dict[str, Any]
 ):
     shared = {"sequence_parallel": 2} | config
-    answers: list[Future[list[Any]]] = [
-        processes.submit(of_rank, rank, world, tied_model, tmp_path, shared) for rank in range(world)
-    ]
+    answers = [processes.submit(of_rank, rank, world, tied_model, tmp_path, shared) for rank in range(world)]
     alone = made(tied_model, **config)
     expected = learned(alone)
-    with kept_bytes() as kept:
-        alone.policy(alone._packed([([5], [6] * 4095)])).sum().backward()
+    alone_bytes = kept_bytes(alone)
     for rank, answer in enumerate(answers):
         *found, same, num_bytes = answer.result(400)
         assert same
@@ -127,12 +109,12 @@ def test_ranks_that_share_sequences_learn_what_one_does_and_keep_their_share_of_
             elif one is not None or rank == 0:
                 assert near(one, other, 1e-4)
         # Weights and the whole log-probs are no activations.
-        assert num_bytes < 0.6 * sum(kept.values())
+        assert num_bytes < 0.6 * alone_bytes
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [2, 5], [3, 3, 1], [11]])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_have_equal_parts_of_all_tokens_and_each_row_is_one_ranks(lengths: list[int], size: int):
+def test_ranks_have_equal_parts_of_all_tokens(lengths: list[int], size: int):
     pairs = [([10 * n], list(range(10 * n + 1, 10 * n + length))) for n, length in enumerate(lengths)]
     parts = [PackedTokens.of(pairs, torch.device("cpu"), SequenceGroup(rank=r, size=size)) for r in range(size)]
     whole = PackedTokens.of(pairs, torch.device("cpu"), ALONE)

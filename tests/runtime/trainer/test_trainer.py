@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +31,9 @@ def samples(num: int = 8) -> list[Sample]:
     rng = np.random.default_rng(0)
     drawn = []
     for n in range(num):
-        tokens = rng.integers(4, 24, 3 + 5 * n).tolist()
-        prompt = rng.integers(4, 24, 2 + n % 3).tolist()
-        drawn.append(
-            Sample(
-                prompt_token_ids=prompt,
-                token_ids=tokens,
-                logprobs=[-3.0] * len(tokens),
-                reward=float(n % 2),
-                group=n // 4,
-                truncated=n == 5,
-            )
-        )
+        tokens, prompt = (rng.integers(4, 24, length).tolist() for length in (3 + 5 * n, 2 + n % 3))
+        told = {"reward": float(n % 2), "group": n // 4, "truncated": n == 5}
+        drawn.append(Sample(prompt_token_ids=prompt, token_ids=tokens, logprobs=[-3.0] * len(tokens), **told))
     return drawn
 
 
@@ -98,16 +88,6 @@ class Plain:
         return float(norm), torch.cat([tensor.detach().flatten() for tensor in self.model.parameters()]).numpy()
 
 
-@contextmanager
-def in_bfloat16(model: Path, **config: Any) -> Iterator[Trainer]:
-    """A sharded trainer, of one rank, in this process; the process group must not outlive it."""
-    made = trainer(model, dtype="bfloat16", **config)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def saved(model: Any, folder: Path, like: Path) -> Path:
     """Write a model with another one's tokenizer."""
     model.save_pretrained(folder)
@@ -157,7 +137,7 @@ def test_packing_changes_no_logprob(model: Path, budget: int):
         assert near(np.exp(whole).sum(1), np.ones(len(response)), 1e-5)
 
 
-def test_an_update_is_what_the_formula_says_one_response_at_a_time(model: Path):
+def test_an_update_is_that_of_the_formula(model: Path):
     made = trainer(model, minibatches=1, max_grad_norm=1e9, weight_decay=0.1)
     found, plain = trained(made), Plain(model)
     for sample in samples():
@@ -165,7 +145,7 @@ def test_an_update_is_what_the_formula_says_one_response_at_a_time(model: Path):
     assert near(found, plain.stepped()[1], 2e-5)
 
 
-def test_what_a_tool_said_is_read_and_not_learned(random_model: Path):
+def test_tool_output_is_read_not_learned(random_model: Path):
     """Its tokens have a share neither in the loss nor in its weights, nor in what is logged."""
     told = [[0] * 3, [0, 1, 1, 1, 0, 0, 0, 1], [1] * 13, [0] * 18]
     drawn = [
@@ -183,7 +163,7 @@ def test_what_a_tool_said_is_read_and_not_learned(random_model: Path):
     assert near(flat(made), expected, 2e-5)
 
 
-def test_neither_micro_batches_nor_checkpointed_activations_change_an_update(model: Path):
+def test_memory_settings_change_no_update(model: Path):
     whole = trained(trainer(model, tokens_per_microbatch=4096))
     assert near(trained(trainer(model, tokens_per_microbatch=40)), whole, 2e-5)
     assert near(trained(trainer(model, activation_checkpointing=True)), whole, 2e-5)
@@ -202,26 +182,18 @@ def test_checkpointed_activations_are_computed_a_second_time(random_model: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dropout_is_never_applied_and_layers_may_have_any_name(random_model: Path, tmp_path: Path, dtype: str):
-    config = GPT2Config(
-        vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
-    )
-    made = trainer(
-        saved(GPT2LMHeadModel(config), tmp_path, random_model),
-        dtype=dtype,
-        activation_checkpointing=True,
-        minibatches=1,
-    )
-    try:
+def test_dropout_is_never_applied(random_model: Path, tmp_path: Path, dtype: str):
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5)
+    config = GPT2Config(vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=128, **dropout)
+    folder = saved(GPT2LMHeadModel(config), tmp_path, random_model)
+    with closing(trainer(folder, dtype=dtype, activation_checkpointing=True, minibatches=1)) as made:
         assert updated(made).clip_fraction == 0
-    finally:
-        made.close()
 
 
 def test_bfloat16_keeps_float32_weights_and_follows_float32(model: Path):
     exact = trainer(model, activation_checkpointing=True)
     before, after = flat(exact), trained(exact, 2)
-    with in_bfloat16(model, activation_checkpointing=True) as made:
+    with closing(trainer(model, dtype="bfloat16", activation_checkpointing=True)) as made:
         found = trained(made, 2)
         assert {parameter.dtype for parameter in made.policy.parameters()} == {torch.float32}
         assert {tensor.dtype for tensor in made.weights().values()} == {torch.bfloat16}
@@ -243,7 +215,7 @@ EMPTY = [replace(s, token_ids=[], logprobs=[]) for s in samples()]
     ],
     ids=["alike", "penalty", "empty", "filtered"],
 )
-def test_what_carries_a_gradient_is_trained_and_else_nothing_moves(
+def test_only_what_carries_a_gradient_is_trained(
     random_model: Path, config: dict[str, Any], drawn: list[Sample], num_trained: int
 ):
     made = trainer(random_model, **config)
@@ -255,14 +227,14 @@ def test_what_carries_a_gradient_is_trained_and_else_nothing_moves(
     assert num_trained or metrics.drift_kl == 0
 
 
-def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(random_model: Path):
+def test_groups_without_a_difference_count(random_model: Path):
     alone, among = (trainer(random_model, minibatches=1) for _ in range(2))
     dead = [replace(s, reward=1.0, group=7) for s in samples()]
     norm = updated(alone).grad_norm
     assert updated(among, [*samples(), *dead]).grad_norm == pytest.approx(norm / 2, rel=1e-4)
 
 
-def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_learns_nothing(random_model: Path):
+def test_what_is_logged_is_a_mean_over_tokens(random_model: Path):
     measured = []
     for aggregation, others in (
         ("token", []),
@@ -277,18 +249,8 @@ def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_le
     assert measured == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
 
 
-def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_divide(random_model: Path):
-    made = trainer(random_model, minibatches=5, kl_coef=0.1)
-    trained(made)
-    assert made.steps == 5
-
-
-def checked(drawn: list[Sample], **config: Any) -> str | None:
-    return check(drawn, TrainConfig(**config), CAP, rl_step=7)
-
-
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "facts"),
     [
         ({"logprobs": [-1.0, float("nan"), -1.0]}, ("1", "log-prob")),
         ({"reward": 1e300}, ("1", "1e+300", "float32")),
@@ -296,27 +258,28 @@ def checked(drawn: list[Sample], **config: Any) -> str | None:
         ({"reward": -3.4e38}, ()),
     ],
 )
-def test_nothing_is_trained_on_what_is_not_finite_and_it_is_said_of_whom(change: dict[str, Any], sentence: tuple):
+def test_samples_that_are_not_finite_are_named(change: dict[str, Any], facts: tuple[str, ...]):
     drawn = [replace(sample, reward=3.4e38) for sample in samples()]
     drawn[1] = replace(drawn[0], name="sample 1 of prompt p", **change)
-    with refused(RunError, naming=sentence):
-        checked(drawn, advantage_scale="none")
+    with refused(RunError, naming=facts):
+        check(drawn, TrainConfig(advantage_scale="none"), CAP, rl_step=7)
 
 
-def test_rewards_without_a_difference_are_a_sentence_of_their_own():
-    assert checked(samples()) is None
-    assert checked([]) is None
-    same = [replace(sample, reward=0.5) for sample in samples()]
-    assert checked(same) == "all 8 rewards are 0.5: no response has an advantage, and the weights stay as they are"
-    by_prompt = [replace(sample, reward=float(sample.group)) for sample in samples()]
-    assert checked(by_prompt, kl_coef=0.1) == (
-        "each prompt's rewards are equal: no response has an advantage, and train.kl_coef alone moves the weights"
-    )
+@pytest.mark.parametrize(
+    ("drawn", "facts"),
+    [
+        (samples(), None),
+        ([], None),
+        ([replace(sample, reward=0.5) for sample in samples()], ("8 rewards", "0.5", "weights stay")),
+        ([replace(sample, reward=float(sample.group)) for sample in samples()], ("prompt", "train.kl_coef")),
+    ],
+)
+def test_rewards_without_a_difference_are_told(drawn: list[Sample], facts: tuple[str, ...] | None):
+    said = check(drawn, TrainConfig(kl_coef=0.1 if facts and "train.kl_coef" in facts else 0.0), CAP, rl_step=7)
+    assert said is None if facts is None else all(fact in (said or "") for fact in facts)
 
 
-def test_a_model_with_nan_weights_is_refused_by_the_weights_name_also_by_a_sharded_trainer(
-    random_model: Path, tmp_path: Path
-):
+def test_nan_weights_are_refused_by_name(random_model: Path, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(random_model)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
@@ -325,7 +288,7 @@ def test_a_model_with_nan_weights_is_refused_by_the_weights_name_also_by_a_shard
         trainer(bad)
 
 
-def test_log_probs_losses_and_weights_that_are_not_finite_stop_an_update(random_model: Path, tmp_path: Path):
+def test_what_is_not_finite_stops_an_update(random_model: Path, tmp_path: Path):
     made = trainer(random_model, lr=1e39)
     drawn = [replace(sample, name=f"sample {n}") for n, sample in enumerate(samples())]
     with refused(RunError, naming=("3", "1e+39")):
@@ -344,10 +307,13 @@ def test_log_probs_losses_and_weights_that_are_not_finite_stop_an_update(random_
     assert (flat(fresh) == before).all()
 
 
-def test_the_learning_rate_warms_up_over_optimizer_steps(random_model: Path):
+def test_the_learning_rate_warms_up_over_steps(random_model: Path):
     made = trainer(random_model, lr=1e-3, warmup_steps=4, minibatches=2)
     rates = [updated(made, rl_step=rl_step).lr for rl_step in range(3)]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+    made = trainer(random_model, minibatches=5, kl_coef=0.1)
+    trained(made)
+    assert made.steps == 5, "as many steps as mini-batches, also where samples do not divide"
 
 
 def test_a_correction_weighs_tokens_by_who_drew_them(random_model: Path):
@@ -362,7 +328,7 @@ def test_a_correction_weighs_tokens_by_who_drew_them(random_model: Path):
     assert measured["behaviour"].clip_fraction > 0.2 > measured["truncated"].clip_fraction
 
 
-def test_a_penalty_keeps_the_policy_near_the_model_it_came_from_after_a_resume_too(random_model: Path, tmp_path: Path):
+def test_a_penalty_holds_after_a_resume_too(random_model: Path, tmp_path: Path):
     distances = {}
     for kl_coef in (1e-6, 10.0):
         made = trainer(random_model, lr=1e-3, kl_coef=kl_coef)
@@ -375,19 +341,24 @@ def test_a_penalty_keeps_the_policy_near_the_model_it_came_from_after_a_resume_t
 
 
 def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
-    made = trainer(model, warmup_steps=5)
-    trained(made, 2)
-    made.save_checkpoint(str(tmp_path))
-    resumed = trainer(model, warmup_steps=5)
-    resumed.load_checkpoint(str(tmp_path))
-    assert (flat(made) == flat(resumed)).all()
+    made, resumed = (trainer(model, warmup_steps=5) for _ in range(2))
+    fresh = flat(made)
+    made.save_checkpoint(str(tmp_path / "first"))
+    once = trained(made)
+    made.save_checkpoint(str(tmp_path / "then"))
+    resumed.load_checkpoint(str(tmp_path / "then"))
+    assert (once == flat(resumed)).all()
     for side in (made, resumed):
-        updated(side, rl_step=2)
+        updated(side, rl_step=1)
     assert (flat(made) == flat(resumed)).all()
+    # Before the first step there is nothing to remember.
+    resumed.load_checkpoint(str(tmp_path / "first"))
+    assert (flat(resumed) == fresh).all()
+    assert (trained(resumed) == once).all()
 
 
-def test_what_bfloat16_ranks_saved_is_read_by_a_plain_one(model: Path, tmp_path: Path):
-    with in_bfloat16(model) as made:
+def test_a_plain_trainer_reads_bfloat16_checkpoints(model: Path, tmp_path: Path):
+    with closing(trainer(model, dtype="bfloat16")) as made:
         trained(made, 2)
         made.save_checkpoint(str(tmp_path))
         masters = [p.full_tensor().detach() for p in made.policy.parameters()]
@@ -403,17 +374,7 @@ def test_what_bfloat16_ranks_saved_is_read_by_a_plain_one(model: Path, tmp_path:
         assert torch.equal(plain.optimizer.state[parameter]["exp_avg_sq"], moment)
 
 
-def test_a_checkpoint_before_the_first_step_forgets_what_was_learned(random_model: Path, tmp_path: Path):
-    made = trainer(random_model)
-    fresh = flat(made)
-    made.save_checkpoint(str(tmp_path))
-    trained(made, 2)
-    made.load_checkpoint(str(tmp_path))
-    assert (flat(made) == fresh).all()
-    assert (trained(made) == trained(trainer(random_model))).all()
-
-
-def test_a_checkpoint_holds_tensors_and_json_and_half_of_one_is_refused(random_model: Path, tmp_path: Path):
+def test_half_of_a_checkpoint_is_refused(random_model: Path, tmp_path: Path):
     made = trainer(random_model)
     trained(made)
     made.save_checkpoint(str(tmp_path))
@@ -434,7 +395,7 @@ def test_offloading_and_back_changes_nothing(random_model: Path):
     assert (trained(made) == trained(other)).all()
 
 
-def test_a_recipe_asks_for_deterministic_algorithms_and_no_other_gets_them(random_model: Path):
+def test_only_a_recipe_that_asks_is_deterministic(random_model: Path):
     try:
         trainer(random_model)
         assert not torch.are_deterministic_algorithms_enabled()
@@ -449,7 +410,7 @@ def test_a_recipe_asks_for_deterministic_algorithms_and_no_other_gets_them(rando
         be_repeatable(False)
 
 
-def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Path):
+def test_a_saved_policy_is_a_hugging_face_model(model: Path, tmp_path: Path):
     made = trainer(model)
     found = trained(made)
     made.save(str(tmp_path / "saved"))
@@ -458,7 +419,7 @@ def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Pat
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 
 
-def test_what_a_drafter_shares_is_tied_where_the_policys_is(random_model: Path, tied_model: Path):
+def test_what_a_drafter_shares_is_tied_alike(random_model: Path, tied_model: Path):
     frozen, tied = trainer(random_model).frozen(), trainer(tied_model).frozen()
     assert frozen is not None
     assert tied is not None
@@ -466,7 +427,7 @@ def test_what_a_drafter_shares_is_tied_where_the_policys_is(random_model: Path, 
     assert tied.lm_head is tied.embedding
 
 
-def test_a_folder_without_a_model_or_with_one_that_has_a_sliding_window_is_refused(tmp_path: Path):
+def test_a_folder_that_cannot_be_trained_is_refused(tmp_path: Path):
     with refused(ConfigError):
         trainer(tmp_path)
     MistralConfig(sliding_window=32).save_pretrained(tmp_path)
@@ -474,7 +435,7 @@ def test_a_folder_without_a_model_or_with_one_that_has_a_sliding_window_is_refus
         trainer(tmp_path)
 
 
-def test_logits_a_chunk_at_a_time_have_the_gradients_of_all_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_logits_in_chunks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(of_tokens, "LOGITS_AT_A_TIME", 21)
     torch.manual_seed(0)
     hidden = torch.randn(8, 5, requires_grad=True)
