@@ -252,7 +252,7 @@ def _policies(folder: Path) -> tuple[tuple[int, str, str], ...]:
     policies = []
     for entry in entries:
         # Written by another version: then it is not known.
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            kind = str(_selector_kind(entry["policy"]) or "unknown")
-            policies.append((int(entry["rl_step"]), str(entry.get("name") or kind), kind))
+        with suppress(KeyError, TypeError, ValueError):
+            if kind := _selector_kind(entry["policy"]):
+                policies.append((int(entry["rl_step"]), str(entry.get("name") or kind), kind))
     return tuple(sorted(policies))

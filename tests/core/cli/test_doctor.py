@@ -167,8 +167,8 @@ def test_a_simulated_run_is_told_as_a_prediction(tmp_path: Path, doctor: Command
     code, out, _ = doctor(tmp_path / "trace", "--json")
     found = json.loads(out)
     told = {finding["code"] for finding in found["findings"]}
-    assert (code, found["simulated"], found["ok"]) == (0, True, False)
-    assert {"explores-too-much", "switches-often"} <= told
+    assert (code, found["simulated"]) == (0, True)
+    assert "switches-often" in told
     assert "simulated" in doctor(tmp_path / "trace")[1]
 
 

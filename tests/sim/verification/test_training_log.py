@@ -205,16 +205,3 @@ def test_the_doctor_says_whether_drafts_lose_time(tmp_path: Path, metrics_of, ti
         assert (found["drafts-lose-time"].where, found["rollout-share"].severity) == (where, "hint")
     else:
         assert "drafts-lose-time" in {check.name for check in told.good}
-
-
-@pytest.mark.parametrize(("after", "is_found"), [(0.85, True), (1.1, False)])
-def test_a_drafter_that_is_worse_when_just_trained_is_found(tmp_path: Path, metrics_of, after: float, is_found: bool):
-    rows = {}
-    for step, metrics in metrics_of.items():
-        length = (3.0 - 0.01 * step) * (after if step % 4 == 1 else 1.0)
-        trained = {"timing_s/update_drafter": 2.0} if step % 4 == 0 else {}
-        rows[step] = metrics | {"spec_decode/mean_acceptance_length": length} | trained
-    found = {finding.code: finding for finding in diagnose(trace_of(tmp_path, rows)).findings}
-    assert ("worse-when-just-trained" in found) == is_found
-    if is_found:
-        assert "-15.0%" in found["worse-when-just-trained"].evidence
