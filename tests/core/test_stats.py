@@ -171,11 +171,8 @@ def test_tau_asks_only_the_pairs_that_differ():
     assert kendall_tau(measured, measured, []) is None
 
 
-def test_students_margin_is_the_quantile_of_t():
-    assert student_margin(2.0, 4, 0.9) == pytest.approx(2.0 * t.ppf(0.95, 4), rel=1e-12)
-
-
 def test_few_values_are_no_surer_than_their_error():
+    assert student_margin(2.0, 4, 0.9) == pytest.approx(2.0 * t.ppf(0.95, 4), rel=1e-12)
     assert mean_of_few([1.0, 1.0, 1.0]).low == 1.0
     assert mean_of_few([1.0, 1.0, 1.0], least_error=0.1).high == pytest.approx(1.0 + student_margin(0.1, 2))
 

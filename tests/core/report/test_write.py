@@ -72,12 +72,9 @@ def test_what_iterations_ran_in_is_told_by_draft_depth():
     ran = trace.replace(iterations=trace.iterations.assign(graph=kinds, graph_tokens=tokens))
     captured = {"runner": "V1", "mode": "FULL", "full": [[9, None]], "piecewise": [], "num_bytes": 2**30}
     part = graphs_part(ran, {"planned": None, "captured": [captured, captured]})
-    assert isinstance(part, Section)
     told, table = part.blocks
     assert "Captured by each of 2 engines: 1 full and 0 piecewise graphs, which took 1.00 GiB" in told.text
-    assert isinstance(table, PageTable)
-    columns = ("draft depth", "iterations", "one full graph", "piecewise", "no graph", "padding of decoding")
-    assert table.columns == columns
+    assert table.columns[2:] == ("one full graph", "piecewise", "no graph", "padding of decoding")
     assert {row[0]: row[2:] for row in table.rows}["plain"] == ("0.0%", "100.0%", "0.0%", "50.0%")
     assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
 
@@ -91,7 +88,6 @@ def test_off_policy_training_is_told_by_rl_step():
         dropped_groups=np.arange(num), length_bias=np.linspace(1, 0.8, num),
     )  # fmt: skip
     part = off_policy_part(trace.replace(steps=stale))
-    assert isinstance(part, Section)
     picture, table = part.blocks
     assert "have 80% of the mean length of those generated" in picture.caption
     assert table.rows[-1] == (str(trace.rl_steps[-1]), "1.50", "75.0%", str(num - 1), "0.800")
@@ -242,7 +238,6 @@ def test_lengths_alone_make_a_page(tmp_path):
 def test_accept_length_is_one_plus_accepted_over_drafts():
     trace = read(TINY)
     part = acceptance_part(trace)
-    assert isinstance(part, Section)
     table = next(block for block in part.blocks if isinstance(block, PageTable))
     rows = trace.iterations[trace.iterations["num_drafted"] > 0]
     for name, depth in (("ngram:1", 1), ("ngram:4", 4)):
