@@ -1,7 +1,6 @@
 """Calibration of every kind: what made the data is found, errors are of data left out, gaps and nonsense are said."""
 
 import json
-from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.fits import fit_kind
-from tltlab.calibration.costs import CostFit, fit_points, fit_trace
+from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
 from tltlab.calibration.roofline import Hardware, RooflineEstimator
@@ -96,12 +95,6 @@ def run() -> Trace:
     return recording(LINEAR)
 
 
-@cache
-def roofline_fit() -> CostFit:
-    """A roofline fitted to a table of one."""
-    return fit_points(checked(grid(ROOFLINE)), "roofline", H100)
-
-
 def written(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: Path, **options: object) -> dict:
     command(source, options.pop("out", tmp_path / "costs.json"), as_json=True, **options)
     return json.loads(capsys.readouterr().out)
@@ -147,7 +140,7 @@ def test_terms_and_hardware_are_those_of_the_truth():
             assert getattr(found.costs, term) == pytest.approx(value, rel=1e-5, abs=1e-9), term
     table = fit_points(checked(grid(LINEAR, prefill=True)), "table").costs
     assert table.prefill_per_token_s == pytest.approx(LINEAR.prefill_per_token_s, rel=0.01)
-    fitted = roofline_fit()
+    fitted = fit_points(checked(grid(ROOFLINE)), "roofline", H100)
     assert (fitted.costs.gpu, fitted.costs.tp, fitted.costs.max_num_batched_tokens) == ("H100", 1, None)
     line = fit_points(checked(grid(ROOFLINE)))
     assert line.held_out_error > 2 * fitted.held_out_error, "a straight line errs where a roofline bends"
