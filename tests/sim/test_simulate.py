@@ -202,7 +202,7 @@ def test_decisions_are_recorded_with_their_rewards():
 
 
 @pytest.mark.parametrize("trace", ["", "trace"])
-def test_a_trace_or_a_run_brings_its_own_costs_and_acceptance(tmp_path: Path, trace: str):
+def test_a_trace_brings_its_costs_and_acceptance(tmp_path: Path, trace: str):
     lengths(8).write(tmp_path / "it" / trace)
     ONE_SECOND.write(tmp_path / "it" / "costs.json")
     (tmp_path / "it" / "acceptance.json").write_text('{"kind": "constant", "tokens": 4.0}')
