@@ -129,7 +129,6 @@ THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans())
 ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
 
 
-@HALF
 @given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
 def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement):
     model = None if threshold is None else GeometricAcceptance(alpha=alpha)
