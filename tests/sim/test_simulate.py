@@ -57,19 +57,27 @@ def fixed(strategy: Strategy = CHAIN, threshold: int | None = None) -> Policy:
         # Capacity 30: 10 + 10 prompt tokens and 5 generated each fit, the sixth does not. The second request goes back
         # with 5 tokens, waits for the first to finish at 8, is prefilled (15 tokens) and generates 3 more.
         pytest.param(
-            (8, 8), {"kv_capacity_tokens": 30, "prefill_per_token_s": 0.01}, {}, [1.2, 1.2],
-            [0.2 + 8, 0.2 + 8 + 0.15 + 3], id="an overflowing cache puts the newest back",
+            (8, 8),
+            {"kv_capacity_tokens": 30, "prefill_per_token_s": 0.01},
+            {},
+            [1.2, 1.2],
+            [0.2 + 8, 0.2 + 8 + 0.15 + 3],
+            id="an overflowing cache puts the newest back",
         ),
         # 7 tokens at 2.5 an iteration: 2.5, 5, 7.5.
         pytest.param((7,), {}, {"policy": fixed(), "acceptance": "constant:2.5"}, [1], [3], id="surplus is dropped"),
         # 3 + 1 plain iterations, then 2 tokens at a time: the third request needs 6 more.
         pytest.param(
-            (3, 4, 10), {}, {"policy": fixed(threshold=1), "acceptance": "constant:2"}, [1, 1, 1], [3, 4, 7],
+            (3, 4, 10),
+            {},
+            {"policy": fixed(threshold=1), "acceptance": "constant:2"},
+            [1, 1, 1],
+            [3, 4, 7],
             id="speculates below a threshold",
         ),
         pytest.param((20, 200), {}, {"max_response_tokens": 50}, [1, 1], [20, 50], id="a lower cap cuts"),
     ],
-)  # fmt: skip
+)
 def test_worked_examples_take_the_time_of_their_iterations(response_tokens, terms, options, first_s, finish_s):
     result = simulate(lengths(*response_tokens), costs=ONE_SECOND.model_copy(update=terms), **options)
     assert result.trace.outcomes["t_first_token"].tolist() == pytest.approx(first_s)
