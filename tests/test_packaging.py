@@ -16,7 +16,8 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tltlab.cli.app import click_command, command_names, main
+from tests.sim.workloads import typed
+from tltlab.cli.app import click_command, command_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,9 +73,7 @@ def test_a_clean_environment_imports_the_wheel_alone(wheel: Path, tmp_path: Path
         ("notebooks", "nbclient", "timeline TRACE --out picture.png"),
     ],
 )
-def test_the_wheel_with_one_extra_runs_in_an_environment_of_its_own(
-    wheel: Path, tmp_path: Path, extra: str, module: str, command: str
-):
+def test_the_wheel_with_one_extra_runs(wheel: Path, tmp_path: Path, extra: str, module: str, command: str):
     """`suffix` is built from source and `runtime-cpu` is what the other tests run in: see .ci/setup."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     venv.create(tmp_path / "venv", with_pip=True)
@@ -129,9 +128,6 @@ def test_what_is_elsewhere_is_told_in_one_line(tmp_path: Path):
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(argv: list[str], complaint: str, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    told = capsys.readouterr()
-    assert (ended.value.code, told.out) == (2, "")
-    assert len(told.err.strip().splitlines()) == 1
-    assert complaint in told.err
+    code, out, err = typed(capsys, *argv)
+    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
+    assert complaint in err

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.sim.workloads import typed
 from tltlab.cli.app import click_command, main
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.experiments import find
@@ -91,12 +92,9 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 def run(line: str, capsys) -> str:
     """What a command prints."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(shlex.split(line)[1:])
-    printed = capsys.readouterr()
-    assert ended.value.code == 0, f"{line}: {printed.err}"
-    return printed.out
+    code, out, err = typed(capsys, *shlex.split(line)[1:])
+    assert code == 0, f"{line}: {err}"
+    return out
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cli.app import main
+from ..sim.workloads import typed
 
 PRINTED = Path(__file__).parent / "printed"
 TINY = "traces/tiny"
@@ -91,11 +91,9 @@ def test_output_is_as_recorded(
     lengths.write_text(LENGTHS)
     parts = []
     for arguments in COMMANDS[name]:
-        with pytest.raises(SystemExit) as ended:
-            main([argument.format(tmp=tmp_path, lengths=lengths) for argument in arguments])
-        out, err = capsys.readouterr()
-        typed = " ".join(arguments).format(tmp="TMP", lengths="LENGTHS")
-        parts.append(f"$ tltlab {typed}\n{out}[{ended.value.code or 0}]\n{err}")
+        code, out, err = typed(capsys, *(argument.format(tmp=tmp_path, lengths=lengths) for argument in arguments))
+        line = " ".join(arguments).format(tmp="TMP", lengths="LENGTHS")
+        parts.append(f"$ tltlab {line}\n{out}[{code}]\n{err}")
     text = "\n".join(parts).replace(str(lengths), "LENGTHS").replace(str(tmp_path), "TMP")
     for pattern, name_of_it in OF_THIS_MACHINE:
         text = re.sub(pattern, name_of_it, text)

@@ -15,7 +15,7 @@ from .storage import MANIFEST, STEPS, drive, rows_at
 TINY = Path(__file__).parents[2] / "traces" / "tiny"
 
 
-def test_a_trace_of_ours_passes_and_one_with_another_bit_does_not(tmp_path: Path):
+def test_a_trace_with_another_bit_is_found(tmp_path: Path):
     rows = checker.trace(TINY)
     assert checker.rl_steps(rows) == set(tltlab.read(TINY).rl_steps)
     checker.same(rows, rows, {"tokens": ("token_ids",)})
@@ -30,7 +30,7 @@ def test_a_trace_of_ours_passes_and_one_with_another_bit_does_not(tmp_path: Path
             checker.trace(damaged)
 
 
-def test_a_recording_that_lost_a_chunk_or_has_one_twice_is_found(tmp_path: Path):
+def test_a_lost_or_doubled_chunk_is_found(tmp_path: Path):
     recorder = Recorder(tmp_path / "trace", MANIFEST)
     for rl_step in range(3):
         for table, rows in rows_at(rl_step, np.ones(4)).items():

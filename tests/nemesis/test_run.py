@@ -34,9 +34,7 @@ FAULTS = (
 )
 
 
-def test_nothing_is_lost_or_doubled_whoever_is_killed_or_stopped_where(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_nothing_is_lost_or_doubled_by_faults(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calm, run, folder = tmp_path / "calm", tmp_path / "run", recipe_file.parent
     with monkeypatch.context() as here:
         here.syspath_prepend(str(folder))

@@ -15,7 +15,7 @@ FAULTS, SEED = int(os.environ.get("TLTLAB_NEMESIS", 6)), os.environ.get("TLTLAB_
 
 
 @pytest.mark.timeout(600 + 20 * FAULTS)
-def test_a_run_disturbed_anywhere_goes_on_and_is_the_one_that_nobody_disturbed():
+def test_a_disturbed_run_ends_as_the_undisturbed_one():
     command = [sys.executable, "-m", "tests.nemesis.storage", "--seed", SEED, "--faults", str(FAULTS)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL

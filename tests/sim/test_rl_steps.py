@@ -65,7 +65,7 @@ def test_colocated_stages_follow_each_other():
     assert trainer["t_start"].tolist() == [10.0, 10.5, 11.5, 15.5]
 
 
-def test_colocated_gpus_idle_in_the_bubble_and_while_rewards_are_graded():
+def test_colocated_gpus_idle_in_bubbles_and_during_rewards():
     result = run_steps(rollouts([10.0, 6.0]), STAGES_OF_TWO, topology=Colocated(gpus_per_worker=4))
     assert result.num_gpus == 8
     assert gpu_s(result, "rollout") == (80.0, 16.0)
@@ -164,7 +164,7 @@ def test_a_slower_trainer_never_waits_between_groups(reward_s: float, begins_s: 
     assert streamed.step_s == pytest.approx(begins_s + 9 + 0.25)
 
 
-def test_one_step_off_it_streams_what_the_update_before_leaves_time_for():
+def test_one_step_off_it_streams_beside_the_update_before():
     simulated = SimpleNamespace(rollouts=[*groups_of(1.0, 4.0, 3.0, 10.0).rollouts] * 3, trace=None)
     result = run_steps(simulated, STREAM, topology=OVERLAP, streamed=True)
     # The first is trained at 15 s; its weights wait for the second rollout's end, at 20 s, which is trained at 25 s.
@@ -218,7 +218,7 @@ def test_overlap_is_the_closed_form_and_never_slower_than_waiting(ends, stages):
 
 @HALF
 @given(runs, costs, topologies)
-def test_neither_an_rl_step_nor_a_run_is_shorter_than_its_work(ends, stages, topology):
+def test_no_rl_step_or_run_is_shorter_than_its_work(ends, stages, topology):
     result = run_steps(rollouts(*ends), stages, topology=topology)
     steps, total = result.steps, result.steps[["rollout_s", *STAGES]].sum()
     longest = steps[["rollout_s", *STAGES]].max(axis=1)

@@ -118,7 +118,7 @@ def test_workers_get_copies_of_a_selector(scenario: Scenario):
     assert learner.state_dict() == before
 
 
-def test_a_list_goes_by_the_names_of_what_is_in_it(scenario: Scenario):
+def test_a_list_goes_by_the_names_in_it(scenario: Scenario):
     found = compare(scenario, [Halving, "none", Strategy.chain("ngram", 2)])
     assert set(found["policy"]) == {"Halving", "none", "ngram:2"}
     assert set(compare(scenario, "none, beg-mab")["policy"]) == {"none", "beg-mab"}

@@ -274,7 +274,7 @@ def test_a_budget_is_told_of_each_request_once(sampled: bool):
     assert budget.ended == [((0, "p0", i, 0), lengths[i], 5 * n, 5 * n) for i, n in enumerate(passes)]
 
 
-def test_after_a_rollout_workers_are_told_of_each_other_s_requests():
+def test_workers_are_told_of_each_other_s_requests():
     trace = log_normal(prompts=6, group_size=2, rl_steps=1, workers=3)
     (rollout,) = simulate(trace, costs=DEAR).rollouts
     budgets = [Noting() for _ in range(3)]

@@ -153,7 +153,7 @@ def test_turns_that_cannot_follow_each_other_are_refused(trace: Trace, options: 
         simulate(trace, costs=SECOND, **options)
 
 
-def test_times_of_tools_come_from_the_turns_times_or_are_assumed():
+def test_times_of_tools_are_read_or_assumed():
     timed = trace_of([(20, 10, None), (35, 5, None)], t_submit=[0.0, 14.0], t_finish=[12.0, 20.0])
     assert simulate(timed, costs=SECOND).makespan_s == pytest.approx(17.0)
     assert simulate(UNTIMED, costs=SECOND, tool_s=4.0).makespan_s == pytest.approx(19.0)
@@ -210,7 +210,7 @@ def test_every_system_runs_on_responses_of_several_turns(drawn: Trace):
     assert table.loc["spec-rl", "makespan_s"] < table.loc["verl", "makespan_s"]
 
 
-def test_what_an_epoch_before_had_covers_whole_turns_and_their_tools():
+def test_an_earlier_epoch_covers_whole_turns_and_tools():
     """Of 10 and 5 tokens the first 12 are kept, nothing, or all."""
     (step,) = requests_by_step(trace_of(CALL))
     seen = {}
@@ -247,7 +247,7 @@ def test_a_stream_and_a_buffer_are_the_plain_rollout(drawn: Trace, rule):
     assert ruled.summary["multi_turn"]["tool_s"] == pytest.approx(plain.summary["multi_turn"]["tool_s"])
 
 
-def test_a_step_that_ends_during_a_tool_call_goes_on_behind_it():
+def test_a_step_ending_in_a_tool_call_goes_on_after():
     """A response of 10 and 5 tokens is left with 6 of them, or at its tool: then the 5 are left, their tool done."""
     for tokens, left, prompt in ((6.0, [4, 5], 26), (10.0, [5], 35)):
         stream = Stream(requests_by_step(trace_of([(20, 3, 0.0)], CALL)), Admission(issue=2.0), 0)

@@ -32,7 +32,7 @@ from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..workloads import COSTS, HALF, requests_of
+from ..workloads import COSTS, HALF, Ruled, requests_of
 from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
@@ -45,19 +45,15 @@ PLAIN = load_policy("none")
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 
 
-class Threshold(Selector):
+def drafting(deep: int, shallow: int, memoryless: bool) -> Ruled:
     """Deep drafts at small batches, plain decoding above; forgetful or asked at every iteration."""
 
-    def __init__(self, deep: int, shallow: int, memoryless: bool) -> None:
-        self.strategies = (NO_SPECULATION, *CHAINS)
-        self.deep, self.shallow, self.memoryless = deep, shallow, memoryless
-
-    def choose(self, state: StepState) -> Strategy:
-        if state.batch <= self.deep:
+    def rule(state: StepState) -> Strategy:
+        if state.batch <= deep:
             return CHAINS[1]
-        if state.batch <= self.shallow:
-            return CHAINS[state.waiting % 2 * 2]
-        return NO_SPECULATION
+        return CHAINS[state.waiting % 2 * 2] if state.batch <= shallow else NO_SPECULATION
+
+    return Ruled((NO_SPECULATION, *CHAINS), rule, memoryless=memoryless)
 
 
 @st.composite
@@ -97,10 +93,10 @@ def assert_agree(
     placement: str = "contiguous",
     gain: Callable[..., float] = expected,
 ) -> None:
-    """Drafts by `Threshold`, of which None is plain decoding, take the time that the slow oracle says."""
+    """`drafting` by a threshold, of which None is plain decoding, takes the time that the slow oracle says."""
 
     def selector() -> Selector:
-        return PLAIN.build(np.random.default_rng(0)) if threshold is None else Threshold(*threshold)
+        return PLAIN.build(np.random.default_rng(0)) if threshold is None else drafting(*threshold)
 
     regimes = Regimes(selector().strategies, cost, acceptance)
     engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
@@ -133,7 +129,6 @@ THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans())
 ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
 
 
-@HALF
 @given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
 def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement):
     model = None if threshold is None else GeometricAcceptance(alpha=alpha)
@@ -189,8 +184,8 @@ def test_an_end_in_closed_form_is_that_of_its_iterations(req, cost, deep, shallo
     regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
     made = []
     for memoryless in (True, False):
-        selectors: list[Selector] = [Threshold(deep, shallow, memoryless)]
-        engine = RolloutSimulator(costs=cost, selectors=selectors).prepare(regimes, Rates(model=model, costs=cost))
+        selector = drafting(deep, shallow, memoryless)
+        engine = RolloutSimulator(costs=cost, selectors=[selector]).prepare(regimes, Rates(model=model, costs=cost))
         made.append(engine.rollout(req, [list(range(len(req)))]))
     assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-9, abs=1e-12)
     assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)

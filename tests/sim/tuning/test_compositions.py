@@ -14,7 +14,7 @@ from tltlab.sim.tuning.compositions import compositions, search_systems
 from ..workloads import COSTS, TINY, typed
 
 
-def test_a_search_chooses_on_half_of_the_rl_steps_and_judges_on_the_others():
+def test_a_search_judges_on_other_rl_steps():
     trace = log_normal(prompts=4, group_size=4, rl_steps=3, median=100, cap=400, workers=2)
     settings = {"costs": COSTS, "acceptance": "geometric:0.7", "ranges": False, "decision_block": 16}
     config = SimulationConfig(costs=COSTS, acceptance="geometric:0.7", decision_block=16)

@@ -104,7 +104,7 @@ def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
         tltlab.sweep(FRAME, replace(more, systems=("tlt",)), config=CONFIG, journal=journal)
 
 
-def test_a_heat_map_has_a_panel_per_policy_or_policies_for_rows():
+def test_a_heat_map_has_panels_or_rows_of_policies():
     figure = grid().plot()
     assert [axes.get_title(loc="left").startswith("ngram:4: times") for axes in figure.axes] == [True]
     (axes,) = figure.axes

@@ -53,7 +53,7 @@ def tuned() -> TuneResult:
     return tune(TRACE, **SMALL)
 
 
-def test_it_tunes_on_every_other_step_and_judges_on_the_rest(tuned: TuneResult):
+def test_it_judges_on_steps_that_it_did_not_tune_on(tuned: TuneResult):
     assert tuned.tuned_on == ((0, 2),)
     assert tuned.judged_on == ((1, 3),)
     rows = {row.name: row for row in tuned.candidates}
@@ -67,7 +67,7 @@ def test_it_tunes_on_every_other_step_and_judges_on_the_rest(tuned: TuneResult):
     assert rows["none"].makespan_s == pytest.approx(np.mean([result.makespan_s for result in alone]))
 
 
-def test_the_table_is_as_good_as_the_best_of_all_tables_on_fluid_simulation():
+def test_the_table_is_as_good_as_the_best_of_all():
     """Against every table of two rows over the same strategies, simulated, on one worker."""
     one = log_normal(prompts=4, group_size=4, rl_steps=2, median=80, cap=400, workers=1)
     options = {"costs": CROWDED, "acceptance": "geometric:0.8"}
@@ -90,7 +90,7 @@ def test_nothing_on_average_beats_the_oracle_by_more_than_luck(tuned: TuneResult
     assert tuned.bound_s < tuned.oracle_s < next(row for row in tuned.candidates if row.name == "none").makespan_s
 
 
-def test_the_oracle_picks_the_least_seconds_per_token_at_every_batch_and_context():
+def test_the_oracle_picks_the_least_seconds_per_token():
     scenario = Scenario.of(read("traces/subset-sum-small"), rl_steps=[0])
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
     oracle, known = OraclePolicy(scenario, strategies), ExpectedIteration(scenario, strategies)
@@ -129,7 +129,7 @@ def test_where_the_batch_decides_tuning_is_worth_it():
     assert found.policy.selector.kind == "table" or found.policy.activation is not None
 
 
-def test_a_gain_that_two_held_out_steps_share_by_luck_is_not_praised():
+def test_a_gain_by_luck_is_not_praised():
     """Two ratios below 1 are what a bootstrap of two steps always lies between."""
     found = tune(read(TINY), trials=0, repeats=1)
     assert found.judged_on == ((1, 3),)
@@ -147,7 +147,7 @@ def case(trace: int = 0, **options: Any) -> TuningCase:
 
 @pytest.mark.parametrize("num_steps", [2, 4, 8])
 @pytest.mark.parametrize("robust", [False, True])
-def test_intervals_from_few_rl_steps_hold_the_truth_as_often_as_they_say(num_steps: int, robust: bool):
+def test_intervals_hold_the_truth_as_often_as_said(num_steps: int, robust: bool):
     cases = TuningCases(cases=(case(),), robust=robust)
     rng = np.random.default_rng(0)
     held = 0
@@ -302,7 +302,7 @@ def test_what_cannot_be_tuned_is_refused(trace: Trace, options: dict[str, Any], 
         tune(trace, **SMALL | options)
 
 
-def test_depths_that_acceptance_does_not_cover_are_left_out_with_a_note():
+def test_depths_without_acceptance_are_left_out():
     fitted = load_acceptance("traces/tiny/acceptance.json")
     found = tune(TRACE, **SMALL | {"acceptance": fitted, "depths": (4, 64), "trials": 0, "repeats": 1})
     assert any("ngram:64" in note for note in found.notes)

@@ -192,7 +192,7 @@ def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str
         verify(tmp_path / "run", rl_steps=[2], samples=1)
 
 
-def test_costs_of_an_older_run_are_looked_for_from_it_on(run, tmp_path, monkeypatch):
+def test_costs_are_looked_for_beside_the_run(run, tmp_path, monkeypatch):
     read(run / "trace").write(tmp_path / "runs" / "first" / "trace")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
@@ -219,7 +219,7 @@ def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
         verify(tmp_path)
 
 
-def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
+def test_a_run_without_policy_and_speculation_ran_none(run: Path):
     trace = read(run / "trace")
     unnamed = trace.replace(steps=trace.steps.assign(policy=None))
     with refused(ConfigError):
@@ -228,7 +228,7 @@ def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
     assert {force.name for force in policies_in_force(unnamed.replace(iterations=plain)).values()} == {"none"}
 
 
-def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
+def test_a_named_policy_is_set_when_its_name_appears(run: Path, tmp_path: Path):
     trace = read(run / "trace")
     names = ["none", "none", "explore", "explore", "none", "none"]
     trace.replace(steps=trace.steps.assign(policy=names)).write(tmp_path / "named")
