@@ -61,7 +61,6 @@ def drafted_states(
 
     Inputs up to `start` read the target's states, later ones the chain's; tokens are the text's.
     """
-    assert sequence.aux is not None
     states = head.first_states(sequence.hidden, sequence.aux)[: start + 1]
     made = []
     for step in range(num_steps):

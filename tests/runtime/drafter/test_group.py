@@ -1,11 +1,10 @@
-"""Workers that train together: members in threads of this process, and processes that are killed or hang."""
+"""Workers that train together: members in threads of this process; processes that are killed are in `test_run.py`."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +25,6 @@ from .drafting_text import same, together, until
 
 TIMEOUT_S, PATIENT_S = 4.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""
-# New processes, forked from one that has imported what they need: that takes seconds, once.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
 
 
 @pytest.fixture
@@ -117,53 +113,28 @@ def test_members_that_train_differently_share_nothing(point: MeetingPoint, tmp_p
     all_of(2, shares_another_drafter)
 
 
-class Large:
-    """A group whose sums are so large that they cannot have gone through when a member dies."""
-
-    SIZE = 10_000_000
-
-    def __init__(self, group: DrafterGroup) -> None:
-        self.group, self.world = group, group.world
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        padded = torch.zeros(self.SIZE)
-        padded[: tensor.numel()] = tensor
-        self.group.sum(padded)
-        tensor.copy_(padded[: tensor.numel()])
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.group.broadcast(tensor)
-
-
-def member_of_three(address: str, rank: int, folder: Path) -> tuple[DrafterTraining, DrafterGroup]:
-    """One that has shared and made an update with the others."""
-    training = made(folder / str(rank))
-    with joined(address, "ready", rank, 3) as ready:
-        # None of them has still to be started; without an exchange, one could leave while others still connect.
-        ready.sum(torch.zeros(1))
-    group = joined(address, "term-1", rank, 3, TIMEOUT_S)
-    training.share(group)
-    training.update([text.sequence(rank)], group)
-    return training, group
-
-
-def dies_in_mid_sum(address: str, folder: Path, how: int) -> None:
-    """Rank 1 dies or stops once its part is on the way."""
-    torch.set_num_threads(1)
-    _, group = member_of_three(address, 1, folder)
-    group._connection.allreduce([torch.zeros(Large.SIZE)])
-    os.kill(os.getpid(), how)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-def test_a_lost_member_costs_the_others_one_update(point: MeetingPoint, tmp_path: Path, how: int):
+@pytest.mark.parametrize("hangs", [False, True], ids=["leaves", "hangs"])
+def test_a_lost_member_costs_the_others_one_update(point: MeetingPoint, tmp_path: Path, hangs: bool):
     """The others go on, first alone and then in a new group."""
+    over, met = threading.Event(), threading.Barrier(3, timeout=PATIENT_S)
+
+    def begins(rank: int) -> tuple[DrafterTraining, DrafterGroup]:
+        """Share and make an update with the others."""
+        training, group = made(tmp_path / str(rank)), joined(point.address, "term-1", rank, 3, TIMEOUT_S)
+        training.share(group)
+        training.update([text.sequence(rank)], group)
+        met.wait()
+        return training, group
+
+    def is_lost() -> None:
+        with begins(1)[1]:
+            over.wait(PATIENT_S if hangs else 0.0)
 
     def goes_on(rank: int) -> None:
-        training, group = member_of_three(point.address, 2 * rank, tmp_path)
+        training, group = begins(2 * rank)
         before, began = training.state_dict(), time.perf_counter()
         with refused(GroupLost):
-            training.update([text.sequence(10 + rank)], Large(group))
+            training.update([text.sequence(10 + rank)], group)
         assert time.perf_counter() - began < TIMEOUT_S + 100
         assert same(training.state_dict(), before)
         with refused(GroupLost, naming=("closed",)):
@@ -174,12 +145,12 @@ def test_a_lost_member_costs_the_others_one_update(point: MeetingPoint, tmp_path
             assert training.update([text.sequence(30 + rank)], again).members == 2
         assert training.updates == 3
 
-    lost = CONTEXT.Process(target=dies_in_mid_sum, args=(point.address, tmp_path, how), daemon=True)
+    lost = threading.Thread(target=is_lost)
     lost.start()
     try:
         all_of(2, goes_on)
     finally:
-        lost.kill()
+        over.set()
         lost.join()
 
 

@@ -38,7 +38,6 @@ def near(found: Tensor, expected: Tensor, share: float = 1e-4) -> bool:
 def changed(sequence: TrainingSequence, row: int) -> TrainingSequence:
     """The same with another state, and another token after it, at one row."""
     hidden, tokens = sequence.hidden.clone(), sequence.token_ids.clone()
-    assert sequence.aux is not None
     aux = sequence.aux.clone()
     hidden[row], aux[row], tokens[row + 1] = 5.0, -5.0, (tokens[row + 1] + 1) % 13
     return dataclasses.replace(sequence, hidden=hidden, aux=aux, token_ids=tokens)

@@ -36,7 +36,7 @@ from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
-from tltlab.runtime.drafter.spot import IdleWorkerTraining, _host_and_port, coordinator_endpoint, machine_addresses
+from tltlab.runtime.drafter.spot import _host_and_port, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -110,7 +110,6 @@ def frozen() -> ray.ObjectRef:
 
 def asked_of(run: DrafterRun, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
     """What `ask` finds in the processes of the trainers that run, or of those of `workers`, as they are now."""
-    assert run.training is not None
     processes = run.training.processes._processes
     return ray.get([processes[n].actor.__ray_call__.remote(ask) for n in workers or sorted(processes)])
 
@@ -132,7 +131,6 @@ class Story:
         base = {"model": str(folder / "model"), "reward": "none:none", "data": {"train": "none"}}
         rollout = {"num_workers": 3, "max_draft_depth": 4}
         recipe = Recipe.model_validate(base | {"rollout": rollout, "drafter": drafter})
-        assert recipe.drafter is not None
         self.events = RunEvents(folder / "events.jsonl")
         self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
         self.origin = self.run.state_dict(folder / "drafter")
@@ -143,7 +141,6 @@ class Story:
 
     @property
     def pids(self) -> dict[int, int]:
-        assert self.run.training.processes is not None
         return self.run.training.processes.pids()
 
     def rollout(self, *idle: int) -> None:
@@ -234,7 +231,6 @@ def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 @pytest.fixture
 def story(told: Story) -> Story:
     """The same story in all tests: a run that has seen the worst goes on as if nothing had been."""
-    assert told.run.training.processes is not None
     told.run.training.processes._deaths = dict.fromkeys(range(3), 0)
     return told
 
@@ -426,9 +422,7 @@ def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):
 def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The coordinator and the trainers wait for `HANGING_S` only."""
     training = story.run.training
-    assert isinstance(training, IdleWorkerTraining)
     patient, server = training.config, training.server
-    assert server is not None
     coordinators = [patient.coordinator.model_copy(update={"yield_timeout_s": HANGING_S})]
     config, advance = patient.model_copy(update={"coordinator": coordinators[0]}), server._advance
 
@@ -531,7 +525,6 @@ def test_other_machines_find_the_coordinator(endpoint: str | None, nodes: str, f
 
 def test_closing_leaves_nothing(story: Story):
     place, pids = story.run._sockets, list(story.pids.values())
-    assert place is not None
     assert place.exists()
     story.trains(1)
     story.run.save()
@@ -569,7 +562,6 @@ def fed(run: GrpoRun) -> int:
         assert trainer._feed.settle(300)
         return len(trainer._keys)
 
-    assert isinstance(run.drafting, DrafterRun)
     return sum(asked_of(run.drafting, settled))
 
 
@@ -586,7 +578,6 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(
     monkeypatch.syspath_prepend(str(recipe_file.parent))
     run = GrpoRun(load_recipe(learning, ["rollout.max_response_tokens=100"]), tmp_path / "run")
     drafting = run.drafting
-    assert isinstance(drafting, DrafterRun)
     origin = drafting.state_dict(tmp_path)
     with run:
         run.evaluate(4)
@@ -608,7 +599,6 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(
         reports = drafting._ask_engines("drafter_report")
         assert [(report.updates, report.serves) for report in reports] == [(0, False)] * 2
     trace = tltlab.read(tmp_path / "run" / "trace")
-    assert trace.steps is not None
     assert trace.steps["drafter_version"].iloc[-1] >= 2
     assert trace.table("spot_training") is not None
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -643,7 +633,6 @@ def test_an_interrupted_run_leaves_nothing_behind(learning: Path, recipe_file: P
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert process.stderr is not None
         try:
             assert any(line.startswith("step 0:") for line in process.stderr), "the run stopped by itself"
             own = psutil.Process(process.pid).children(recursive=True)
@@ -689,7 +678,6 @@ def test_a_policy_without_the_drafter_is_told(recipe_file: Path, tmp_path: Path)
         policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))
         recipe = load_recipe(recipe_file, ["drafter.name=learned", 'rollout.drafters.mixed={"kind": "hybrid"}'])
         run = drafter_of(recipe, policy, tmp_path, events)
-        assert isinstance(run, DrafterRun)
         run.prepare()
         assert bool(events.take()) is not serves
         run.close()

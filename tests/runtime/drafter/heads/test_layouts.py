@@ -103,7 +103,6 @@ def as_eagle3_does(
 def rows(target: Path) -> tuple[Tensor, Tensor, Tensor, FrozenTarget]:
     """Embeddings (T, H), hidden states, aux states, and what is the target's."""
     frozen, sequence = FrozenTarget.from_folder(target), made_sequence(ROWS)
-    assert sequence.aux is not None
     return frozen.embedding[sequence.token_ids[1:]], sequence.hidden, sequence.aux, frozen
 
 

@@ -88,9 +88,7 @@ def test_the_targets_distributions_follow_from_its_states(mimo: Path):
 
 def test_a_trained_model_still_has_it(mimo: Path, tmp_path: Path):
     trainer = Trainer(str(mimo), TrainConfig(), temperature=1.0, max_response_tokens=8, seed=0)
-    frozen = trainer.frozen()
-    assert frozen is not None
-    assert frozen.norm is not None
+    assert trainer.frozen().norm is not None
     trainer.save(str(tmp_path / "trained"))
     assert same(brought_along(tmp_path / "trained"), brought_along(mimo))
 

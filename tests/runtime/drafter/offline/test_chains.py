@@ -18,7 +18,6 @@ from .easy_target import naive
 
 def draft(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, known: int, depth: int) -> list[int]:
     """The tokens drafted after the first `known` of a text, each by a pass over everything before it."""
-    assert sequence.aux is not None
     text = sequence.token_ids[:known].tolist()
     states = head.first_states(sequence.hidden, sequence.aux)[: known - 1]
     for _ in range(depth):
