@@ -1,10 +1,7 @@
 """The worker coordinator over real sockets: through a bad network, with processes that die, and with keys."""
 
 import contextlib
-import multiprocessing
-import os
 import random
-import signal
 import threading
 import time
 
@@ -257,101 +254,30 @@ def test_another_server_takes_over_from_a_failed_thread(cluster):
     second.close()
 
 
-def trainer(endpoint, index, pipe):
-    client = CoordinatorClient(endpoint, index, heartbeat_s=0.1)
-
-    def engine():
-        while True:
-            rl_step, busy = pipe.recv()
-            client.requests(rl_step, busy)
-
-    threading.Thread(target=engine, daemon=True).start()
-    while True:
-        order = client.wait_for_order(60.0)
-        if isinstance(order, Train) and client.trainer(order.term):
-            pipe.send("trains")
-            while isinstance(client.order, Train) and client.order.term == order.term:
-                time.sleep(0.01)
-            pipe.send("yields")
-            client.trainer(None)
-
-
-class WorkerProcess:
-    """A worker in a process of its own; forked, because four that import everything take as long as all tests here."""
-
-    def __init__(self, endpoint, index):
-        fork = multiprocessing.get_context("fork")
-        self.pipe, end = fork.Pipe()
-        self.process = fork.Process(target=trainer, args=(endpoint, index, end), daemon=True)
-        self.process.start()
-        end.close()
-
-    def says(self):
-        assert self.pipe.poll(300.0), "it says nothing"
-        return self.pipe.recv()
-
-    def kill(self):
-        self.process.kill()
-        self.process.join()
-
-
-@pytest.fixture
-def processes(sockets, request):
-    """A server, four worker processes of which 0, 1 and 2 train in RL step 0, and whom the server had killed.
-
-    Its parameter is how long the server waits for who does not yield.
-    """
-    killed, config = [], CoordinatorConfig(yield_timeout_s=request.param, resend_s=0.5, gone_after_s=300.0)
-
-    def on_kill(worker):
-        killed.append(worker)
-        workers[worker].kill()
-
-    server = CoordinatorServer(config, f"ipc://{sockets}/coordinator", 4, on_kill)
-    workers = [WorkerProcess(server.endpoint, i) for i in range(4)]
-    try:
-        server.rollout_started(0)
-        workers[3].pipe.send((0, True))
-        for i in range(3):
-            workers[i].pipe.send((0, False))
-        assert [workers[i].says() for i in range(3)] == ["trains"] * 3
-        yield server, workers, killed
-    finally:
-        server.close()
-        for worker in workers:
-            worker.kill()
-
-
-@pytest.mark.parametrize("processes", [100.0], indirect=True)
-def test_a_killed_process_ends_the_period_only(processes):
-    server, workers, killed = processes
+def test_a_lost_worker_ends_the_period_only(cluster):
+    server, workers = cluster()
+    train(server, workers, 0, 1, 2)
     first = server._state.period
-    workers[1].kill()
+    workers[1].close()
     server.worker_gone(1)
-    for i in (0, 2):
-        assert [workers[i].says(), workers[i].says()] == ["yields", "trains"]
-    workers[1] = WorkerProcess(server.endpoint, 1)
-    workers[1].pipe.send((0, False))
-    assert workers[1].says() == "trains", "its next process joins"
-    second = server._state.period
-    assert server.rollout_ended(0) < server.config.yield_timeout_s
-    assert first.term < second.term
-    assert second.members == (0, 2, 1)
-    assert killed == []
+    until(lambda: (period := server._state.period) and period.term > first.term and len(period.members) == 2)
+    with contextlib.closing(Worker(server.endpoint, 1)) as again:
+        again.client.requests(0, False)
+        until(lambda: again.training)
+        assert server._state.period.members == (0, 2, 1), "its next process joins"
+        server.rollout_ended(0)
+        assert not any(worker.training for worker in (workers[0], workers[2], again))
 
 
-@pytest.mark.parametrize("processes", [2.0], indirect=True)
-def test_a_hanging_process_is_waited_for_the_bound(processes):
-    server, workers, killed = processes
-    os.kill(workers[2].process.pid, signal.SIGSTOP)
-    bound_s = server.config.yield_timeout_s
-    waited_s = server.rollout_ended(0)
-    assert bound_s <= waited_s < bound_s + 60
+def test_a_hanging_worker_is_waited_for_the_bound(cluster):
+    killed = []
+    server, workers = cluster(on_kill=killed.append, yield_timeout_s=2.0, gone_after_s=300.0)
+    workers[2].step_s = 300.0
+    train(server, workers, 0, 1, 2)
+    assert 2.0 <= server.rollout_ended(0) < 62.0
     assert killed == [2]
-    server.rollout_started(1)
-    workers[0].pipe.send((1, True))
-    workers[3].pipe.send((1, False))
-    assert workers[3].says() == "trains"
+    workers[2].step_ends.set()
+    train(server, workers, 3, rl_step=1)
 
 
 def test_bytes_that_are_no_message_are_counted(cluster):

@@ -53,7 +53,6 @@ raise SystemExit(3)"""
 def test_a_fork_ends_with_what_stands_for_it(prefork: Prefork, tmp_path: Path, sent: signal.Signals):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with run(prefork, code, tmp_path, stdout=subprocess.PIPE) as asked:
-        assert asked.stdout is not None
         fork = psutil.Process(int(asked.stdout.readline()))
         asked.send_signal(sent)
         assert asked.wait(WAIT_S) == -sent

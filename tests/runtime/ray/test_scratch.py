@@ -89,8 +89,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_memory_of_a_killed_process_goes_unless_used(temporary: Path):
     command = [sys.executable, "-c", MEMORY, str(temporary)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         semaphore, name = process.stdout.readline().split()
         left = [Path("/dev/shm") / f"sem.{semaphore}", Path("/dev/shm") / name]
         try:

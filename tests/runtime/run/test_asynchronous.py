@@ -75,7 +75,6 @@ def recipe(recipe_file: Path, *more: str) -> Recipe:
 def check(trace: Trace, reports: Sequence[StepReport]) -> None:
     """No token is older than the bound or of a policy to come, and every response is there once, from its first token
     to its last."""
-    assert trace.tokens is not None
     assert trace.rl_steps == list(range(STEPS)) == [report.rl_step for report in reports]
     key = ["rl_step", "prompt_id", "sample", "turn"]
     assert not trace.tokens.duplicated(key).any()
@@ -90,7 +89,6 @@ def check(trace: Trace, reports: Sequence[StepReport]) -> None:
         assert (parts["finish_reason"] == "abort").tolist()[:-1] == [True] * (len(parts) - 1)
         assert (parts["reward"].notna() == (parts["finish_reason"] != "abort")).all()
     assert rows["reward"].notna().sum() >= STEPS * PER_STEP * GROUP
-    assert trace.steps is not None
     assert (trace.steps["staleness"] <= BOUND).all()
     assert trace.steps["dropped_groups"].tolist() == [0] * STEPS
     for report in reports:

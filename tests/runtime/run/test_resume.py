@@ -139,7 +139,6 @@ def test_only_one_process_resumes_a_run(fixed: Path, tmp_path: Path):
     before = files(run)
     other = f"from tltlab.files import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
         with refused(ConfigError):
             resumed(run)

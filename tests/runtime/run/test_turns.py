@@ -41,7 +41,6 @@ def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file: Path, 
     assert len(outcomes[outcomes["turn"] == 0]) == 3 * 4 * 4
     assert (outcomes["tool_s"].notna() == (outcomes["turn"] > 0)).all()
     assert (outcomes["reward"].notna() == (outcomes["turn"] == 0)).all()
-    assert trace.tokens is not None
     key = ["rl_step", "prompt_id", "sample", "turn"]
     tokens = trace.tokens.set_index(key).sort_index()
     for at, row in tokens.iterrows():
@@ -74,5 +73,4 @@ def test_one_step_off_learns_from_older_weights(recipe_file: Path, tmp_path: Pat
         assert 0.0 < off_policy["mismatch_ess"] < 1.0
         trace = run.trace()
     assert trace.workload.groupby("rl_step")["policy_version"].unique().map(list).tolist() == [[0], [0], [1]]
-    assert trace.steps is not None
     assert trace.steps[["staleness", "off_policy_share"]].to_numpy().tolist() == [[0, 0], [1, 1], [1, 1]]
