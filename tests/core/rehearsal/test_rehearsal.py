@@ -22,7 +22,7 @@ from tltlab.rehearsal.result import judged
 from tltlab.rehearsal.run import rehearse
 from tltlab.runtime.rollout.played import STOCK, played, read_plan
 
-POLICIES, RESPONSES, CAP, ROUNDS, DEPTH = "stock,none,ngram:4,ngram:2", 6, 48, 2, 4
+POLICIES, RESPONSES, CAP, ROUNDS, DEPTH = "stock,none,ngram:4,ngram:2", 6, 48, 3, 4
 ARGUMENTS = [
     "rehearse", str(TINY_TRACE), "--model", "tiny-shape", "--policies", POLICIES, "--responses", str(RESPONSES),
     "--cap", str(CAP), "--rounds", str(ROUNDS), "--json",
