@@ -29,7 +29,8 @@ def rehearse(plan: Play, out: Path, *, minutes: float | None = None, say: Callab
     `minutes` is said and left out. ConfigError where `out` holds anything else, RunError where an engine fails.
     """
     described = plan.model_dump(mode="json")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and read_object(out / PLAN) != described:
+    there = read_object(out / PLAN) | {"plain_batches": described["plain_batches"]}
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and there != described:
         raise ConfigError(f"{out} holds something else than this rehearsal: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, described)

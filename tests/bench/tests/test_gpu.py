@@ -103,22 +103,6 @@ def test_the_seam_of_stock_vllm_and_of_a_policy_is_measured_in_engines(
     assert all(rate > 0 for row in rows for rate in row["tokens_per_s"][2])
 
 
-@pytest.mark.engine
-def test_quick_plays_a_shape_and_times_plain_steps(tmp_path: Path):
-    out, said = tmp_path / "quick.json", []
-    gpu.bench_quick(["tiny-shape"], batches=[1, 2], rounds=1, minutes=2, out=out, progress=said.append)
-    quick = json.loads(out.read_text())
-    played = {(row["engine"], row.get("policy"), row.get("batch")) for row in quick["rows"] if row["row"] != "started"}
-    policies = {("stock", "stock"), *(("ours", name) for name in ("none", "ngram:4", "adaptive"))}
-    assert {(engine, policy) for engine, policy, batch in played if batch is None} == policies
-    assert {(engine, batch) for engine, _, batch in played if batch} == {
-        (e, b) for e in ("stock", "ours") for b in (1, 2)
-    }
-    assert quick["sentences"][0].startswith("tiny-shape: ")
-    assert quick["sentences"][0] in gpu.show(quick)
-    assert len(said) == 2
-
-
 def test_what_one_gpu_did_is_shown():
     quick = json.loads((gpu.TRACE.parent / "h200-rehearsal" / "quick.json").read_text())
     shown = gpu.show(quick)

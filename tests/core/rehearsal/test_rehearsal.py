@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import tltlab
+from bench import gpu
+from bench.harness import quiet
 from tests.core.rehearsal.test_plan import TINY_TRACE, planned
 from tests.refused import refused
 from tltlab.cli.app import main
@@ -22,18 +24,21 @@ from tltlab.rehearsal.result import judged
 from tltlab.rehearsal.run import rehearse
 from tltlab.runtime.rollout.played import STOCK, played, read_plan
 
-POLICIES, RESPONSES, CAP, ROUNDS, DEPTH = "stock,none,ngram:4,ngram:2", 6, 48, 3, 4
+ROUNDS, DEPTH, BATCHES = 3, 4, [1, 2]
+POLICIES = gpu.QUICK.split(",")
+QUICK = ["gpu", "quick", "tiny-shape", "--minutes", "5", "--batches", "1,2", "--rounds", str(ROUNDS)]
 ARGUMENTS = [
-    "rehearse", str(TINY_TRACE), "--model", "tiny-shape", "--policies", POLICIES, "--responses", str(RESPONSES),
-    "--cap", str(CAP), "--rounds", str(ROUNDS), "--json",
+    "rehearse", str(gpu.TRACE), "--model", "tiny-shape", "--policies", gpu.QUICK, "--responses", "8", "--cap", "128",
+    "--rounds", str(ROUNDS), "--json",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A rehearsal killed behind the first rollout of our engine, and how many rollouts it had played."""
-    out = tmp_path_factory.mktemp("rehearsal") / "out"
-    process = subprocess.Popen([sys.executable, "-m", "tltlab", *ARGUMENTS, "--out", str(out)])
+    """What `bench gpu quick` left that was killed behind our engine's first rollout, and how many it had played."""
+    file = tmp_path_factory.mktemp("rehearsal") / "quick.json"
+    out = file.with_suffix("") / "tiny-shape"
+    process = subprocess.Popen([sys.executable, "-m", "tltlab", "bench", *QUICK, "--out", str(file)])
     end = time.monotonic() + 300
     while not any(row["engine"] == "ours" and row["row"] == "rollout" for row in played(out)):
         assert process.poll() is None
@@ -51,9 +56,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 @pytest.fixture(scope="module")
 def out(killed: tuple[Path, int]) -> Path:
     """The same, gone on with to its end."""
-    plan = read_plan(killed[0])
-    rehearse(plan, killed[0])
-    judged(plan, killed[0])
+    file = killed[0].parent.with_suffix(".json")
+    gpu.bench_quick(["tiny-shape"], batches=BATCHES, rounds=ROUNDS, minutes=5, out=file, progress=quiet)
     return killed[0]
 
 
@@ -61,15 +65,26 @@ def out(killed: tuple[Path, int]) -> Path:
 def test_what_was_played_stands_when_killed(killed: tuple[Path, int], out: Path):
     rollouts = [row for row in played(out) if row["row"] == "rollout"]
     assert killed[1] >= ROUNDS + 1
-    assert sorted(row["rl_step"] for row in rollouts) == list(range(4 * ROUNDS))
+    assert sorted(row["rl_step"] for row in rollouts) == list(range(len(POLICIES) * ROUNDS))
     starts = [row["engine"] for row in played(out) if row["row"] == "started"]
     assert starts == ["ours", "ours", STOCK]
 
 
 @pytest.mark.engine
+def test_quick_has_plain_steps_of_both_engines(out: Path):
+    quick = json.loads(out.parent.with_suffix(".json").read_text())
+    steps = {(row["engine"], row["batch"]) for row in quick["rows"] if row["row"] == "plain step"}
+    assert steps == {(engine, batch) for engine in (STOCK, "ours") for batch in BATCHES}
+    assert {row["policy"] for row in quick["rows"] if row["row"] == "rollout"} == set(POLICIES)
+    (sentence,) = quick["sentences"]
+    assert sentence.startswith("tiny-shape: ")
+    assert sentence in gpu.show(quick)
+
+
+@pytest.mark.engine
 def test_lengths_are_forced_and_drafts_kept_at_their_rates(out: Path):
     trace = tltlab.read(out)
-    lengths = sorted(planned(trace=tltlab.read(TINY_TRACE), responses=RESPONSES, cap=CAP).lengths[0])
+    lengths = sorted(read_plan(out).lengths[0])
     for _, step in trace.outcomes.groupby("rl_step"):
         assert sorted(step["response_tokens"]) == lengths
     iterations, steps = trace.iterations, trace.steps
@@ -94,13 +109,15 @@ def test_measured_stands_beside_predicted(out: Path, capsys: pytest.CaptureFixtu
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((out / "summary.json").read_text()) | {"out": str(out)}
     rows = {row["policy"]: row for row in shown["policies"]}
-    assert list(rows) == POLICIES.split(",")
+    assert list(rows) == POLICIES
     assert rows["ngram:4"]["chose"]["ngram:4"] > 0.5
     for name, row in rows.items():
         took = [each["seconds"] for each in played(out) if each.get("policy") == name]
         assert row["measured_s"] == pytest.approx(np.mean(took))
-        assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
         assert row["shipped_s"] is None
+        assert (row["predicted_s"] is None) == bool(row["why_not"])
+    drafts = rows["ngram:4"]
+    assert drafts["error"] == pytest.approx(drafts["predicted_s"] / drafts["measured_s"] - 1)
     assert shown["over"] == STOCK
     assert shown["speedup"]["estimate"] == pytest.approx(rows[STOCK]["measured_s"] / rows[shown["best"]]["measured_s"])
     assert (out / "picture.png").stat().st_size > 10_000
@@ -109,7 +126,7 @@ def test_measured_stands_beside_predicted(out: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.engine
 def test_another_rehearsal_does_not_mix_with_it(out: Path):
     with refused(ConfigError, naming=(out, "--out")):
-        rehearse(planned(tltlab.read(TINY_TRACE), cap=CAP + 1), out)
+        rehearse(planned(tltlab.read(TINY_TRACE)), out)
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path):
