@@ -9,12 +9,13 @@ demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
 # First what starts no engine (run that line after every change), beside lint and types; then engines, Ray and trainers.
+# Engines wait for each other and for processes: three side by side keep two cores busy.
 # What fails runs once more by itself, and both are on the screen: hundreds of tests are of processes, sockets and
 # deadlines.
 AGAIN := $(BIN)/pytest --last-failed --last-failed-no-failures none
 test: setup
 	$(MAKE) -j 2 check quick
-	$(BIN)/pytest -n 2 -m engine || $(AGAIN) -m engine
+	$(BIN)/pytest -n 3 -m engine || $(AGAIN) -m engine
 
 quick: setup
 	$(BIN)/pytest -n 2 -m "not engine" || $(AGAIN) -m "not engine"

@@ -21,6 +21,7 @@ from tltlab.runtime.drafter.sequences import TrainingSequence, pack
 from tltlab.runtime.drafter.training import MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
+from . import small_heads
 from .drafting_text import VOCAB, frozen, head, same, sequence, together
 
 LOSS = LossConfig(token_weight=1.0)
@@ -254,3 +255,19 @@ def test_it_learns_from_the_target_as_is(tmp_path: Path):
     assert made.predict([sequence(0)]) != before
     with torch.no_grad():
         assert made.predict([sequence(0)]) == drafter_loss(made.head, made.frozen, pack([sequence(0)]), LOSS).accept
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_warming_up_leaves_the_training_as_it_was(method: str):
+    cold, warm = (
+        DrafterTraining(small_heads.made_head(method), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
+        for _ in range(2)
+    )
+    warm.warm_up()
+    for number in range(3):
+        assert warm.updates == cold.updates == number
+        assert warm.state_dict().keys() == cold.state_dict().keys()
+        assert all(torch.equal(value, cold.state_dict()[name]) for name, value in warm.state_dict().items())
+        for training in (cold, warm):
+            assert training.update([small_heads.made_sequence(40)]).tokens
+    assert warm.skipped == 0
