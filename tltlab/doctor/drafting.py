@@ -22,6 +22,7 @@ ENOUGH_DRAFTS = 200  # drafts below which a rollout's acceptance is noise: its s
 FLIPS_PER_100 = 10  # on-off switches per 100 iterations: as many as a hold of 10, TLT's default, allows
 SWITCH_SHARE = 0.05  # share of the time that eats a gain as large as that of choosing well (TLT's Table 4)
 STARVED = 0.95  # mean length trained on over that generated below which the policy is taught to be short
+WAITING = 0.02  # share of rollouts spent waiting for the drafter's trainers from which it is worth a setting
 HALF = 0.5  # share of training periods, and of their time, that should bring updates
 
 
@@ -99,6 +100,20 @@ def idle_fragmented(run: RunEvidence) -> Facts | None:
         update = f"one takes {trained['train_s'].sum() / trained['updates'].sum():.2g} s"
     facts = {"periods": len(rows), "median_s": rows["duration"].median(), "empty": empty, "update": update}
     return facts | {"setup": shares["setup_s"], "train": shares["train_s"], "where": rl_steps(rows["rl_step"])}
+
+
+def rollout_waits(run: RunEvidence) -> Facts | None:
+    """Rollouts end when the drafter's trainers let go, and not with their last response."""
+    rows = run.known.spot_training
+    if rows is None or rows.empty:
+        raise NotChecked("no drafter was trained on idle workers in this trace")
+    last_s = run.known.outcomes.groupby("rl_step")["t_finish"].max()
+    freed_s = rows.assign(end=rows["t_start"] + rows["duration"]).groupby("rl_step")["end"].max()
+    took_s = run.steps.set_index("rl_step")["rollout_s"].astype(np.float64)
+    late = (pd.concat([freed_s, took_s], axis=1).min(axis=1) - last_s).dropna().clip(lower=0.0)
+    share = late.sum() / took_s.reindex(late.index).sum()
+    facts = {"seconds": late.max(), "share": share, "where": rl_steps(late.index[late > 0])}
+    return facts if share > WAITING else None
 
 
 def never_published(run: RunEvidence) -> Facts | None:

@@ -108,6 +108,12 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "Make updates smaller (drafter.tokens_per_update), train in fewer rollouts (drafter.schedule.kind = every) or "
         "larger groups (drafter.coordinator.min_idle_workers, late_join = false).",
     ),
+    _check("waits-for-training", drafting.rollout_waits, good="no rollout waits for drafter training").problem(
+        "Rollouts wait for the drafter's trainers",
+        "After their last response they waited up to {seconds:.2g} s, {share:.0%} of their time, for an update to end.",
+        "Make updates smaller (drafter.tokens_per_update) or give trainers more threads (drafter.threads); "
+        "drafter.coordinator.yield_timeout_s bounds the wait.",
+    ),
     _check("rollout-not-bottleneck", decoding.not_bottleneck, good="the rollout is the bottleneck").hint(
         "The rollout is not the bottleneck, {largest} is",
         "The rollout is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {gain:.0%} of it.",

@@ -110,6 +110,7 @@ class Run:
 
 SOUND = Run()
 SMALL = Run(steps=4, responses=8)
+SMOKE = Path(__file__).parents[3] / "traces" / "h100-smoke"
 
 
 @cache
@@ -191,6 +192,7 @@ FIRES: list[tuple[str, Any, dict[str, Any]]] = [
     ("idle-fragmented", trained(8, setup_s=2.0, train_s=0.1, updates=0), {"periods": 8, "empty": 1.0}),
     ("idle-fragmented", trained(8, setup_s=9.0, train_s=1.0), {"train": 0.1, "empty": 0.0}),
     ("drafter-never-published", drafting("always", version=0), {"steps": 4, "updates": 0}),
+    ("waits-for-training", SMOKE, {"seconds": 3.3614002, "share": 0.47222755, "where": "RL steps 0-1"}),
     ("no-graph", in_graphs(lambda depth: "full" if depth else "piecewise"), {"most": "plain decoding", "share": 1.0}),
     ("no-graph", in_graphs(lambda depth: "piecewise"), {"severity": "hint"}),
     ("no-graph", in_graphs(lambda depth: "eager"), {"eager": 1.0, "piecewise": 0.0, "severity": "problem"}),
@@ -227,6 +229,7 @@ QUIET: list[tuple[str, Any]] = [
     ("long-starved", with_steps(length_bias=1.0)),
     ("idle-fragmented", trained(8)),
     ("drafter-never-published", drafting("always", version=1)),
+    ("waits-for-training", trained(8, setup_s=0.0, train_s=1e-3)),
     ("no-graph", in_graphs(lambda depth: "full")),
     ("interrupted", trace_of(SMALL)),
     ("canary", judged("fine")),
@@ -243,6 +246,7 @@ LACKING: list[tuple[str, Any, str]] = [
     ("idle-fragmented", trained(3), "3"),
     ("idle-fragmented", trained(8, setup_s=0.0, train_s=0.0), "time"),
     ("drafter-never-published", drafting("never", version=0), "never"),
+    ("waits-for-training", SMALL, "drafter"),
     ("no-graph", in_graphs(lambda depth: None), "graph"),
     ("no-graph", in_graphs(lambda depth: "eager", "2 CPU cores"), "GPU"),
     ("long-starved", SMALL, "length_bias"),
