@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ KEEP_S = 20.0
 MAX_BAD = 3
 """Updates in a row that may fail before training goes back and stops."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PART_ROWS = {"cpu": 512, "cuda": 4096}
+"""Rows of one pass, by device: after each a member may leave. On a CPU small passes are no slower; a GPU takes as many
+rows of a 7B model's head in an engine's iteration."""
 _WARM_UP_ROWS = 64
 
 
@@ -47,7 +51,7 @@ class UpdateReport:
     counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
     or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
     before clipping. `leave`: some member wants to leave, so all do now. `pass_s` are this member's seconds for its own
-    part of `seconds`, before the exchange.
+    part of `seconds`, before the exchange, in which it went over `own_rows` of `own_sequences`.
     """
 
     loss: float = 0.0
@@ -60,6 +64,8 @@ class UpdateReport:
     skipped: bool
     leave: bool
     pass_s: float = 0.0
+    own_rows: int = 0
+    own_sequences: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,12 +91,12 @@ class TrainingPeriod:
     accept: list[float] = field(default_factory=list)
     detail: str | None = None
 
-    def learned(self, report: UpdateReport, sequences: list[TrainingSequence]) -> None:
-        """An update was applied, to which this worker gave its `own` sequences."""
+    def learned(self, report: UpdateReport) -> None:
+        """An update was applied."""
         self.updates += 1
         self.unsaved += 1
-        self.tokens += sum(sequence.num_rows for sequence in sequences)
-        self.sequences += len(sequences)
+        self.tokens += report.own_rows
+        self.sequences += report.own_sequences
         self.loss, self.accept = report.loss, report.accept
 
     def row(self, worker: int, rl_step_began: float, freed: float) -> dict[str, Any]:
@@ -163,15 +169,16 @@ class DrafterTraining:
 
         So members with parts of a batch do as one with all of it, to the letter where one step is taught; unrolled
         steps have fewer tokens than the first and are weighed by the first's. A member without data has no weight.
-        `leave` says whether this one has to go; it is asked just before the exchange, so that all leave with the update
-        under way. Where a loss or gradient of any member is not finite, nobody applies anything; where the step makes
-        such weights, all go back to the last state kept, `keep_s` seconds old or a little more. After three such
-        updates in a row all go back and raise RunError. Raises GroupLost where a member is lost: nothing was applied.
+        `leave` says whether this one has to go; it is asked after each pass over `PART_ROWS` rows, behind which it
+        gives what it has, and just before the exchange, so that all leave with the update under way. Where a loss or
+        gradient of any member is not finite, nobody applies anything; where the step makes such weights, all go back to
+        the last state kept, `keep_s` seconds old or a little more. After three such updates in a row all go back and
+        raise RunError. Raises GroupLost where a member is lost: nothing was applied.
         """
         began = time.perf_counter()
         message = self._message
         message.clear()
-        self._fill_message(sequences)
+        used = self._fill_message(sequences, leave)
         message.leave.fill_(leave())
         # By vote, since all have to go back to the same state.
         message.keep.fill_(not self.updates or time.monotonic() - self._backup_at >= self.keep_s)
@@ -193,6 +200,8 @@ class DrafterTraining:
             skipped=bad,
             leave=bool(message.leave > 0),
             pass_s=pass_s,
+            own_rows=sum(sequence.num_rows for sequence in used),
+            own_sequences=len(used),
         )
         if bad:
             self._note_failure()
@@ -291,27 +300,36 @@ class DrafterTraining:
         self._restore(state)
         self._keep()
 
-    def _fill_message(self, sequences: Sequence[TrainingSequence]) -> None:
-        """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag."""
+    def _fill_message(
+        self, sequences: Sequence[TrainingSequence], leave: Callable[[], bool]
+    ) -> Sequence[TrainingSequence]:
+        """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag.
+
+        Returns the sequences that are in it: those that teach, or as many as there was time for.
+        """
         message = self._message
         teaching = [sequence for sequence in sequences if sequence.teaches]
-        if not teaching:
-            return
-        with self.autocast():
-            result = drafter_loss(self.head, self.frozen, pack(teaching, self.device), self.loss)
-        if not result.rows:
-            return
-        # Gradients gather in the message itself, which is what members exchange.
-        (result.loss * result.rows).backward()
-        if not bool(result.loss.isfinite()) or not bool(message.gradient.isfinite().all()):
-            message.clear()
-            message.bad.fill_(1.0)
-            return
-        message.loss.fill_(result.loss.detach() * result.rows)
-        message.reached.copy_(torch.tensor(result.reached))
-        message.accept.copy_(torch.tensor(result.accept) * message.reached.cpu())
-        message.tokens.fill_(result.rows)
-        message.sequences.fill_(len(teaching))
+        done = 0
+        while done < len(teaching) and not (done and leave()):
+            part = _first(teaching[done:], PART_ROWS[self.device.type])
+            done += len(part)
+            with self.autocast():
+                result = drafter_loss(self.head, self.frozen, pack(part, self.device), self.loss)
+            if not result.rows:
+                continue
+            # Gradients gather in the message itself, which is what members exchange.
+            (result.loss * result.rows).backward()
+            if not bool(result.loss.isfinite()) or not bool(message.gradient.isfinite().all()):
+                message.clear()
+                message.bad.fill_(1.0)
+                break
+            reached = torch.tensor(result.reached, dtype=torch.float32)
+            message.loss.add_(result.loss.detach() * result.rows)
+            message.reached.add_(reached.to(self.device))
+            message.accept.add_((torch.tensor(result.accept) * reached).to(self.device))
+            message.tokens.add_(result.rows)
+            message.sequences.add_(len(part))
+        return teaching[:done]
 
     def _apply(self, norm: float) -> bool:
         """Clip and step; False, and the state kept is back, where the step made weights that are not finite."""
@@ -383,6 +401,12 @@ class DrafterTraining:
     def autocast(self) -> torch.autocast:
         """What passes run in: bfloat16 on CUDA."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._cuda)
+
+
+def _first(sequences: Sequence[TrainingSequence], most_rows: int) -> Sequence[TrainingSequence]:
+    """As many of them, from the first on, as have no more rows than that together; at least one."""
+    ends = accumulate(sequence.num_rows for sequence in sequences)
+    return sequences[: max(1, sum(end <= most_rows for end in ends))]
 
 
 class _Message:

@@ -398,10 +398,10 @@ class SpotTrainer:
             with self._lock:
                 report = self.training.update(sequences, group, leave=has_to_leave)
             period.train_s += time.perf_counter() - begin
-            if sequences:
-                self._token_s = report.pass_s / sum(sequence.num_rows for sequence in sequences)
+            if report.own_rows:
+                self._token_s = report.pass_s / report.own_rows
             if report.tokens:
-                period.learned(report, sequences)
+                period.learned(report)
                 if order.leader == self.place.worker and period.unsaved >= self.config.checkpoint_every:
                     self._save(period)
             elif group is not None and not report.leave:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
-from tltlab.runtime.drafter.training import MAX_BAD, DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import small_heads
@@ -165,9 +166,10 @@ def test_all_leave_together_when_one_wants_to(pair: Pair):
 def test_a_member_leaves_with_the_update_under_way(pair: Pair):
     told, fill_message = threading.Event(), pair.right._fill_message
 
-    def told_meanwhile(sequences: Sequence[TrainingSequence]) -> None:
-        fill_message(sequences)
+    def told_meanwhile(*arguments: Any) -> Sequence[TrainingSequence]:
+        used = fill_message(*arguments)
         told.set()
+        return used
 
     pair.right._fill_message = told_meanwhile  # type: ignore[method-assign]
     texts = [sequence(0)]
@@ -271,3 +273,36 @@ def test_warming_up_leaves_the_training_as_it_was(method: str):
         for training in (cold, warm):
             assert training.update([small_heads.made_sequence(40)]).tokens
     assert warm.skipped == 0
+
+
+def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
+    """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
+    leaving, whole, alone = (
+        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
+        for _ in range(3)
+    )
+    texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
+    monkeypatch.setitem(PART_ROWS, "cpu", 45)
+    asked: list[int] = []
+    left = leaving.update(texts, leave=lambda: asked.append(0) is None)
+    assert (left.own_sequences, left.own_rows, left.leave, leaving.updates) == (2, 45, True, 1)
+    assert len(asked) == 2
+    assert alone.update(texts[:2]).tokens == left.tokens
+    assert same(leaving.state_dict(), alone.state_dict())
+    assert whole.update(texts).own_rows == 85
+    assert not same(leaving.state_dict(), whole.state_dict())
+
+
+def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch):
+    parts, whole = (
+        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
+        for _ in range(2)
+    )
+    texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30)]
+    expected = whole.update(texts)
+    monkeypatch.setitem(PART_ROWS, "cpu", 1)
+    found = parts.update(texts)
+    assert (found.tokens, found.sequences) == (expected.tokens, expected.sequences)
+    assert found.accept == pytest.approx(expected.accept, rel=1e-5)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
