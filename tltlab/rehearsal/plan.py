@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.base import from_survival
 from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.costs.profiles import find_model
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
@@ -126,11 +129,20 @@ def acceptance_by_drafter(text: str, drafters: Sequence[str]) -> dict[str, str]:
     return granted
 
 
-def rates(acceptance: Acceptance, drafter: str, depth: int) -> tuple[float, ...]:
-    """Chances that the draft of a chain is kept up to each of its tokens.
+def rates(source: str, drafter: str, depth: int) -> tuple[float, ...]:
+    """Chances that the draft of a chain is kept up to each of its tokens: given, as in `0.8/0.6/0.5`, or a model's.
 
-    ConfigError where they differ by request, by what was generated or by batch size.
+    ConfigError where they rise or are too few, or differ by request, by what was generated or by batch size.
     """
+    with suppress(ValueError):
+        given = tuple(map(float, source.split("/")))
+        if len(given) < depth or any(not 0 <= b <= a <= 1 for a, b in pairwise((1.0, *given))):
+            raise ConfigError(
+                f"--acceptance {drafter}={source}: give {depth} chances from 0 to 1, for the draft up to each of its "
+                "tokens, so that none is larger than the one before"
+            )
+        return given[:depth]
+    acceptance = load_acceptance(source)
     settled, chain = acceptance.in_state({}), Strategy.chain(drafter, depth)
     cdf, at_most = (settled.at(batch).cdf(chain) for batch in (1, _LARGE_BATCH))
     if acceptance.varies_by != "nothing" or cdf is None or at_most is None or not np.allclose(cdf, at_most):
@@ -140,6 +152,15 @@ def rates(acceptance: Acceptance, drafter: str, depth: int) -> tuple[float, ...]
             "each place in the draft; give geometric:ALPHA"
         )
     return tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
+
+
+def played_acceptance(played: Sequence[float], drafters: Iterable[str]) -> FittedAcceptance:
+    """What an engine that keeps drafts at these chances accepts, for the simulator: at each depth the first of them."""
+    by_depth = {
+        depth: FittedDepth(accepted=tuple(from_survival(np.array(played[:depth])).tolist()), drafted=float(depth))
+        for depth in range(1, len(played) + 1)
+    }
+    return FittedAcceptance(drafters_by_depth=dict.fromkeys(drafters, by_depth))
 
 
 def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:
@@ -174,7 +195,7 @@ def _rates_of(policy: Policy, name: str, granted: Mapping[str, str]) -> tuple[fl
             f"policy {name} drafts with {' and '.join(deepest)}, which are to be accepted differently: an engine keeps "
             "all drafts of a rollout at one set of chances"
         )
-    by_drafter = [rates(load_acceptance(granted[drafter]), drafter, depth) for drafter, depth in deepest.items()]
+    by_drafter = [rates(granted[drafter], drafter, depth) for drafter, depth in deepest.items()]
     return max(by_drafter, key=len, default=())
 
 

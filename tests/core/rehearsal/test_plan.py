@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import tltlab
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.rehearsal.plan import TINY, acceptance_by_drafter, plan_of, shares
+from tltlab.rehearsal.plan import TINY, acceptance_by_drafter, plan_of, played_acceptance, shares
 from tltlab.runtime.rollout.played import STOCK, Play, requests_of
+from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 TINY_TRACE = Path(__file__).parents[3] / "traces" / "tiny"
@@ -55,6 +56,16 @@ def test_rates_are_chances_up_to_each_token(trace: Trace):
     plan = planned(trace, policies="stock,none,ngram:3", acceptance="ngram=geometric:0.5")
     assert plan.rates == {STOCK: (), "none": (), "ngram:3": pytest.approx((0.5, 0.25, 0.125))}
     assert (plan.learned, plan.forced) == ((), ("ngram",))
+
+
+def test_rates_may_be_given_token_by_token(trace: Trace):
+    plan = planned(trace, policies="stock,none,ngram:2,ngram:3", acceptance="0.8/0.6/0.5/0.2")
+    assert plan.rates["ngram:3"] == (0.8, 0.6, 0.5)
+    accepted = played_acceptance(plan.rates["ngram:3"], ["ngram"])
+    for depth in (1, 2, 3):
+        strategy = Strategy.chain("ngram", depth)
+        assert accepted.cdf(strategy) == pytest.approx(1 - np.array([0.8, 0.6, 0.5])[:depth])
+        assert accepted.num_drafted(strategy) == depth
 
 
 def test_a_drafter_with_a_network_is_a_head(trace: Trace):
@@ -105,6 +116,10 @@ def test_acceptance_is_said_by_drafter(text: str, drafters: list[str], granted: 
         ),
         ({"acceptance": "seer-siblings"}, ("ngram", "request")),
         ({"acceptance": "geometric:1.5"}, ("1.5",)),
+        ({"acceptance": "0.5/0.6/0.4/0.1"}, ("0.5/0.6/0.4/0.1", "ngram")),
+        ({"acceptance": "1.2/0.6/0.4/0.1"}, ("1.2/0.6/0.4/0.1",)),
+        ({"acceptance": "nan/0.6/0.4/0.1"}, ("nan/0.6/0.4/0.1",)),
+        ({"acceptance": "0.8/0.6"}, ("0.8/0.6", 4)),
         ({"policies": "none,learned:8x4/48"}, ("learned:8x4/48",)),
         ({"policies": "none,typo:4"}, ("typo", "ngram")),
         ({"policies": "stock,stock"}, (STOCK,)),
