@@ -24,6 +24,12 @@ def versions() -> dict[str, str]:
     return {"python": packages["python"], "vllm": installed_vllm()} | packages
 
 
+def gpus() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each GPU that torch finds."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    return [(device.name, int(device.total_memory)) for device in found]
+
+
 def hardware() -> str:
     """The machine in words: GPUs where there are, else the number of CPU cores."""
     if torch.cuda.is_available():

@@ -5,7 +5,8 @@
 plays what `OUT/rehearsal.json` plans and is not in OUT yet: a process of its own gives all of a device's memory back.
 Text is of no account: responses run to their lengths, vLLM keeps drafts at given rates (`synthetic_rejection`), a
 model-free drafter drafts as deep as it is asked to at no cost, a learned one is an untrained EAGLE head. A line of JSON
-is on disk as soon as its rollout is over.
+is on disk once its rollout is over. Responses and iterations, which grow with their number, are in a file for each
+rollout, and those of one rollout are read at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
-from tltlab.files import parse_json, read_json
+from tltlab.files import parse_json, read_json, write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, code_allowed
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
@@ -46,7 +47,7 @@ class Visit(FrozenModel):
 
 
 class Play(FrozenModel):
-    """What is played. `lengths` are tokens by worker and response, `about` says where they are from.
+    """The plan of all engines. `lengths` are tokens by worker and response, `about` says where they are from.
 
     `rates[i]` of a policy is the chance that its drafts are kept up to token i, counted from 0, () where it never
     drafts; `granted` has what that was read from, by drafter. `learned` drafters are heads, `forced` ones draft at no
@@ -101,19 +102,35 @@ def read_plan(out: Path) -> Play:
         return Play.model_validate(value)
 
 
-def played(out: Path) -> list[dict[str, Any]]:
-    """The rows on disk by engine; the last one of each may be torn."""
+def played(out: Path, engine: str = "engine-*") -> list[dict[str, Any]]:
+    """The rows on disk, of one engine or all; the last one of each may be torn."""
     rows = []
-    for path in sorted(out.glob("engine-*.jsonl")):
+    for path in sorted(out.glob(f"{engine}.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):
                 rows.append(parse_json(line))
     return rows
 
 
+def engine_file(worker: int, stock: bool) -> str:
+    """The name of an engine's files, without what they end in."""
+    return f"engine-{STOCK if stock else 'ours'}-{worker}"
+
+
+def details_of(out: Path, visit: Visit, worker: int) -> dict[str, Any]:
+    """Responses, iterations and decisions of a rollout."""
+    details: dict[str, Any] = parse_json(_details_file(out, visit.rl_step, worker).read_bytes())
+    return details
+
+
+def _details_file(out: Path, rl_step: int, worker: int) -> Path:
+    return out / "rollouts" / f"{rl_step}-{worker}.json"
+
+
 def to_play(plan: Play, out: Path, worker: int, stock: bool) -> list[Visit]:
     """Rollouts that an engine has not played yet."""
-    done = {row["rl_step"] for row in played(out) if row["row"] == "rollout" and row["worker"] == worker}
+    rows = played(out, engine_file(worker, stock))
+    done = {row["rl_step"] for row in rows if row["row"] == "rollout"}
     return [v for v in plan.visits if v.policy in plan.of_engine(stock) and v.rl_step not in done]
 
 
@@ -153,7 +170,7 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
         settling = Visit(rl_step=-1, round=0, policy="")
         if not stock:
             engine.warm_up(1.0)
-        # What happens only once, such as compiling, is over then.
+        # Compiling, and whatever else happens only once, is over then.
         for name in plan.of_engine(stock):
             if not stock:
                 engine.set_policy(plan.policies[name])
@@ -247,12 +264,15 @@ def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
 
 def main(out: Path, worker: int, stock: bool, deadline: float | None) -> None:
     """Play and append a line for each row."""
-    engine = STOCK if stock else "ours"
-    with (out / f"engine-{engine}-{worker}.jsonl").open("a", encoding="utf-8") as file:
+    with (out / f"{engine_file(worker, stock)}.jsonl").open("a", encoding="utf-8") as file:
         # A line that was torn ends here.
         file.write("\n" if file.tell() else "")
         for row in play(read_plan(out), out, worker, stock=stock, deadline=deadline):
-            file.write(json.dumps(row, default=lambda value: value.item()) + "\n")
+            if row["row"] == "rollout":
+                details = {name: row.pop(name) for name in ("responses", "iterations", "decisions")}
+                text = json.dumps(details, default=lambda value: value.item())
+                write_file(_details_file(out, row["rl_step"], worker), text)
+            file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

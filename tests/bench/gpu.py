@@ -92,12 +92,7 @@ def bench_quick(
         rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, say=progress)
         engine = {"graphs": "planned" if plan.gpus else "none", "scheduling": "synchronous"}
         stock = {"graphs": "vLLM's own" if plan.gpus else "none", "scheduling": "vLLM's own"}
-        rows += [
-            {k: v for k, v in row.items() if k not in ("responses", "iterations", "decisions")}
-            | {"model": name}
-            | (stock if row["engine"] == "stock" else engine)
-            for row in played(folder)
-        ]
+        rows += [row | {"model": name} | (stock if row["engine"] == "stock" else engine) for row in played(folder)]
         with suppress(RunError):
             sentences.append(f"{name}: {judged(plan, folder).sentence}")
         write_json(out, result)
@@ -105,7 +100,7 @@ def bench_quick(
 
 
 def _driver() -> str | None:
-    """What nvidia-smi says, None where there is none."""
+    """GPUs, driver and memory by nvidia-smi, None without one."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip() or None

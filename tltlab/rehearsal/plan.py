@@ -1,4 +1,4 @@
-"""What a rehearsal plays: lengths from a trace, a model's shape, policies and how their drafts are kept."""
+"""The plan of a rehearsal: lengths from a trace, a model's shape, policies and how their drafts are kept."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tltlab.files import read_json
 from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import CustomSpec, FixedSpec
+from tltlab.runtime.engine import environment
 from tltlab.runtime.rollout.played import STOCK, Play
 from tltlab.sim.verification.policies import named_policies
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -70,7 +71,7 @@ def plan_of(
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
         modules=tuple(modules), rates={STOCK: ()} | {name: _rates_of(p, name, granted) for name, p in ours.items()},
         granted=granted, learned=learned, forced=tuple(name for name in used if name not in learned),
-        plain_batches=tuple(sorted(plain_batches)), rounds=rounds, gpus=_gpus(gpus), seed=seed,
+        plain_batches=tuple(sorted(plain_batches)), rounds=rounds, gpus=_num_gpus(gpus), seed=seed,
     )  # fmt: skip
     _check_memory(plan, shape)
     return plan
@@ -108,7 +109,7 @@ def shares(
 
 
 def acceptance_by_drafter(text: str, drafters: Sequence[str]) -> dict[str, str]:
-    """What is said of each drafter in `learned=geometric:0.7,ngram=geometric:0.42`; `all=` is of those not named.
+    """Return each drafter's acceptance from `learned=geometric:0.7,ngram=geometric:0.42`; `all=` is for the others.
 
     ConfigError for a drafter that no policy uses, for one of which nothing is said, and for a value without a name
     where there are several drafters.
@@ -155,7 +156,7 @@ def rates(source: str, drafter: str, depth: int) -> tuple[float, ...]:
 
 
 def played_acceptance(played: Sequence[float], drafters: Iterable[str]) -> FittedAcceptance:
-    """What an engine that keeps drafts at these chances accepts, for the simulator: at each depth the first of them."""
+    """Return the acceptance of an engine that keeps drafts at these chances: at each depth the first of them."""
     by_depth = {
         depth: FittedDepth(accepted=tuple(from_survival(np.array(played[:depth])).tolist()), drafted=float(depth))
         for depth in range(1, len(played) + 1)
@@ -185,7 +186,7 @@ def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tup
 
 
 def _rates_of(policy: Policy, name: str, granted: Mapping[str, str]) -> tuple[float, ...]:
-    """What a policy's drafts are kept at. ConfigError where its drafters differ: an engine has one set of chances."""
+    """Return the chances of a policy's drafts. ConfigError where its drafters differ: an engine has one set of them."""
     deepest: dict[str, int] = {}
     for strategy in policy.strategies:
         if strategy.speculates:
@@ -217,10 +218,8 @@ def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _gpus(asked: int | None) -> int:
-    import torch
-
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def _num_gpus(asked: int | None) -> int:
+    there = len(environment.gpus())
     if asked is not None and asked > there:
         raise ConfigError(f"--gpus {asked}: torch finds {there} here")
     return there if asked is None else asked
@@ -231,9 +230,7 @@ def _check_memory(plan: Play, shape: ModelShape) -> None:
     where, room = "free memory here", available_memory()
     need = _FP32_OVER_BF16 * shape.stored_bytes() + max(map(plan.kv_bytes, range(len(plan.lengths))))
     if plan.gpus:
-        import torch
-
-        where, room = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        where, room = environment.gpus()[0]
         longest = max(map(max, plan.lengths)) + plan.prompt_tokens
         need = (shape.stored_bytes() + RUNTIME_BYTES + shape.kv_bytes_per_token * longest) / _MEMORY_SHARE
     if room is not None and need > room:

@@ -1,4 +1,4 @@
-"""What a rehearsal comes to: a trace, and beside each measured makespan what the simulator says of that rollout."""
+"""The result of a rehearsal: a trace, and each measured makespan beside the simulator's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, nearest_engine, profile_costs
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.files import sealed, write_json
-from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.engine.environment import gpus, hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.rollout.played import STOCK, Play, played
+from tltlab.runtime.rollout.played import STOCK, Play, details_of, played
 from tltlab.runtime.run.rows import StepReport, rollout_alone, step_rows
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.verification.policies import predicted_from_others
@@ -40,7 +40,7 @@ _MOST_CHOSEN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What was measured, a row per policy in `rows`, and what the simulator says of the same rollouts.
+    """A row per policy in `rows`: its measured rollouts, and the simulator's predictions of the same ones.
 
     Columns: `policy`; `measured_s`, the mean makespan over the rounds, with its interval `low`, `high`; `tail_s`, the
     part with few requests left (`tail_fraction`); `tokens_per_s`; `accept_length`; `chose` and `graphs`, shares of
@@ -194,7 +194,8 @@ def _recorded(plan: Play, out: Path) -> Trace:
     started = 0.0
     with Recorder(out / "trace", manifest) as recorder:
         for visit in whole:
-            parts = [_rollout(rows[visit.rl_step][worker]) for worker in range(len(plan.lengths))]
+            by_worker = rows[visit.rl_step]
+            parts = [_rollout(by_worker[worker] | details_of(out, visit, worker)) for worker in sorted(by_worker)]
             requests = [
                 GenerationRequest(
                     key=response.key, prompt_token_ids=[0] * plan.prompt_tokens, max_response_tokens=longest
@@ -254,9 +255,7 @@ def _shipped_costs(plan: Play) -> CostModel | None:
     """Costs that come along for this GPU and model; None on a CPU, and for a GPU or model that is not known."""
     if not plan.gpus:
         return None
-    import torch
-
-    for word in torch.cuda.get_device_name(0).split():
+    for word in gpus()[0][0].split():
         with suppress(ConfigError):
             gpu, model = find_gpu(word), find_model(plan.model)
             return profile_costs(nearest_engine(gpu.name, model.name, "bf16"), gpu, model)

@@ -1,4 +1,4 @@
-"""What a rehearsal plays, worked out before any engine starts."""
+"""The plan of a rehearsal, made before any engine starts."""
 
 from __future__ import annotations
 

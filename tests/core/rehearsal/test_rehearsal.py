@@ -35,7 +35,7 @@ ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """What `bench gpu quick` left that was killed behind our engine's first rollout, and how many it had played."""
+    """The folder of a `bench gpu quick` killed behind our engine's first rollout, and how many it had played."""
     file = tmp_path_factory.mktemp("rehearsal") / "quick.json"
     out = file.with_suffix("") / "tiny-shape"
     process = subprocess.Popen([sys.executable, "-m", "tltlab", "bench", *QUICK, "--out", str(file)])
