@@ -1,23 +1,48 @@
-"""Drafters as values in policy files and recipes: which one, with which settings."""
+"""Drafters as values in policy files and recipes: which one, with which settings; and what a drafter is, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tltlab.config import Built, FiniteModel
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
+from tltlab.strategy import Strategy
 
 from . import suffix
 from .base import Draft, Drafter
 from .ngram import NgramDrafter
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterTraits:
+    """Properties of a drafter that costs, acceptance, graphs and reports depend on.
+
+    With `has_network` a draft level is a forward pass on the GPU, and its graphs are captured; else drafting takes host
+    time alone. `needs_text` drafters look up the tokens that requests generate. `draws_trees`: a draft may branch.
+    `made_by` is where drafts are made: beside the scheduler in the "engine" core, or in the model's "workers".
+    """
+
+    has_network: bool
+    needs_text: bool
+    draws_trees: bool
+    made_by: Literal["engine", "workers"]
+
+
+TEXT = DrafterTraits(has_network=False, needs_text=True, draws_trees=False, made_by="engine")
+"""Drafters that copy from text."""
+NETWORK = DrafterTraits(has_network=True, needs_text=False, draws_trees=True, made_by="workers")
+"""Drafters that run a network of their own."""
+
+
 class _BuiltDrafter(Built, init=False):
+    traits: ClassVar[DrafterTraits] = TEXT
+
     def build(self) -> Drafter:
         """A fresh drafter; ConfigError where the library that it needs is not installed."""
         drafter: Drafter = self.make()
@@ -54,6 +79,7 @@ class LearnedSpec(FiniteModel):
     model-free drafter named `fallback` serves in its place; without one nothing is drafted then.
     """
 
+    traits: ClassVar[DrafterTraits] = NETWORK
     kind: Literal["learned"] = "learned"
     method: Literal["eagle", "eagle3", "draft_model", "mtp"]
     model: str = ""
@@ -97,6 +123,60 @@ DrafterSpec = Annotated[NgramSpec | SuffixSpec | LearnedSpec | HybridSpec, Field
 
 DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
 """The drafters that every engine has, by the name that strategies use."""
+
+
+class Drafters(Mapping[str, DrafterTraits]):
+    """Drafters of a run by name, with their traits: the standard ones and those of `specs`.
+
+    Standard are `ngram`, `suffix` and `learned`. A hybrid has a network where one of its parts has. Names are for
+    people: whatever depends on what a drafter is asks here.
+
+    >>> drafters = Drafters({"recent": SuffixSpec(window=4)})
+    >>> drafters["recent"].has_network, drafters["learned"].has_network
+    (False, True)
+    >>> drafters["sufix"]
+    Traceback (most recent call last):
+    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, recent, suffix
+    """
+
+    def __init__(self, specs: Mapping[str, DrafterSpec] = {}) -> None:
+        self.specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **specs}
+        self._traits = {"learned": NETWORK}
+        self._traits |= {name: spec.traits for name, spec in self.specs.items() if not isinstance(spec, HybridSpec)}
+        for name, spec in self.specs.items():
+            if isinstance(spec, HybridSpec):
+                self._traits[name] = self._of_hybrid(spec)
+
+    def _of_hybrid(self, spec: HybridSpec) -> DrafterTraits:
+        first, otherwise = self[spec.first], self[spec.otherwise]
+        network = first.has_network or otherwise.has_network
+        return DrafterTraits(
+            has_network=network,
+            needs_text=first.needs_text or otherwise.needs_text,
+            draws_trees=False,
+            made_by="workers" if network else "engine",
+        )
+
+    def __getitem__(self, name: str) -> DrafterTraits:
+        """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
+        if name not in self._traits:
+            known = ", ".join(sorted(self._traits))
+            raise ConfigError(f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}")
+        return self._traits[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._traits)
+
+    def __len__(self) -> int:
+        return len(self._traits)
+
+    def network_levels(self, strategy: Strategy) -> int:
+        """Draft levels that are forward passes of a network; ConfigError for an unknown drafter."""
+        return strategy.draft_depth if strategy.speculates and self[strategy.drafter].has_network else 0
+
+
+STANDARD = Drafters()
+"""The drafters that a run has which brings none of its own."""
 
 SYSTEM_DRAFTERS: dict[str, ModelFreeSpec] = {
     # arXiv 2511.16665 section 5: retrieval among the responses of the group. Match lengths are not published.
