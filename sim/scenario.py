@@ -20,8 +20,9 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.policies.selector import Selector
+from tltlab.policies.selector import WHOLE_TOKENS, Selector
 from tltlab.policies.specs import build_class, check_contract, from_user, raised
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
@@ -178,9 +179,12 @@ class Scenario(SimulationConfig):
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot, self.coordinator)
+        selectors = [policy.build(np.random.default_rng(list(words))) for words in entropy]
+        fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}
+        refuse_needs(selectors[0], fluid if self.mode == "fluid" else {})
         simulator = RolloutSimulator(
             costs=self.costs,
-            selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
+            selectors=selectors,
             decision_block=self.decision_block,
             record_rewards=record_rewards,
             idle_use=trainer or LeaveIdle(),
