@@ -170,10 +170,12 @@ class Scenario(SimulationConfig):
         record_rewards: bool = False,
         entropy: Sequence[Sequence[int]] | None = None,
         drafter: Sequence[DrafterState] | None = None,
+        delay: int | None = None,
     ) -> tuple[SimulatedRollout, ...]:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
 
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
+        Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
@@ -187,6 +189,8 @@ class Scenario(SimulationConfig):
             selectors=selectors,
             decision_block=self.decision_block,
             record_rewards=record_rewards,
+            ahead=None if delay is None else False,
+            delay=delay,
             idle_use=trainer or LeaveIdle(),
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,

@@ -120,15 +120,17 @@ class SimulatedRollout:
 class RolloutSimulator:
     """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker.
 
-    `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none. With `as_engine`
-    memoryless policies too are asked in each iteration for the next one.
+    `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none. A choice is made
+    one iteration `ahead` of the one that verifies it, and its outcome comes `delay` choices later than that iteration
+    ends; where these are None, policies that learn are ahead, and outcomes of blocks come one block late.
     """
 
     costs: CostModel
     selectors: list[Selector]
     decision_block: int = 1
     record_rewards: bool = False
-    as_engine: bool = False
+    ahead: bool | None = None
+    delay: int | None = None
     idle_use: IdleUse = field(default_factory=LeaveIdle)
     regimes: Regimes = field(init=False)
     new_batch: Callable[[Requests], Batch] = field(init=False)
@@ -140,13 +142,13 @@ class RolloutSimulator:
     choices: MemorylessChoices = field(init=False)
 
     def __post_init__(self) -> None:
-        delay = int(self.decision_block > 1)
+        delay = int(self.decision_block > 1) if self.delay is None else self.delay
         self.drivers = [PolicyDriver(s, worker=w, delay=delay) for w, s in enumerate(self.selectors)]
 
     @property
     def memoryless(self) -> bool:
         """Whether every choice depends on batch and queue alone, and holds at once."""
-        return not self.as_engine and all(selector.memoryless for selector in self.selectors)
+        return not self.ahead and all(selector.memoryless for selector in self.selectors)
 
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
         """Set what strategies yield, which may change from one RL step to the next; the selectors stay."""
@@ -282,8 +284,7 @@ class Worker:
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
         self.closed = closed and (batch.is_steady or isinstance(batch, WalkBatch))
         self.memoryless = simulator.memoryless
-        self.ahead = not self.memoryless and simulator.decision_block == 1
-        """Whether a choice holds from the next iteration on."""
+        self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
         self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
         # The choice in force, whether the policy made it, and the batch and queue for which a memoryless one did.
         self.in_force, self.decided = NO_CHOICE, False
